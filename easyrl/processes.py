@@ -82,8 +82,7 @@ def _position(core: int) -> tuple[int, int, int]:
         return 0, core, core
 
 
-UNGUARDED = 87
-"""Exit code of a worker that would start a run while it imports the user's program."""
+UNGUARDED = 87  # exit code of a worker that would start a run while it imports the user's program
 UNGUARDED_MESSAGE = (
     "worker processes import this program, but cannot, or would start the run again: put the "
     'calls of easyrl under `if __name__ == "__main__":`, in a file (no program from standard input)'

@@ -148,7 +148,6 @@ needs_users = pytest.mark.skipif(
     ("python", "user"),
     [
         pytest.param(sys.executable, None, id="this user and Python"),
-        pytest.param(SYSTEM_PYTHON, None, marks=needs_users, id="root"),
         pytest.param(SYSTEM_PYTHON, OTHER_USER, marks=needs_users, id="user"),
     ],
 )

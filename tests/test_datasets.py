@@ -253,23 +253,19 @@ def test_fingerprint_of_many_rows_reads_some(tmp_path, monkeypatch):
 # -- mistakes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["none.jsonl", "train.tsv", "", "empty.parquet", "empty.csv", "broken.jsonl.gz"]
-)
+MISSING = ("none.jsonl", "train.tsv", "", "empty.parquet", "empty.csv", "broken.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", [*MISSING, "kinds", "splits", "others"])
 def test_missing_or_unreadable_file_is_named(name, tmp_path):
     for empty in ("empty.parquet", "empty.csv"):
         (tmp_path / empty).touch()
     (tmp_path / "broken.jsonl.gz").write_bytes(b'{"prompt": "a"}')
+    write_two(tmp_path / "kinds", "a.csv", "b.jsonl")
+    write_two(tmp_path / "splits", "test.jsonl", "validation.jsonl")
+    write_two(tmp_path / "others", "README.md")
     message = error_of(tmp_path / name)
     assert message.startswith("data.dataset") and str(tmp_path / name) in message
-
-
-@pytest.mark.parametrize(
-    "names", [["a.csv", "b.jsonl"], ["test.jsonl", "validation.jsonl"], ["README.md"]]
-)
-def test_a_folder_of_other_files_is_named(names, tmp_path):
-    write_two(tmp_path / "folder", *names)
-    assert error_of(tmp_path / "folder").startswith("data.dataset")
 
 
 BROKEN = [

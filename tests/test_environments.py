@@ -197,15 +197,12 @@ def kill(pool: EnvironmentPool, key: tuple[int, ...] = KEY) -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
-def test_interface_is_what_trl_makes_of_it(shared):
-    loaded = shared.loaded()
+def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
+    loaded = own.loaded()
     (interface,) = loaded.interfaces.values()
     names = [schema["function"]["name"] for schema in interface.schemas]
     assert sorted(names) == ["increment", "run", "shout"]
     assert not interface.is_game and interface.has_reward and loaded.reward_functions == [0, 1]
-
-
-def test_episodes_keep_their_state_and_are_scored_where_it_is(own):
     acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("run", {"code": "'done'"}))
     assert acted.messages == [
         {"role": "tool", "name": "increment", "content": "7"},

@@ -45,12 +45,9 @@ def chat(text: str) -> list[dict[str, str]]:
 # -- built-in -------------------------------------------------------------------------------------
 
 
-def test_exact_match_compares_the_whole_completion():
+def test_exact_match_compares_the_whole_completion_and_regex_searches_it():
     texts = ["42", " 42\n", "4", "it is 42", chat("42")]
     assert scores("exact_match", texts, answer=42) == [1.0, 1.0, 0.0, 0.0, 1.0]
-
-
-def test_regex_searches_for_the_pattern():
     texts = ["the sum is 12", chat("12"), "twelve", "a\n12"]
     assert scores("regex", texts, reward__pattern=r"\d+$") == [1.0, 1.0, 0.0, 1.0]
 
@@ -168,12 +165,6 @@ def test_answers_are_compared_whatever_their_type(name, answer, text, score):
     assert scores(name, [text], prompts="q", answer=answer) == [score]
 
 
-def test_gsm8k_refuses_data_whose_answers_are_no_numbers():
-    with pytest.raises(ConfigError, match=r"'gsm8k'.*answer"):
-        check_rewards(config_of("gsm8k"), Prompt(0, "q", {"answer": "Tom has 2 and Ann has 3"}))
-    check_rewards(config_of("gsm8k"), Prompt(0, "q", {"answer": NAN}))
-
-
 @pytest.mark.parametrize("part", ["1", "1,", "1/", "$ ", "{", "####\n", r"\boxed{", "<answer>"])
 def test_endless_texts_cost_no_time(part):
     started = time.process_time()
@@ -208,17 +199,14 @@ assert "torch" not in sys.modules
 # -- settings, columns and loading ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
+def test_inconsistent_settings_are_refused():
+    for name, settings in (
         ("regex", {}),
-        ("regex", {"reward__pattern": "("}),
-        ("format", {"reward__pattern": "a"}),
-    ],
-)
-def test_inconsistent_settings_are_refused(name, settings):
-    with pytest.raises(ConfigError, match=r"reward\.pattern"):
-        config_of(name, **settings)
+        ("regex", {"pattern": "("}),
+        ("format", {"pattern": "a"}),
+    ):
+        with pytest.raises(ConfigError, match=r"reward\.pattern"):
+            config_of(name, **{f"reward__{key}": value for key, value in settings.items()})
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - {"code", "environment"}))
@@ -232,6 +220,10 @@ def test_missing_column_is_an_error_before_the_run(name):
         rest = {other: value for other, value in everything.items() if other != column}
         with pytest.raises(ConfigError, match=f"'{name}': .*'{column}'"):
             check_rewards(config, Prompt(0, "q", rest))
+    if name == "gsm8k":  # needs numbers
+        check_rewards(config, Prompt(0, "q", {"answer": NAN}))
+        with pytest.raises(ConfigError, match=r"'gsm8k'.*answer"):
+            check_rewards(config, Prompt(0, "q", {"answer": "Tom has 2 and Ann has 3"}))
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,12 @@ Its data, Jiayi-Pan/Countdown-Tasks-3to4 on the hub, has the same columns."""
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    reward: str
-    """An entry of `reward.functions`."""
-    task: Task | None = None
-    """Generates the problems."""
+    reward: str  # an entry of `reward.functions`
+    task: Task | None = None  # generates the problems
     rows: str | None = None
     """Training rows on the hub, `owner/name:subset:split`. With neither task nor rows, the preset
     is for evaluations only."""
-    held_out: str | None = None
-    """Held-out rows on the hub; a task has its own problems."""
+    held_out: str | None = None  # held-out rows on the hub; a task has its own problems
     prompt_column: str = "prompt"
     prompt_template: str | None = None
     chat: bool | None = None

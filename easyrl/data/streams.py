@@ -31,16 +31,13 @@ from easyrl.types import Messages, Prompt, is_missing, with_none
 
 KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]
-NUM_DIGESTED = 100_000
-"""Most rows that a fingerprint reads (half a second)."""
-NUM_TASK_EXAMPLES = 256
-"""Generated training prompts that are checked before a run."""
+NUM_DIGESTED = 100_000  # most rows that a fingerprint reads (half a second)
+NUM_TASK_EXAMPLES = 256  # generated training prompts that are checked before a run
 RESERVED_COLUMNS = {
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 }
 """Arguments of a reward function that are not columns."""
-BLOCK = 1000
-"""Prompts of a mixture in which each data set has its exact share."""
+BLOCK = 1000  # prompts of a mixture in which each data set has its exact share
 SOURCE_COLUMN = "data_source"
 ENVIRONMENT_COLUMN = "environment"  # names the environment of a row, where there are several
 """Column of a mixture's prompts: their data set, unless the rows have this column themselves."""
@@ -149,17 +146,12 @@ class DataSet:
     """A data set's prompts, epoch after epoch; those of a task have no epochs."""
 
     name: str
-    rows: Any
-    """A list, a `datasets.Dataset`, or a task's function from an index to a row."""
+    rows: Any  # a list, a `datasets.Dataset`, or a task's function from an index to a row
     form: RowForm
-    seed: int | None = None
-    """Seed of the order; None: the order of the rows."""
-    locations: Sequence[str] | None = None
-    """Files and lines that the rows are from."""
-    held_out: DataSet | None = None
-    """Rows that are never trained."""
-    kept: Sequence[int] | None = None
-    """Rows that are not left out; None: all."""
+    seed: int | None = None  # seed of the order; None: the order of the rows
+    locations: Sequence[str] | None = None  # files and lines that the rows are from
+    held_out: DataSet | None = None  # rows that are never trained
+    kept: Sequence[int] | None = None  # rows that are not left out; None: all
 
     def __post_init__(self) -> None:
         if self.num_rows == 0:

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from easyrl.types import Messages, answers_of, text_of
 
-HELD_OUT_SHARE = 1 / 8
-"""Share of all problems that is never trained."""
+HELD_OUT_SHARE = 1 / 8  # share of all problems that is never trained
 
 
 class Task:
@@ -119,8 +118,7 @@ class Countdown(Task):
     largest_number: int
     operations: str
     targets: range
-    largest_value: int
-    """Largest intermediate value."""
+    largest_value: int  # largest intermediate value
 
     def draw(self, rng: random.Random) -> CountdownProblem | None:
         count = rng.choice(self.num_numbers)

@@ -28,21 +28,13 @@ from easyrl.config import Config, ConfigError
 from easyrl.environments.loading import Environment, Interface, load_environments
 from easyrl.environments.tool_calls import BadCall, Calls
 from easyrl.processes import maybe_sleep, set_name
+from easyrl.rewards import worker
 from easyrl.rewards.loading import accepted_arguments
-from easyrl.rewards.worker import (
-    Call,
-    Scored,
-    begin_output,
-    functions_with_environments,
-    run_call,
-    start,
-)
 from easyrl.types import Messages
 from easyrl.user_code import user_traceback
 
 PROCESS_NAME = "easyrl-env"
-Key = tuple[int, ...]
-"""Identifies a group."""
+Key = tuple[int, ...]  # identifies a group
 
 
 class Request(NamedTuple):
@@ -105,7 +97,7 @@ class Host:
         self._environments = load_environments(self._config, with_schemas=with_schemas)
         interfaces = {name: each.interface for name, each in self._environments.items()}
         self._spare = {name: [each.first] for name, each in self._environments.items()}
-        return Loaded(interfaces, functions_with_environments())
+        return Loaded(interfaces, worker.functions_with_environments())
 
     def reset(
         self, key: Key, index: int, name: str, row: Mapping[str, Any], seed: int
@@ -169,11 +161,11 @@ class Host:
         finally:
             episode.random_states = _exchange_random_states(before)
 
-    def judge(self, key: Key, call: Call) -> Scored:
+    def judge(self, key: Key, call: worker.Call) -> worker.Scored:
         """Call the reward functions that need the group's environments."""
         episodes = self._groups[key]
         environments = [episodes[index].environment for index in sorted(episodes)]
-        return run_call(call, environments, self._awaited)
+        return worker.run_call(call, environments, self._awaited)
 
     def forget(self, key: Key) -> None:
         """Drop a group. Its environments are used again."""
@@ -192,7 +184,7 @@ def _exchange_random_states(states: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:
     """Answer requests until the parent ends."""
-    start(config, sources)
+    worker.start(config, sources)
     set_name(PROCESS_NAME)
     host, sending = Host(config), threading.Lock()
 
@@ -203,7 +195,7 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
 
     def answer(request: Request) -> None:
         maybe_sleep()
-        begin_output()
+        worker.begin_output()
         send(Reply(request.number, "started"))
         try:
             value = getattr(host, request.method)(*request.arguments)

@@ -82,8 +82,7 @@ class _Group:
 class EnvironmentPool:
     """Create it in a thread that lives as long as the pool: Linux ends the processes with it."""
 
-    report: Callable[[str], None] = staticmethod(print)
-    """Called when processes were killed."""
+    report: Callable[[str], None] = staticmethod(print)  # called when processes were killed
 
     def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
         self._config, self._sources = config, sources

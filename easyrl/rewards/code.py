@@ -39,8 +39,7 @@ FORMS = (
     'column tests: expected Python code or a list of it, {"inputs": [...], "outputs": [...]} (with '
     '"fn_name" for function calls), or a list of {"input": ..., "output": ...}'
 )
-TOLERANCE = 1e-6
-"""Relative and absolute; for numbers whose expected value has a decimal point."""
+TOLERANCE = 1e-6  # relative and absolute; for numbers whose expected value has a decimal point
 MAX_LENGTH = 2**20  # of outputs in characters, and eight times the expected length
 OPTIONAL_COLUMNS = ("entry_point", "test_imports", "test_setup_code")
 

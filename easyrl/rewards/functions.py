@@ -27,8 +27,7 @@ ANSWER = re.compile(rf"<answer>{NO_TAG}</answer>", re.DOTALL)
 FORMAT = re.compile(rf"(?:<think>)?{NO_TAG}</think>\s*{ANSWER.pattern}", re.DOTALL)
 
 COUNTDOWN_CHARACTERS = re.compile(r"[0-9+\-*/() \t]+")
-COUNTDOWN_MAX_LENGTH = 500
-"""Longest expression that is parsed, in characters: parsers recurse."""
+COUNTDOWN_MAX_LENGTH = 500  # longest expression that is parsed, in characters: parsers recurse
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -41,8 +41,7 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
     "environment": lambda config: functions.environment,
 }
 """Each binds a function to its settings."""
-PER_COMPLETION = ("code", "math")
-"""Slow ones: each completion is a call of its own."""
+PER_COMPLETION = ("code", "math")  # slow ones: each completion is a call of its own
 TRUTH_COLUMNS = ("ground_truth", "reward_model", "answer")
 VERL_COLUMNS = ("data_source", "extra_info", *TRUTH_COLUMNS)
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function"

@@ -49,8 +49,7 @@ from easyrl.types import Float32, Prompt
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 10.0
 """Longest time of a function's check, with the time that its file takes to load."""
-MAX_RESTARTS = 3
-"""Pools that may break one after the other without scoring a group."""
+MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group
 
 
 @dataclass(slots=True, eq=False)
