@@ -345,6 +345,15 @@ def test_workers_leave_once_new_ones_are_ready_or_stay(last: events.WorkerEvent)
         assert fleet.workers["rollout-1"].taken() == ["Stop"]
 
 
+def test_the_replacement_of_a_worker_that_was_to_leave_leaves() -> None:
+    fleet = StubFleet("cpu:2", "cpu", *SPARE)
+    fleet.scale(replace(fleet.infer_devices, indices=(2, 3)))
+    fleet.follow(*[(f"rollout-{n}", LOST if n == 1 else READY) for n in (1, 2, 3)])
+    fleet._let_leave()
+    assert [*fleet.states().values()] == ["leaving", "leaving", "ready", "ready"]
+    assert fleet.infer_devices.indices == (2, 3)
+
+
 @pytest.mark.parametrize(("wanted", "staying"), [
     ("cpu:3", "cpu:3"),
     ("cpu:1", "cpu:1"),

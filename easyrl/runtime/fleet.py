@@ -1,18 +1,15 @@
 """The workers of a run: start them, give them weights and groups, replace and scale them.
 
-A rollout worker's states (the set of train workers never changes; they start and work):
+A rollout worker's states, and what it gets in each (`NEXT` has the transitions):
 
-    state     what it may get         what changes the state
-    ──────────────────────────────────────────────────────────────────────────────────────────────
-    starting                          Ready ─► ready; in `easyrl eval` ─► working
-    ready     part of an exchange     a full exchange ─► working
-              or an admission         an admission begins ─► joining
-    joining   weights, alone          it has the weights ─► working; it could not ─► ready
-    working   groups, and its part    ─
-              of a full exchange
-    leaving                           it has answered its groups ─► Stop
-    any                               `scale`: its devices are not wanted ─► leaving
-    any                               `_on_lost` ─► lost; its replacement is starting
+    starting   nothing
+    ready      its part of a full exchange of weights, or an admission
+    joining    weights, alone
+    working    groups, and its part of a full exchange
+    leaving    nothing: it ends once it has answered its groups
+    lost       a replacement, which is starting (`_on_lost`)
+
+The set of train workers never changes: they start, and work.
 
 Weights go from the trainer to the rollout workers in two ways:
 
@@ -55,11 +52,26 @@ from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
-from easyrl.runtime.supervisor import STOP_SECONDS, Origin, Supervisor, Worker, WorkerFailure
+from easyrl.runtime.supervisor import (
+    STOP_SECONDS,
+    Origin,
+    Supervisor,
+    Worker,
+    WorkerFailure,
+    WorkerState,
+)
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
+NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
+    "starting": ("ready", "working", "leaving", "lost"),  # working: no exchange in `easyrl eval`
+    "ready": ("joining", "working", "leaving", "lost"),
+    "joining": ("ready", "working", "leaving", "lost"),  # ready: it could not get the weights
+    "working": ("leaving", "lost"),
+    "leaving": ("lost",),
+    "lost": (),
+}
 LAST_CHECKPOINT_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
 MAX_FAILURES = 3
 """Exchanges in a row that may fail although nobody died."""
@@ -194,7 +206,7 @@ class Fleet:
             match event:
                 case events.Ready() if worker.state == "starting":
                     has_weights = worker in self.train or not self.train
-                    worker.state = "working" if has_weights else "ready"
+                    _become(worker, "working" if has_weights else "ready")
                 case events.WeightsExchanged():
                     self._on_exchanged(worker, event)
                 case events.Lost():
@@ -255,7 +267,7 @@ class Fleet:
         Raises WorkerFailure after more than `runtime.max_restarts` deaths.
         """
         starting, was_leaving = worker.state == "starting", worker.state == "leaving"
-        worker.state = "lost"
+        _become(worker, "lost")
         self._limits.pop(worker, None)
 
         # The ring: its slots are free again, and nothing more of it arrives. Of two dead workers
@@ -291,7 +303,8 @@ class Fleet:
             self._notify(events.WorkerLeft(time.monotonic(), worker.name))
             return
         within = self._count_death(worker, lost)
-        self.rollout[position] = self._spawn_rollout(worker.number, "replacement")
+        new = self.rollout[position] = self._spawn_rollout(worker.number, "replacement")
+        self._retiring = [new if each is worker else each for each in self._retiring]
         note = f"{worker.name} {lost.cause}; a new one starts in its place: {within}"
         self._notify(events.Note(f"{note}\n{lost.traceback}".rstrip()))
 
@@ -367,7 +380,7 @@ class Fleet:
             return
         worker, generation = ready[0], next(self._generations)
         world_size = 1 + self._placement.engine.tensor_parallel_size
-        worker.state = "joining"
+        _become(worker, "joining")
         worker.send(events.InitWeightChannel(1, world_size, generation))
         worker.send(events.ExchangeWeights(self._version))
         self.rank0.send(events.SendWeights(self._version, world_size, generation))
@@ -383,7 +396,7 @@ class Fleet:
         elif worker is self.rank0:
             self._limit_answers()
         elif worker.state == "ready":
-            worker.state = "working"
+            _become(worker, "working")
         self._end_admission()
 
     def _cancel_exchange(self) -> None:
@@ -404,7 +417,7 @@ class Fleet:
         """Let the worker that was joining work, once it and rank 0 have answered."""
         joining = [worker for worker in self.rollout if worker.state == "joining"]
         for worker in joining if not self._awaited else ():
-            worker.state = "ready" if self._errors else "working"
+            _become(worker, "ready" if self._errors else "working")
             self._num_failures[worker] += bool(self._errors)
             if self._num_failures[worker] == MAX_FAILURES:
                 worker.kill(f"was killed: it could not get the weights: {self._errors[0]}")
@@ -454,7 +467,7 @@ class Fleet:
         staying = [worker for worker in self.rollout if worker not in self._retiring]
         if not any(map(_is_starting, staying)):
             for worker in self._retiring if staying else ():
-                worker.state = "leaving"
+                _become(worker, "leaving")
             self._retiring = []
         leaving = [worker for worker in self.rollout if worker.state == "leaving"]
         for worker in leaving if not self._awaited else ():
@@ -462,6 +475,11 @@ class Fleet:
             if not has_groups and worker not in self._limits:
                 worker.send(events.Stop())
                 self._limit(worker, STOP_SECONDS, "did not stop")
+
+
+def _become(worker: Worker, state: WorkerState) -> None:
+    assert state in NEXT[worker.state], (worker.name, worker.state, state)
+    worker.state = state
 
 
 def _is_starting(worker: Worker) -> bool:
