@@ -1,7 +1,7 @@
 """Expected speed on GPUs, from bytes, operations and kernels (docs/devices.md, *Expected speed*).
 
-    python -m tests.performance_model                   # the tables of docs/devices.md
-    python -m tests.performance_model build/gpu-*.json  # measured speeds beside expected ones
+    python -m benchmarks.performance_model                   # the tables of docs/devices.md
+    python -m benchmarks.performance_model build/gpu-*.json  # measured speeds beside expected ones
 
 Of the constants, those under *counted* are compared with counts of the code
 (`test_performance_model_counts_the_work_of_the_code`). Those under *assumed* are not measured.
