@@ -178,7 +178,7 @@ def train(model: Model, card: Card) -> tuple[float, float] | None:
     completions = LOAD.group * LOAD.completion
     tokens = LOAD.prompt + completions
     pairs = LOAD.prompt**2 / 2 + completions * (LOAD.prompt + LOAD.completion / 2)
-    operations = 6 * (model.body_weights * tokens + model.head_weights * completions)
+    operations: float = 6 * (model.body_weights * tokens + model.head_weights * completions)
     operations += 3 * model.pair_operations * pairs
     num_bytes = TRAIN_HIDDEN_BYTES[model.family] * model.hidden * model.layers * tokens
     num_bytes += TRAIN_LOGIT_BYTES * model.vocabulary * completions

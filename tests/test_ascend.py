@@ -20,16 +20,17 @@ from easyrl.engines.vllm import platforms
 ROOT, STAND_IN = Path(__file__).parent.parent, Path(__file__).parent / "stand_in"
 
 
-def python(*words: str, paths: tuple[Path, ...] = (), **environment: str) -> Any:
+def python(*words: str, paths: tuple[Path, ...] = (), **environment: str | None) -> Any:
     """Run Python, in which torch_npu is the stand-in."""
     path = os.pathsep.join(map(str, (ROOT, STAND_IN, *paths)))
+    changed = {**os.environ, **devices.NO_AUTOLOAD, "PYTHONPATH": path, **environment}
     return subprocess.run(
         [sys.executable, *words],
         check=False,
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, **devices.NO_AUTOLOAD, "PYTHONPATH": path, **environment},
+        env={name: value for name, value in changed.items() if value is not None},
     )
 
 
@@ -134,8 +135,8 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Pat
     (installed / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload")
 
     def run(*words: str) -> Any:
-        loads = dict.fromkeys(devices.NO_AUTOLOAD, "1")
-        return python(*words, paths=(tmp_path,), STAND_IN_FAILS="1", **loads)
+        default = dict.fromkeys(devices.NO_AUTOLOAD)
+        return python(*words, paths=(tmp_path,), STAND_IN_FAILS="1", **default)
 
     assert "libhccl.so" in run("-c", "import torch").stderr
     dry_run = ("-m", "easyrl", "grpo", "--dry-run")

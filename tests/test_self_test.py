@@ -41,6 +41,7 @@ def environment_with(folder: Path, customize: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.long
 def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "easyrl", "doctor", "--test"],

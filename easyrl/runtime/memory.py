@@ -64,7 +64,7 @@ KEYS = CERTAIN | {
 
 class Part(NamedTuple):
     process: str
-    count: int  # processes of which each has this part
+    num_processes: int  # each has this part
     memory: str  # a key of `memory_budgets`
     what: str
     num_bytes: int
@@ -119,8 +119,8 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     # Sequences in rows and ready to start. In an evaluation each may have a prompt of its own; in
     # training the last completions of as many groups again may be in flight.
     started = rows + max(1, rows // 4)
-    num_prompts = 2 * -(-started // rollout.num_generations)
-    num_prompts = started if config.train.eval_every else min(started, num_prompts)
+    groups = -(-started // (1 if config.train.eval_every else rollout.num_generations))
+    num_prompts = min(started, 2 * groups)
     cached = rows * row + num_prompts * prompt
     if not is_batched:  # on accelerators vLLM takes as many sequences as fit, at least 1
         cached = (rows if on_cpu else 1) * config.max_sequence_length
@@ -130,7 +130,7 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
         scores = max(scores, MAX_PREFILL_TOKENS * row * rollout.has_environments)
         step += scores * SCORE_BYTES * model.num_heads
     has_graphs = is_batched and not on_cpu and placement.accelerator != devices.ASCEND
-    prefill = min(MAX_PREFILL_TOKENS, num_prompts * prompt)
+    prefill = min(MAX_PREFILL_TOKENS, groups * prompt)
     activations = prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     own = {
         "weights": weights,
@@ -160,7 +160,8 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
     # LoRA's frozen base is kept in the type of the computation.
     weights = trained + is_lora * dtype_bytes * model.num_weights // ranks
     has_reference = config.algorithm.beta > 0.0 and not is_lora
-    own, on_host = {}, {}
+    own: dict[str, int] = {}
+    on_host: dict[str, int] = {}
     for what, num_bytes, group in (
         ("weights", weights, "optimizer"),
         ("gradients", trained, "optimizer"),
@@ -174,13 +175,12 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
     on_host["checkpoint's copy"] = saved + min(saved, FILE_BYTES)  # and a file as it is written
     if ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu):
         # Of a sharded model the outer weights, the layer that computes and the next are whole, and
-        # the largest gradient, which is summed in float32, or all of them.
+        # the largest gradient, which is summed in float32; or all weights and gradients.
         outer, layer = model.outer_weights, model.layer_weights // model.num_layers
-        largest = 0 if is_lora else max(outer, layer)
-        gathered = dtype_bytes * (outer + 2 * layer)
+        largest = (dtype_bytes + FLOAT_BYTES) * (0 if is_lora else max(outer, layer))
+        own["gathered layers"] = dtype_bytes * (outer + 2 * layer) + largest
         if train.reshard is False:
-            gathered = dtype_bytes * model.num_weights + FLOAT_BYTES * num_trained
-        own["gathered layers"] = gathered + (dtype_bytes + FLOAT_BYTES) * largest
+            own["gathered layers"] = dtype_bytes * model.num_weights + FLOAT_BYTES * num_trained
     if is_cast or not on_cpu:  # else weights are sent from their own memory
         own["buckets"] = _bucket_bytes(placement, "train", dtype_bytes * model.num_weights)
     own["activations"], transient = micro_batch_bytes(config, placement, model)
@@ -230,18 +230,15 @@ def micro_batch_bytes(config: Config, placement: Placement, model: ModelSize) ->
     head = 0 if is_lora else model.vocabulary_size * model.width  # elements of its gradient
     stream = dtype_bytes * (model.width + 2 * model.mlp_width) + layer * (per_layer < layer)
     is_fused = on_cpu or (dtype_bytes == 2 and placement.accelerator != devices.ASCEND)
-    num_keys = (
-        0
-        if is_fused
-        else min(num_tokens, prompt + completion if repeats else max(prompt, completion))
-    )
+    num_keys = min(num_tokens, prompt + completion if repeats else max(prompt, completion))
     return kept, max(  # these never coincide:
         3 * chunk,  # the logits of a chunk (`logprobs`), forward
-        # Backward: with the sum of the chunks' gradients, and one of them.
-        2 * chunk + (FLOAT_BYTES + dtype_bytes) * head,
+        # Backward: with one chunk's gradient, and the sum of several.
+        2 * chunk + (dtype_bytes + FLOAT_BYTES * (num_chunks > 1)) * head,
         # The last MLP in backward; a tied head's gradient waits for the embedding's.
         num_tokens * stream + dtype_bytes * head * model.is_tied,
-        TRAINED_SCORE_BYTES * model.num_heads * num_tokens * num_keys,  # an attention in backward
+        # An attention in backward.
+        TRAINED_SCORE_BYTES * model.num_heads * num_tokens * num_keys * (not is_fused),
     )
 
 
@@ -282,7 +279,7 @@ def held_by_others(placement: Placement) -> str:
 def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
     totals = Counter[str]()
     for part in parts:
-        totals[part.memory] += part.num_bytes * (part.count if part.memory == "cpu" else 1)
+        totals[part.memory] += part.num_bytes * (part.num_processes if part.memory == "cpu" else 1)
     return totals
 
 
@@ -296,16 +293,15 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str 
                 continue
             totals = Counter[str]()  # of all processes
             for part in counted:
-                totals[part.what] += part.num_bytes * part.count * (part.memory == memory)
-            named = [
-                f"{what} {_gib(n)} ({KEYS[what]})"
-                for what, n in totals.most_common()
-                if what in KEYS
-            ]
+                if part.memory == memory and part.what in KEYS:
+                    totals[f"{part.what} ({KEYS[part.what]})"] += (
+                        part.num_bytes * part.num_processes
+                    )
+            largest = "; ".join(f"{_gib(n)} {what}" for what, n in totals.most_common(5))
             message = (
                 f"this run needs{least} {_gib(needed)} of memory on {memory}, but only "
-                f"{_gib(budget)} are available{held}; the largest parts, and keys that "
-                f"make them smaller: {'; '.join(named[:5])}"
+                f"{_gib(budget)} are available{held}; the largest parts, and keys that make them "
+                f"smaller: {largest}"
             )
             if least:
                 raise ConfigError(message)
@@ -412,8 +408,8 @@ def _places(config: Config, placement: Placement) -> Iterator[tuple[float, dict[
                 {"devices.infer": range_words(infer), "devices.train": range_words(train)}
             )
     if shares:
-        given, others = placement.infer_memory_fraction, (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-        others = sorted(others, key=lambda part: abs(part - given))
+        fractions, given = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7], placement.infer_memory_fraction
+        others = sorted(fractions, key=lambda part: abs(part - given))
         places += [{"rollout.memory_fraction": part} for part in others]
     # Where vLLM is assumed, it is not installed here.
     may_span = placement.engine.name == "vllm" or (

@@ -223,8 +223,10 @@ def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> 
     if placement.accelerator == "cpu" or placement.is_ray or size is None:
         return ""
     changes = memory.propose_changes(config, placement, size)
-    words = shlex.join(to_arguments(change_config(config, changes), config))
-    return f"; this fits, by estimate: {words}" if changes else "; nothing that was tried fits"
+    if changes is None:
+        return "; nothing that was tried fits"
+    words = to_arguments(change_config(config, changes), config)
+    return f"; this fits, by estimate: {shlex.join(words)}"
 
 
 def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:
