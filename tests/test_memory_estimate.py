@@ -210,11 +210,14 @@ def test_estimate_follows_the_settings(role: str, what: str, words: str, ratio: 
     assert of(role, *words.split())[what] / of(role)[what] == pytest.approx(ratio, rel=0.1)
 
 
-def test_accelerators_hold_contexts_buckets_graphs_and_scores() -> None:
+def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights() -> None:
     npu = {"accelerator": "npu"}
     halves = (*APART, "model.dtype=bfloat16", "train.max_tokens_per_micro_batch=4096")
     on_gpu, on_npu = of("train", *halves), of("train", *halves, **npu)
     assert on_gpu["driver, communication"] < on_npu["driver, communication"]  # HCCL's buffers
+    # Where nothing is converted, workers share the pages of the files.
+    loading = [of("rollout", *words).get("weights being loaded", 0) for words in (APART, halves)]
+    assert loading == [0, WEIGHTS / 2]
     scores = memory.TRAINED_SCORE_BYTES * 4 * 4096 * 512  # heads, tokens, keys
     assert on_npu["logits, transients"] == scores > on_gpu["logits, transients"]
     assert of("train", *halves, "model.dtype=float32")["logits, transients"] == scores

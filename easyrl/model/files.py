@@ -169,6 +169,7 @@ class ModelSize:
     is_batched: bool  # an engine can process several groups at once (else `engines.generate`)
     num_weights: int
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
+    stored_dtype: str = "float32"
 
     @property
     def outer_weights(self) -> int:  # elements outside of the layers
@@ -187,6 +188,7 @@ def model_size(
     model_config: Mapping[str, Any], num_weights: int, num_trained: int | None = None
 ) -> ModelSize | None:
     """Read the sizes from a `config.json`. Returns None if they do not have the usual names."""
+    stored_dtype = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
     config = model_config.get("text_config") or model_config
     config = {key: value for key, value in config.items() if value is not None}
     try:
@@ -210,6 +212,7 @@ def model_size(
         is_batched=set(config.get("layer_types", ())) <= set(PACKED_LAYERS),
         num_weights=num_weights,
         num_trained=num_trained,
+        stored_dtype=stored_dtype.removeprefix("torch."),
     )
 
 

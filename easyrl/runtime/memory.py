@@ -149,7 +149,9 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
             (1.0 - (1.0 - STEP_FRACTION) * fraction) * budget
         )
         del own["engine's step"]
-    return own, {} if on_cpu else {"weights being loaded": weights}
+    # Where nothing is converted, the pages of the files are shared, and the system can drop them.
+    is_read = on_cpu or model.stored_dtype == config.model.dtype
+    return own, {"weights being loaded": 0 if is_read else weights}
 
 
 def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Sizes:
@@ -171,9 +173,11 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
     ):
         (on_host if group in train.offload and not on_cpu else own)[what] = num_bytes
     saved = 3 * trained * (train.keep_checkpoints > 0)
-    on_host["weights being loaded"] = 0 if on_cpu else ranks * weights - sum(on_host.values())
     on_host["checkpoint's copy"] = saved + min(saved, FILE_BYTES)  # and a file as it is written
-    if ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu):
+    is_sharded = ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu)
+    if not on_cpu and not is_sharded and model.stored_dtype != "float32":
+        on_host["weights being loaded"] = weights
+    if is_sharded:
         # Of a sharded model the outer weights, the layer that computes and the next are whole, and
         # the largest gradient, which is summed in float32; or all weights and gradients.
         outer, layer = model.outer_weights, model.layer_weights // model.num_layers
@@ -400,21 +404,18 @@ def propose_changes(
 def _places(config: Config, placement: Placement) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield changes of the placement, each with its cost; first none."""
     count, shares = placement.num_accelerators, placement.shares_device
-    places: list[dict[str, Any]] = [{}]
-    for number in sorted({count // 2, count * 3 // 4, count - 1}):
-        if number > (0 if shares else placement.train.count):
-            infer, train = range(count - number), range(count - number, count)
-            places.append(
-                {"devices.infer": range_words(infer), "devices.train": range_words(train)}
-            )
-    if shares:
-        fractions, given = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7], placement.infer_memory_fraction
-        others = sorted(fractions, key=lambda part: abs(part - given))
-        places += [{"rollout.memory_fraction": part} for part in others]
+    places: list[tuple[float, dict[str, Any]]] = [(0.0, {})]
+    fractions, given = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7], placement.infer_memory_fraction
+    for number, part in enumerate(sorted(fractions, key=lambda part: abs(part - given)), 1):
+        places += [(0.5 * number, {"rollout.memory_fraction": part})] * shares
+    for number, num_train in enumerate(sorted({count // 2, count * 3 // 4, count - 1}), 1):
+        if num_train > (0 if shares else placement.train.count):
+            infer, train = range(count - num_train), range(count - num_train, count)
+            split = {"devices.infer": range_words(infer), "devices.train": range_words(train)}
+            places.append((number, split))
     # Where vLLM is assumed, it is not installed here.
-    may_span = placement.engine.name == "vllm" or (
-        placement.assumed and config.rollout.engine == "auto"
-    )
-    for engine, size in enumerate((0, 1, 2, 4, 8) if may_span else (0,)):
+    is_assumed = placement.assumed is not None and config.rollout.engine == "auto"
+    sizes = (0, 1, 2, 4, 8) if placement.engine.name == "vllm" or is_assumed else (0,)
+    for engine, size in enumerate(sizes):
         vllm = {"rollout.engine": "vllm", "rollout.tensor_parallel_size": size} if size else {}
-        yield from ((cost + 6.0 * engine, place | vllm) for cost, place in enumerate(places))
+        yield from ((cost + 6.0 * engine, place | vllm) for cost, place in places)
