@@ -140,7 +140,7 @@ test-gpu: $(VENV)/test-installed
 	$(BIN)/easyrl bench attention --force --json build/gpu-attention.json
 	$(BIN)/easyrl bench engine --force --json build/gpu-engine.json
 	$(BIN)/easyrl bench loop $(SHARED_GPU) --force --json build/gpu-loop.json
-	$(BIN)/python -m tests.performance_model build/gpu-*.json
+	$(BIN)/python -m benchmarks.performance_model build/gpu-*.json
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(NEWEST_VENV) build dist *.egg-info .pytest_cache \

@@ -7,22 +7,20 @@
 LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
 its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
 worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. RATES: an engine
-sleeps for these seconds per step, row and prompt, and a trainer per micro-batch, token and update.
-A completion ends with probability END at each token, or with ENDS=0.01,0.1 with one between these,
-depending on the prompt.
+sleeps for these seconds per step, row and prompt, and a trainer per micro-batch, token and update,
+and a completion ends with probability END at each token.
 
 Spawned processes import the main script too, so that this holds in all of them.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import math
 import os
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,20 +134,10 @@ def _sleep_in_engine(step: float, row: float, prompt: float) -> None:
         time.sleep(step + row * self.num_active + prompt * len(prompts))
         vocabulary = self.policy.vocabulary_size
         logits = torch.zeros(self.num_active + len(fed) + len(prompts), vocabulary)
-        rows = [self._sequence(row).group.request.prompt_ids for row in range(self.num_active)]
-        of_each = [*rows, *([[]] * len(fed)), *prompts]
-        ends = torch.tensor([_end_of(tuple(prompt)) for prompt in of_each])
-        logits[:, self._eos[0]] = torch.log(ends / (1 - ends) * (vocabulary - 1))
+        logits[:, self._eos[0]] = math.log(END / (1.0 - END) * (vocabulary - 1))
         return logits
 
     EmbeddedEngine._forward = forward  # type: ignore[method-assign]
-
-
-@functools.cache
-def _end_of(prompt: tuple[int, ...]) -> float:
-    low, high = (float(x) for x in os.environ.get("ENDS", f"{END},{END}").split(","))
-    share = zlib.crc32(repr(prompt).encode()) / 2**32
-    return low * (high / low) ** share
 
 
 def _sleep_in_trainer(micro_batch: float, token: float, update: float) -> None:

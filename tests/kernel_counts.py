@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.performance_model import LOAD, Model
 from easyrl import devices
 from easyrl.engines import COPIED_TOKENS
 from easyrl.engines.base import SamplingSettings
@@ -25,7 +26,6 @@ from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
-from performance_model import LOAD, Model
 
 META = torch.device("meta")
 GATHERS = {"aten::index", "aten::embedding", "aten::gather", "aten::searchsorted"}

@@ -6,29 +6,36 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from easyrl import devices
+from easyrl.engines.vllm import platforms
 
-STAND_IN = Path(__file__).parent / "stand_in"
-ROOT = Path(__file__).parent.parent
+ROOT, STAND_IN = Path(__file__).parent.parent, Path(__file__).parent / "stand_in"
 
 
-def python(script: str, **environment: str) -> Any:
-    """Run `script`, in which torch_npu is the stand-in; return what it prints, read as JSON."""
-    paths = os.pathsep.join(map(str, (ROOT, STAND_IN)))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
+def python(*words: str, paths: tuple[Path, ...] = (), **environment: str | None) -> Any:
+    """Run Python, in which torch_npu is the stand-in."""
+    path = os.pathsep.join(map(str, (ROOT, STAND_IN, *paths)))
+    changed = {**os.environ, **devices.NO_AUTOLOAD, "PYTHONPATH": path, **environment}
+    return subprocess.run(
+        [sys.executable, *words],
         check=False,
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, **devices.NO_AUTOLOAD, "PYTHONPATH": paths, **environment},
+        env={name: value for name, value in changed.items() if value is not None},
     )
+
+
+def printed(script: str, **environment: str) -> Any:
+    done = python("-c", script, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -37,22 +44,21 @@ PLACE = """
 import json
 from easyrl.config import load_config
 from easyrl.runtime.placement import device_names, resolve_placement
-try:
-    found = device_names(resolve_placement(load_config(None, FLAGS)))
-except ValueError as error:
-    found = str(error)
+found = []
+for infer, train in (("0,2", "1"), ("0,2", "3")):
+    try:
+        config = load_config(None, {"devices.infer": infer, "devices.train": train})
+        found.append(device_names(resolve_placement(config)))
+    except ValueError as error:
+        found.append(str(error))
 print(json.dumps(found))
 """
 
 
-def place(infer: str, train: str, **environment: str) -> Any:
-    flags = {"devices.infer": infer, "devices.train": train}
-    return python(f"FLAGS = {flags}\n{PLACE}", **environment)
-
-
 def test_npus_are_found_by_number_among_those_that_the_user_shows() -> None:
-    assert place("0,2", "3") == {"rollout-0": "npu:0", "rollout-1": "npu:2", "train-0": "npu:3"}
-    error = place("0,2", "1", ASCEND_RT_VISIBLE_DEVICES="1,3")
+    names = {"rollout-0": "npu:0", "rollout-1": "npu:2", "train-0": "npu:3"}
+    assert printed(PLACE)[1] == names
+    error, _ = printed(PLACE, ASCEND_RT_VISIBLE_DEVICES="1,3")
     assert "devices.infer" in error and "npu devices 0-1" in error
 
 
@@ -68,7 +74,7 @@ from easyrl.workers.settings import WorkerSettings
 settings = WorkerSettings(
     name="rollout-1", owner_id=1, device="npu:0", weights_cross_on_cpu=True, num_threads=1,
     config=load_config(), max_concurrent_groups=1, store="", log_file=None,
-    device_indices=(2,), memory_fraction=0.25, engine=sys.argv[1],
+    device_indices=(2,), memory_fraction=0.25, engine=ENGINE,
 )
 launch._set_up_environment(launch.with_environment(settings))
 found = {"visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"]}
@@ -115,9 +121,8 @@ VLLM = {
 def test_a_worker_sees_its_npu_alone_and_communicates_over_hccl(
     engine: str, expected: dict[str, Any]
 ) -> None:
-    script = f"import sys; sys.argv.append({engine!r})\n{WORKER}"
-    found = python(script, ASCEND_RT_VISIBLE_DEVICES="1,2,3", DYNAMIC_EPLB="true")
-    assert found == expected
+    shown = {"ASCEND_RT_VISIBLE_DEVICES": "1,2,3", "DYNAMIC_EPLB": "true"}
+    assert printed(f"ENGINE = {engine!r}\n{WORKER}", **shown) == expected
 
 
 def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Path) -> None:
@@ -128,15 +133,10 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Pat
     about = f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\n"
     (installed / "METADATA").write_text(about)
     (installed / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload")
-    environment = {**os.environ, "STAND_IN_FAILS": "1"}
-    environment.pop(*devices.NO_AUTOLOAD, None)
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, STAND_IN, tmp_path)))
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=120, env=environment
-        )
+    def run(*words: str) -> Any:
+        default = dict.fromkeys(devices.NO_AUTOLOAD)
+        return python(*words, paths=(tmp_path,), STAND_IN_FAILS="1", **default)
 
     assert "libhccl.so" in run("-c", "import torch").stderr
     dry_run = ("-m", "easyrl", "grpo", "--dry-run")
@@ -146,3 +146,10 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Pat
     assert on_npus.returncode == 2 and "Traceback" not in on_npus.stderr
     for word in ("CANN", "libhccl.so", "set_env.sh", "--train-devices"):
         assert word in on_npus.stderr
+
+
+def test_bounds_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for extra in project["optional-dependencies"].values() for line in extra]
+    bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    assert bounds["vllm"] == platforms.VLLM and bounds["vllm-ascend"] == platforms.VLLM_ASCEND

@@ -16,20 +16,9 @@ import transformers
 from typer.testing import CliRunner
 
 import kernel_counts
-import performance_model
-from benchmarks import attention, engine, pipeline, ring, weights
+from benchmarks import attention, engine, performance_model, pipeline, ring, weights
 from benchmarks.measuring import peak_bytes
-from easyrl.bench import loop, peer
-from easyrl.bench.harness import run_suite
-from easyrl.cli import app
-from easyrl.config import load_config
-from easyrl.config.devices import parse_device_set
-from easyrl.model.files import load_eos_token_ids, load_model_config
-from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.preflight import check_run
-from easyrl.runtime.self_test_part import SMALL
-from easyrl.runtime.supervisor import WorkerFailure
-from performance_model import (
+from benchmarks.performance_model import (
     CARDS,
     COPYING_KERNELS,
     KERNELS,
@@ -40,6 +29,16 @@ from performance_model import (
     Load,
     Model,
 )
+from easyrl.bench import loop, peer
+from easyrl.bench.harness import run_suite
+from easyrl.cli import app
+from easyrl.config import load_config
+from easyrl.config.devices import parse_device_set
+from easyrl.model.files import load_eos_token_ids, load_model_config
+from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.preflight import check_run
+from easyrl.runtime.self_test_part import SMALL
+from easyrl.runtime.supervisor import WorkerFailure
 
 
 def test_a_suite_prints_a_table_and_writes_json(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import performance_model
+from benchmarks import performance_model
 from easyrl.config import (
     KEYS,
     SECTIONS,
@@ -251,7 +251,7 @@ def test_generated_files_are_current() -> None:
     current = markdown.read_text() == settings_markdown()
     assert current, "easyrl config --markdown > docs/settings.md"
     devices = (ROOT / "docs" / "devices.md").read_text()
-    assert "\n".join(performance_model.tables()) in devices, "python -m tests.performance_model"
+    assert "\n".join(performance_model.tables()) in devices, performance_model.__doc__
 
 
 @given(

@@ -52,6 +52,11 @@ class Machine:
         self.set(sandbox, "find_variant", find_variant.__wrapped__)
         self.set(sandbox, "_bwrap_command", lambda variant: ["no-such-bwrap"])
 
+    def with_unusable_vllm(self) -> None:
+        self.vllm = "0.34.1"
+        reason = f"expected vLLM >=0.28,<0.34, got 0.34.1: {platforms.INSTALL_ASCEND}"
+        self.set(platforms, "unsupported_reason", lambda kind: reason)
+
     def line(self, name: str) -> Line:
         return {line.name: line for line in check()}[name]
 
@@ -83,27 +88,15 @@ def test_a_gpu_without_a_compiler_or_with_an_old_driver_gets_a_warning(machine: 
     assert machine.line("C compiler").status == "warning"
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "wanted"),
-    [
-        ("torch", None, "torch>=2.10,<2.16"),
-        ("torch", "2.16.0", "torch>=2.10,<2.16"),
-        ("transformers", "5.9.0", "transformers>=5.14"),
-    ],
-)
-def test_unsupported_package_fails(
-    machine: Machine, package: str, version: str | None, wanted: str
-) -> None:
-    machine.versions[package] = version
-    line = machine.line(package)
-    assert line.status == "failed" and line.remedy == f"pip install '{wanted}'"
-
-
 CASES: list[tuple[str, str, Callable[[Machine], object]]] = [
+    ("torch", "failed", lambda m: m.versions.update(torch=None)),
+    ("torch", "failed", lambda m: m.versions.update(torch="2.16.0")),
+    ("transformers", "failed", lambda m: m.versions.update(transformers="5.9.0")),
     ("memory", "failed", lambda m: m.set(doctor, "available_memory_bytes", lambda: GIB // 2)),
     ("disk", "failed", lambda m: m.free_bytes.update({str(Path.cwd()): 0})),
     ("shared memory", "warning", lambda m: m.set(devices, "accelerator", lambda: ("cuda", 2))),
     ("shared memory", "warning", lambda m: setattr(m, "vllm", "0.32.0")),
+    ("vllm", "warning", lambda m: m.with_unusable_vllm()),
     ("code sandbox", "warning", lambda m: m.without_bwrap()),
     ("accelerators", "warning", lambda m: m.set(devices, "num_device_nodes", lambda kind: 4)),
     ("accelerators", "failed", lambda m: m.set(devices, "accelerator", no_cann)),
@@ -111,19 +104,16 @@ CASES: list[tuple[str, str, Callable[[Machine], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "status", "change"), CASES)
-def test_limited_machine_fails_or_warns(
+def test_limited_machine_fails_or_warns_with_a_remedy(
     machine: Machine, name: str, status: str, change: Callable[[Machine], object]
 ) -> None:
     change(machine)
-    assert machine.line(name).status == status
-
-
-def test_unusable_vllm_warns_with_the_install_command(machine: Machine) -> None:
-    machine.vllm = "0.34.1"
-    reason = f"expected vLLM >=0.28,<0.34, got 0.34.1: {platforms.INSTALL_ASCEND}"
-    machine.set(platforms, "unsupported_reason", lambda kind: reason)
-    line = machine.line("vllm")
-    assert (line.status, line.remedy) == ("warning", platforms.INSTALL_ASCEND)
+    line = machine.line(name)
+    assert line.status == status
+    if name in SUPPORTED:
+        assert line.remedy == f"pip install '{name}{SUPPORTED[name]}'"
+    if name == "vllm":
+        assert line.remedy == platforms.INSTALL_ASCEND
 
 
 def test_supported_versions_are_those_of_the_package() -> None:

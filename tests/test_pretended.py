@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from test_lost_workers import bits_of
-from test_memory_estimate import FULL, save_model
+from test_memory_estimate import write_task
 from test_runs import HARDER
 
 from runs import SMALL, finish, summary_of
@@ -50,6 +50,17 @@ def run(*words: str, **environment: str) -> str:
     return out
 
 
+def python(script: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        input=given,
+        env={**os.environ, **ENVIRONMENT},
+    )
+
+
 def on(infer: str, train: str, folder: Path) -> tuple[str, ...]:
     where = ("--infer-devices", infer, "--train-devices", train, "--output", str(folder))
     return *where, f"reward.functions=[{folder.parent}/own.py:hashed]", *WORDS
@@ -77,13 +88,7 @@ try:
 except torch.OutOfMemoryError:
     print("out of memory")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-    )
+    done = python(script)
     expected = ["refused"] * 3 + ["32.0 64", "0 132", "out of memory"]
     assert done.stdout.splitlines() == expected, done.stderr
 
@@ -140,54 +145,45 @@ ESTIMATED = {
     "longer completions": ("0", "1", ("rollout.max_completion_length=240",)),
     "several updates": ("0", "1", ("train.updates_per_iteration=2", "algorithm.beta=0.1")),
 }
-NOT_OF_TORCH = "driver's context", "communication buffers"
-"""Parts of the estimate that are not the allocator's."""
 ESTIMATE = """
 import json, sys
 from easyrl.config import load_config
-from easyrl.runtime.memory import estimate_memory
+from easyrl.runtime.memory import estimate_memory, use_memory
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import count_trained, read_model_files, read_model_size
-totals = {}
+found = []
 for words in json.load(sys.stdin):
     config = load_config(words=words)
+    placement = resolve_placement(config)
     size = read_model_size(config, read_model_files(config.model.path), count_trained(config))
-    for part in estimate_memory(config, resolve_placement(config), size):
-        if part.memory != "cpu":
-            name = f"{config.output.dir}/{part.process}"
-            totals.setdefault(name, {})[part.what] = part.num_bytes
-print(json.dumps(totals))
+    parts = estimate_memory(use_memory(config, placement, size), placement, size)
+    found.append([(p.process, p.what, p.num_bytes) for p in parts if p.memory != "cpu"])
+print(json.dumps(found))
 """
 
 
 @pytest.mark.long
 def test_estimates_equal_the_peaks_of_the_allocator(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", (256, 768, 4, 4, 2, 8000), is_tied=False)  # 7 million weights
-    rows = [json.dumps({"prompt": f"{number:064d}"}) for number in range(8)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    every = []
+    """Of each role's largest worker, without what is not the allocator's: the driver's context and
+    HCCL's buffers. The device records no steps, so there are no CUDA graphs on either side."""
+    task = write_task(tmp_path, (384, 1152, 4, 6, 2, 8000), is_tied=False)  # 13 million weights
+    # Micro-batches of 4 completions of 120 tokens, or 2 of 240, with their prompt.
+    sizes = "train.prompts_per_iteration=2", "train.max_tokens_per_micro_batch=544"
+    every, ratios = [], {}
     for name, (infer, train, words) in ESTIMATED.items():
-        own = [f"model.path={tmp_path}/model", f"data.dataset={tmp_path}/data.jsonl"]
-        own += [f"reward.functions=[{tmp_path}/own.py:hashed]", f"output.dir={tmp_path / name}"]
-        every.append([*own, f"devices.infer={infer}", f"devices.train={train}", *FULL, *words])
+        where = f"devices.infer={infer}", f"devices.train={train}", f"output.dir={tmp_path / name}"
+        every.append([*task, *sizes, *where, *words])
         counters = tmp_path / "counters" / name
         counters.mkdir(parents=True)
         run(*every[-1], "--no-live", PRETENDED_COUNTERS=str(counters))
-    done = subprocess.run(
-        [sys.executable, "-c", ESTIMATE],
-        check=True,
-        capture_output=True,
-        text=True,
-        input=json.dumps(every),
-        env={**os.environ, **ENVIRONMENT},
-    )
-    ratios = {}
-    for path, parts in json.loads(done.stdout).items():
-        name, worker = Path(path).parts[-2:]
-        _, peak = struct.unpack("qq", (tmp_path / "counters" / name / worker).read_bytes())
-        estimate = sum(parts.values()) - sum(parts.get(what, 0) for what in NOT_OF_TORCH)
-        ratios[f"{name}, {worker}"] = estimate / peak
-        sizes = f"{estimate / 2**20:8.1f} MiB estimated{peak / 2**20:8.1f} MiB taken"
-        print(f"{name:20}{worker:10}{sizes}")
-        print("   ", ", ".join(f"{what} {size / 2**20:.1f}" for what, size in parts.items()))
+    done = python(ESTIMATE, json.dumps(every))
+    for name, parts in zip(ESTIMATED, json.loads(done.stdout), strict=True):
+        for role in ("rollout", "train"):
+            files = (tmp_path / "counters" / name).glob(f"{role}-*")
+            peak = max(struct.unpack("qq", file.read_bytes())[1] for file in files)
+            own = {what: size for process, what, size in parts if process.startswith(role)}
+            del own["driver, communication"]
+            ratios[f"{name}, {role}"] = sum(own.values()) / peak
+            print(f"{name}, {role}: {ratios[f'{name}, {role}']:.3f} of {peak / 2**20:.1f} MiB")
+            print("   ", ", ".join(f"{what} {size / 2**20:.1f}" for what, size in own.items()))
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.1)

@@ -30,7 +30,7 @@ from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.model.export import CheckpointGone, ModelSource, find_model
-from easyrl.model.files import ModelFiles, read_model_files
+from easyrl.model.files import ModelFiles, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
 from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
@@ -41,7 +41,6 @@ from easyrl.runtime.memory import (
     check_memory,
     estimate_memory,
     memory_budgets,
-    model_size,
 )
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.preflight import (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,15 +154,66 @@ def lacks_chat_template(path: str) -> bool:
     return b"tokenizer_config.json" in content and not may_have
 
 
-def kv_elements_per_token(model_config: dict[str, Any]) -> int:
-    """Count the elements of one token's keys and values in all layers; 0 if the sizes are missing
-    from `config.json`."""
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The sizes of a model that memory follows from."""
+
+    num_layers: int
+    width: int
+    mlp_width: int  # of the widest layer: all experts together that process one token
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    vocabulary_size: int
+    is_tied: bool  # embedding and head share one weight
+    is_batched: bool  # an engine can process several groups at once (else `engines.generate`)
+    num_weights: int
+    num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
+    stored_dtype: str = "float32"
+
+    @property
+    def outer_weights(self) -> int:  # elements outside of the layers
+        return self.vocabulary_size * self.width * (1 if self.is_tied else 2) + self.width
+
+    @property
+    def layer_weights(self) -> int:  # elements of all layers
+        return self.num_weights - self.outer_weights
+
+    @property
+    def kv_elements(self) -> int:  # of a token's keys and values in all layers
+        return 2 * self.num_layers * self.num_key_value_heads * self.head_size
+
+
+def model_size(
+    model_config: Mapping[str, Any], num_weights: int, num_trained: int | None = None
+) -> ModelSize | None:
+    """Read the sizes from a `config.json`. Returns None if they do not have the usual names."""
+    stored_dtype = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
     config = model_config.get("text_config") or model_config
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    if not layers or not heads:
-        return 0
-    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    return int(2 * layers * (config.get("num_key_value_heads") or heads) * size)
+    config = {key: value for key, value in config.items() if value is not None}
+    try:
+        layers, width = config["num_hidden_layers"], config["hidden_size"]
+        heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
+    except KeyError:
+        return None
+    mlp_width = config.get("intermediate_size", 4 * width)
+    if experts := config.get("moe_intermediate_size"):
+        mlp_width = experts * config.get("num_experts_per_tok", 1)
+        mlp_width += config.get("shared_expert_intermediate_size", 0)
+    return ModelSize(
+        num_layers=layers,
+        width=width,
+        mlp_width=max(mlp_width) if isinstance(mlp_width, list) else mlp_width,  # Gemma 3n
+        num_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads", heads),
+        head_size=config.get("head_dim", width // heads),
+        vocabulary_size=vocabulary,
+        is_tied=config.get("tie_word_embeddings", False),
+        is_batched=set(config.get("layer_types", ())) <= set(PACKED_LAYERS),
+        num_weights=num_weights,
+        num_trained=num_trained,
+        stored_dtype=stored_dtype.removeprefix("torch."),
+    )
 
 
 # -- by transformers -------------------------------------------------------------------------------

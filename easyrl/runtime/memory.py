@@ -1,344 +1,249 @@
-"""Estimate the memory of a run's processes before it starts, from the model's config and the
-headers of its weight files.
+"""Estimate the memory of a run before it starts, and choose settings with which it fits.
 
-The estimate assumes the largest micro-batch (`train.max_tokens_per_micro_batch`) and prompts and
-completions of full length. A process includes Python and torch, on an accelerator the driver's
-context. A run whose certain parts (weights, optimizer, KV cache, ring) do not fit is refused; the
-whole estimate only warns. Tests compare the formula of a micro-batch with measured
-allocations, and the estimate with measured peaks, to 15 %.
+The estimate is that of each role's largest worker, for the largest micro-batch and prompts and
+completions of full length. A run whose CERTAIN parts do not fit is refused; the whole estimate only
+warns. Tests compare it with measured peaks: on the CPU (15 %) and a pretended accelerator (10 %).
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError, change_config
+from easyrl.config.devices import DeviceSet, range_words
 from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.engines.vllm.platforms import STEP_FRACTION
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
-from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
-from easyrl.runtime.placement import Placement, device_names, ring_layout
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
+from easyrl.runtime.placement import Placement, resolve_placement, ring_layout
 
 MIB, GIB = 2**20, 2**30
 WORKER_BYTES, CONTROLLER_BYTES, REWARD_BYTES = 375 * MIB, 270 * MIB, 76 * MIB
 """A process on the CPU without weights: Python, torch, the model's class; for a reward Python and
 math-verify. Measured on x86 Linux with torch 2.13 for the CPU and transformers 5.23."""
 HEAP_FACTOR = 3.9
-"""On the CPU a trainer keeps freed memory (`processes`), and glibc cannot reuse a hole for a block
-of the same size. So transient tensors take this many times their size. Measured with models of 13,
-42 and 92 million weights."""
+"""On the CPU a trainer keeps freed memory, and glibc cannot reuse a hole for a block of the same
+size: transient tensors take this many times their size. Measured with 13 to 92 million weights."""
+CONTEXT_BYTES = GIB // 2  # driver, kernels and libraries of a process on an accelerator
 SAMPLE_BYTES = 12  # of a logit while a token is drawn: also its score, and that exponentiated
-TRUNCATING_BYTES = 32  # with top-k or top-p: also sorted, their indices, sums and sums before
 SCORE_BYTES, TRAINED_SCORE_BYTES = 12, 20
 """Bytes of an attention score without a fused kernel: three float32 tensors, five in backward."""
-CONTEXT_BYTES = GIB // 2
-"""Memory of driver, kernels and libraries: each process needs it on each of its accelerators."""
 HEADROOM = 0.95
-"""Part of each memory that a proposal may fill: gaps between tensors are not estimated."""
+"""Part of each memory that a choice may fill: gaps between tensors are not estimated."""
 MICRO_BATCH_TOKENS = (32_768, 16_384, 8_192)  # instead of 4,096, where they fit
-COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
+GROUPS, TOKENS = "rollout.max_concurrent_groups", "train.max_tokens_per_micro_batch"
+CERTAIN = {
+    "weights": "model.path, model.dtype, rollout.memory_fraction, train.offload",
+    "weights without adapters": "model.lora.target_modules",
+    "KV cache": f"{GROUPS}, rollout.num_generations, rollout.max_completion_length",
+    "gradients": "model.lora.rank, train.offload",
+    "AdamW's two moments": "model.lora.rank, train.offload",
+    "reference policy": "algorithm.beta, train.offload",
+    "old policy": "train.updates_per_iteration, train.offload",
+    "checkpoint's copy": "train.keep_checkpoints=0",
+    "ring buffer": "rollout.ring_slots",
+    "vLLM's reserve": "rollout.memory_fraction",
+}
+KEYS = CERTAIN | {
+    "engine's step": GROUPS,
+    "CUDA graphs": GROUPS,
+    "activations": f"{TOKENS}, train.activation_checkpointing=true",
+    "logits, transients": TOKENS,
+    "Python": "reward.num_workers",
+}
+"""Settings that make a part smaller; CERTAIN: of those without which a run cannot do."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """The sizes of a model that memory follows from."""
-
-    num_layers: int
-    width: int
-    mlp_width: int  # of the widest layer: all experts together that process one token
-    num_heads: int
-    num_key_value_heads: int
-    head_size: int
-    vocabulary_size: int
-    is_tied: bool  # embedding and head share one weight
-    is_batched: bool  # an engine can process several groups at once (else `engines.generate`)
-    num_weights: int
-    num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
-
-    @property
-    def outer_weights(self) -> int:  # elements outside of the layers
-        return self.vocabulary_size * self.width * (1 if self.is_tied else 2) + self.width
-
-    @property
-    def layer_weights(self) -> int:  # elements of one layer, on average
-        return (self.num_weights - self.outer_weights) // self.num_layers
-
-
-def model_size(
-    config: Mapping[str, Any], num_weights: int, num_trained: int | None = None
-) -> ModelSize | None:
-    """Read the sizes from a `config.json`. Returns None if they do not have the usual names."""
-    config = {k: v for k, v in (config.get("text_config") or config).items() if v is not None}
-    try:
-        layers, width = config["num_hidden_layers"], config["hidden_size"]
-        heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
-    except KeyError:
-        return None
-    mlp_width = config.get("intermediate_size", 4 * width)
-    if experts := config.get("moe_intermediate_size"):
-        mlp_width = experts * config.get("num_experts_per_tok", 1)
-        mlp_width += config.get("shared_expert_intermediate_size", 0)
-    return ModelSize(
-        num_layers=layers,
-        width=width,
-        mlp_width=max(mlp_width) if isinstance(mlp_width, list) else mlp_width,  # Gemma 3n
-        num_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads", heads),
-        head_size=config.get("head_dim", width // heads),
-        vocabulary_size=vocabulary,
-        is_tied=config.get("tie_word_embeddings", False),
-        is_batched=set(config.get("layer_types", ())) <= set(PACKED_LAYERS),
-        num_weights=num_weights,
-        num_trained=num_trained,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     process: str
+    num_processes: int  # each has this part
     memory: str  # a key of `memory_budgets`
     what: str
     num_bytes: int
-    keys: str = ""  # that make it smaller
-    is_certain: bool = False  # the run cannot do without it
-
-
-# -- the estimate of each process -----------------------------------------------------------------
 
 
 def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> list[Part]:
     """Estimate every process, rollout workers first. Of vLLM's processes the host's memory is not
     counted."""
     parts = []
-    for worker, device in device_names(placement).items():
-        is_rollout, memory = worker.startswith("rollout"), _memory_of(worker, device)
-        part, num_devices = partial(Part, worker, memory), device.count(",") + 1
-        programs = "driver's context", num_devices * CONTEXT_BYTES
-        parts.append(part(*(("Python and torch", WORKER_BYTES) if memory == "cpu" else programs)))
-        make_parts = _rollout_parts if is_rollout else _train_parts
-        parts += make_parts(config, placement, model, worker, memory)
-        if num_bytes := devices.COMMUNICATOR_BYTES.get(device.partition(":")[0], 0):
-            num_groups = int(not placement.weights_cross_on_cpu)
-            num_groups += (num_devices if is_rollout else placement.train.count) > 1
-            parts.append(part("communication buffers", num_groups * num_devices * num_bytes))
-    # An evaluation has no train workers, and no ring.
-    ring_bytes = ring_layout(config, placement).total_bytes if placement.train.count else 0
+    for role, sizes_of in (("rollout", _rollout_bytes), ("train", _train_bytes)):
+        count, memory = placement.num_workers(role), _memory_of(placement, role)
+        if count == 0:  # an evaluation has no train workers
+            continue
+        first = {"Python and torch": WORKER_BYTES}
+        if memory != "cpu":
+            of_group = devices.COMMUNICATOR_BYTES.get(placement.accelerator, 0)
+            size = placement.engine.tensor_parallel_size if role == "rollout" else 1
+            first = {"driver, communication": size * (CONTEXT_BYTES + 2 * of_group)}
+        own, on_host = sizes_of(config, placement, model)
+        process = f"{role}-0 to {count - 1}, each" if count > 1 else f"{role}-0"
+        parts += [Part(process, count, memory, *each) for each in (first | own).items()]
+        parts += [Part(process, count, "cpu", *each) for each in on_host.items()]
     num_rewards = placement.num_rollout_workers * config.reward.num_workers
-    keys = f"reward.num_workers={config.reward.num_workers}"
-    controller = partial(Part, "controller, rewards", "cpu")
-    parts += [
-        controller("Python", CONTROLLER_BYTES + num_rewards * REWARD_BYTES, keys),
-        controller(
-            "ring buffer", ring_bytes, f"rollout.ring_slots={config.ring_slots}", is_certain=True
-        ),
-    ]
+    ring_bytes = ring_layout(config, placement).total_bytes if placement.train.count else 0
+    others = {"Python": CONTROLLER_BYTES + num_rewards * REWARD_BYTES, "ring buffer": ring_bytes}
+    parts += [Part("controller, rewards", 1, "cpu", *each) for each in others.items()]
     return [part for part in parts if part.num_bytes > 0]
 
 
-def _rollout_parts(
-    config: Config, placement: Placement, model: ModelSize, worker: str, memory: str
-) -> list[Part]:
-    rollout, dtype, on_cpu = config.rollout, config.model.dtype, memory == "cpu"
-    dtype_bytes, is_embedded = DTYPE_BYTES[dtype], placement.engine.name == "embedded"
-    weights = dtype_bytes * model.num_weights
+def _devices_of(placement: Placement, role: str) -> DeviceSet:
+    return placement.infer if role == "rollout" else placement.train
+
+
+def _memory_of(placement: Placement, role: str) -> str:
+    used = _devices_of(placement, role)
+    name = f"each of {placement.accelerator}:{range_words(used.indices)} ({role})"
+    return "cpu" if used.kind == "cpu" else name
+
+
+Sizes = tuple[dict[str, int], dict[str, int]]
+"""Bytes of a worker's parts in the memory in which it computes, and of others on the host."""
+
+
+def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Sizes:
+    rollout, on_cpu = config.rollout, placement.infer.kind == "cpu"
+    is_embedded = placement.engine.name == "embedded"
+    is_batched, dtype_bytes = is_embedded and model.is_batched, DTYPE_BYTES[config.model.dtype]
+    weights, layers = (dtype_bytes * n for n in (model.num_weights, model.layer_weights))
+    prompt = padded(config.data.max_prompt_length)
+    row = row_cells(config.data.max_prompt_length, rollout.max_completion_length)
     rows = (placement.max_concurrent_groups if model.is_batched else 1) * rollout.num_generations
-    is_batched = is_embedded and model.is_batched
-    prompts = 0  # stored besides the rows, at most: an evaluation may have one for each row
-    if is_batched:
-        lengths = config.data.max_prompt_length, rollout.max_completion_length
-        cached = rows * row_cells(*lengths)
-        prompts = (rows + max(1, rows // 4)) * padded(lengths[0])
-    else:  # on accelerators vLLM takes as many sequences as fit, at least 1
+    # Sequences in rows and ready to start. In an evaluation each may have a prompt of its own; in
+    # training the last completions of as many groups again may be in flight.
+    started = rows + max(1, rows // 4)
+    groups = -(-started // (1 if config.train.eval_every else rollout.num_generations))
+    num_prompts = min(started, 2 * groups)
+    cached = rows * row + num_prompts * prompt
+    if not is_batched:  # on accelerators vLLM takes as many sequences as fit, at least 1
         cached = (rows if on_cpu else 1) * config.max_sequence_length
-    per_token = 2 * model.num_layers * model.num_key_value_heads * model.head_size * dtype_bytes
-    in_flight = f"rollout.max_concurrent_groups={placement.max_concurrent_groups}"
-    longest_prompt = config.data.max_prompt_length
-    prefill = max(longest_prompt, min(MAX_PREFILL_TOKENS, longest_prompt * rows))
-    truncates = rollout.top_k > 0 or rollout.top_p < 1.0
-    of_logit = TRUNCATING_BYTES if truncates else SAMPLE_BYTES
-    step = (rows + max(1, rows // 4)) * model.vocabulary_size * of_logit
-    if is_batched and not on_cpu:
-        # CUDA graphs have memory of their own, for the logits and scores of decode steps. Attention
-        # to prompts is padded to as many rows for each of them.
-        row, prompt = row_cells(*lengths), padded(longest_prompt)
-        decode = rows * max(row, 2 * prompt)
-        resume = MAX_PREFILL_TOKENS * max(row, prompt) if rollout.has_environments else 0
-        scores = model.num_heads * (decode + max(decode, prefill * prompt, resume))
-        # One layer's keys or values: of prompts that are gathered, and of rows on Ascend NPUs,
-        # where keys in half precision are also copied to float32.
-        copied = (cached + prompts) * per_token // (2 * model.num_layers)
-        if placement.accelerator == devices.ASCEND and dtype_bytes == 2:
-            copied *= 3
-        step = 2 * step + SCORE_BYTES * scores + copied
-    step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
-    kept_free = 0  # by vLLM, of an accelerator, for its step and graphs
-    if not is_embedded and not on_cpu:
+    step = started * model.vocabulary_size * SAMPLE_BYTES
+    if is_batched and not on_cpu:  # attention to prompts has as many rows for each of them
+        scores = rows * max(row, 2 * prompt)
+        scores = max(scores, MAX_PREFILL_TOKENS * row * rollout.has_environments)
+        step += scores * SCORE_BYTES * model.num_heads
+    has_graphs = is_batched and not on_cpu and placement.accelerator != devices.ASCEND
+    prefill = min(MAX_PREFILL_TOKENS, groups * prompt)
+    activations = prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
+    own = {
+        "weights": weights,
+        "weights without adapters": 0 if model.num_trained is None else layers,
+        "KV cache": cached * dtype_bytes * model.kv_elements,
+        "engine's step": step + activations,
+        "CUDA graphs": step * has_graphs,
+        "weights for decoding": layers * (is_batched and on_cpu and dtype_bytes == FLOAT_BYTES),
+        # Into the weights themselves on the CPU, where they fit.
+        "buckets": 0 if is_embedded and on_cpu else _bucket_bytes(placement, "rollout", weights),
+    }
+    if not is_embedded and not on_cpu:  # it keeps memory free for its step and graphs
+        budget = memory_budgets(placement).get(_memory_of(placement, "rollout"), 0)
         fraction = 1.0 if placement.shares_device else rollout.memory_fraction or 0.9
-        budget = memory_budgets(placement).get(memory, 0)
-        step, kept_free = 0, int((1.0 - (1.0 - STEP_FRACTION) * fraction) * budget)
-    if not (on_cpu and is_embedded):  # else weights are received into their own memory
-        step += min(NUM_BUCKETS * BUCKET_BYTES, weights)
-    is_copied = on_cpu and is_batched and dtype == "float32"  # engines.fused_decoder
-    copied = (model.num_weights - model.outer_weights) * FLOAT_BYTES if is_copied else 0
-    part = partial(Part, worker, memory)
-    model_keys = "model.path, model.dtype, rollout.memory_fraction, --infer-devices"
-    cache_keys = f"{in_flight}, rollout.num_generations, rollout.max_completion_length"
-    return [
-        part(f"weights ({dtype})", weights, model_keys, is_certain=True),
-        part(
-            "KV cache",
-            cached * per_token,
-            cache_keys,
-            is_certain=True,
-        ),
-        part(
-            "prompts in the KV cache", prompts * per_token, f"{in_flight}, data.max_prompt_length"
-        ),
-        part("vLLM's step, reserve", kept_free, is_certain=placement.shares_device),
-        part("engine's step, buckets", step, in_flight),
-        part("weights for decoding", copied, "model.path"),
-        Part(worker, "cpu", "weights being loaded", 0 if on_cpu else weights),
-    ]
+        own["vLLM's reserve" if placement.shares_device else "vLLM's step, reserve"] = int(
+            (1.0 - (1.0 - STEP_FRACTION) * fraction) * budget
+        )
+        del own["engine's step"]
+    # Where nothing is converted, the pages of the files are shared, and the system can drop them.
+    is_read = on_cpu or model.stored_dtype == config.model.dtype
+    return own, {"weights being loaded": 0 if is_read else weights}
 
 
-def _train_parts(
-    config: Config, placement: Placement, model: ModelSize, worker: str, memory: str
-) -> list[Part]:
-    train, ranks, on_cpu = config.train, placement.train.count, memory == "cpu"
+def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Sizes:
+    train, ranks, on_cpu = config.train, placement.train.count, placement.train.kind == "cpu"
     dtype_bytes, is_cast = DTYPE_BYTES[config.model.dtype], config.model.dtype != "float32"
-    is_lora = model.num_trained is not None
+    is_lora, num_trained = model.num_trained is not None, model.num_trained or model.num_weights
+    trained = FLOAT_BYTES * num_trained // ranks
     # LoRA's frozen base is kept in the type of the computation.
-    whole = (dtype_bytes if is_lora else FLOAT_BYTES) * model.num_weights
-    trained = FLOAT_BYTES * (model.num_trained or 0) // ranks if is_lora else whole // ranks
-    weights = whole // ranks + (trained if is_lora else 0)
-    kept_as = config.model.dtype if is_lora else "float32"
+    weights = trained + is_lora * dtype_bytes * model.num_weights // ranks
     has_reference = config.algorithm.beta > 0.0 and not is_lora
-    has_old = train.updates_per_iteration > 1
-    part, on_host = partial(Part, worker, memory), partial(Part, worker, "cpu")
-    parts = []
-    model_keys = "model.path, rollout.memory_fraction, --train-devices"
-    for what, num_bytes, keys, group in (
-        (f"weights ({kept_as})", weights, model_keys, "optimizer"),
-        ("gradients (float32)", trained, "model.lora.rank", "optimizer"),
-        ("AdamW's two moments", 2 * trained, "model.lora.rank", "optimizer"),
-        ("reference policy", trained if has_reference else 0, "algorithm.beta", "reference"),
-        ("old policy", trained if has_old else 0, "train.updates_per_iteration", "old"),
+    own: dict[str, int] = {}
+    on_host: dict[str, int] = {}
+    for what, num_bytes, group in (
+        ("weights", weights, "optimizer"),
+        ("gradients", trained, "optimizer"),
+        ("AdamW's two moments", 2 * trained, "optimizer"),
+        ("reference policy", trained * has_reference, "reference"),
+        ("old policy", trained * (train.updates_per_iteration > 1), "old"),
     ):
-        held = on_host if group in train.offload else part
-        parts.append(held(what, num_bytes, f"{keys}, train.offload=[{group}]", is_certain=True))
-    saved = COPIES_TO_SAVE * trained if train.keep_checkpoints > 0 else 0
-    saved += min(saved, FILE_BYTES)  # a file of it, as it is written
-    parts.append(on_host("checkpoint's copy", saved, "train.keep_checkpoints=0", is_certain=on_cpu))
-    loading = 0 if on_cpu else whole - bytes_by_memory(parts)["cpu"]
-    parts.append(on_host("weights being loaded", loading))
-
-    buffers = 0
-    if is_cast or not on_cpu:  # else weights are sent from their own memory
-        buffers += min(NUM_BUCKETS * BUCKET_BYTES, dtype_bytes * model.num_weights)
-    if ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu):
+        (on_host if group in train.offload and not on_cpu else own)[what] = num_bytes
+    saved = 3 * trained * (train.keep_checkpoints > 0)
+    on_host["checkpoint's copy"] = saved + min(saved, FILE_BYTES)  # and a file as it is written
+    is_sharded = ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu)
+    if not on_cpu and not is_sharded and model.stored_dtype != "float32":
+        on_host["weights being loaded"] = weights
+    if is_sharded:
         # Of a sharded model the outer weights, the layer that computes and the next are whole, and
-        # the largest gradient, which is summed in float32, or all of them; LoRA has gradients of
-        # adapters only.
-        outer, layer = model.outer_weights, model.layer_weights
+        # the largest gradient, which is summed in float32; or all weights and gradients.
+        outer, layer = model.outer_weights, model.layer_weights // model.num_layers
+        largest = (dtype_bytes + FLOAT_BYTES) * (0 if is_lora else max(outer, layer))
+        own["gathered layers"] = dtype_bytes * (outer + 2 * layer) + largest
         if train.reshard is False:
-            num_trained = model.num_trained or model.num_weights
-            buffers += dtype_bytes * model.num_weights + FLOAT_BYTES * num_trained
-        else:
-            buffers += dtype_bytes * (outer + 2 * layer)
-        buffers += 0 if is_lora else (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
-    num_tokens, num_targets = _micro_batch_tokens(config, ranks)
-    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets, on_cpu=on_cpu)
-    if not on_cpu and (not is_cast or placement.accelerator == devices.ASCEND):
-        # No fused kernel (`model.attention`): the scores of a layer's backward.
-        lengths = config.data.max_prompt_length, config.rollout.max_completion_length
-        num_keys = sum(lengths) if config.model.attention == "repeated" else max(lengths)
-        transient += TRAINED_SCORE_BYTES * model.num_heads * num_tokens * min(num_tokens, num_keys)
-    keys = f"train.max_tokens_per_micro_batch={config.max_tokens_per_micro_batch}"
-    if not train.activation_checkpointing:
-        keys += ", train.activation_checkpointing=true"
-    return [
-        *parts,
-        part("buckets, gathered layers", buffers),
-        part("activations", kept, keys),
-        part("logits, transients", int(transient * (HEAP_FACTOR if on_cpu else 1))),
-    ]
+            own["gathered layers"] = dtype_bytes * model.num_weights + FLOAT_BYTES * num_trained
+    if is_cast or not on_cpu:  # else weights are sent from their own memory
+        own["buckets"] = _bucket_bytes(placement, "train", dtype_bytes * model.num_weights)
+    own["activations"], transient = micro_batch_bytes(config, placement, model)
+    own["logits, transients"] = int(transient * (HEAP_FACTOR if on_cpu else 1))
+    return own, on_host
 
 
-def _micro_batch_tokens(config: Config, ranks: int) -> tuple[int, int]:
-    """Return the tokens of the largest micro-batch, and how many of them are completion tokens, if
-    all prompts and completions have full length."""
-    rollout, train = config.rollout, config.train
-    prompt, completion = config.data.max_prompt_length, rollout.max_completion_length
-    num_prompts = rollout.num_generations if config.model.attention == "repeated" else 1
-    per_group = num_prompts * prompt + rollout.num_generations * completion
-    per_rank = -(-train.prompts_per_iteration // train.updates_per_iteration * per_group // ranks)
-    num_tokens = min(config.max_tokens_per_micro_batch, max(per_rank, prompt + completion))
-    return num_tokens, -(-num_tokens * rollout.num_generations * completion // per_group)
+def _bucket_bytes(placement: Placement, role: str, weights: int) -> int:
+    """Return what the weight channel holds in the memory in which a role's workers compute."""
+    if placement.shares_device:  # one bucket, which the trainer allocates
+        return BUCKET_BYTES * (role == "train")
+    if _memory_of(placement, role) == "cpu":
+        return min(NUM_BUCKETS * BUCKET_BYTES, weights)  # other pages are never written
+    return NUM_BUCKETS * BUCKET_BYTES * (not placement.weights_cross_on_cpu)
 
 
-def micro_batch_bytes(
-    config: Config, model: ModelSize, num_tokens: int, num_targets: int, *, on_cpu: bool
-) -> tuple[int, int]:
-    """Return the bytes that all layers keep of a packed row when backward begins, and those of the
-    largest transient tensors. `num_targets`: tokens whose logits are computed.
+def micro_batch_bytes(config: Config, placement: Placement, model: ModelSize) -> tuple[int, int]:
+    """Return the bytes that all layers keep of the largest micro-batch when backward begins, and
+    those of the largest transient tensors.
 
-    A decoder layer with normed attention and normed gated MLP keeps per token, with H the model's
-    width, I the MLP's, and Hq query and Hkv key heads of size D:
-
-        stream       4 H              its input, and again before the MLP; each of them normed
-        attention    3 (Hq + Hkv) D   queries and keys before and after their norm; values; output
-        MLP          4 I              gate, silu(gate), up, and their product
-
-    and in float32 a number for each normed row (2 + Hq + Hkv) and a log-sum-exp for each query head
-    (Hq). A norm also keeps its normed input before the weight, and if the computation is narrower
-    its input in float32. With activation checkpointing only the input of each layer is kept, and
-    one layer's activations exist during its backward pass.
+    A decoder layer keeps per token, with H the model's width, I the MLP's, and Hq query and Hkv key
+    heads of size D: the stream before attention and MLP, plain and normed (4 H); queries and keys
+    before and after their norm, values and output (3 (Hq + Hkv) D); and of a gated MLP 4 I. A norm
+    whose weight is trained keeps its normed input, a norm in a narrow type its input in float32.
     """
-    dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    checkpointing = config.train.activation_checkpointing
-    query, key = model.num_heads * model.head_size, model.num_key_value_heads * model.head_size
-    normed = 2 * model.width + query + key
-    elements = 4 * model.width + 3 * query + 3 * key + 4 * model.mlp_width
-    rows = 2 + 2 * model.num_heads + model.num_key_value_heads
-    layer = dtype_bytes * (elements + normed) + FLOAT_BYTES * rows
-    if dtype_bytes < FLOAT_BYTES:
-        layer += FLOAT_BYTES * normed
+    train, dtype_bytes = config.train, DTYPE_BYTES[config.model.dtype]
+    on_cpu, is_lora = placement.train.kind == "cpu", model.num_trained is not None
+    prompt, completion = config.data.max_prompt_length, config.rollout.max_completion_length
+    repeats, num_generations = config.model.attention == "repeated", config.rollout.num_generations
+    group = (num_generations if repeats else 1) * prompt + num_generations * completion
+    num_groups = train.prompts_per_iteration / train.updates_per_iteration / placement.train.count
+    num_tokens = int(max(num_groups * group, prompt + completion))
+    num_tokens = min(config.max_tokens_per_micro_batch, num_tokens)
+    num_targets = -(-num_tokens * num_generations * completion // group)
+
+    heads = (model.num_heads + model.num_key_value_heads) * model.head_size
+    normed = 2 * model.width + heads
+    layer = dtype_bytes * (4 * model.width + 3 * heads + 4 * model.mlp_width)
+    layer += normed * ((0 if is_lora else dtype_bytes) + (4 if dtype_bytes < 4 else 0))
+    per_layer = dtype_bytes * model.width if train.activation_checkpointing else layer
     ends = 2 * dtype_bytes * model.width  # the last norm's input, and the head's
-    per_layer = dtype_bytes * model.width if checkpointing else layer
     kept = num_tokens * (model.num_layers * per_layer + ends)
 
-    most = CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES
-    num_chunks = -(-num_targets * model.vocabulary_size * FLOAT_BYTES // most)
-    chunk = -(-num_targets // num_chunks) * model.vocabulary_size * FLOAT_BYTES
-    is_trained = model.num_trained is None
-    head = model.vocabulary_size * model.width if is_trained else 0  # elements of its gradient
-    stream = dtype_bytes * (model.width + 2 * model.mlp_width) + (layer if checkpointing else 0)
-    return kept, max(  # three moments that never coincide
+    row_bytes = FLOAT_BYTES * model.vocabulary_size
+    num_chunks = -(-num_targets * row_bytes // (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES))
+    chunk = -(-num_targets // num_chunks) * row_bytes
+    head = 0 if is_lora else model.vocabulary_size * model.width  # elements of its gradient
+    stream = dtype_bytes * (model.width + 2 * model.mlp_width) + layer * (per_layer < layer)
+    is_fused = on_cpu or (dtype_bytes == 2 and placement.accelerator != devices.ASCEND)
+    num_keys = min(num_tokens, prompt + completion if repeats else max(prompt, completion))
+    return kept, max(  # these never coincide:
         3 * chunk,  # the logits of a chunk (`logprobs`), forward
-        # Backward: with the sum of the chunks' gradients, and one of them.
-        2 * chunk + (FLOAT_BYTES + dtype_bytes) * head,
-        # The first MLP in backward; a tied head's gradient waits for the embedding's.
-        num_tokens * stream + (dtype_bytes * head if model.is_tied else 0),
+        # Backward: with one chunk's gradient, and the sum of several.
+        2 * chunk + (dtype_bytes + FLOAT_BYTES * (num_chunks > 1)) * head,
+        # The last MLP in backward; a tied head's gradient waits for the embedding's.
+        num_tokens * stream + dtype_bytes * head * model.is_tied,
+        # An attention in backward.
+        TRAINED_SCORE_BYTES * model.num_heads * num_tokens * num_keys * (not is_fused),
     )
-
-
-# -- against what there is -------------------------------------------------------------------------
-
-
-def _memory_of(worker: str, device: str) -> str:
-    return "cpu" if device == "cpu" else f"{device} ({worker})"
 
 
 def memory_budgets(placement: Placement) -> dict[str, float]:
@@ -346,19 +251,19 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
     left, by each other worker the memory of its accelerators, or its part of a shared one."""
     if placement.is_ray:  # what its nodes have is not known here
         return {}
-    assumed = placement.assumed  # says nothing about the host's memory
+    assumed, kind = placement.assumed, placement.accelerator
+
+    def free_bytes(index: int) -> int:
+        total = devices.total_memory_bytes(kind, index)
+        return total - devices.memory_in_use(kind, index)[0]
+
+    # An assumption says nothing about the host's memory.
     budgets: dict[str, float] = {} if assumed else {"cpu": available_memory_bytes()}
-    for worker, device in device_names(placement).items():
-        if device != "cpu":
-            kind, _, numbers = device.partition(":")
-            indices = [int(number) for number in numbers.split(",")]
-            if assumed:
-                num_bytes = len(indices) * assumed.num_bytes
-            else:
-                num_bytes = sum(devices.total_memory_bytes(kind, index) for index in indices)
-                num_bytes -= sum(devices.memory_in_use(kind, index)[0] for index in indices)
-            fraction = placement.memory_fraction(worker.partition("-")[0]) or 1.0
-            budgets[_memory_of(worker, device)] = int(fraction * num_bytes)
+    for role, size in (("rollout", placement.engine.tensor_parallel_size), ("train", 1)):
+        used, memory = _devices_of(placement, role), _memory_of(placement, role)
+        if memory != "cpu":
+            least = assumed.num_bytes if assumed else min(map(free_bytes, used.indices))
+            budgets[memory] = int((placement.memory_fraction(role) or 1.0) * size * least)
     return budgets
 
 
@@ -366,61 +271,77 @@ def held_by_others(placement: Placement) -> str:
     """Describe what other programs hold of the accelerators; an empty string if nothing."""
     if placement.is_ray or placement.assumed:
         return ""
-    found = []
-    for device in dict.fromkeys(device_names(placement).values()):
-        kind, _, numbers = device.partition(":")
-        for number in filter(None, numbers.split(",")):
-            num_bytes, programs = devices.memory_in_use(kind, int(number))
-            if num_bytes > CONTEXT_BYTES:  # less is the driver's
-                found.append(f"{_gib(num_bytes)} of {kind}:{number}: {programs or 'unknown'}")
+    kind, found = placement.accelerator, []
+    used = [each for each in (placement.infer, placement.train) if each.kind != "cpu"]
+    for index in sorted({index for each in used for index in each.indices}):
+        num_bytes, programs = devices.memory_in_use(kind, index)
+        if num_bytes > CONTEXT_BYTES:  # less is the driver's
+            found.append(f"{_gib(num_bytes)} of {kind}:{index}: {programs or 'unknown'}")
     return f"; other programs hold {', '.join(found)}" if found else ""
 
 
 def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
     totals = Counter[str]()
     for part in parts:
-        totals[part.memory] += part.num_bytes
+        totals[part.memory] += part.num_bytes * (part.num_processes if part.memory == "cpu" else 1)
     return totals
 
 
 def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str = "") -> list[str]:
     """Return a warning for each memory that the run may not fit. Raises ConfigError if the certain
     parts alone do not fit. `held`: see `held_by_others`."""
-    warnings = []
-    for counted in ([part for part in parts if part.is_certain], parts):
-        needs = bytes_by_memory(counted)
-        for memory, *others in _alike(needs, budgets):
-            needed = needs[memory]
-            if needed <= budgets.get(memory, math.inf):
+    certain, warnings = [part for part in parts if part.what in CERTAIN], []
+    for counted, least in ((certain, ", even without buffers, at least"), (parts, "")):
+        for memory, needed in bytes_by_memory(counted).items():
+            if needed <= (budget := budgets.get(memory, math.inf)):
                 continue
-            totals = Counter[tuple[str, str]]()  # of all processes
+            totals = Counter[str]()  # of all processes
             for part in counted:
-                if part.memory == memory and part.keys:
-                    totals[part.what, part.keys] += part.num_bytes
-            largest = [f"{what} {_gib(n)} ({keys})" for (what, keys), n in totals.most_common(5)]
-            least = "" if counted is parts else ", even without activations and buffers, at least"
+                if part.memory == memory and part.what in KEYS:
+                    totals[f"{part.what} ({KEYS[part.what]})"] += (
+                        part.num_bytes * part.num_processes
+                    )
+            largest = "; ".join(f"{_gib(n)} {what}" for what, n in totals.most_common(5))
             message = (
-                f"this run needs{least} {_gib(needed)} of memory on {memory}"
-                f"{f' and {len(others)} more' if others else ''}, but only "
-                f"{_gib(budgets[memory])} are available{held}; the largest parts, and keys that "
-                f"make them smaller: {'; '.join(largest)}"
+                f"this run needs{least} {_gib(needed)} of memory on {memory}, but only "
+                f"{_gib(budget)} are available{held}; the largest parts, and keys that make them "
+                f"smaller: {largest}"
             )
-            if counted is not parts:
+            if least:
                 raise ConfigError(message)
             warnings.append(f"warning: by estimate, at its peak {message}")
     return warnings
 
 
-def fits(
-    config: Config, placement: Placement, size: ModelSize, *, headroom: float = HEADROOM
-) -> bool:
+def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
+    """List the parts of one worker of each role, then the sum in each memory."""
+    totals, rows = bytes_by_memory(parts), []
+    size, form = (GIB, "{:,.1f} GiB") if max(totals.values()) > 16 * GIB else (MIB, "{:,.0f} MiB")
+    for process, grouped in groupby(parts, key=lambda part: part.process):
+        own = list(grouped)
+        rows.append((process, sum(part.num_bytes for part in own)))
+        for part in own:
+            where = "" if part.memory == own[0].memory else ", cpu"
+            rows.append((f"  {part.what}{where}", part.num_bytes))
+    for memory in sorted(totals, key=lambda memory: memory == "cpu"):
+        rows.append((memory if memory != "cpu" else "all on cpu", totals[memory]))
+        rows += [("  available", int(budgets[memory]))] if memory in budgets else []
+    lines = [f"{label:<27}{form.format(num_bytes / size):>11}" for label, num_bytes in rows]
+    return "\n".join(["memory at the most, by estimate:", *lines])
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:,.0f} MiB"
+
+
+# -- settings that fit -----------------------------------------------------------------------------
+
+
+def fits(config: Config, placement: Placement, size: ModelSize) -> bool:
     """Whether the whole estimate fits every memory."""
-    parts = estimate_memory(config, placement, size)
-    budgets = {name: headroom * n for name, n in memory_budgets(placement).items()}
-    try:
-        return not check_memory(parts, budgets)
-    except ConfigError:
-        return False
+    needs = bytes_by_memory(estimate_memory(config, placement, size))
+    budgets = memory_budgets(placement)
+    return all(need <= HEADROOM * budgets.get(memory, math.inf) for memory, need in needs.items())
 
 
 def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:
@@ -433,62 +354,68 @@ def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> 
     more = [] if train.max_tokens_per_micro_batch else [n for n in MICRO_BATCH_TOKENS if n > least]
     reshard = (False, True) if train.reshard == "auto" else (train.reshard,)
     for drops, tokens in product(reshard, (*more, least)):
-        changes = {"train.reshard": drops, "train.max_tokens_per_micro_batch": tokens}
-        if fits(changed := change_config(config, changes), placement, size):
+        changed = change_config(config, {"train.reshard": drops, TOKENS: tokens})
+        if fits(changed, placement, size):
             return changed
     return config
 
 
-def _alike(needs: Mapping[str, int], budgets: Mapping[str, float]) -> list[list[str]]:
-    """Group the memories of one role's workers that need and have the same; the CPU is last."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for memory in sorted(needs, key=lambda memory: memory == "cpu"):
-        role = memory.partition("(")[2].partition("-")[0]
-        groups.setdefault((role, needs[memory], budgets.get(memory)), []).append(memory)
-    return list(groups.values())
+def propose_changes(
+    config: Config, placement: Placement, size: ModelSize
+) -> Mapping[str, Any] | None:
+    """Return the cheapest changes of settings with which the run fits; None if there are none. What
+    is trained stays the same, except for rounding: lengths, batches and LoRA are the user's choice.
+
+    For each placement all savings are made, then those that are not needed are taken back.
+    """
+    tokens, groups = config.max_tokens_per_micro_batch, placement.max_concurrent_groups
+    has_reference = config.algorithm.beta > 0.0 and config.model.lora.rank is None
+    policies = ["reference"] * has_reference + ["old"] * (config.train.updates_per_iteration > 1)
+    savings = [  # with their costs (higher: less welcome)
+        *((0.5, TOKENS, max(tokens >> n, config.max_sequence_length)) for n in (1, 2, 3)),
+        *((1.0, GROUPS, max(groups >> n, 1)) for n in (1, 2, 3, 4)),
+        (1.5, "model.dtype", "bfloat16"),
+        (3.0, "train.activation_checkpointing", True),
+        (8.0, "train.offload", policies),
+        (8.0, "train.offload", [*policies, "optimizer"]),
+    ]
+
+    def is_enough(changes: Mapping[str, Any]) -> bool:
+        try:
+            changed = change_config(config, changes)
+            return fits(changed, resolve_placement(changed, placement.assumed), size)
+        except ValueError:  # these do not go together
+            return False
+
+    found = []
+    for cost, place in _places(config, placement):
+        made = list(savings)
+        for saving in (None, *reversed(savings)):
+            fewer = [each for each in made if each is not saving]
+            if is_enough(changes := place | {key: value for _, key, value in fewer}):
+                made, best = fewer, changes
+            elif saving is None:  # not even all savings
+                break
+        else:
+            found.append((cost + sum(saving[0] for saving in made), best))
+    return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
-    """List the parts of one worker of each role, then the sum on each device."""
-    totals = bytes_by_memory(parts)
-    unit = "GiB" if max(totals.values()) > 16 * GIB else "MiB"
-
-    def line(label: str, num_bytes: float) -> str:
-        size = f"{num_bytes / GIB:,.1f}" if unit == "GiB" else f"{num_bytes / MIB:,.0f}"
-        return f"{label:<27}{f'{size} {unit}':>11}"
-
-    lines = ["memory at the most, by estimate:"]
-    names = dict.fromkeys(part.process for part in parts)
-    for _, (first, *others) in groupby(names, key=lambda name: name.partition("-")[0]):
-        own = [part for part in parts if part.process == first]
-        label = f"{first} to {others[-1].partition('-')[2]}, each" if others else first
-        lines.append(line(label, sum(part.num_bytes for part in own)))
-        for part in own:
-            where = "" if part.memory == own[0].memory else f", {part.memory.partition(' ')[0]}"
-            lines.append(line(f"  {part.what}{where}", part.num_bytes))
-    for memory, *others in _alike(totals, budgets):
-        label = f"all on {memory}"
-        if others:
-            first, last = (each.partition("(")[2].rstrip(")") for each in (memory, others[-1]))
-            label = f"on each of {first} to {last.partition('-')[2]}"
-        lines.append(line(label, totals[memory]))
-        lines += [line("  available", budgets[memory])] if memory in budgets else []
-    return "\n".join(lines)
-
-
-def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
-    """Raise ConfigError if the final model and `num_checkpoints`, with the one that is being
-    written, do not fit the disk of `folder`."""
-    existing = next(parent for parent in folder.absolute().parents if parent.exists())
-    weights, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(existing).free
-    needed = weights * (1 + COPIES_TO_SAVE * (num_checkpoints + 1 if num_checkpoints else 0))
-    if needed > free:
-        raise ConfigError(
-            f"output.dir (--output): the final model and the checkpoints take {_gib(needed)}, but "
-            f"the disk of '{folder}' has {_gib(free)} left; keep fewer (train.keep_checkpoints; 0: "
-            "none, and no --resume), or use another disk"
-        )
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:,.0f} MiB"
+def _places(config: Config, placement: Placement) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield changes of the placement, each with its cost; first none."""
+    count, shares = placement.num_accelerators, placement.shares_device
+    places: list[tuple[float, dict[str, Any]]] = [(0.0, {})]
+    fractions, given = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7], placement.infer_memory_fraction
+    for number, part in enumerate(sorted(fractions, key=lambda part: abs(part - given)), 1):
+        places += [(0.5 * number, {"rollout.memory_fraction": part})] * shares
+    for number, num_train in enumerate(sorted({count // 2, count * 3 // 4, count - 1}), 1):
+        if num_train > (0 if shares else placement.train.count):
+            infer, train = range(count - num_train), range(count - num_train, count)
+            split = {"devices.infer": range_words(infer), "devices.train": range_words(train)}
+            places.append((number, split))
+    # Where vLLM is assumed, it is not installed here.
+    is_assumed = placement.assumed is not None and config.rollout.engine == "auto"
+    sizes = (0, 1, 2, 4, 8) if placement.engine.name == "vllm" or is_assumed else (0,)
+    for engine, size in enumerate(sizes):
+        vllm = {"rollout.engine": "vllm", "rollout.tensor_parallel_size": size} if size else {}
+        yield from ((cost + 6.0 * engine, place | vllm) for cost, place in places)

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from easyrl import devices
@@ -31,13 +32,16 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interfaces
 from easyrl.environments.pool import check_environments
 from easyrl.model.files import (
+    FLOAT_BYTES,
     ModelFiles,
+    ModelSize,
     fingerprint,
     lacks_chat_template,
     load_eos_token_ids,
     load_model_config,
     max_positions,
     meta_model,
+    model_size,
     quieten_transformers,
     read_model_files,
     tokenizer_of,
@@ -99,7 +103,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     has_checkpoint = resume is not None and resume.checkpoint is not None
     is_small = has_checkpoint or num_trained is not None
     num_kept = config.train.keep_checkpoints + config.train.keep_best
-    memory.check_disk(folder_of(config), files, 0 if is_small else num_kept)
+    check_disk(folder_of(config), files, 0 if is_small else num_kept)
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
@@ -185,6 +189,21 @@ def check_compiler(config: Config, placement: Placement) -> None:
         )
 
 
+def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
+    """Raise ConfigError if the final model and `num_checkpoints`, with the one that is being
+    written, do not fit the disk of `folder`."""
+    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    weights, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(existing).free
+    copies = 3 * (num_checkpoints + 1) if num_checkpoints else 0  # weights and two moments
+    needed = weights * (1 + copies)
+    if needed > free:
+        raise ConfigError(
+            f"output.dir (--output): the final model and the checkpoints take {needed / 2**30:.2f} "
+            f"GiB, but the disk of '{folder}' has {free / 2**30:.2f} GiB left; keep fewer "
+            "(train.keep_checkpoints; 0: none, and no --resume), or use another disk"
+        )
+
+
 def peer_warnings(placement: Placement) -> list[str]:
     """Warn of GPUs that cannot read each other's memory."""
     kind, sets = placement.accelerator, (placement.infer, placement.train)
@@ -200,15 +219,15 @@ def peer_warnings(placement: Placement) -> list[str]:
     return [text] if apart else []
 
 
-def _what_fits(config: Config, placement: Placement, size: memory.ModelSize | None) -> str:
+def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> str:
     """Name settings with which a run that is refused for its memory fits, as text to append."""
     if placement.accelerator == "cpu" or placement.is_ray or size is None:
         return ""
-    from easyrl.runtime.plan import propose_changes
-
-    changes = propose_changes(config, placement, size)
-    words = shlex.join(to_arguments(change_config(config, changes), config))
-    return f"; this fits, by estimate: {words}" if changes else "; nothing that was tried fits"
+    changes = memory.propose_changes(config, placement, size)
+    if changes is None:
+        return "; nothing that was tried fits"
+    words = to_arguments(change_config(config, changes), config)
+    return f"; this fits, by estimate: {shlex.join(words)}"
 
 
 def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:
@@ -231,9 +250,7 @@ def sampling_warnings(config: Config) -> list[str]:
     return [f"warning: with {given} completions are not sampled from the trained distribution"]
 
 
-def read_model_size(
-    config: Config, files: ModelFiles, num_trained: int | None
-) -> memory.ModelSize | None:
+def read_model_size(config: Config, files: ModelFiles, num_trained: int | None) -> ModelSize | None:
     """None if the model's configuration does not have the usual names. A model that is not
     downloaded yet is counted by its configuration."""
     model_config, num_weights = files.config, files.num_weights
@@ -242,7 +259,7 @@ def read_model_size(
         model = meta_model(full_config, trust_remote_code=config.model.trust_remote_code)
         num_weights = sum(weight.numel() for weight in model.parameters())
         model_config = full_config.to_dict()
-    return memory.model_size(model_config, num_weights, num_trained)
+    return model_size(model_config, num_weights, num_trained)
 
 
 def _held_out(

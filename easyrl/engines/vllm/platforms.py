@@ -2,7 +2,7 @@
 
 The controller imports this module, so it imports neither torch nor vLLM. On Ascend NPUs vLLM needs
 vllm-ascend, a plug-in that vLLM loads by itself; each of its releases supports one release of vLLM.
-EasyRL has not run it on an NPU: tests/test_ascend_sources.py checks the names and signatures in its
+EasyRL has not run it on an NPU: tests/ascend_sources.py compares names and signatures with its
 sources.
 """
 
@@ -17,7 +17,7 @@ from packaging.version import Version
 from easyrl import devices
 from easyrl.engines import MAX_PREFILL_TOKENS
 from easyrl.formatting import install_command
-from easyrl.model.files import DTYPE_BYTES, kv_elements_per_token, read_model_files
+from easyrl.model.files import DTYPE_BYTES, model_size, read_model_files
 
 WORKER = "easyrl.engines.vllm.worker"
 BACKEND = "easyrl_buckets"
@@ -147,7 +147,8 @@ def cache_bytes(
         return None
     files, element_bytes = read_model_files(model), DTYPE_BYTES[dtype]
     row_tokens = -(-max_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    cache = num_rows * row_tokens * kv_elements_per_token(files.config) * element_bytes
+    size = model_size(files.config, files.num_weights or 0)
+    cache = num_rows * row_tokens * size.kv_elements * element_bytes if size else 0
     wanted = cache + EXTRA_CACHE_BYTES if cache else DEFAULT_CACHE_BYTES
     if shared_part is None:
         return wanted

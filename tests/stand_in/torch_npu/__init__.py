@@ -1,6 +1,6 @@
 """Replaces torch_npu in tests: four NPUs that can be counted and described, but not computed on.
 
-`test_ascend_sources.py` checks that torch_npu has the same names.
+`ascend_sources.py` checks that torch_npu has the same names.
 """
 
 import os

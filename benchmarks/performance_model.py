@@ -1,7 +1,7 @@
 """Expected speed on GPUs, from bytes, operations and kernels (docs/devices.md, *Expected speed*).
 
-    python -m tests.performance_model                   # the tables of docs/devices.md
-    python -m tests.performance_model build/gpu-*.json  # measured speeds beside expected ones
+    python -m benchmarks.performance_model                   # the tables of docs/devices.md
+    python -m benchmarks.performance_model build/gpu-*.json  # measured speeds beside expected ones
 
 Of the constants, those under *counted* are compared with counts of the code
 (`test_performance_model_counts_the_work_of_the_code`). Those under *assumed* are not measured.
@@ -178,7 +178,7 @@ def train(model: Model, card: Card) -> tuple[float, float] | None:
     completions = LOAD.group * LOAD.completion
     tokens = LOAD.prompt + completions
     pairs = LOAD.prompt**2 / 2 + completions * (LOAD.prompt + LOAD.completion / 2)
-    operations = 6 * (model.body_weights * tokens + model.head_weights * completions)
+    operations: float = 6 * (model.body_weights * tokens + model.head_weights * completions)
     operations += 3 * model.pair_operations * pairs
     num_bytes = TRAIN_HIDDEN_BYTES[model.family] * model.hidden * model.layers * tokens
     num_bytes += TRAIN_LOGIT_BYTES * model.vocabulary * completions
