@@ -3,19 +3,15 @@ every run of them would be placed on a cluster of 24 GPUs."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +28,7 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement
 from easyrl.runtime.ray import cluster
-from easyrl.runtime.ray.cluster import HTTP2_SETTINGS
-from runs import SMALL, descendants, finish, lines_of, summary_of, wait_until_gone
+from runs import lines_of, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 SLURM, RAY_JOB, PAGE = (
@@ -63,19 +58,11 @@ def easyrl_commands() -> Iterator[list[str]]:
 COMMANDS = list(easyrl_commands())
 
 
-def test_all_three_places_have_commands() -> None:
-    assert len(COMMANDS) == 9
-    words = " ".join(COMMANDS[0])
-    # The same run, up to the folder.
-    assert words.replace("$PWD", "/shared").replace("--ray-address $ip:$port ", "") == " ".join(
-        COMMANDS[-1]
-    )
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_command_exists_and_its_run_would_be_placed(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert len(COMMANDS) == 9
     monkeypatch.chdir(ROOT)
     resources = cluster.Resources("cuda", 24, (64, 64, 64))
     monkeypatch.setattr(cluster, "connect", lambda config, num_workers: resources)
@@ -129,53 +116,6 @@ def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run() -> None
     assert set(yaml.safe_load(job["spec"]["runtimeEnvYAML"])) == {"env_vars"}
     extras = re.search(r"EXTRAS=(\S+)", PAGE.read_text())
     assert extras and "ray-jobs" in extras[1].split(",")
-
-
-def ray_start_commands() -> list[list[str]]:
-    lines = re.findall(r"^ray start .*", PAGE.read_text(), re.M)
-    in_job = re.findall(r"ray_start=\(ray (.*)\)|\{ray_start\[@\]\}\" (.*?)(?: &)?$",
-                        SLURM.read_text(), re.M)  # fmt: skip
-    common = shlex.split(in_job[0][0])
-    pods = manifest()["spec"]["rayClusterSpec"]
-    groups = (pods["headGroupSpec"], *pods["workerGroupSpecs"])
-    return [
-        *(shlex.split(line)[1:] for line in lines),
-        *([*common, *shlex.split(more)] for _, more in in_job[1:]),
-        *(
-            ["start", *(f"--{k}={v}" for k, v in group["rayStartParams"].items())]
-            for group in groups
-        ),
-    ]
-
-
-def test_options_of_ray_start_exist() -> None:
-    cli = pytest.importorskip("ray.scripts.scripts").cli
-    commands = ray_start_commands()
-    assert len(commands) == 6
-    for words in commands:
-        numbers = [re.sub(r"\$\w+", "1", word) for word in words[1:]]
-        cli.commands[words[0]].make_context("ray start", numbers)
-
-
-def _answer(listener: socket.socket) -> None:
-    """Answer as Ray does."""
-    client, _ = listener.accept()
-    with client:
-        client.sendall(bytes(3) + HTTP2_SETTINGS + bytes(5))
-        client.recv(100)
-
-
-def test_a_missing_token_is_reported(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
-        code, _, err = finish(
-            *("--infer-devices", "ray:cpu:1", "--ray-address", address),
-            HOME=str(tmp_path),  # where Ray would find a token
-            RAY_AUTH_MODE="token",
-        )
-    assert code == 2 and "--ray-address" in err and "token" in err
 
 
 # -- the Slurm file, run --------------------------------------------------------------------------
@@ -238,77 +178,3 @@ def test_the_slurm_file_runs_on_two_nodes_and_sigterm_leaves_a_checkpoint(tmp_pa
     assert code == 128 + signal.SIGTERM
     num_done = len(lines_of(run / "metrics.jsonl"))
     assert (run / "checkpoints" / str(num_done)).is_dir()
-
-
-# -- ray job submit -------------------------------------------------------------------------------
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
-        return [each.getsockname()[1] for each in sockets]
-
-
-@pytest.fixture
-def job_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster with a job server, for `ray job`. Its token is made for it."""
-    pytest.importorskip("aiohttp_cors", reason="needs pip install 'easyrl-train[ray-jobs]'")
-    short = tempfile.mkdtemp()
-    gcs, dashboard, agent, client = free_ports(4)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    monkeypatch.setenv("RAY_TMPDIR", short)
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{dashboard}")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    ports = (f"--port={gcs}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}")
-    more = (*ports, f"--dashboard-agent-listen-port={agent}", "--num-cpus=2")
-    head = subprocess.Popen([*RAY, "start", "--head", "--block", "--disable-usage-stats", *more])
-    try:
-        deadline = time.monotonic() + 60
-        while ray_job("list")[0] != 0:
-            assert head.poll() is None and time.monotonic() < deadline
-            time.sleep(1)
-        yield
-    finally:
-        processes = [psutil.Process(head.pid), *descendants(head.pid)]
-        head.terminate()
-        assert wait_until_gone(processes, 60) == []
-        shutil.rmtree(short, ignore_errors=True)
-
-
-RAY = (sys.executable, "-m", "ray.scripts.scripts")
-TINY_RUN = ("easyrl", "grpo", "--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1")
-
-
-def ray_job(*words: str) -> tuple[int, str]:
-    done = subprocess.run([*RAY, "job", *words], capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.alone
-@pytest.mark.usefixtures("job_server")
-def test_ray_jobs_finish_fail_and_stop_with_a_checkpoint(tmp_path: Path) -> None:
-    work, folder = tmp_path / "work", tmp_path / "runs"
-    work.mkdir()
-    (work / "data.jsonl").write_text('{"prompt": "17+58=", "answer": "75"}\n')
-    (work / "rewards.py").write_text("def one(completions, **_): return [1.0] * len(completions)\n")
-    own = ("--dataset", "data.jsonl", "--reward", "rewards.py:one")
-    run = (*TINY_RUN, *own, *SMALL, "data.num_held_out=0")
-    submit = ("submit", "--working-dir", str(work))
-    code, out = ray_job(*submit, "--", *run, "--iterations", "2", "--output", f"{folder}/1")
-    assert code == 0 and summary_of(folder / "1")["iterations"] == 2, out
-    code, out = ray_job(*submit, "--", *TINY_RUN, "train.iteration=2")
-    assert code == 1 and "did you mean train.iterations?" in out and "exit code 2" in out
-
-    words = ("--submission-id", "endless", "--no-wait", "--runtime-env-json")
-    patience = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
-    endless = ("--iterations", "100000", "--output", f"{folder}/2")
-    assert ray_job(*submit, *words, patience, "--", *run, *endless)[0] == 0
-    deadline = time.monotonic() + 120
-    while not (folder / "2/metrics.jsonl").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert ray_job("stop", "endless")[0] == 0
-    num_done = len(lines_of(folder / "2/metrics.jsonl"))
-    assert (folder / "2/checkpoints" / str(num_done)).is_dir(), ray_job("logs", "endless")

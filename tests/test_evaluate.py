@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from easyrl import cli, events
-from easyrl.config import ConfigError, load_config, to_commented_yaml
+from easyrl.config import ConfigError, by_name, load_config, to_commented_yaml
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
@@ -29,7 +29,7 @@ from easyrl.evaluation.command import check_evaluation
 from easyrl.evaluation.figures import compare
 from easyrl.rewards.loading import load_reward
 from easyrl.runtime.metrics import evaluation_metrics
-from easyrl.runtime.resume import settings_of, settings_to_evaluate
+from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from hub_rows import put_in_place_of_the_hub
@@ -311,7 +311,7 @@ def test_a_run_is_evaluated_as_it_was_trained(
     given = {"model.path": str(tmp_path / name), **given}
     assert settings_to_evaluate(given, tmp_path / "c.yaml").keys() <= {"eval.dataset"}
     config = load_config(None, settings_to_evaluate(given, None) | given)
-    values = settings_of(config.model_dump(mode="json"), ())
+    values = by_name(config.model_dump(mode="json"))
     expected = RUN | replaced | given
     assert {key: values[key] for key in expected} == expected
     assert all(values[key] != value for key, value in NOT_TAKEN.items())

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,7 @@ def run(code: str, folder: Path, tools: Path) -> None:
     assert done.returncode == 0, f"{code}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "commands"),
     [each for each in COMMANDS if each[1]],
@@ -106,18 +108,45 @@ def test_commands_of_a_page_run(
         run(command, tmp_path, finished_run)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    text = page.read_text()
-    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
-        file, _, anchor = target.partition("#")
-        assert (page.parent / file).exists() if file else anchor in anchors, target
-
-
-def test_files_that_the_design_names_exist() -> None:
+def test_links_lead_somewhere_and_files_that_the_design_names_exist() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+            file, _, anchor = target.partition("#")
+            assert (page.parent / file).exists() if file else anchor in anchors, target
     for name in re.findall(
         r"`([a-z_/]+\.(?:py|md|toml))[`,]", (ROOT / "docs/design.md").read_text()
     ):
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "easyrl")), name
+
+
+# -- docs/compatibility.md -------------------------------------------------------------------------
+
+FEATURES = (
+    *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
+    *("several updates", "deterministic mode", "scaling", "resume", "environments"),
+)
+PAIRS = re.findall(
+    r"^\| ([^|]+), ([^|]+) \| (.+) \|$", (ROOT / "docs/compatibility.md").read_text(), re.MULTILINE
+)
+
+
+def test_every_pair_has_a_row() -> None:
+    pairs = list(dict.fromkeys((one, other) for one, other, _ in PAIRS))
+    assert pairs == list(combinations(FEATURES, 2))
+
+
+def test_the_tests_and_messages_exist() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "easyrl").rglob("*.py"))
+    for one, other, text in PAIRS:
+        named = re.search(r"`(test_\w+\.py)::(test_\w+)`(?: \((.+)\))?$", text)
+        assert named, (one, other)
+        file, test, case = named.groups()
+        code = (ROOT / "tests" / file).read_text()
+        assert f"def {test}(" in code, test
+        assert case is None or f'"{case}"' in code, case
+        if "refused" in text:
+            message = re.search('refused, "(.+?)"', text)
+            assert message and message[1] in sources, text

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file
-from test_sharded_runs import train_workers
 
 from easyrl.model.checkpoint_files import UNFINISHED, checkpoints_in, read_checkpoint
 from mistakes import TINY
@@ -67,24 +66,22 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     def run(*words: str) -> Path:
         if words not in folders:
             folders[words] = tmp_path_factory.mktemp("whole") / "run"
-            succeed("--output", str(folders[words]), *SMALL_AND_SAME, *words)
+            # Under the other schedule, which ends in the same bits, too.
+            sync = ("--output", str(folders[words]), "--schedule", "sync")
+            succeed(*sync, *SMALL_AND_SAME, *words)
         return folders[words]
 
     return run
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    processes = descendants(process.pid)
-    process.kill()
-    process.communicate()
-    assert wait_until_gone(processes, 5.0) == []
 
 
 def run_until(line: str, folder: Path, *words: str) -> None:
     """Kill a run after it has printed a line that begins so."""
     process = start("--output", str(folder), *SMALL_AND_SAME, *words)
     wait_for_line(process, line)
-    kill(process)
+    processes = descendants(process.pid)
+    process.kill()
+    process.communicate()
+    assert wait_until_gone(processes, 5.0) == []
 
 
 def resume(folder: Path, *words: str, **environment: str) -> str:
@@ -156,14 +153,10 @@ def test_more_iterations_continue_a_finished_run(
 # -- signals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "words"),
-    [
-        (signal.SIGTERM, TWO_UPDATES),
-        pytest.param(signal.SIGINT, (*ONE_UPDATE, "cpu"), marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, (*ONE_UPDATE, "cpu:2"), marks=pytest.mark.long),
-    ],
+    [(signal.SIGTERM, TWO_UPDATES), (signal.SIGINT, (*ONE_UPDATE, "cpu:2"))],
 )
 def test_a_signal_saves_the_last_whole_iteration(
     tmp_path: Path, uninterrupted: Uninterrupted, signum: int, words: tuple[str, ...]
@@ -184,6 +177,7 @@ def test_a_signal_saves_the_last_whole_iteration(
     assert outcome_of(folder) == outcome_of(once)
 
 
+@pytest.mark.long
 def test_a_checkpoint_may_take_longer_to_write_than_the_next_iterations(tmp_path: Path) -> None:
     """The run must wait in the controller: a train worker that waited for its writer would keep the
     rollout workers waiting for weights until runtime.timeout_seconds are over."""
@@ -216,29 +210,39 @@ def kill_somewhere(process: subprocess.Popen[str], chance: random.Random) -> Non
     assert wait_until_gone(victims, 10.0) == []
 
 
+def wait_for_saving(process: subprocess.Popen[str], folder: Path, beyond: int) -> None:
+    """Wait until a checkpoint later than the iteration `beyond` is being written."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and not any(
+        int(path.name.removesuffix(UNFINISHED)) > beyond
+        for path in (folder / "checkpoints").glob(f"*{UNFINISHED}")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("num_kills", "iterations", "seed"), [(3, 6, 1), (10, 30, 0), (10, 30, 1)])
+@pytest.mark.parametrize(
+    ("num_kills", "iterations", "devices"), [(10, 30, "cpu"), (11, 30, "cpu"), (4, 9, "cpu:2")]
+)
 def test_kills_at_random_moments_repeat_and_skip_no_group(
-    tmp_path: Path, uninterrupted: Uninterrupted, num_kills: int, iterations: int, seed: int
+    tmp_path: Path, uninterrupted: Uninterrupted, num_kills: int, iterations: int, devices: str
 ) -> None:
-    chance, folder = random.Random(seed), tmp_path / "run"
-    once = uninterrupted("--iterations", str(iterations), "--train-devices", "cpu")
-    words = (
-        *(*SMALL_AND_SAME, "--iterations", str(iterations), "--train-devices", "cpu"),
-        *("train.keep_checkpoints=3", "runtime.resume=auto"),
-    )
+    """Of the controller, of a worker or of all, every second time while a checkpoint is written."""
+    chance, folder = random.Random(num_kills), tmp_path / "run"
+    settings = ("--iterations", str(iterations), "--train-devices", devices)
+    once = uninterrupted(*settings)
+    words = (*SMALL_AND_SAME, *settings, "train.keep_checkpoints=3", "runtime.resume=auto")
     num_done = 0
-    for _ in range(num_kills):
+    for number in range(num_kills):
         process = start("--output", str(folder), *words)
-        # Most of the time within the iterations: once so many more are done than before.
-        target = min(iterations - 1, num_done + chance.randrange(0, 3))
-        deadline = time.monotonic() + 120
-        metrics = folder / "metrics.jsonl"
-        while process.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and metrics.read_bytes().count(b"\n") > target:
-                break
-            time.sleep(0.002)
-        time.sleep(chance.random() * 0.15)
+        if number % 2:
+            wait_for_saving(process, folder, num_done + 1)
+        else:
+            # Most of the time within the iterations: once so many more are done than before.
+            target = min(iterations - 1, num_done + chance.randrange(0, 3))
+            wait_for_line(process, f"iteration {target + 1}/")
+            time.sleep(chance.random() * 0.15)
         if process.poll() is not None:
             process.communicate()
             break
@@ -276,56 +280,14 @@ def test_another_number_of_ranks_continues_to_the_same_weights(
     assert summary_of(twice)["groups_trained"] == summary_of(once)["groups_trained"] == 24
 
 
-def wait_for_saving(process: subprocess.Popen[str], folder: Path, beyond: int) -> None:
-    """Wait until a checkpoint later than the iteration `beyond` is being written."""
-    deadline = time.monotonic() + 120
-    while not any(
-        int(path.name.removesuffix(UNFINISHED)) > beyond
-        for path in (folder / "checkpoints").glob(f"*{UNFINISHED}")
-    ):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.0005)
-
-
 @pytest.mark.long
-def test_ranks_killed_while_they_save_repeat_and_skip_no_group(
+def test_a_signal_while_a_checkpoint_is_written_waits_for_the_last_one(
     tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    chance, folder = random.Random(5), tmp_path / "run"
-    settings = ("--iterations", "9", "--train-devices", "cpu:2")
-    once = uninterrupted(*settings)
-    words = (*SMALL_AND_SAME, *settings, "train.keep_checkpoints=1", "runtime.resume=auto")
-    num_done = 0
-    for victim in ("controller", "rank 0", "rank 1"):
-        process = start("--output", str(folder), *words)
-        wait_for_line(process, f"iteration {num_done + 1}/")  # nothing is left over any more
-        wait_for_saving(process, folder, num_done + 1)
-        time.sleep(chance.random() * 0.03)
-        processes = descendants(process.pid)
-        if victim == "controller":
-            process.kill()
-        else:
-            train_workers(process.pid)[int(victim[-1])].kill()
-        _, err = process.communicate(timeout=60)
-        assert wait_until_gone(processes, 10.0) == []
-        if victim != "controller":
-            assert f"train-{victim[-1]} was killed by SIGKILL" in err
-        for path in checkpoints_in(folder / "checkpoints"):
-            num_done = int(read_checkpoint(path).state["num_iterations"])  # whole, every one
-        assert num_done >= 1
-    succeed("--output", str(folder), *words)
-    assert outcome_of(folder) == outcome_of(once)
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["9"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
-def test_a_signal_while_a_checkpoint_is_written_waits_for_the_last_one(
-    tmp_path: Path, uninterrupted: Uninterrupted, devices: str
-) -> None:
-    once, folder = uninterrupted(*ONE_UPDATE, devices), tmp_path / "run"
-    process = start("--output", str(folder), *SMALL_AND_SAME, *ONE_UPDATE, devices)
+    once, folder = uninterrupted(*ONE_UPDATE, "cpu:2"), tmp_path / "run"
+    process = start("--output", str(folder), *SMALL_AND_SAME, *ONE_UPDATE, "cpu:2")
     wait_for_saving(process, folder, 1)
+    assert process.poll() is None
     psutil.Process(process.pid).send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM and err == ""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.model.checkpoint_files import checkpoints_in
+from mistakes import TINY
 from runs import SMALL, Finished, finish, lines_of, start, summary_of, wait_for_line
 from runs import without_timing as plain
 from tiny_models import untied_model
@@ -23,9 +24,6 @@ from tiny_models import untied_model
 def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> None:
     folder, out = finished_run
     assert "iteration 3/3" in out
-    phases = ("importing", "loading", "preparing the engine")
-    positions = [out.index(f"\n{phase}") for phase in phases]
-    assert positions == sorted(positions) and positions[-1] < out.index("\niteration 1/3")
     summary = summary_of(folder)
     assert summary["reward_last"] is not None and summary["tokens_per_second_per_device"] > 0
     assert summary["groups_trained"] == 12
@@ -49,15 +47,11 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert tokenizer.decode(tokenizer("12+34=")["input_ids"]) == "12+34="
+    before, digest = load_file(TINY / "model.safetensors"), hashlib.sha256()
     weights = dict(sorted(model.named_parameters()))
-    digest = hashlib.sha256()
     for name, tensor in weights.items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().numpy().tobytes())
+        digest.update(name.encode() + tensor.detach().numpy().tobytes())
     assert digest.hexdigest() == summary_of(folder)["weights_sha256"]
-    before = load_file(
-        Path(__file__).parent.parent / "easyrl/model/built_in/tiny/model.safetensors"
-    )
     assert any(not torch.equal(before[n], t) for n, t in weights.items()), "nothing was trained"
 
 
@@ -79,10 +73,8 @@ SCHEDULED = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case == "plain" else pytest.mark.long) for case in SCHEDULED],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", SCHEDULED)
 def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
     tmp_path: Path, case: str
 ) -> None:
@@ -120,25 +112,20 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
     assert ends["sync"] == ends["periodic"]
 
 
+@pytest.mark.long
 def test_a_runs_own_config_starts_a_new_run(finished_run: Finished, tmp_path: Path) -> None:
     """Two rollout workers, a ring of one slot, and sampling from a part of the tokens."""
-    old, folder = finished_run.folder, tmp_path / "run"
-    before = {path: path.stat().st_mtime_ns for path in old.rglob("*")}
     words = ("rollout.ring_slots=1", "rollout.top_p=0.9", "rollout.top_k=3")
     code, out, err = finish(
-        *("--config", str(old / "config.yaml"), "--output", str(folder)),
+        *("--config", str(finished_run.folder / "config.yaml"), "--output", str(tmp_path / "run")),
         *("--infer-devices", "cpu:2", *words, "rollout.temperature=1.5"),
     )
     assert (code, err) == (0, "")
     assert all(word in out for word in ("rollout-1: cpu", "rollout.top_k", "rollout.top_p"))
-    lines = lines_of(folder / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == [0, 1, 2]
-    for line in lines:
+    for line in lines_of(tmp_path / "run" / "metrics.jsonl"):
         # Log-probabilities are of the whole distribution; of 3 tokens they would differ much.
         assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
-    summary = summary_of(folder)
-    assert summary["groups_trained"] == 12
-    assert {path: path.stat().st_mtime_ns for path in old.rglob("*")} == before
+    assert summary_of(tmp_path / "run")["groups_trained"] == 12
 
 
 CHAT_TEMPLATE = (
@@ -156,14 +143,7 @@ def sometimes(completions, **columns):
 """
 
 
-def make_model(folder: Path) -> None:
-    """The user's model has a chat template."""
-    untied_model(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-
-
+@pytest.mark.long
 def test_a_run_with_an_own_model_data_and_rewards(tmp_path: Path) -> None:
     untied_model(tmp_path / "model")  # without a chat template
     (tmp_path / "chat.jinja").write_text(CHAT_TEMPLATE)
@@ -191,9 +171,10 @@ def test_a_run_with_an_own_model_data_and_rewards(tmp_path: Path) -> None:
     assert (folder / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Path) -> None:
     """A model whose output is an ordinary one, but whose gradient is larger than float32 holds."""
-    make_model(tmp_path / "model")
+    untied_model(tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["model.norm.weight"] *= 1e-25
     weights["lm_head.weight"] *= 1e25
@@ -203,6 +184,7 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Pat
     code, out, err = finish(
         *("--model", str(tmp_path / "model"), "--reward", f"{tmp_path / 'my_rewards.py'}:score"),
         *("--output", str(folder), "--iterations", "3", "train.learning_rate=1e-3", *SMALL),
+        f"data.chat_template={CHAT_TEMPLATE}",
     )
     assert (code, err) == (0, "")
     lines = lines_of(folder / "metrics.jsonl")
@@ -248,3 +230,36 @@ def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_stopped_in_an_evaluat
     assert (folder / "checkpoints" / "best").readlink() == Path(str(best))
     kept = {path.name for path in checkpoints_in(folder / "checkpoints")}
     assert kept == {"5", str(best)}
+
+
+# -- the demo with its defaults, as `make demo` runs it -------------------------------------------
+
+LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_demo_learns(tmp_path: Path, words: tuple[str, ...], seed: int) -> None:
+    folder = tmp_path / "run"
+    code, _, err = finish(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
+    assert (code, err) == (0, "")
+    summary = summary_of(folder)
+    assert 0.2 <= summary["accuracy_before"] <= 0.6
+    assert summary["accuracy_after"] >= 0.85
+    assert summary["reward_last"] >= 0.9
+    assert summary["updates_not_finite"] == 0
+    assert summary["sampling_logp_difference_max"] <= 1e-4
+
+
+@pytest.mark.long
+def test_demo_learns_while_it_loses_a_worker_in_every_fifth_iteration(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ("--output", str(folder), "--infer-devices", "cpu:2", "runtime.max_restarts=1000")
+    points = "rollout-0@iteration:4:10,rollout-1@iteration:9:10"
+    code, _, err = finish(*words, timeout=1200, altered=True, LOSE=points)
+    assert (code, err) == (0, "")
+    summary = summary_of(folder)
+    assert summary["worker_restarts"] == summary["iterations"] // 5
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["groups_off_policy"] == summary["updates_not_finite"] == 0

@@ -156,8 +156,8 @@ def test_controller_gets_the_safe_settings(
     class Reached(Exception):
         pass
 
-    def controller(config: Config, checked: Preflight, **_: Any) -> None:
-        raise Reached(config.model.attention, checked.warnings)
+    def controller(checked: Preflight, **_: Any) -> None:
+        raise Reached(checked.config.model.attention, checked.warnings)
 
     monkeypatch.setattr(run_module, "Controller", controller)
     monkeypatch.setattr(

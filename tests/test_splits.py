@@ -6,7 +6,6 @@ import json
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,15 @@ from typer.testing import CliRunner
 from easyrl.cli import app
 from easyrl.config import Config, load_config
 from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, Rates, fit
-from easyrl.planning.simulation import Outcome, simulate
-from easyrl.planning.splits import Split, flags_of, mean_speed, predict_splits, read_rates
+from easyrl.planning.simulation import (
+    Outcome,
+    Split,
+    flags_of,
+    mean_speed,
+    predict_splits,
+    read_rates,
+    simulate,
+)
 from runs import Finished, finish
 
 RATES = [[0.0186, 0.00035, 0.0], [0.31, 0.0007, 0.0]]
@@ -58,27 +64,26 @@ def test_predictions_are_within_a_tenth_of_real_runs(tmp_path: Path) -> None:
     assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
 
 
-def make_rates(**changes: Any) -> Rates:
-    """Only engines and trainers take time."""
-    rates = Rates(
-        engine=(0.01, 0.0, 0.0),
-        trainer=(0.1, 0.0, 0.0),
-        broadcast=0.0,
-        overhead=0.0,
-        prompt_tokens=0.0,
-        num_trainers=1,
-    )
-    return rates._replace(**changes)
+RATES_OF_WORK = Rates(
+    engine=(0.01, 0.0, 0.0),
+    trainer=(0.1, 0.0, 0.0),
+    broadcast=0.0,
+    overhead=0.0,
+    prompt_tokens=0.0,
+    num_trainers=1,
+)
+"""Only engines and trainers take time."""
+make_rates = RATES_OF_WORK._replace
 
 
 def make_config(**changes: Any) -> Config:
-    settings = {
+    words = {
         "train.prompts_per_iteration": 8,
         "rollout.num_generations": 4,
         "rollout.max_concurrent_groups": 2,
         "train.max_tokens_per_micro_batch": 4096,
     }
-    return load_config(None, settings | {k.replace("__", "."): v for k, v in changes.items()})
+    return load_config(None, words | {k.replace("__", "."): v for k, v in changes.items()})
 
 
 def outcome(
@@ -100,15 +105,11 @@ def test_an_engine_and_a_trainer_take_as_long_as_worked_out() -> None:
     assert found.train_busy == pytest.approx((4 * 0.1 + 0.5) / found.seconds, abs=1e-3)
 
 
-def test_a_slow_trainer_decides() -> None:
+def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times() -> None:
     """It starts with the first two groups; later ones wait, until a micro-batch is full."""
-    found = outcome(
-        make_rates(trainer=(0.0, 0.005, 0.0)), make_config(train__max_tokens_per_micro_batch=800)
-    )
+    slow = make_rates(trainer=(0.0, 0.005, 0.0))
+    found = outcome(slow, make_config(train__max_tokens_per_micro_batch=800))
     assert found.seconds == pytest.approx(100 * 0.01 + 8 * 400 * 0.005, abs=2e-2)
-
-
-def test_the_schedule_sync_adds_both_times() -> None:
     rates = make_rates(trainer=(0.0, 0.001, 0.0))
     periodic, sync = (
         outcome(rates, make_config(runtime__schedule=schedule)) for schedule in ("periodic", "sync")
@@ -122,15 +123,6 @@ def test_engines_share_the_prompts() -> None:
     for num_engines, num_turns in ((1, 4), (4, 1), (8, 1)):
         found = outcome(make_rates(trainer=(0.0, 0.0, 0.0)), make_config(), num_engines)
         assert found.seconds == pytest.approx(num_turns * 99 * 0.01 + 0.01, abs=2e-3)
-
-
-@pytest.mark.parametrize(("num_engines", "num_trainers"), [(2, 1), (1, 2), (4, 4), (8, 8)])
-def test_more_devices_are_not_slower_where_messages_cost_nothing(
-    num_engines: int, num_trainers: int
-) -> None:
-    rates = make_rates(engine=(0.01, 0.001, 0.02), trainer=(0.1, 0.001, 0.2))
-    one = outcome(rates, make_config())
-    assert outcome(rates, make_config(), num_engines, num_trainers).seconds <= one.seconds + 1e-9
 
 
 def test_broadcast_scoring_and_communication_cost_time() -> None:
@@ -148,20 +140,6 @@ def test_broadcast_scoring_and_communication_cost_time() -> None:
         )
     later = outcome(rates, config, 8, 2, scoring_seconds=1.0).seconds
     assert later - plain == pytest.approx(1.0, abs=1e-3)
-
-
-def test_engines_wait_where_scoring_is_slow() -> None:
-    """Two engines have three open prompts each of 24, and get the next when one is answered."""
-    config = make_config(train__prompts_per_iteration=24)
-    fast, slow = (
-        outcome(make_rates(), config, 2, scoring_seconds=seconds).seconds for seconds in (0.0, 9.0)
-    )
-    assert slow > fast + 2 * 9.0
-
-
-def test_groups_without_a_gradient_are_not_trained() -> None:
-    found = outcome(make_rates(), make_config(), is_trained=False)
-    assert found.train_busy == 0.0 and found.num_tokens == 3200
 
 
 def test_uneven_completions_are_shared_out_in_order() -> None:
@@ -186,11 +164,6 @@ def test_rates_are_found_again_in_rows_that_they_give() -> None:
     assert rates.trainer == pytest.approx((0.1, 1e-3, 0.3))
     assert (rates.broadcast, rates.overhead) == pytest.approx((0.2, 0.05))
     assert rates.prompt_tokens == pytest.approx(1909 - 1000)
-    run, kept = (
-        MeasuredRun(Config(), {"train-0": "cpu"}, deque([iteration])),
-        TypeAdapter(MeasuredRun),
-    )
-    assert kept.validate_python(json.loads(kept.dump_json(run))) == run
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -214,12 +187,9 @@ def test_every_split_of_a_finished_run_and_the_best_one(
     assert found["best"] == max(splits, key=lambda split: split["tokens_per_second"])
     for split in splits:
         assert 0 < split["tokens_per_second_low"] <= split["tokens_per_second_high"]
-        assert 0 <= split["infer_idle"] <= 1 and 0 <= split["train_idle"] <= 1
         assert re.search(rf"{split['engines']} +{split['trainers']} .*%", output)
     assert f"--infer-devices cpu:{found['best']['engines']} " in output  # as measured
     assert plan(str(finished_run.folder), "--devices", "8", *words) == (0, output), "equal draws"
-    code, output = plan(str(finished_run.folder), "--devices", "40", *words)
-    assert code == 0 and 8 <= len(json.loads(file.read_text())["splits"]) <= 24
 
 
 @pytest.mark.parametrize(
@@ -228,7 +198,6 @@ def test_every_split_of_a_finished_run_and_the_best_one(
         (["cpu", "cpu"], 1, "--infer-devices cpu:2 --train-devices cpu:3"),
         (["10.0.0.2/cpu"] * 2, 1, "--infer-devices ray:cpu:2 --train-devices ray:cpu:3"),
         (["10.0.0.2/cuda:0"] * 2, 1, "--infer-devices ray:2 --train-devices ray:3"),
-        (["cuda:0", "cuda:3"], 1, "--infer-devices 0-1 --train-devices 2-4"),
         (["cuda:0,1", "cuda:2"], 2, "--infer-devices 0-3 --train-devices 4-6"),
     ],
 )
@@ -241,31 +210,12 @@ def test_flags_name_devices_of_the_measured_kind(devices: list[str], size: int, 
 def test_a_benchmark_file_gives_the_same_plan_as_the_run(
     tmp_path: Path, finished_run: Finished
 ) -> None:
-    run, kept = read_rates(finished_run.folder), TypeAdapter(MeasuredRun)
-    rows = [{"model": name, "rates": kept.dump_python(run, mode="json")} for name in "ab"]
+    rates = TypeAdapter(MeasuredRun).dump_python(read_rates(finished_run.folder), mode="json")
     file, devices = tmp_path / "loop.json", ("--devices", "3")
-    file.write_text(json.dumps({"results": rows[:1]}))
-    code, of_file = plan(str(file), *devices)
-    assert (code, of_file) == plan(str(finished_run.folder), *devices) and code == 0
-    empty = kept.dump_python(replace(run, iterations=deque()), mode="json")
-    for results, named in (
-        (rows, "--model"),
-        ([{"mode": "sync"}], "bench loop --json"),
-        ([{"rates": empty}], "two finished iterations"),
-    ):
-        file.write_text(json.dumps({"results": results}))
-        code, output = plan(str(file), *devices)
-        assert code == 2 and named in output, output
-
-
-def test_a_run_without_rates_is_refused(finished_run: Finished, tmp_path: Path) -> None:
-    unfinished = tmp_path / "unfinished"
-    unfinished.mkdir()
-    for name in ("config.yaml", "trace.json"):
-        text = (finished_run.folder / name).read_text()
-        lines = [line for line in text.splitlines() if '"IterationFinished"' not in line]
-        (unfinished / name).write_text("\n".join(lines) + "\n")
-    code, output = plan(str(unfinished), "--devices", "8")
+    file.write_text(json.dumps({"results": [{"model": "a", "rates": rates}]}))
+    assert plan(str(file), *devices) == plan(str(finished_run.folder), *devices)
+    file.write_text(json.dumps({"results": [{"rates": rates | {"iterations": []}}]}))
+    code, output = plan(str(file), *devices)
     assert code == 2 and "two finished iterations" in output
 
 
@@ -273,14 +223,10 @@ def test_a_run_without_rates_is_refused(finished_run: Finished, tmp_path: Path) 
     ("words", "named"),
     [
         (("{run}", "--devices", "1"), "--devices"),
-        (("{run}", "--devices", "1025"), "--devices"),
         (("{run}", "--devices", "8", "model.dtype=bfloat16"), "model.dtype"),
         (("{run}", "--devices", "8", "--json", "no/such/folder/plan.json"), "--json"),
         (("{run}", "--devices", "2", "rollout.num_generations=2"), "rollout.num_generations"),
-        (("{run}", "--devices", "8", "train.prompts=3"), "train.prompts"),
-        (("--devices", "8", "train.prompts_per_iteration=8"), "bench loop --json"),
         (("no/such/run", "--devices", "8"), "no/such/run"),
-        (("{run}/model", "--devices", "8"), "config.yaml"),
     ],
 )
 def test_mistakes_are_reported_with_their_names(

@@ -20,14 +20,14 @@ from typing import Any
 
 from easyrl import events, user_code
 from easyrl.api.inputs import Inputs
-from easyrl.config import SECTIONS, Config, ConfigError, load_config, options_by_key
+from easyrl.config import Config, ConfigError, by_name, load_config, options_by_key
 from easyrl.devices import NO_AUTOLOAD
 from easyrl.evaluation.command import evaluate as run_evaluation
 from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
 from easyrl.observe.view import notebook_display
 from easyrl.processes import UNGUARDED
-from easyrl.runtime.resume import settings_to_evaluate
+from easyrl.runtime.resume import config_file_of, settings_to_evaluate
 from easyrl.runtime.run import run
 from easyrl.runtime.run_folder import (
     folder_of,
@@ -150,14 +150,8 @@ def train(
     options = options_by_key(locals())
     with _call():
         if resume is not None:
-            if any(each is not None for each in (config, output, dataset, reward, environment)):
-                raise ConfigError(
-                    "resume: expected neither config, output, dataset, reward nor environment: a "
-                    "resumed run keeps its own"
-                )
-            config, options["output.dir"] = Path(resume) / "config.yaml", resume
-            if not config.is_file():
-                raise ConfigError(f"resume: expected a run folder, but there is no {config}")
+            config = config_file_of(resume, config, output, dataset, reward, environment)
+            options["output.dir"] = resume
         resolved, inputs = _resolve(config, options, settings)
         if (restart := resolved.runtime.restart) != "never":
             raise ConfigError(f"runtime.restart: expected never in Python, got {restart}")
@@ -216,10 +210,11 @@ def _resolve(
     file: StrPath | None, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Config, Inputs]:
     """Merge the layers; return the config, in which objects have names, and the objects."""
-    values = dict(_by_name(settings))
+    values = by_name(settings)
     for name, value in options.items():
         is_section = isinstance(value, Mapping) and name in ("model.path", "reward.functions")
-        values |= _by_name({name.partition(".")[0] if is_section else name: value})
+        values |= by_name({name.partition(".")[0] if is_section else name: value})
+    values = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in values.items()}
     if not isinstance(values.get("model.path", ""), str):
         raise ConfigError(
             "model.path (model): expected a name or a folder, got an object of type "
@@ -227,16 +222,6 @@ def _resolve(
         )
     inputs = Inputs(values)
     return load_config(None if file is None else Path(file), values), inputs
-
-
-def _by_name(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings of sections by their full names."""
-    for key, value in settings.items():
-        name = f"{within}{key}"
-        if name in SECTIONS and isinstance(value, Mapping):
-            yield from _by_name(value, f"{name}.")
-        else:
-            yield name, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _observers(

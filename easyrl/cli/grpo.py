@@ -83,7 +83,9 @@ def grpo(
     if (assume or full) and not dry_run:
         raise ConfigError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
     if resume is not None:
-        config = _resumed(resume, config, output)
+        from easyrl.runtime.resume import config_file_of
+
+        config = config_file_of(resume, config, output)
         settings["output.dir"] = str(resume)
     resolved = load_config(config, settings, words)
     if dry_run:
@@ -100,19 +102,6 @@ def grpo(
 
         return run_with_restarts(resolved, resume, start)
     return start(resolved, resume)
-
-
-def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
-    """Return the config file of the run to resume, which keeps its folder and its settings."""
-    if config is not None or output is not None:
-        raise ConfigError(
-            "--resume: expected neither --config nor --output: a resumed run keeps its folder and "
-            "the settings in its config.yaml"
-        )
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"--resume: expected a run folder, but there is no {file}")
-    return file
 
 
 def _print_plan(

@@ -11,6 +11,12 @@ from typer import Argument, Option
 from easyrl.cli.common import Force, Words, check_new, command, echo
 from easyrl.cli.reports import write
 
+SIMULATED = {
+    *("train.prompts_per_iteration", "train.updates_per_iteration", "runtime.schedule"),
+    *("train.max_tokens_per_micro_batch", "rollout.max_concurrent_groups"),
+}
+"""Settings that may differ from the measured ones."""
+
 
 @command
 def plan(
@@ -27,7 +33,7 @@ def plan(
     rates of a run (docs/devices.md)."""
     check_new("--json", json, force=force)
     from easyrl.config import ConfigError, load_config
-    from easyrl.planning.splits import SIMULATED, flags_of, predict_splits, read_rates, to_text
+    from easyrl.planning.simulation import flags_of, predict_splits, read_rates, to_text
 
     run = read_rates(rates)
     config = load_config(None, run.config.model_dump(mode="json"), words)

@@ -32,7 +32,7 @@ from easyrl.config.model import ModelConfig
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.section import Section, is_section, kinds
+from easyrl.config.section import MAY_CHANGE, Mark, Section, is_section, kinds
 from easyrl.config.train import TrainConfig
 from easyrl.formatting import ConfigError
 
@@ -43,9 +43,11 @@ __all__ = [
     "DataConfig",
     "RewardConfig",
     "TrainConfig",
+    "by_name",
     "change_config",
     "find_keys",
     "key_hint",
+    "keys_marked",
     "load_config",
     "settings_markdown",
     "to_arguments",
@@ -188,6 +190,21 @@ def options_by_key(given: Mapping[str, Any]) -> dict[str, Any]:
     return {keys[name]: given[name] for name in keys if given.get(name) is not None}
 
 
+def keys_marked(*marks: Mark) -> list[str]:
+    """The keys that have one of these marks."""
+    return [name for name, field in KEYS.items() if any(mark in field.metadata for mark in marks)]
+
+
+def by_name(settings: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return the values of sections, as in a dumped config, by the full names of their keys."""
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{within}{key}"
+        is_within = name in SECTIONS and isinstance(value, Mapping)
+        values |= by_name(value, f"{name}.") if is_within else {name: value}
+    return values
+
+
 def load_config(
     file: Path | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -224,7 +241,7 @@ def move_inputs(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return the config with other values of these keys, by their full names. Raises ValueError."""
-    values = config.model_dump()
+    values = config.model_dump(exclude_unset=True)  # what was set is still known
     for name, value in changes.items():
         _put(values, name, value)
     return Config.model_validate(values)
@@ -450,7 +467,8 @@ def settings_markdown() -> str:
     lines = [
         "# Settings\n\nEvery key of a run, printed by `easyrl config --markdown`. Set one as",
         "`section.key=value` on the command line, or in a YAML file given with `--config`;",
-        "`easyrl config` prints such a file with every key.",
+        "`easyrl config` prints such a file with every key. Keys with * may change when a run is",
+        "resumed.",
     ]
     for name, section in SECTIONS.items():
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), ""]
@@ -459,5 +477,6 @@ def settings_markdown() -> str:
             if f"{name}.{key}" in KEYS:
                 default = _yaml_value(field.get_default(call_default_factory=True))
                 meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-                lines.append(f"| `{name}.{key}` | `{default}` | {meaning} |")
+                star = "*" if MAY_CHANGE in field.metadata else ""
+                lines.append(f"| `{name}.{key}`{star} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"

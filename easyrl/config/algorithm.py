@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from easyrl.config.section import Section
+from easyrl.config.section import NAMES_FILES, Section
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 LOSS_KEY = "algorithm.loss_type"
@@ -27,7 +27,7 @@ class AlgorithmConfig(Section):
     (`rloo`; as published with scale_rewards: none)."""
     scale_rewards: Literal["group", "none"] = "group"
     """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
-    loss_type: str = "grpo"
+    loss_type: Annotated[str, NAMES_FILES] = "grpo"
     """Average of token losses: over each completion, then over completions (`grpo`); over all
     tokens of an update (`dapo`); as if each completion had `rollout.max_completion_length` tokens
     (`dr_grpo`; as published with scale_rewards: none). `cispo` averages like `dapo`, but clips the

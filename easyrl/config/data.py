@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
-from easyrl.config.section import EACH_ONCE, Section
+from easyrl.config.section import COMPARED, EACH_ONCE, NAMES_FILES, PROMPT_FORM, Section
 from easyrl.formatting import counted
 
 
@@ -29,25 +29,27 @@ def _is_text(text: str | None) -> str | None:
 class DataConfig(Section):
     """Sources of the prompts."""
 
-    dataset: Annotated[str | list[str], EACH_ONCE] = Field(default="arithmetic", min_length=1)
+    dataset: Annotated[str | list[str], EACH_ONCE, NAMES_FILES] = Field(
+        default="arithmetic", min_length=1
+    )
     """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a
     folder of such or of `save_to_disk`, a hub id (`owner/name:subset:split`); a list is mixed."""
-    preset: str | None = Field(default=None, min_length=1)
+    preset: Annotated[str | None, PROMPT_FORM] = Field(default=None, min_length=1)
     """A preset whose settings apply to rows of your own that have its columns. Null: none."""
-    weights: list[PositiveFloat] | None = Field(default=None, min_length=1)
+    weights: Annotated[list[PositiveFloat] | None, COMPARED] = Field(default=None, min_length=1)
     """Shares of a list of data sets, exact to a thousandth; null: equal shares."""
-    prompt_column: str | None = Field(default=None, min_length=1)
+    prompt_column: Annotated[str | None, PROMPT_FORM] = Field(default=None, min_length=1)
     """Column with the prompt: a string, or chat messages. All other columns go to the rewards.
     Null: the preset's, else `prompt`."""
-    prompt_template: Annotated[str | None, AfterValidator(_is_text)] = None
+    prompt_template: Annotated[str | None, AfterValidator(_is_text), PROMPT_FORM] = None
     """Template that makes the prompt from columns: "Solve: {question}"; {{ and }} are braces.
     Null: the preset's, else none."""
-    system_prompt: Annotated[str | None, AfterValidator(_is_text)] = None
+    system_prompt: Annotated[str | None, AfterValidator(_is_text), PROMPT_FORM] = None
     """System message before a prompt without one; it makes a chat of a string. Null: none."""
-    chat: bool | None = None
+    chat: Annotated[bool | None, PROMPT_FORM] = None
     """Send a prompt that is a string through the model's chat template, as a user's message. False:
     to the model as it is. Null: the preset's, else false. A system_prompt always makes a chat."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: Annotated[dict[str, str], PROMPT_FORM] = Field(default_factory=dict)
     """Columns renamed for the rewards: {answer: solution} passes `solution` as `answer`."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch, seeded by `runtime.seed`."""
@@ -57,10 +59,10 @@ class DataConfig(Section):
     """Longest prompt in tokens; in `easyrl eval` by default the preset's."""
     long_prompts: Literal["stop", "skip"] = "stop"
     """Name a longer prompt and do not start (`stop`), or leave its row out (`skip`)."""
-    chat_template: Annotated[str | None, AfterValidator(_read_template)] = None
+    chat_template: Annotated[str | None, AfterValidator(_read_template), COMPARED] = None
     """Chat template (Jinja) for a model without one, or instead of its own: a file of which the
     text is kept, or the text. The trained model is saved with it. Null: the model's."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], COMPARED] = Field(default_factory=dict)
     """Variables for the model's chat template, as in {enable_thinking: false}."""
 
     @property

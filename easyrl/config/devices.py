@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from easyrl.config.section import Section
+from easyrl.config.section import MAY_CHANGE, Section
 from easyrl.formatting import ConfigError
 
 
@@ -32,7 +32,7 @@ class DeviceSet:
             return f"ray:{'cpu:' if self.kind == 'cpu' else ''}{self.count}"
         if self.kind == "cpu":
             return "cpu" if self.count == 1 else f"cpu:{self.count}"
-        return ",".join(map(str, self.indices))
+        return range_words(self.indices)
 
 
 def parse_device_set(text: str) -> DeviceSet:
@@ -79,22 +79,31 @@ class DevicesConfig(Section):
     """Devices that generate and devices that train: `0-3`, `0,2,5`, `cpu` (one worker) or `cpu:3`
     (three workers); on a Ray cluster `ray:4` (four accelerators) or `ray:cpu:4` (four workers)."""
 
-    infer: Annotated[str | None, AfterValidator(_check)] = None
+    infer: Annotated[str | None, AfterValidator(_check), MAY_CHANGE] = None
     """Devices that generate; null: chosen from what the machine has."""
-    train: Annotated[str | None, AfterValidator(_check)] = None
+    train: Annotated[str | None, AfterValidator(_check), MAY_CHANGE] = None
     """Devices that train; null: chosen from what the machine has."""
-    spare: Annotated[str | None, AfterValidator(_check)] = None
+    spare: Annotated[str | None, AfterValidator(_check), MAY_CHANGE] = None
     """More devices that may generate, used by `runtime.autoscale`."""
-    max_rollout_workers: int | None = Field(default=None, ge=1)
+    max_rollout_workers: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """Most rollout workers that the run may have (`easyrl scale`); null: those of `infer` and
     `spare`."""
-    ray_address: str | None = None
+    ray_address: Annotated[str | None, MAY_CHANGE] = None
     """Address of the Ray cluster (`HOST:PORT`) for `ray:` devices; `local`: start one for this run.
     Null: the one in RAY_ADDRESS, or that runs on this machine, or `local` if there is none."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """CPU threads of each worker. Null: its share of the cores, and on a CPU each worker has cores
     of its own. While a rollout worker waits, the train worker uses its cores, and the reverse (not
     in deterministic runs: how sums are split between threads changes their bits)."""
+
+    @property
+    def sets(self) -> tuple[DeviceSet | None, DeviceSet | None, DeviceSet | None]:
+        """`infer`, `train` and `spare`, parsed."""
+        infer, train, spare = (
+            None if text is None else parse_device_set(text)
+            for text in (self.infer, self.train, self.spare)
+        )
+        return infer, train, spare
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:

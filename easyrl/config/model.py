@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from easyrl.config.hints import SHORT_DTYPES
-from easyrl.config.section import EACH_ONCE, Section
+from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
 AttentionMode = Literal["auto", "without_flex", "shared_prompt", "repeated"]
 DType = Annotated[
@@ -44,15 +44,15 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy that is trained."""
 
-    path: str = Field(default="tiny", min_length=1)
+    path: Annotated[str, NAMES_FILES] = Field(default="tiny", min_length=1)
     """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`,
     `tiny-guess`). Its weights must not be quantized."""
-    dtype: DType = "float32"
+    dtype: Annotated[DType, COMPARED] = "float32"
     """Data type of the computation. The trainer keeps trained weights, sums of gradients, optimizer
     state and log-probabilities in float32."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
-    attention: AttentionMode = "auto"
+    attention: Annotated[AttentionMode, MAY_CHANGE] = "auto"
     """Train a group's prompt once for all completions (`shared_prompt`) or once for each
     (`repeated`), with the same result. `auto`: shared where the model's layers support it.
     `without_flex`: as `auto`, but FlexAttention is not used, which is slower on NVIDIA GPUs."""

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from easyrl.config.section import Section
+from easyrl.config.section import COMPARED, MAY_CHANGE, NAMES_FILES, Section
 
 
 class RewardConfig(Section):
     """Reward functions (docs/rewards.md)."""
 
-    functions: list[str] | None = None
+    functions: Annotated[list[str] | None, NAMES_FILES] = None
     """List of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
     weights: list[float] | None = None
     """One weight per function, in their order; null: 1 each."""
-    pattern: str | None = None
+    pattern: Annotated[str | None, COMPARED] = None
     """Python's regular expression that the function `regex` searches a completion for."""
-    code_timeout_seconds: float = Field(default=10.0, gt=0.0, le=3600.0)
+    code_timeout_seconds: Annotated[float, COMPARED] = Field(default=10.0, gt=0.0, le=3600.0)
     """Longest time of one program with all of its tests, in seconds."""
-    code_sandbox: Literal["bwrap", "limits"] = "bwrap"
+    code_sandbox: Annotated[Literal["bwrap", "limits"], MAY_CHANGE] = "bwrap"
     """Isolation of programs: bubblewrap (`bwrap`), or resource limits alone (`limits`), for
     containers that allow no namespaces and are the sandbox themselves."""
-    num_workers: int = Field(default=2, ge=1, le=512)
+    num_workers: Annotated[int, MAY_CHANGE] = Field(default=2, ge=1, le=512)
     """Processes that score in parallel, per rollout worker."""
-    timeout_seconds: float | None = Field(default=None, gt=0.0)
+    timeout_seconds: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0.0)
     """Longest time of one reward call, in seconds; null: `runtime.timeout_seconds`."""
-    memory_limit_gib: float | None = Field(default=4.0, ge=0.25)
+    memory_limit_gib: Annotated[float | None, MAY_CHANGE] = Field(default=4.0, ge=0.25)
     """Memory that each reward process may allocate, in GiB; null: no limit."""
-    on_error: Literal["stop", "skip_group", "zero"] = "stop"
+    on_error: Annotated[Literal["stop", "skip_group", "zero"], MAY_CHANGE] = "stop"
     """After a reward call that raises, returns an invalid value, takes too long, needs too much
     memory or ends its process: end the run (`stop`), replace the group (`skip_group`), or let its
     completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
-    check: bool = True
+    check: Annotated[bool, MAY_CHANGE] = True
     """Call each function of the user on dummy completions before a run starts."""
 
     @field_validator("functions", mode="before")

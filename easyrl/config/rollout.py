@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator
 
 from easyrl.config.eval import EvalConfig
-from easyrl.config.section import EACH_ONCE, Section
+from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
 
 class RolloutConfig(Section):
@@ -19,7 +19,7 @@ class RolloutConfig(Section):
     """Completions per prompt: the group whose rewards are compared."""
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; a longer one is cut off."""
-    stop: Annotated[list[str], EACH_ONCE] = Field(default_factory=list)
+    stop: Annotated[list[str], EACH_ONCE, COMPARED] = Field(default_factory=list)
     """Strings that end a completion, as in ["\\n\\n", END]. Their own tokens are trained, and
     rewards see them."""
     temperature: float = Field(default=1.0, gt=0.0)
@@ -28,40 +28,44 @@ class RolloutConfig(Section):
     """Sample only from this many most probable tokens; 0: all, as the trained distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample only from the most probable tokens with this sum of probabilities; 1: all."""
-    max_concurrent_groups: int | None = Field(default=None, ge=1)
+    max_concurrent_groups: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """Groups in flight per engine. Null: a quarter of its prompts (half where workers lend each
     other cores), but at least 16; all with `runtime.schedule=sync`, and with vLLM on the train
     worker's device."""
-    ring_slots: int | None = Field(default=None, ge=1)
+    ring_slots: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     """Inference engine: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
     `auto`: vLLM on accelerators where a suitable one is installed; the run prints which."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one vLLM engine spans: a divisor of the number of inference devices."""
-    memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
+    memory_fraction: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0.0, le=1.0)
     """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache.
     Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""
-    environment: str | dict[str, str] | None = Field(default=None, min_length=1)
+    environment: Annotated[str | dict[str, str] | None, COMPARED, NAMES_FILES] = Field(
+        default=None, min_length=1
+    )
     """Environment that the model acts in over several turns (docs/environments.md): `guess`,
     `file.py:Class`, `package.module:Class`. Several by name, {maze: maze.py:Maze, …}: the column
     `environment` of a row names its own. Null: none."""
-    tools: Annotated[list[str], EACH_ONCE] = Field(default_factory=list)
+    tools: Annotated[list[str], EACH_ONCE, COMPARED, NAMES_FILES] = Field(default_factory=list)
     """Functions that the model may call, `file.py:function` or `package.module:function`."""
-    tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
+    tool_format: Annotated[
+        Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"], COMPARED
+    ] = "auto"
     """How the model writes a tool call. `auto`: by the tokenizer's `response_template`, else by the
     chat template."""
-    max_turns: int = Field(default=16, ge=1)
+    max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
     after the prompt, also those of tools."""
-    tool_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    tool_timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0.0)
     """Longest time of a turn's tool calls, after which the model gets an error message, or of an
     environment's `reset` or `step`."""
-    episode_timeout_seconds: float | None = Field(default=None, gt=0.0)
+    episode_timeout_seconds: Annotated[float | None, COMPARED] = Field(default=None, gt=0.0)
     """End an episode after its first turn that ends later than this. Null: never."""
-    environment_workers: int = Field(default=2, ge=1, le=512)
+    environment_workers: Annotated[int, MAY_CHANGE] = Field(default=2, ge=1, le=512)
     """Processes that environments run in, per rollout worker. All of a group are in one."""
-    concurrent_calls: int = Field(default=64, ge=1, le=1024)
+    concurrent_calls: Annotated[int, MAY_CHANGE] = Field(default=64, ge=1, le=1024)
     """Calls that run at a time in each of these processes; one in deterministic runs. A tool that
     sets signal handlers (`signal.alarm`) needs 1."""
 

@@ -6,39 +6,39 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from easyrl.config.section import EACH_ONCE, Section
+from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, Section
 
 
 class RuntimeConfig(Section):
     """Schedule, seed and time limits of the run."""
 
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Annotated[int, COMPARED] = Field(default=0, ge=0, lt=2**63)
     """Seed of the data's order, the sampling, the generated problems and LoRA's first weights."""
-    schedule: Literal["periodic", "sync"] = "periodic"
+    schedule: Annotated[Literal["periodic", "sync"], MAY_CHANGE] = "periodic"
     """`periodic` trains on groups while others are generated; `sync` waits for all of them."""
     deterministic: bool = False
     """The same config gives the same weights to the last bit, under either schedule; slower."""
-    resume: Literal["never", "auto"] = "never"
+    resume: Annotated[Literal["never", "auto"], MAY_CHANGE] = "never"
     """`auto`: resume from the newest whole checkpoint in output.dir, or start a new run if there is
     none, so that one command serves for the start and for every restart."""
-    timeout_seconds: float = Field(default=120.0, gt=0.0)
+    timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0.0)
     """Longest time, in seconds, of a weight transfer's steps, of a step that train workers take
     together, and of a reward call (then see `reward.on_error`). After it the run stops and says
     why, or replaces the rollout worker that it waited for."""
-    stall_seconds: float | None = Field(default=1800.0, gt=0.0)
+    stall_seconds: Annotated[float | None, MAY_CHANGE] = Field(default=1800.0, gt=0.0)
     """Time in seconds without progress (a token; with vLLM a finished group; a trained micro-batch,
     a transfer, a step of the start) after which the workers' stacks are written to the logs of the
     run folder, and the worker that the others wait for is killed: a rollout worker is replaced,
     otherwise the run ends. Loading and saving must take less; null: never."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
     """Rollout workers that are replaced, and restarts of the run with `runtime.restart`, within
     `restart_window_seconds`; one more ends the run. 0: the first death ends it."""
-    restart_window_seconds: float = Field(default=600.0, gt=0.0)
+    restart_window_seconds: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0.0)
     """Time in seconds over which `max_restarts` counts."""
-    restart: Literal["never", "on_failure"] = "never"
+    restart: Annotated[Literal["never", "on_failure"], MAY_CHANGE] = "never"
     """`on_failure`: a run that fails, or whose train worker or controller dies, resumes from its
     newest checkpoint by itself."""
-    autoscale: bool = False
+    autoscale: Annotated[bool, MAY_CHANGE] = False
     """Add rollout workers on `devices.spare` while the trainer waits for groups, and remove them
     while the ring is full."""
 
@@ -46,10 +46,10 @@ class RuntimeConfig(Section):
 class OutputConfig(Section):
     """Files and trackers that a run writes to."""
 
-    dir: str | None = Field(default=None, min_length=1)
+    dir: Annotated[str | None, MAY_CHANGE] = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
-    log_to: Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], EACH_ONCE] = (
-        Field(default_factory=list)
-    )
+    log_to: Annotated[
+        list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], EACH_ONCE, MAY_CHANGE
+    ] = Field(default_factory=list)
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
     `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl-train[wandb]'."""

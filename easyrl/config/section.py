@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+
+
+class Mark(Enum):
+    """Facts about a key, as `Annotated[int, MAY_CHANGE]`; `config.keys_marked` lists the keys."""
+
+    MAY_CHANGE = "how long, where and how fast a run is, not what is trained: free on resuming"
+    COMPARED = "answers of an evaluation depend on it, and eval.json has it in no other form"
+    PROMPT_FORM = "how a row becomes a prompt; evaluations compare it, too"
+    NAMES_FILES = "may name files or folders"
+
+
+MAY_CHANGE, COMPARED, PROMPT_FORM, NAMES_FILES = Mark
 
 
 class Section(BaseModel):

@@ -28,8 +28,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from easyrl.config import Config, ConfigError, DataConfig
+from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
 from easyrl.config.hints import did_you_mean
+from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
@@ -43,8 +44,6 @@ FORMS = (
 FILE = re.compile(r"\.((jsonl|csv)(\.gz)?|parquet)$", re.IGNORECASE)
 HUB_ID = r"[\w.-]+/[\w.-]+(:[^:]*)?(:[^:]+)?"
 ID_DIGITS = 16
-FORM_KEYS = {"preset", "prompt_column", "prompt_template", "system_prompt", "chat", "columns"}
-"""Keys of `data` that say how rows become prompts."""
 
 
 def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
@@ -218,12 +217,13 @@ def with_eval_data(config: Config) -> Config:
     A preset that `eval.dataset` names has its own prompts; any other data set is asked as `data`
     says.
     """
-    update: dict[str, Any] = {"shuffle": False}
+    changes: dict[str, Any] = {"data.shuffle": False}
     if config.eval.dataset is not None:
-        update |= {"dataset": config.eval.dataset, "weights": None}
+        changes |= {"data.dataset": config.eval.dataset, "data.weights": None}
         if config.eval.dataset in PRESETS:
-            update |= DataConfig().model_dump(include=FORM_KEYS)
-    return config.model_copy(update={"data": config.data.model_copy(update=update)})
+            defaults = by_name(Config().model_dump(include={"data"}))
+            changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}
+    return change_config(config, changes)
 
 
 def problems_of(stream: PromptStream, config: Config) -> dict[str, Prompt]:

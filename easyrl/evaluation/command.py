@@ -21,9 +21,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from easyrl import __version__, events
-from easyrl.config import Config
+from easyrl.config import Config, by_name, change_config, keys_marked
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.rollout import SamplingChoice
+from easyrl.config.section import COMPARED, PROMPT_FORM
 from easyrl.data.datasets import identity_of, open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
@@ -49,7 +50,7 @@ from easyrl.runtime.preflight import (
     check_positions,
     short_problems,
 )
-from easyrl.runtime.resume import NOT_EVALUATED, settings_of, with_absolute_paths
+from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
     FAILED,
@@ -85,27 +86,29 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     ConfigError, with the key to change, for what would not work."""
     source = find_model(config.model.path, base)
     config = with_eval_data(config)
-    config = config.model_copy(update={"data": with_long_problems(config.data)})
+    config = with_long_problems(config)
     files = read_model_files(source.base)
     problems = problems_of(open_prompts(config, is_trained=False), config)
     sampling = SamplingChoice.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
     # Rewards depend on the number and length of completions.
-    update = {
-        "num_generations": sampling.num_samples,
-        "max_completion_length": sampling.max_completion_length,
+    changes = {
+        "rollout.num_generations": max(2, sampling.num_samples),
+        "rollout.max_completion_length": sampling.max_completion_length,
+        "train.max_tokens_per_micro_batch": None,
     }
-    sampled = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
+    sampled = change_config(config, changes)
     check_positions(sampled, files, section="eval")
     interfaces, warnings = check_functions(sampled, next(iter(problems.values())))
     for warning in warnings:
         say(warning)
-    with_base = _with_model(config, source.base)
+    with_base = change_config(config, {"model.path": source.base})
     prompts = short_problems(with_base, problems, interfaces, source.tokenizer)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     check_open_files(config, placement.num_rollout_workers)
-    placement = _fit_memory(sampled, placement, files)
+    placement = _fit_memory(sampled, placement, files, sampling.num_samples)
     num_skipped = len(problems) - len(prompts)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))
+    values = by_name(config.model_dump(mode="json"))
     settings = {
         "model": source.path,
         "model_identity": source.identity(),
@@ -116,7 +119,7 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
         "correct_reward": config.eval.correct_reward,
         **asdict(sampling),
         "engine": placement.engine.name,
-        **settings_of(config.model_dump(mode="json"), NOT_EVALUATED),
+        **{key: values[key] for key in keys_marked(COMPARED, PROMPT_FORM)},
         **{f"{key}_identity": v for key, v in digest_code(config).items() if key != LOSS_KEY},
     }
     home = json.dumps(f"{config.output.dir}/")[:-1]  # inputs of Python, in a folder that may move
@@ -124,11 +127,9 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     return Plan(config, sampled, source, by_id, num_skipped, sampling, placement, settings)
 
 
-def _with_model(config: Config, path: str) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-
-
-def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Placement:
+def _fit_memory(
+    config: Config, placement: Placement, files: ModelFiles, num_samples: int
+) -> Placement:
     """Halve the number of problems in flight until the estimate fits, unless the user chose it.
     Raises ConfigError if the model and the KV cache cannot fit. (vLLM's cache has a fixed size on
     an accelerator.)"""
@@ -138,7 +139,11 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
         return placement
     budgets = memory_budgets(placement)
     while True:
-        parts = estimate_memory(config, placement, model)
+        # A config has groups of two or more: one sample each of two problems is such a group.
+        num_rows = placement.max_concurrent_groups * num_samples
+        num_groups = -(-num_rows // config.rollout.num_generations)
+        counted = replace(placement, max_concurrent_groups=num_groups)
+        parts = estimate_memory(config, counted, model)
         fits = all(
             needed <= budgets.get(key, inf) for key, needed in bytes_by_memory(parts).items()
         )
@@ -224,7 +229,8 @@ def answers_of_workers(
 ) -> Generator[tuple[float, events.PromptEvaluated]]:
     """Start rollout workers on the model folder `model`; yield their answers as they arrive, each
     with the seconds since all workers were ready."""
-    config, placement = _with_model(plan.worker_config, model), plan.placement
+    config = change_config(plan.worker_config, {"model.path": model})
+    placement = plan.placement
     num_samples = plan.sampling.num_samples
     launcher = make_launcher(config, placement, view.observe)
     with launcher, Supervisor() as supervisor:

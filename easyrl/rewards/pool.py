@@ -245,9 +245,8 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
         check_rewards(config, example, [spec for spec in specs if spec not in own])
     if not own:
         return []
-    reward = config.reward.model_copy(update={"functions": own})
-    config = config.model_copy(update={"reward": reward})
-    pool = ProcessPool(1, initializer=start, initargs=(config, {}), context=get_context("spawn"))
+    of_process: tuple[Any, ...] = config, {}, own
+    pool = ProcessPool(1, initializer=start, initargs=of_process, context=get_context("spawn"))
     warnings = []
     try:
         tried = [

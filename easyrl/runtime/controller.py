@@ -49,7 +49,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet, count_devices
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
@@ -83,7 +83,6 @@ class Controller:
 
     def __init__(
         self,
-        config: Config,
         checked: Preflight,
         *,
         folder: RunFolder,
@@ -93,7 +92,7 @@ class Controller:
         resumed: Resume | None = None,
     ) -> None:
         """`started`: when the command began, as `time.monotonic` counts."""
-        self.config = config
+        self.config = config = checked.config
         self.checked = checked
         self.folder = folder
         self.notify = notify

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
-from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
+from easyrl.config.devices import DeviceSet, check_disjoint
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
 
@@ -97,41 +97,47 @@ class Placement:
         return self.cores[first + number] if self.cores else ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """The accelerators to choose from."""
+
+    kind: str  # in torch; "cpu" where there are none
+    count: int
+    cluster: Resources | None = None  # the Ray cluster, if it has them
+    assumed: devices.AssumedDevices | None = None
+
+
 def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = None) -> Placement:
     """Choose devices, threads, cores and engine. Raises ConfigError for missing devices.
 
     `assumed`: the accelerators to plan for, instead of this machine's or a Ray cluster's."""
-    infer, train = _wanted(config.devices.infer), _wanted(config.devices.train)
-    spare = _wanted(config.devices.spare)
-    wanted = [each for each in (infer, train, spare) if each is not None]
-    cluster = None if assumed else _connect(config, *wanted)
-    if assumed is not None:
-        kind, count = assumed.kind, assumed.count
+    infer, train, spare = config.devices.sets
+    if assumed is None:
+        machine = _find_machine(config, [infer, train], spare)
+    else:
+        machine = _Machine(assumed.kind, assumed.count, assumed=assumed)
+        wanted = [each for each in (infer, train, spare) if each is not None]
         if others := [each for each in wanted if each.is_ray or each.kind == "cpu"]:
             raise ConfigError(
                 "--assume: expected accelerators in devices.infer (--infer-devices), devices.train "
                 f"(--train-devices) and devices.spare, as in 0-3, got '{others[0]}'"
             )
-    elif cluster is not None:
-        kind, count = cluster.accelerator, cluster.num_accelerators
+    if machine.cluster is not None:
         infer, train, spare = _on_cluster(infer, train, spare)
-    else:
-        kind, count = _accelerators(infer, train)
-    infer = infer or _default("infer", count, train, spare)
-    train = train or _default("train", count, infer, spare)
+    infer = infer or _default("infer", machine.count, train, spare)
+    train = train or _default("train", machine.count, infer, spare)
     check_disjoint(infer, train)
-    prompts, updates = config.train.prompts_per_iteration, config.train.updates_per_iteration
-    if train.count > prompts // updates:
+    most_train = config.train.prompts_per_iteration // config.train.updates_per_iteration
+    if train.count > most_train:
         raise ConfigError(
-            f"devices.train (--train-devices): expected at most {prompts // updates} devices "
+            f"devices.train (--train-devices): expected at most {most_train} devices "
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
-    placement = _place(config, infer, train, kind, count, cluster=cluster, assumed=assumed)
-    most = config.devices.max_rollout_workers
+    placement = _place(config, infer, train, machine)
+    most = placement.most_rollout_workers
     if most is not None and most < placement.num_rollout_workers:
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
-    placement = replace(placement, most_rollout_workers=most)
     if spare is None:
         return placement
     _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
@@ -141,47 +147,46 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
 
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
     """The placement of an evaluation: engines only, by default one on each accelerator."""
-    infer = _wanted(config.devices.infer)
-    cluster = _connect(config, infer)
-    if cluster is not None:
-        kind, count = cluster.accelerator, cluster.num_accelerators
-    else:
-        kind, count = _accelerators(infer)
-    if infer is None:
-        infer = DeviceSet("accelerator", tuple(range(count))) if count else DeviceSet("cpu", (0,))
-    placement = _place(config, infer, DeviceSet("cpu", ()), kind, count, cluster=cluster)
+    infer, _, _ = config.devices.sets
+    machine = _find_machine(config, [infer])
+    every = DeviceSet("accelerator", tuple(range(machine.count)))
+    infer = infer or (every if machine.count else DeviceSet("cpu", (0,)))
+    placement = _place(config, infer, DeviceSet("cpu", ()), machine)
     most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
-    return replace(placement, max_concurrent_groups=min(most, per_engine))
+    in_flight = min(most, per_engine)
+    return replace(placement, max_concurrent_groups=in_flight, most_rollout_workers=None)
 
 
-def _wanted(text: str | None) -> DeviceSet | None:
-    return None if text is None else parse_device_set(text)
-
-
-def _connect(config: Config, *wanted: DeviceSet | None) -> Resources | None:
-    """Connect to the Ray cluster if devices of one are wanted; return its resources, or None."""
-    given = [each for each in wanted if each is not None]
-    if not any(each.is_ray for each in given):
+def _find_machine(
+    config: Config, used: Sequence[DeviceSet | None], spare: DeviceSet | None = None
+) -> _Machine:
+    """Connect to the Ray cluster if devices of one are wanted, else look at this machine, without
+    torch if only CPUs are used."""
+    kinds = {None if each is None else each.kind for each in used}
+    wanted = [each for each in (*used, spare) if each is not None]
+    if not any(each.is_ray for each in wanted):
         if config.devices.ray_address is not None:
             raise ConfigError(
                 "devices.ray_address (--ray-address): expected ray: devices with it "
                 f"(--infer-devices ray:1), or null, got '{config.devices.ray_address}'"
             )
-        return None
-    if not all(each.is_ray and each.kind == given[0].kind for each in given):
+        if kinds == {"cpu"}:
+            return _Machine("cpu", 0)
+        return _Machine(*devices.accelerator(is_asked="accelerator" in kinds))
+    if not all(each.is_ray and each.kind == wanted[0].kind for each in wanted):
         raise ConfigError(
             "devices (--infer-devices, --train-devices, --spare-devices): expected all of one "
-            f"kind with ray: devices, got {', '.join(map(str, given))}"
+            f"kind with ray: devices, got {', '.join(map(str, wanted))}"
         )
     from easyrl.runtime.ray.cluster import connect
 
-    resources = connect(config, sum(each.count for each in given) + 1)
-    if given[0].kind == "accelerator" and resources.accelerator == "cpu":
+    cluster = connect(config, sum(each.count for each in wanted) + 1)
+    if wanted[0].kind == "accelerator" and cluster.accelerator == "cpu":
         raise ConfigError(
             "devices: expected ray:cpu:N in a cluster without accelerators, got ray:N"
         )
-    return resources
+    return _Machine(cluster.accelerator, cluster.num_accelerators, cluster)
 
 
 def _on_cluster(
@@ -200,36 +205,23 @@ def _behind(devices: DeviceSet, first: int) -> DeviceSet:
     return replace(devices, indices=tuple(first + index for index in devices.indices))
 
 
-def _accelerators(*wanted: DeviceSet | None) -> tuple[str, int]:
-    """Kind and number of accelerators. Torch is not loaded if only CPUs are wanted."""
-    kinds = {None if each is None else each.kind for each in wanted}
-    if kinds == {"cpu"}:
-        return "cpu", 0
-    return devices.accelerator(is_asked="accelerator" in kinds)
-
-
-def _place(
-    config: Config,
-    infer: DeviceSet,
-    train: DeviceSet,
-    kind: str,
-    count: int,
-    *,
-    cluster: Resources | None,
-    assumed: devices.AssumedDevices | None = None,
-) -> Placement:
+def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine) -> Placement:
+    kind, cluster = machine.kind, machine.cluster
     for key, wanted in (("infer", infer), ("train", train)):
         name, typed = f"devices.{key} (--{key}-devices)", getattr(config.devices, key)
-        _check_exist(name, wanted, kind, count, typed)
-    engine = choose_engine(config, infer, accelerator=kind, is_planned=assumed is not None)
+        _check_exist(name, wanted, kind, machine.count, typed)
+    is_planned = machine.assumed is not None
+    engine = choose_engine(config, infer, accelerator=kind, is_planned=is_planned)
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
-    is_on_cpu, is_local = infer.kind == train.kind == "cpu", cluster is None
-    has_own_cores = config.devices.threads is None and is_on_cpu and is_local
+    is_on_cpu = infer.kind == train.kind == "cpu"
+    has_own_cores = config.devices.threads is None and is_on_cpu and cluster is None
     if cluster is None:
         num_threads = max(1, num_cores() // num_workers)
     else:
-        num_threads = cluster.num_threads(num_workers if is_on_cpu else max(count, num_workers))
+        num_threads = cluster.num_threads(
+            num_workers if is_on_cpu else max(machine.count, num_workers)
+        )
     can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
     lends_cores = can_lend and num_workers <= num_cores()
     borrows = lends_cores and engine.name == "embedded"
@@ -247,9 +239,10 @@ def _place(
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         cores=split_cores(num_workers) if has_own_cores else (),
         lends_cores=lends_cores,
-        num_accelerators=count,
+        most_rollout_workers=config.devices.max_rollout_workers,
+        num_accelerators=machine.count,
         cluster=cluster.text if cluster is not None else "",
-        assumed=assumed,
+        assumed=machine.assumed,
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from easyrl.config import Config
+from easyrl.config import Config, change_config
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 from easyrl.processes import die_with_parent
 from easyrl.runtime.run_folder import folder_of, resume_hint
@@ -54,10 +54,8 @@ def _run_until_it_ends(
     signal_mask: Iterable[int],
 ) -> int:
     runtime, folder = config.runtime, folder_of(config)
-    output = config.output.model_copy(update={"dir": str(folder)})
-    config = config.model_copy(update={"output": output})
-    auto = runtime.model_copy(update={"resume": "auto"})
-    is_ray = str(config.devices.infer or config.devices.train).startswith("ray:")
+    config = change_config(config, {"output.dir": str(folder)})
+    is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
         code, is_stopped = _run_in_child(
@@ -83,7 +81,7 @@ def _run_until_it_ends(
             return FAILED
         limit = f"restart {number} of at most {runtime.max_restarts}"
         _report(folder, f"the run failed ({cause}) and starts again ({limit})")
-        config, resume = config.model_copy(update={"runtime": auto}), None
+        config, resume = change_config(config, {"runtime.resume": "auto"}), None
 
 
 def _run_in_child(

@@ -13,14 +13,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatch
 from pathlib import Path
 from shlex import join, quote
 from typing import Any, Self
 
-from easyrl.config import Config, ConfigError, change_config, load_config, to_arguments
+from easyrl.config import (
+    KEYS,
+    Config,
+    ConfigError,
+    by_name,
+    change_config,
+    keys_marked,
+    load_config,
+    to_arguments,
+)
+from easyrl.config.algorithm import LOSS_KEY
+from easyrl.config.section import MAY_CHANGE, NAMES_FILES
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
@@ -34,29 +44,6 @@ from easyrl.runtime.run_folder import (
     is_unstarted,
     lock_folder,
 )
-
-MAY_CHANGE = (
-    *("model.attention", "devices.*", "output.*", "train.iterations", "train.save_every"),
-    *("train.keep_checkpoints", "train.eval_every", "train.activation_checkpointing"),
-    *("train.compile", "train.offload", "train.reshard", "train.max_tokens_per_micro_batch"),
-    *("reward.code_sandbox", "reward.num_workers", "reward.on_error", "reward.timeout_seconds"),
-    *("reward.memory_limit_gib", "rollout.concurrent_calls", "rollout.environment_workers"),
-    *("rollout.max_concurrent_groups", "rollout.memory_fraction", "rollout.ring_slots"),
-    *("rollout.tool_timeout_seconds", "runtime.schedule", "runtime.resume", "runtime.restart"),
-    *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.max_restarts"),
-    *("runtime.restart_window_seconds", "runtime.autoscale"),
-    *("eval.num_samples", "eval.temperature", "eval.max_completion_length", "reward.check"),
-)
-"""Settings that decide how long, where and how fast the run is, but not what is trained. All others
-are part of the identity of a run and, but for NOT_EVALUATED, of an evaluation."""
-NOT_EVALUATED = (
-    *(*MAY_CHANGE, "algorithm.*", "train.*", "rollout.num_generations", "runtime.deterministic"),
-    *("model.path", "model.trust_remote_code", "model.lora", "rollout.tensor_parallel_size"),
-    *("data.num_held_out", "data.shuffle", "data.max_prompt_length", "data.long_prompts"),
-    *("eval.*", "data.dataset", "reward.functions", "reward.weights", "rollout.temperature"),
-    *("rollout.max_completion_length", "rollout.top_k", "rollout.top_p", "rollout.engine"),
-)
-"""Settings that no answer of an evaluation depends on, or that `eval.json` has in another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +96,20 @@ class Resume:
             lines = [f"started again in {self.folder}: the run there has no checkpoint"]
         lines += [f"{why} (renamed: {path.name}{DAMAGED})" for path, why in self.damaged.items()]
         return "\n".join(lines)
+
+
+def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
+    """Return the config file of a run to resume. Raises ConfigError if there is none, or if other
+    arguments are `given` for what the run keeps."""
+    file = Path(run) / "config.yaml"
+    if any(each is not None for each in given):
+        raise ConfigError(
+            "resume (--resume): expected neither config (--config), output (--output), dataset, "
+            "reward nor environment: a resumed run keeps its folder and the settings in it"
+        )
+    if not file.is_file():
+        raise ConfigError(f"resume (--resume): expected a run folder, but there is no {file}")
+    return file
 
 
 def find_resume(config: Config, folder: Path | None) -> Resume | None:
@@ -165,12 +166,6 @@ def _is_begun(folder: Path) -> bool:
     return has_begun or names <= {"logs", UNFINISHED_CONFIG}
 
 
-def settings_of(config: Mapping[str, Any], without: Sequence[str] = MAY_CHANGE) -> dict[str, Any]:
-    """Return the values of a dumped config by their full names, without those of these patterns."""
-    values = {f"{name}.{key}": v for name, keys in config.items() for key, v in keys.items()}
-    return {k: v for k, v in values.items() if not any(fnmatch(k, each) for each in without)}
-
-
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ. One that was not there before is of a newer release."""
     return [key for key in now if key in before and before[key] != now[key]]
@@ -178,9 +173,10 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
-    before = state.config
-    if changed := differing(settings_of(before), settings_of(config.model_dump(mode="json"))):
-        run = load_config(None, before)
+    before, now = by_name(state.config), by_name(config.model_dump(mode="json"))
+    changed = [key for key in differing(before, now) if key not in keys_marked(MAY_CHANGE)]
+    if changed:
+        run = load_config(None, state.config)
         used, given = _resolved(run), _resolved(config)
         problems = [
             f"{name}: expected {json.dumps(used[name])} as in the run, got "
@@ -190,7 +186,7 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         raise ConfigError(
             f"'{path}' is a checkpoint of a run with other settings:\n"
             + "\n".join(problems)
-            + "\nthese cannot change on resuming (docs/resuming.md lists those that can)\n"
+            + "\nthese cannot change on resuming (docs/settings.md marks those that can)\n"
             "to train it with other settings, start a new run from the checkpoint: "
             + _new_run(config, run, path)
         )
@@ -210,20 +206,23 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     run = run_of(os.fspath(path)) if file is None and isinstance(path, str | os.PathLike) else None
     if run is None:
         return settings
-    without = ["rollout.engine", "rollout.tensor*", *(k for k in MAY_CHANGE if "eval." not in k)]
+    given_anew = {"rollout.engine", "rollout.tensor_parallel_size"}
+    given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith("eval.")}
     if dataset is not None:
-        without += ["data.dataset", "data.weights", "data.num_held_out"]
+        given_anew |= {"data.dataset", "data.weights", "data.num_held_out"}
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
-            without += ["data.*", "reward.*", "eval.*", "rollout.environment", "rollout.tools"]
+            given_anew |= {key for key in KEYS if key.startswith(("data.", "reward.", "eval."))}
+            given_anew |= {"rollout.environment", "rollout.tools"}
     if "reward.functions" in given:
-        without += ["reward.*", "eval.correct_reward"]
-    values = run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"})
-    return {"model.dtype": run.model.dtype, **settings_of(values, without), **settings}
+        given_anew |= {"eval.correct_reward", *(key for key in KEYS if key.startswith("reward."))}
+    of_run = run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"})
+    kept = {key: value for key, value in by_name(of_run).items() if key not in given_anew}
+    return {"model.dtype": run.model.dtype, **kept, **settings}
 
 
 def _resolved(config: Config) -> dict[str, Any]:
     """All values by section and key, with the value that the run uses instead of null."""
-    values = settings_of(config.model_dump(mode="json"), ())
+    values = by_name(config.model_dump(mode="json"))
     values["train.learning_rate"] = config.learning_rate
     values["algorithm.epsilon_high"] = config.algorithm.resolved_epsilon_high
     with contextlib.suppress(ConfigError):  # none is given
@@ -253,18 +252,13 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     over a built-in model of the same name, but not in the config of a resumed run, whose folders
     are absolute paths already.
     """
-    keys = {"model": ["path"], "data": ["dataset"], "eval": ["dataset"], "reward": ["functions"]}
-    keys["rollout"] = ["environment", "tools"]
-    if config.algorithm.has_own_loss:
-        keys["algorithm"] = ["loss_type"]
+    keys = {*keys_marked(NAMES_FILES)}
+    if not config.algorithm.has_own_loss:
+        keys.remove(LOSS_KEY)
     if is_resumed and config.model.path in BUILT_IN_MODELS:
-        del keys["model"]
-    update = {}
-    for name, of_section in keys.items():
-        section = getattr(config, name)
-        paths = {key: _absolute(getattr(section, key)) for key in of_section}
-        update[name] = section.model_copy(update=paths)
-    return config.model_copy(update=update)
+        keys.remove("model.path")
+    values = by_name(config.model_dump(include={key.partition(".")[0] for key in keys}))
+    return change_config(config, {key: _absolute(values[key]) for key in keys})
 
 
 def _absolute(value: Any) -> Any:

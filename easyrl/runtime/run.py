@@ -52,43 +52,29 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     `resume`: run folder to resume. Observers learn of a run only after all checks have passed; they
     get notes before.
     """
-    started = time.monotonic()
-    config = with_absolute_paths(config, is_resumed=resume is not None)
+    started, notify = time.monotonic(), combine_observers(observers)
+    config, source = with_absolute_paths(config, is_resumed=resume is not None), None
     resumed = find_resume(config, resume)
-    if resumed is not None and resumed.is_finished:
+    if resumed is None:
+        config, source = start_from(config)
+    elif resumed.is_finished:
         os.close(resumed.lock)
         done = f"has finished its {counted(config.train.iterations, 'iteration')}"
         hint = "nothing to do (train more with a higher --iterations)"
-        notify = combine_observers(observers)
         notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
         return FINISHED
-    source = None
-    if resumed is None:
-        config, source = start_from(config)
     start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
-    config, notes = self_test.before_run(
-        checked.config, checked.placement, combine_observers(observers)
-    )
+    config, notes = self_test.before_run(checked.config, checked.placement, notify)
     checked = replace(checked, config=config, warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
-        config, checked = _make_model(config, checked, source)
+        checked = _make_model(checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
-        output = config.output.model_copy(update={"dir": str(folder_of(config).absolute())})
-        config = config.model_copy(update={"output": output})
-    notify = combine_observers(observers)
-    with make_launcher(config, checked.placement, notify) as launcher:
-        if resumed is None:
-            folder = RunFolder(config)
-        else:
-            state = resumed.state
-            folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
-            for path in resumed.damaged:
-                set_aside(path)
-            for each in (folder.path, folder.checkpoints):
-                discard_unfinished(each)
+        output = {"output.dir": str(folder_of(checked.config).absolute())}
+        checked = replace(checked, config=change_config(checked.config, output))
+    with make_launcher(checked.config, checked.placement, notify) as launcher:
+        folder = _open_folder(checked.config, resumed)
         controller = Controller(
-            config,
             checked,
             folder=folder,
             launcher=launcher,
@@ -104,6 +90,19 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         return end.exit_code
 
 
+def _open_folder(config: Config, resumed: Resume | None) -> RunFolder:
+    """Create the run folder, or clean up that of a resumed run."""
+    if resumed is None:
+        return RunFolder(config)
+    state = resumed.state
+    folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
+    for path in resumed.damaged:
+        set_aside(path)
+    for each in (folder.path, folder.checkpoints):
+        discard_unfinished(each)
+    return folder
+
+
 def start_from(config: Config) -> tuple[Config, ModelSource | None]:
     """Replace a run, a checkpoint or an adapter as `model.path` by its model, or the model that it
     was trained from. The learning rate is by default that of the run."""
@@ -117,10 +116,9 @@ def start_from(config: Config) -> tuple[Config, ModelSource | None]:
     return change_config(config, {"model.path": source.base}), source
 
 
-def _make_model(
-    config: Config, checked: Preflight, source: ModelSource
-) -> tuple[Config, Preflight]:
+def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
     """Write the model of a checkpoint or an adapter into the new run's folder."""
+    config = checked.config
     folder = folder_of(config).absolute()
     is_new = not folder.exists()
     try:
@@ -135,8 +133,8 @@ def _make_model(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     identity = {**checked.identity, "model.path": fingerprint(path)}
-    new = {"model.path": path, "output.dir": str(folder)}
-    return change_config(config, new), replace(checked, identity=identity)
+    config = change_config(config, {"model.path": path, "output.dir": str(folder)})
+    return replace(checked, config=config, identity=identity)
 
 
 def _train(controller: Controller) -> events.RunEnded:
@@ -168,7 +166,7 @@ def _announce(controller: Controller) -> None:
     config, checked, resumed = controller.config, controller.checked, controller.resumed
     found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
-    notes, num_done = _notes(config, checked, resumed), controller.state.num_iterations
+    notes, num_done = _notes(checked, resumed), controller.state.num_iterations
     if lost := sorted({*range(num_done)} - {line["iteration"] for line in lines}):
         notes.append(
             f"warning: metrics.jsonl lacks {len(lost)} of {counted(num_done, 'iteration')}, the "
@@ -190,8 +188,9 @@ def _announce(controller: Controller) -> None:
     )
 
 
-def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[str]:
+def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     """Notes and warnings for the user, printed before the run."""
+    config = checked.config
     notes = [] if resumed is None else [resumed.describe(config)]
     rewards = ", ".join(reward_names(config))
     notes.append(describe_model(config.model.path))
