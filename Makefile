@@ -1,5 +1,5 @@
 # make demo         install, and train the built-in model
-# make test         install, lint, check types, run the tests (10 minutes on 2 cores)
+# make test         install, lint, check types, run the tests
 # make check        lint and types only
 # make test-vllm    the tests of the vLLM engine, on vLLM's CPU build, in their own environment (3.5 GB)
 # make test-long    the longer tests, those of vLLM too
@@ -23,9 +23,8 @@ NEWEST_VENV := .venv-newest
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 BIN := $(VENV)/bin
 # Two test files run at a time, since most of them wait for processes; in the order of their names,
-# since the slowest have few tests and would come last. Tests marked `alone` measure time or look at
-# the whole machine.
-TESTS := -m pytest -m 'not long and not alone' -n 2 --dist loadfile --no-loadscope-reorder \
+# since the slowest have few tests and would come last.
+TESTS := -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder \
   --durations=15
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -58,7 +57,6 @@ check: $(VENV)/test-installed
 
 test: check
 	$(BIN)/python $(TESTS)
-	$(BIN)/python -m pytest -m 'alone and not long' --durations=5
 
 # vLLM's CPU build brings builds of torchvision, torchaudio and torchcodec that do not work with CPU
 # torch: importing transformers' models fails while they are installed. (--no-compile: the tests

@@ -1,9 +1,12 @@
 """Settings of all tests, and what many of them need."""
 
+import fcntl
 import os
 import signal
 import sys
 import tempfile
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -18,6 +21,7 @@ settings.load_profile("easyrl")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is set
     _cache = tempfile.TemporaryDirectory(prefix="easyrl-cache-")
     os.environ["XDG_CACHE_HOME"] = _cache.name
+CACHE = Path(os.environ["XDG_CACHE_HOME"])
 
 # Where the tests run in the background (`&`, nohup) these signals are ignored, here and in every
 # run that they start, which then ignores the ones that a test sends.
@@ -26,6 +30,16 @@ for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(
             signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test marked `alone` while the other process of tests waits."""
+    with (CACHE / "tests").open("w") as tests, (CACHE / "next").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # in the order in which they ask
+        fcntl.flock(tests, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -322,6 +322,7 @@ def test_tensor_parallel_engines_take_their_devices_in_turn(
 def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would count what the trainer allocates meanwhile as its own."""
     config = {"num_hidden_layers": 16, "num_attention_heads": 16, "hidden_size": 2048}
+    config["vocab_size"] = 32_000
     files = ModelFiles("m", config, 2**28, "bfloat16")  # half a GiB of weights in bfloat16
     monkeypatch.setattr(platforms, "read_model_files", lambda model: files)
     monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 40 * 2**30)
