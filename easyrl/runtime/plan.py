@@ -30,13 +30,9 @@ class Plan(NamedTuple):
     text: str
     would_start: bool
     is_tight: bool  # some memory may not suffice, or surely does not
-    changes: Mapping[
-        str, Any
-    ]  # with which everything fits; empty if it does, or if none were found
-    host_bytes: int  # of all processes with the changes
-    larger: Sequence[
-        str
-    ]  # if no changes were found: values of `--assume` with which a command fits
+    changes: Mapping[str, Any]  # settings with which everything fits; empty if there are none
+    host_bytes: int  # that all processes need with the changes
+    larger: Sequence[str]  # where there are none: values of `--assume` that suffice
 
 
 def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
