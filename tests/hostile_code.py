@@ -1,8 +1,8 @@
 """Hostile programs: what each tries, and whether it succeeded.
 
-An attack prints "done" where it got what it wanted. `{outside}` is a folder outside the
-sandbox, `{secret}` is in the environment and in a file there, `{parent}` is the process that
-scores, `{port}` a port of TCP and UDP that something listens on.
+An attack that comes to its end got what it wanted, except those of MAY_END. `{outside}` is a folder
+outside the sandbox, `{secret}` is in the environment and in a file there, `{parent}` is the process
+that scores, `{port}` a port of TCP and UDP that something listens on.
 
 As a script (it needs no packages): `hostile_code.py KIND FOLDER PORT`, prints what succeeded.
 """
@@ -42,39 +42,28 @@ while True:
     except OSError: pass""",
     "500 processes": """
 for _ in range(500):
-    if os.fork() == 0: time.sleep(1e6)
-print("done")""",
+    if os.fork() == 0: time.sleep(1e6)""",
     "500 threads": """
-for _ in range(500): threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
-print("done")""",
-    "4 GiB of memory": "print('done' if len(bytearray(4 << 30)) else '')",
+for _ in range(500): threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()""",
+    "4 GiB of memory": "bytearray(4 << 30)",
     "large file": """
 with open("large", "wb") as file:
-    for _ in range(200): file.write(bytes(1 << 20))
-print("done")""",
+    for _ in range(200): file.write(bytes(1 << 20))""",
     "fills /tmp": """
 for number in range(8):
-    with open(str(number), "wb") as file: file.write(bytes(60 << 20))
-print("done")""",
+    with open(str(number), "wb") as file: file.write(bytes(60 << 20))""",
     "fills /dev/shm": """
 for number in range(8):
-    with open(f"/dev/shm/easyrl-hostile-{number}", "wb") as file: file.write(bytes(60 << 20))
-print("done")""",
+    with open(f"/dev/shm/easyrl-hostile-{number}", "wb") as file: file.write(bytes(60 << 20))""",
     "memory of files without names": """
 fds = [libc.memfd_create(b"x", 0) for _ in range(8)]
-for fd in fds: os.write(fd, bytes(60 << 20))
-print("done")""",
-    "unattached shared memory": """
-for _ in range(4):
-    memory = libc.shmget(0, 1 << 30, 0o600)
-    if memory < 0: raise OSError
-print("done")""",
+for fd in fds: os.write(fd, bytes(60 << 20))""",
+    "unattached shared memory": "for _ in range(4): assert libc.shmget(0, 1 << 30, 0o600) >= 0",
     "3,000 nested folders": """
 for _ in range(3000):
     os.mkdir("d")
     os.chdir("d")
-os.chmod("..", 0)
-print("almost")""",
+os.chmod("..", 0)""",
     "closed folders": """
 os.makedirs("a/b/c")
 open("a/b/c/file", "w").close()
@@ -83,67 +72,61 @@ for name in ("a/b/c", "a/b", "a", "."): os.chmod(name, 0)""",
     "deep recursion": """
 sys.setrecursionlimit(10**9)
 def attack(): return attack()
-attack()
-print("done")""",
+attack()""",
     # Files, processes and network outside.
-    "writes outside": """
-with open("{outside}/new", "w") as file: file.write("x")
-print("done")""",
-    "reads outside": "print('done' if open('{outside}/secret').read() else '')",
+    "writes outside": "with open('{outside}/new', 'w') as file: file.write('x')",
+    "reads outside": "open('{outside}/secret').read()",
     "symbolic link to outside": """
 os.symlink("{outside}/through", "link")
-with open("link", "w") as file: file.write("x")
-print("done")""",
-    "writes to Python's library": """
-with open(json.__file__, "a") as file: file.write("")
-print("done")""",
-    "reads its environment": "print('done' if '{secret}' in str(os.environ) else '')",
+with open("link", "w") as file: file.write("x")""",
+    "writes to Python's library": "open(json.__file__, 'a').close()",
+    "reads its environment": "assert '{secret}' in str(os.environ)",
     "reads other processes' environments": """
+found = []
 for name in [*os.listdir("/proc"), "{parent}", str(os.getppid())]:
-    try:
-        if "{secret}" in open(f"/proc/{name}/environ").read(): print("done")
-    except OSError: pass""",
-    "kills the process that scores": "os.kill({parent}, 0)\nprint('done')",
+    try: found.append("{secret}" in open(f"/proc/{name}/environ").read())
+    except OSError: pass
+assert any(found)""",
+    "kills the process that scores": "os.kill({parent}, 0)",
     "TCP connection": """
-socket.create_connection(("127.0.0.1", {port}), timeout=1).sendall(b"x")
-print("done")""",
-    "Unix socket outside": """
-socket.socket(socket.AF_UNIX).connect("{outside}/socket")
-print("done")""",
+socket.create_connection(("127.0.0.1", {port}), timeout=1).sendall(b"x")""",
+    "Unix socket outside": "socket.socket(socket.AF_UNIX).connect('{outside}/socket')",
     "shared memory that outlives it": """
 memory = libc.shmget(0x4f1c, 0, 0)
-if memory >= 0 and libc.shmctl(memory, 0, None) == 0: print("done")
-else: libc.shmget(0x4f1c, 1 << 20, 0o1666)""",
+if memory < 0: libc.shmget(0x4f1c, 1 << 20, 0o1666)
+assert memory >= 0 and libc.shmctl(memory, 0, None) == 0""",
     "UDP": """
 sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 sender.sendto(b"x", ("127.0.0.1", {port}))""",
     "sockets by io_uring": f"""
-if libc.syscall({NUMBERS["io_uring"]}, 1, ctypes.create_string_buffer(120)) >= 0: print("done")""",
+assert libc.syscall({NUMBERS["io_uring"]}, 1, ctypes.create_string_buffer(120)) >= 0""",
     "message queue that outlives it": """
-if libc.msgget(0x4f1c, 0) >= 0: print("done")
-libc.msgget(0x4f1c, 0o1666)""",
+found = libc.msgget(0x4f1c, 0)
+libc.msgget(0x4f1c, 0o1666)
+assert found >= 0""",
     "semaphores that outlive it": """
-if libc.semget(0x4f1c, 0, 0) >= 0: print("done")
-libc.semget(0x4f1c, 1, 0o1666)""",
+found = libc.semget(0x4f1c, 0, 0)
+libc.semget(0x4f1c, 1, 0o1666)
+assert found >= 0""",
     "POSIX message queue that outlives it": """
-if libc.mq_open(b"/easyrl-hostile", os.O_RDWR | os.O_CREAT, 0o666, None) >= 0: print("done")""",
+assert libc.mq_open(b"/easyrl-hostile", os.O_RDWR | os.O_CREAT, 0o666, None) >= 0""",
     "key that outlives it": f"""
-if libc.syscall({NUMBERS["add_key"]}, b"user", b"hostile", b"x", 1, -4) >= 0: print("done")""",
-    "user namespace": "if libc.unshare(0x10000000) == 0: print('done')",
+assert libc.syscall({NUMBERS["add_key"]}, b"user", b"hostile", b"x", 1, -4) >= 0""",
+    "user namespace": "assert libc.unshare(0x10000000) == 0",
     "user namespace by clone": f"""
 child = libc.syscall({NUMBERS["clone"]}, {NEW_USER_NAMESPACE}, 0, 0, 0, 0)
 if child == 0: os._exit(0)
-if child > 0: print("done")""",
+assert child > 0""",
     "user namespace by clone3": f"""
 arguments = struct.pack("8Q", 0x10000000, 0, 0, 0, 17, 0, 0, 0)
 child = libc.syscall({NUMBERS["clone3"]}, arguments, len(arguments))
 if child == 0: os._exit(0)
-if child > 0: print("done")""",
+assert child > 0""",
     "user namespace by the ABI x32": f"""
-if libc.syscall({NUMBERS["unshare"]} | 1 << 30, 0x10000000) == 0: print("done")""",
+assert libc.syscall({NUMBERS["unshare"]} | 1 << 30, 0x10000000) == 0""",
     "becomes root": """
 os.setuid(0)
-if open("/proc/self/status").read().split("CapEff:")[1].split()[0].strip("0"): print("done")""",
+assert open("/proc/self/status").read().split("CapEff:")[1].split()[0].strip("0")""",
     # Outliving; forging.
     "daemon": """
 def leave():
@@ -156,20 +139,19 @@ if os.fork() == 0:
         leave()
         libc.prctl(15, b"easyrl-hostile-daemon", 0, 0, 0)
         time.sleep(1e6)
-    os._exit(0)
-print("almost")""",
+    os._exit(0)""",
     "opens the runner's files": """
+opened = []
 for name in os.listdir("/proc"):
     if name.isdigit() and int(name) != os.getpid():
-        try:
-            for fd in os.listdir(f"/proc/{name}/fd"):
-                with open(f"/proc/{name}/fd/{fd}", "ab") as file: print("done")
-        except OSError: pass""",
-    "reads the runner's memory": """
-with open(f"/proc/{os.getppid()}/mem", "rb") as file: print("done")""",
+        folder = f"/proc/{name}/fd/"
+        try: opened += [open(folder + fd, "ab") for fd in os.listdir(folder)]
+        except OSError: pass
+assert opened""",
+    "reads the runner's memory": "open(f'/proc/{os.getppid()}/mem', 'rb')",
     "traces the runner": """
 libc.ptrace.argtypes = [ctypes.c_long] * 4
-if libc.ptrace(16, os.getppid(), 0, 0) == 0: print("done")""",
+assert libc.ptrace(16, os.getppid(), 0, 0) == 0""",
     "stops the runner": "os.kill(os.getppid(), signal.SIGSTOP)",
     "kills all others": """
 os.kill(-1, signal.SIGTERM)
@@ -190,6 +172,11 @@ os._exit(0)""",
 NEED_TIME = {
     *("endless loop", "ignores every signal", "fork bomb", "deep recursion", "stops the runner"),
 }
+MAY_END = {
+    *("3,000 nested folders", "closed folders", "UDP"),
+    *("daemon", "stops the runner", "kills all others"),
+}
+"""Whether they succeeded shows afterwards (`test_code_sandbox.Surroundings`)."""
 IN_ASSERTS = {"ends early", "writes forged results"}
 """Scored by asserts: they succeed if the tests count as passed."""
 
@@ -199,7 +186,7 @@ def succeeded(kind: str, outside: str, port: int) -> list[str]:
     words = {"outside": outside, "secret": SECRET, "parent": str(os.getpid()), "port": str(port)}
 
     def attempt(name: str) -> str | None:
-        program = PRELUDE + ATTACKS[name]
+        program = PRELUDE + ATTACKS[name] + "\nprint('done')" * (name not in MAY_END)
         for word, value in words.items():
             program = program.replace(f"{{{word}}}", value)
         job: dict[str, Any] = {"kind": "stdin", "program": program, "tests": [""], "token": TOKEN}

@@ -1,4 +1,4 @@
-"""Reward pools of tests."""
+"""Reward pools of tests, and whether programs can be scored here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 
 from easyrl.config import Config, load_config
-from easyrl.rewards import worker
+from easyrl.rewards import sandbox, worker
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool
 from easyrl.rewards.worker import Call, Scored, TrainerState
 from easyrl.types import Prompt
+
+try:
+    sandbox.find_variant("bwrap")
+    problem = ""
+except sandbox.SandboxError as error:
+    problem = str(error)
+needs_bwrap = pytest.mark.skipif(bool(problem), reason=problem)
 
 
 def config_of(*functions: object, **settings: object) -> Config:

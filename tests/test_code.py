@@ -7,8 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from reward_pools import config_of, finished
-from test_code_sandbox import needs_bwrap
+from reward_pools import config_of, finished, needs_bwrap
 
 from easyrl.config import ConfigError
 from easyrl.rewards import sandbox

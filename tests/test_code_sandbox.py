@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from reward_pools import needs_bwrap
 
 from easyrl.rewards import code_runner, sandbox
 from easyrl.rewards.sandbox import SandboxError
@@ -25,22 +26,8 @@ from hostile_code import ATTACKS, SECRET
 pytestmark = pytest.mark.alone
 TESTS = Path(__file__).parent
 RUNNER = str(code_runner.__doc__).splitlines()[0]
-SYSTEM_PYTHON = "/usr/bin/python3"
-"""One that any user can start, where the tests' own is in /root."""
-NOT_STOPPED_BY_LIMITS = {
-    "fills /tmp",  # several files; a folder on disk, removed at the end
-}
-
-
-def bwrap_problem() -> str | None:
-    try:
-        sandbox.find_variant("bwrap")
-    except SandboxError as error:
-        return str(error)
-    return None
-
-
-needs_bwrap = pytest.mark.skipif(bwrap_problem() is not None, reason=str(bwrap_problem()))
+SYSTEM_PYTHON = "/usr/bin/python3"  # any user can start it, where the tests' own is in /root
+NOT_STOPPED_BY_LIMITS = {"fills /tmp"}  # several files; a folder on disk, removed at the end
 
 
 class Surroundings:
