@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -387,6 +389,54 @@ def test_greedy_tokens_have_logprobs_at_temperature_1_and_ties_go_to_the_first()
     assert float(logprob) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-6)
     uniforms = torch.tensor([0.0, 0.49, 0.51, 0.99], dtype=torch.float64)
     assert sample(torch.zeros(4, 5), uniforms, 1.0, top_k=2)[0].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_drawing_a_token_takes_4_passes_over_the_vocabulary_and_none_in_float64(temperature):
+    """Maximum, difference, exponential and sum; one more for a temperature. It took 9, of which 2
+    were in float64."""
+    num_rows, vocabulary = 4, 151_936
+    passes, float64 = [], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            used = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+            float64.extend(x.shape[-1] for x in used if x.dtype == torch.float64)
+            is_free = func.is_view or func is torch.ops.aten.gather.default  # reads what it returns
+            if not is_free and max(x.numel() for x in used) >= num_rows * vocabulary:
+                passes.append(str(func))
+            return result
+
+    logits = torch.randn(num_rows, vocabulary).bfloat16()
+    with Watch():
+        sample(logits, torch.rand(num_rows, dtype=torch.float64), temperature)
+    assert len(passes) == 4 + (temperature != 1.0), passes
+    assert max(float64) <= 1200
+
+
+@pytest.mark.parametrize("vocabulary", [99, 300])
+def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
+    """The run reports it then."""
+    logits = torch.full((1, vocabulary), torch.nan)
+    token, logprob = sample(logits, torch.tensor([0.5], dtype=torch.float64), 1.0)
+    assert 0 <= int(token) < vocabulary and logprob.isnan()
+
+
+def test_memory_of_an_evaluations_prompts_is_freed_for_training():
+    """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
+    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
+    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
+    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
+    run(engine, evaluation)
+    assert engine.cache.prompts_size[0] > 2 * size[0]
+    for _ in range(2):
+        engine.load_weights(pieces_of(make_policy("qwen3")))
+        assert bits_of(run(engine, training)) == expected
+    assert engine.cache.prompts_size == size
+    assert engine.cache.prompts[0][0].shape[0] == size[0]
+    engine.load_weights(pieces_of(make_policy("qwen3")))
+    assert engine.cache.prompts_size == size  # training needs as much again
 
 
 @settings(max_examples=40)

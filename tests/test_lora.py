@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.config import ConfigError
 from easyrl.config.model import DType, LoraConfig
 from easyrl.data.hub import resolve_model
+from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
@@ -30,7 +32,9 @@ from tiny_models import (
     FAMILIES,
     OLD_SIZES,
     SIZES,
+    VOCABULARY,
     draw_sequences,
+    lay_out,
     packed_logits,
     separate_logits,
     tiny_model,
@@ -117,6 +121,46 @@ def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
         for loaded in (plain_model(path, merged), model, by_name, on_base):
             got = separate_logits(loaded.eval(), SEQUENCES)
             torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "deepseek_v3", "gpt2"])
+def test_gradients_equal_those_of_the_formula(kind: str, tmp_path: Path) -> None:
+    """Two groups that share their prompts; against W + alpha / rank B A in float64."""
+    path = saved(kind, tmp_path)
+    policy = adapted(path, LoraConfig(rank=3, alpha=5))
+    groups = [(3, [2, 4]), (2, [3, 1])]
+    positions, sequences = lay_out(groups)
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(3, VOCABULARY, (len(positions),), generator=generator)
+    weights = torch.randn(len(tokens), VOCABULARY, generator=generator)
+    every = torch.arange(len(tokens))
+    logits = policy.forward(tokens, positions, PackedGroups(groups), logits_at=every)
+    # A prompt's logits count once for each completion.
+    shares = torch.zeros(len(tokens))
+    for sequence in sequences:
+        shares[sequence] += 1
+    (logits * weights * shares[:, None]).sum().backward()
+
+    trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    leaves: dict[str, Tensor] = {
+        name: parameter.detach().double().requires_grad_() for name, parameter in trained.items()
+    }
+    plain = plain_model(path).double()
+    state = dict(plain.named_parameters())
+    for name in [name for name in leaves if ".lora_A." in name]:
+        delta = leaves[name.replace(".lora_A.", ".lora_B.")] @ leaves[name]
+        weight = name.partition(".lora_A.")[0] + ".weight"
+        state[weight] = state[weight] + 5 / 3 * (delta.T if kind == "gpt2" else delta)
+    for sequence in sequences:
+        ids = tokens[sequence][None]
+        out = functional_call(plain, state, kwargs={"input_ids": ids, "use_cache": False})
+        (out.logits[0] * weights[sequence]).sum().backward(retain_graph=True)
+    norm = torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm()  # type: ignore[union-attr]
+    for name, leaf in leaves.items():
+        expected, got = leaf.grad, trained[name].grad
+        assert expected is not None and got is not None
+        assert float((got - expected).norm() / max(expected.norm(), 1e-4 * norm)) <= 1e-5, name
 
 
 # -- the trainer ----------------------------------------------------------------------------------
