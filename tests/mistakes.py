@@ -44,6 +44,7 @@ def write_files(folder: Path) -> None:
         "half.jsonl": '{"prompt": "1+1= \\ud83d", "answer": "2"}\n',
         "r.py": REWARDS,
         "fails.py": "import math\n\nimport nothing_of_that_name\n",
+        "syntax.yaml": "train:\n  iterations: [1\nmodel: {}\n",
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -101,8 +102,13 @@ def change_json(name: str, **values: Any) -> Callable[[Path], None]:
     return change
 
 
-def remove(pattern: str) -> Callable[[Path], None]:
-    return lambda folder: [file.unlink() for file in folder.glob(pattern)] and None
+def remove(*patterns: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for pattern in patterns:
+            for file in folder.glob(pattern):
+                file.unlink()
+
+    return change
 
 
 def replace(name: str, content: bytes) -> Callable[[Path], None]:
@@ -137,6 +143,7 @@ OTHER_MODELS: dict[str, Callable[[Path], None]] = {
         "tokenizer_config.json", chat_template="{{ enable_thinking }}{{ messages }}"
     ),
     "refuses": change_json("tokenizer_config.json", chat_template=REFUSES),
+    "renders_nothing": change_json("tokenizer_config.json", chat_template="{{ '' }}"),
 }
 
 NO_OUTPUT = "--no-live"
@@ -149,15 +156,20 @@ MISTAKES = {
     # words, flags and the config file
     "--seed=-1": "runtime.seed",
     "--iterations many": "--iterations",
+    "--learning-rate 1": "train.learning_rate=VALUE",
     "--eval-dataset gsm8k": "eval.dataset=VALUE",
+    "train.lr=1e-5": "train.learning_rate",
     "algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
+    "--config FOLDER/syntax.yaml": "syntax.yaml:3",
     "rollout.max_completion_length=600": "data.max_prompt_length + rollout.max_completion_length",
     "train.eval_every=5 data.num_held_out=0": "train.eval_every",
     # LoRA
     "model.lora.rank=4 model.lora.target_modules=[q_proj,c_attn]": "model.lora.target_modules",
     "model.lora.rank=4 model.lora.target_modules=[embed_tokens]": "model.lora.target_modules",
+    "model.lora.rank=100000000": "model.lora.rank",
     # devices
     "--infer-devices 0-3": "devices.infer",
+    "--infer-devices cuda:0,cuda:1": "use 0,1",
     "--train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
     # the model
     "--model nobody/nothing": "model.path",
@@ -167,6 +179,7 @@ MISTAKES = {
     # data
     "--dataset arithmetics": "did you mean arithmetic?",
     "--dataset none.jsonl": "data.dataset",
+    "--dataset aime24": "data.dataset",
     "--dataset gsm8k": "data.dataset",
     "--dataset arithmetic --dataset countdown-small": "reward.functions",
     "eval.dataset=none.jsonl": "data.dataset",
@@ -177,10 +190,14 @@ MISTAKES = {
     f"{EXACT}/long.jsonl data.max_prompt_length=3 data.long_prompts=skip": "data.max_prompt_length",
     f"{EXACT}/chat.jsonl": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/refuses": "chat.jsonl:1",
+    f"{EXACT}/chat.jsonl --model FOLDER/renders_nothing": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/thinks data.chat_template_kwargs={{x:\\ 1}}": (
         "data.chat_template_kwargs"
     ),
+    "data.chat_template_kwargs={x:\\ 1}": "data.chat_template_kwargs",
+    f"{EXACT}/chat.jsonl data.chat_template=none.jinja": "data.chat_template",
     f"{EXACT}/good.jsonl data.chat_template={{{{x}}}}": "data.chat=true",
+    f"{EXACT}/chat.jsonl data.chat_template=chatml": "data.chat_template",
     f"{EXACT}/half.jsonl": "half.jsonl:1",
     "data.max_prompt_length=4": "data.max_prompt_length",
     "data.max_prompt_length=9 data.long_prompts=skip": "data.long_prompts",
@@ -211,9 +228,11 @@ MISTAKES = {
     "--no-live --resume FOLDER/nowhere": "--resume",
     "--no-live --resume FOLDER/run_without": "train.save_every",
     "--no-live --resume FOLDER/run_broken": "checkpoints/20",
+    "runtime.resume=auto --output FOLDER/run_broken": "checkpoints/20",
     "--no-live --resume FOLDER/run_in_use": "output.dir",
     "runtime.resume=auto --output FOLDER/refuses": "output.dir",
     "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
+    "runtime.resume=auto --output FOLDER/run_whole --seed 7": "runtime.seed",
     "--no-live --resume FOLDER/run_whole eval.dataset=other.jsonl": "eval.dataset",
     "--no-live --resume FOLDER/run_whole --model FOLDER/refuses": "model.path",
     "--no-live --resume FOLDER/run_other_model": "model.path",

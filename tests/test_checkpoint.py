@@ -352,6 +352,20 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path: Path, kind: str) -> 
         assert any("experts.3.gate_proj.weight" in name for name in names_in(tmp_path / "again"))
 
 
+def test_fingerprint_covers_tokenizer_and_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    assert fingerprint(str(folder)) == fingerprint("tiny")
+    (folder / "notes.txt").write_text("changes nothing")
+    (folder / "tokenizer_before").mkdir()
+    assert fingerprint(str(folder)) == fingerprint("tiny")
+    seen = {fingerprint("tiny")}
+    for name in ("chat_template.jinja", "tokenizer.json", "config.json"):
+        (folder / name).write_text((TINY / "config.json").read_text() + " ")
+        seen.add(fingerprint(str(folder)))
+    assert len(seen) == 4
+
+
 def test_impossible_export_is_refused_and_removes_nothing(tmp_path: Path) -> None:
     path, _ = make_checkpoint(tmp_path, "qwen3")
     folders = [tmp_path / name for name in ("out.old", "out.unfinished", "out.new", "notes")]
