@@ -110,7 +110,7 @@ def test_the_most_rollout_workers_a_run_may_have(words: tuple[str, ...], most: i
 def test_spare_devices_are_used_last() -> None:
     placement = place("devices.spare=6-7")
     assert (str(placement.infer), str(placement.train)) == ("0-4", "5")
-    assert str(first_engines(6, placement)) == "0,1,2,3,4,6"
+    assert str(first_engines(6, placement)) == "0-4,6"
     assert str(first_engines(2, place(*ON_CPU, "devices.spare=cpu:2"))) == "cpu:2"
 
 
