@@ -159,6 +159,24 @@ def test_a_backend_that_hangs_when_it_connects_is_left_behind(
     connected.set()
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("WorkNCCL(OpType=BROADCAST) ran for 120000 milliseconds before timing out", TimeoutError),
+        ("NCCL error: remote process exited or there was a network error", ConnectionError),
+    ],
+)
+def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
+    error: str, kind: type[Exception], tmp_path: Path, backend: Backend
+) -> None:
+    """The broadcast may have begun long before the wait."""
+    channel = join(tmp_path)
+    channel.send(0, weights(1))
+    backend.error = error
+    with pytest.raises(kind, match=error[-20:]):
+        channel.send(1, weights(1))
+
+
 def test_a_handle_of_shared_memory_leaves_no_name() -> None:
     """torch counts a storage's readers in a named segment."""
     counter = Path("/dev/shm/torch_easyrl_test")
