@@ -94,7 +94,7 @@ class Feed:
         return GroupReader(own, self.consumer, (ITERATION, VERSION), self.arrive)
 
     def steps(self, num_groups: int, **how: Any) -> Iterator[MicroBatch | UpdateEnd]:
-        """What one of `num_ranks` ranks gets, or of several one rank's after the other's."""
+        """What `num_ranks` ranks get, one rank's after the other's."""
         num_ranks, shares = how.pop("num_ranks", 1), how.pop("shares_prompts", True)
         self.last_reader, config = self.reader(num_groups, **how), config_of(num_groups, **how)
         for step in micro_steps(
@@ -303,7 +303,7 @@ LENGTHS = st.lists(
     min_size=1,
     max_size=3,
 )
-"""Of each group its prompt's length and its completions'."""
+"""The lengths of each group's prompt and of its completions."""
 
 
 @given(LENGTHS, st.integers(1, 4), st.booleans())

@@ -206,7 +206,7 @@ def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) ->
 def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(
     tmp_path: Path, what: str
 ) -> None:
-    """Of a reward function; of a model that its own class refuses, an unforeseen error."""
+    """The errors are those of a reward function, and of a model that its own class refuses."""
     (tmp_path / "r.py").write_text(REWARDS)
     words = ["--output", str(tmp_path / "run"), *ENDLESS]
     if what == "reward":

@@ -227,7 +227,7 @@ def test_errors_of_a_tool_are_results(own):
 
 
 def test_instances_are_used_again_and_the_kernel_ends_them_first(own):
-    """Where memory runs out."""
+    """Where memory runs out, the kernel ends environments before other processes."""
     assert run(own, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
     made = run(own, "Own.num_made")
     own.forget(KEY)

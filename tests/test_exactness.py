@@ -76,7 +76,7 @@ def test_shared_prompt_is_refused_for_an_unsupported_model(model_type, tmp_path)
     [
         ("bert", {}, "no causal language model"),
         ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "changes its weights"),
-        ("xmod", {}, "Xmod.*language"),  # it wants to be told one
+        ("xmod", {}, "Xmod.*language"),  # it must be told a language
     ],
 )
 def test_encoders_and_models_that_change_their_weights_are_refused(

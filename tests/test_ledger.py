@@ -20,7 +20,7 @@ from easyrl.runtime.metrics import iteration_metrics
 from easyrl.types import IndexedPrompt, Prompt
 
 FIRST = 100
-"""Of the stream's prompts the first that an iteration takes."""
+"""Index in the stream of an iteration's first prompt."""
 MAX_ROUNDS = 4
 
 
@@ -57,10 +57,10 @@ class Run:
         self.has: dict[str, dict[int, tuple[int, bool]]] = {
             f"rollout-{number}": {} for number in range(num_workers)
         }
-        """Of each worker, its prompts in progress: group index, and whether it may be rejected."""
+        """By worker, its prompts in progress: group index, and whether it may be rejected."""
         self.known: dict[str, set[int]] = {name: set() for name in self.has}
         self.reported: dict[str, dict[int, int]] = {name: {} for name in self.has}
-        """Of each worker, what it has reported and not put into the ring."""
+        """By worker, what it has reported and not put into the ring."""
         self.ring: Counter[int] = Counter()  # by group index: also late duplicates
         self.prompts: dict[int, int] = {}  # of the first group of each index in the ring
         self.lists: dict[tuple[str, int], list[int]] = {}  # by worker and first prompt
@@ -94,8 +94,8 @@ class Run:
         assert self.prompts.setdefault(group_index, prompt_index) == prompt_index
 
     def die(self, name: str, *, is_report_lost: bool = False) -> None:
-        """Of a dead worker, the last report may be lost with its node although its group is in the
-        ring."""
+        """End a worker. The report of its last group may be lost with its node, although that group
+        is in the ring."""
         if is_report_lost and self.has[name]:
             prompt_index, (group_index, may_reject) = next(iter(self.has[name].items()))
             is_rejected = may_reject and prompt_index in self.rejected

@@ -183,8 +183,9 @@ def _join(processes: io.FileIO) -> None:
 
 @functools.cache
 def _parent_groups() -> list[tuple[Path, str]]:
-    """Where a memory cgroup may be made, and the file of its limit: in version 1 below this
-    process's group; in version 2, where groups with processes have none below them, beside it."""
+    """Return the folders in which a memory cgroup may be made, each with the name of its file for
+    the limit. In version 1 the new group is made below that of this process; in version 2, where a
+    group with processes can have none below it, beside it."""
     places = []
     with contextlib.suppress(FileNotFoundError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Where each group of an iteration is: one book, without processes and without a clock.
+"""The state of each group of an iteration, in one book without processes and without a clock.
 
                  take              report                  the trainer has it
     WAITING ──────────► GIVEN ──────┬────► REPORTED ─────────────────────────► ACCEPTED

@@ -135,7 +135,7 @@ class VllmEngine(Engine):
         self._num_unfinished = 0
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
         self._finished: SimpleQueue[Any] = SimpleQueue()
-        """Of each request: (request or sequence of turns, its completions), or an exception."""
+        """For each request: (request or sequence of turns, its completions), or an exception."""
         self._complete: list[FinishedGroup] = []  # not returned by `step` yet
         self._to_sample: deque[_Sequence] = deque()  # not handed over yet
         self._suspended: dict[tuple[tuple[int, ...], int], _Sequence] = {}  # by group and sample
