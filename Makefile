@@ -77,6 +77,8 @@ test-vllm-long: $(VLLM_VENV)/installed
 
 test-long: $(VENV)/test-installed
 	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile random tests/test_ledger.py \
+	  tests/test_batches.py tests/test_ring_buffer.py
 	@$(MAKE) --no-print-directory test-vllm-long
 
 $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt

@@ -14,8 +14,11 @@ from hypothesis import settings
 
 from runs import SMALL, Finished, finish
 
-settings.register_profile("easyrl", deadline=None)  # machines are noisy: time proves nothing here
-settings.load_profile("easyrl")
+# Machines are noisy: time proves nothing here. The default tests try the same examples each time,
+# the long ones (`make test-long`) others.
+settings.register_profile("random", deadline=None)
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.load_profile("same")
 
 # Not the user's cache. All processes of a session share it, and its models are checked once.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is set
