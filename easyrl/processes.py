@@ -97,12 +97,14 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl.h
 def die_with_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when its parent dies, even while it holds the GIL.
     `parent`: its pid, unless multiprocessing has started this process."""
-    if parent is None:
-        process = multiprocessing.parent_process()
-        assert process is not None
-        parent = process.pid
+    process = multiprocessing.parent_process()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the lines above
+    if parent is None:
+        assert process is not None
+        is_dead = not process.is_alive()
+    else:
+        is_dead = os.getppid() != parent
+    if is_dead:  # it died before the lines above
         os._exit(1)
 
 
@@ -157,6 +159,7 @@ def keep_freed_memory() -> None:
 MAX_DELAY_SECONDS = float(os.environ.get("EASYRL_RANDOM_DELAYS", "0") or 0)
 """Tests set it to prove that timing does not change a deterministic run (docs/design.md)."""
 _RANDOM = random.Random()
+os.register_at_fork(after_in_child=_RANDOM.seed)
 
 
 def maybe_sleep() -> None:

@@ -33,7 +33,8 @@ from typing import Any
 
 import psutil
 
-from easyrl.environments.host import PROCESS_NAME
+from easyrl.environments import host
+from easyrl.rewards import worker
 
 from .runs import SMALL, command, lines_of, summary_of
 
@@ -53,6 +54,7 @@ DELAYS = {"EASYRL_RANDOM_DELAYS": "0.04"}
 """Other timings in each trial, and iterations that take long beside the start of the workers."""
 
 VICTIMS = {"rollout": 4, "reward": 2, "train": 2, "controller": 2, "environment": 2}
+VICTIMS["fork server"] = 1
 """Kinds of processes, and how often each is chosen."""
 STARTUP = 0.25
 MUST_FINISH = ("rollout", "reward", "environment")
@@ -174,27 +176,14 @@ class Run:
         """Processes of this kind, in the order in which they were started."""
         if kind == "controller":
             return [psutil.Process(self.process.pid)]
-        workers = self._children({self.process.pid})
-        # A worker writes to its log after a second; until then, its order tells what it is.
-        rollout = set()
-        for number, process in enumerate(workers):
-            name = _log_of(process) or ("train" if number == 2 else "rollout")
-            if name.startswith("rollout"):
-                rollout.add(process.pid)
-        if kind in ("reward", "environment"):
-            return self._children(rollout, are_environments=kind == "environment")
-        return [process for process in workers if (process.pid in rollout) == (kind == "rollout")]
-
-    def _children(
-        self, parents: set[int], *, are_environments: bool = False
-    ) -> list[psutil.Process]:
-        """Python processes that these have spawned."""
+        start = {"environment": host.PROCESS_NAME, "reward": worker.PROCESS_NAME}.get(
+            kind, f"{kind}-"
+        )
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                is_spawned = "spawn_main" in " ".join(process.cmdline())
-                is_of_kind = (process.name() == PROCESS_NAME) == are_environments
-                if process.ppid() in parents and is_spawned and is_of_kind:
+                is_server = kind == "fork server" and "fork_server" in " ".join(process.cmdline())
+                if process.name().startswith("python" if is_server else start):
                     found.append((process.create_time(), process.pid, process))
         return [process for *_, process in sorted(found, key=lambda each: each[:2])]
 
@@ -220,15 +209,6 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-
-
-def _log_of(process: psutil.Process) -> str:
-    """The name of the worker whose log a process writes to."""
-    try:
-        log = Path(f"/proc/{process.pid}/fd/1").readlink()
-    except OSError:
-        return ""
-    return log.stem if log.suffix == ".log" else ""
 
 
 # -- one trial ------------------------------------------------------------------------------------

@@ -91,6 +91,12 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def workers(pid: int) -> dict[str, psutil.Process]:
+    """The rollout and train workers of a run that have started, by name."""
+    found = {process.name(): process for process in descendants(pid)}
+    return {name: each for name, each in found.items() if name.startswith(("rollout-", "train-"))}
+
+
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Return those still running after `seconds`, without zombies of a dead parent."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)

@@ -20,7 +20,16 @@ from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked
 from easyrl.runtime.supervisor import Supervisor
 from mistakes import change_json
-from runs import SMALL, descendants, finish, lines_of, start, wait_for_line, wait_until_gone
+from runs import (
+    SMALL,
+    descendants,
+    finish,
+    lines_of,
+    start,
+    wait_for_line,
+    wait_until_gone,
+    workers,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -167,10 +176,8 @@ def kill(process: subprocess.Popen[str], name: str) -> None:
     """Kill the worker of this name, once it runs."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for worker in psutil.Process(process.pid).children():
-            if log_of(worker).stem == name:
-                worker.kill()
-                return
+        if name in workers(process.pid):
+            return workers(process.pid)[name].kill()
         time.sleep(0.1)
     raise AssertionError(f"no {name}")
 

@@ -8,11 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from test_clean_ends import log_of
 
-from runs import SMALL, finish, lines_of, start, summary_of, wait_for_line, without_timing
+from runs import (
+    SMALL,
+    finish,
+    lines_of,
+    start,
+    summary_of,
+    wait_for_line,
+    without_timing,
+    workers,
+)
 
 ITERATIONS = 6
 WORDS = (
@@ -77,8 +84,7 @@ def test_a_run_that_lost_a_worker_ends_in_the_same_bits(
     wait_for_line(process, "held-out accuracy", timeout=600)  # the workers have started
     number, seconds = draw.randrange(2), draw.uniform(0.0, ITERATIONS / 2)
     time.sleep(seconds)
-    workers = psutil.Process(process.pid).children()
-    next(p for p in workers if log_of(p).stem == f"rollout-{number}").kill()
+    workers(process.pid)[f"rollout-{number}"].kill()
     _, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")
     assert summary_of(folder)["worker_restarts"] == 1

@@ -37,7 +37,7 @@ from easyrl.runtime.plan import make_plan
 from easyrl.runtime.preflight import check_run
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import Rollout, pack
-from runs import command
+from runs import command, workers
 
 TOLERANCE = 0.15
 WEIGHTS = 767744 * 4  # bytes of the tiny model
@@ -124,13 +124,13 @@ def test_micro_batch_formula_equals_measured_allocations(
 def measured_peaks(*words: str) -> list[int]:
     """Return the peaks of a run's workers in bytes, rollout before train."""
     run = subprocess.Popen(command("--no-live", *words), stdout=subprocess.DEVNULL)
-    peaks: dict[int, int] = {}
+    peaks: dict[str, int] = {}
     while run.poll() is None:
         with contextlib.suppress(psutil.Error, OSError):
-            for child in psutil.Process(run.pid).children():
-                peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{child.pid}/status").read_text())
-                if peak and "spawn_main" in " ".join(child.cmdline()):
-                    peaks[child.pid] = 1024 * int(peak[1])
+            for name, worker in workers(run.pid).items():
+                status = Path(f"/proc/{worker.pid}/status").read_text()
+                if peak := re.search(r"VmHWM:\s+(\d+)", status):
+                    peaks[name] = 1024 * int(peak[1])
         time.sleep(0.05)
     assert run.returncode == 0
     # The process that checks the reward's functions imports no torch, so it is smaller.

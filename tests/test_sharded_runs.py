@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.torch import load_file
-from test_clean_ends import end, is_worker, started
+from test_clean_ends import end, started
 from test_runs import HARDER
 
 from runs import (
@@ -19,6 +19,7 @@ from runs import (
     summary_of,
     wait_for_line,
     wait_until_gone,
+    workers,
 )
 
 RUN = (*SMALL, "train.prompts_per_iteration=6", "runtime.deterministic=true")
@@ -64,9 +65,8 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[
 
 
 def train_workers(pid: int) -> list[psutil.Process]:
-    """Return the train workers by rank: workers are spawned in order, the rollout worker first."""
-    workers = [p for p in psutil.Process(pid).children() if is_worker(p)]
-    return sorted(workers, key=lambda p: p.create_time())[1:]
+    """Return the train workers by rank."""
+    return [each for name, each in sorted(workers(pid).items()) if name.startswith("train")]
 
 
 @pytest.mark.alone

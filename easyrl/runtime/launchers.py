@@ -101,7 +101,10 @@ class ProcessLauncher:
     def _start(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
         settings = with_environment(settings)
         with environment_of_children(settings.environment):
-            return supervisor.spawn(settings.name, worker_main, settings, self._ring)
+            is_copy = settings.device == "cpu" and settings.engine == "embedded"
+            return supervisor.spawn(
+                settings.name, worker_main, settings, self._ring, is_copy=is_copy
+            )
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
         if self._ring is not None:

@@ -29,6 +29,7 @@ from typing import Any, Literal, Self
 from easyrl import events
 from easyrl.channels.memory import kill_reason, oom_kills
 from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE
+from easyrl.runtime.fork_server import ForkServer
 
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
@@ -171,7 +172,7 @@ class Worker:
 
 class Supervisor:
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._fork_server = ForkServer()
         self._workers: list[Worker] = []
         self._signum: int | None = None
         self._is_interrupted = False  # by `interrupt`
@@ -185,6 +186,7 @@ class Supervisor:
         for fd in (self._wake_reader, self._wake_writer):
             self._exit.callback(os.close, fd)
         self._exit.enter_context(handle_signals(self._on_signal))
+        self._exit.callback(self._fork_server.close)
         self._exit.callback(self.stop)
         return self
 
@@ -203,12 +205,17 @@ class Supervisor:
             self._is_interrupted = True
             self._on_signal(signal.SIGTERM, None)
 
-    def spawn(self, name: str, target: Callable[..., None], *arguments: Any) -> Worker:
-        """Start `target(*arguments, control)` in a process of its own."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=target, args=(*arguments, theirs), name=name)
+    def spawn(
+        self, name: str, target: Callable[..., None], *arguments: Any, is_copy: bool = False
+    ) -> Worker:
+        """Start `target(*arguments, control)` in a process of its own: a new one, or a copy of the
+        fork server."""
+        context: Any = multiprocessing.get_context("forkserver" if is_copy else "spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(*arguments, theirs), name=name)
         start_resource_tracker()
-        with _terminal_signals_blocked():  # a worker later ignores them itself
+        # A worker later ignores these signals itself.
+        with _terminal_signals_blocked(), self._fork_server.in_use():
             process.start()
         theirs.close()
         return self.watch(Worker(name, process, ours))
