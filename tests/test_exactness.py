@@ -15,9 +15,11 @@ from easyrl.model.files import max_positions
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy, real_tokens
 from tiny_models import (
+    FAMILIES,
     LENGTHS,
     SPREAD,
     UNSHARED,
+    VOCABULARY,
     assert_same_as_alone,
     draw_sequences,
     gradients,
@@ -62,6 +64,23 @@ def test_unsupported_layer_is_named_with_its_reason(model_type):
 def test_prompts_are_shared_unless_repeated_ones_are_asked_for(attention, shares, tmp_path):
     policy = load(tmp_path, "qwen3", {}, attention=attention)
     assert policy.no_packing_reason is None and policy.shares_prompts is shares
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_check_of_a_model_in_bfloat16_needs_no_wide_copy_of_its_vocabulary(
+    family, tmp_path, monkeypatch
+):
+    """That would be a third of a small model's host memory. The weights stay as they are stored."""
+    monkeypatch.setattr(policy_module, "CHECKED_WORDS", 20)
+    model = tiny_model(family, None, pad_token_id=VOCABULARY - 1).bfloat16()
+    model.save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), dtype=None)
+    assert policy.no_packing_reason == attend_packed(tiny_model(family, None))
+    expected = dict(model.named_parameters())
+    for name, weight in policy.model.named_parameters():
+        assert torch.equal(weight, expected[name].to(weight.dtype)), name
+    embeddings = [each.get_input_embeddings() for each in (policy.model, model)]
+    assert embeddings[0].padding_idx == embeddings[1].padding_idx
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "gpt_oss", "roberta"])

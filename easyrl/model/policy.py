@@ -37,6 +37,8 @@ from easyrl.model.lora import Adapter, Merger
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
+CHECKED_WORDS = 512
+
 
 class Policy:
     """The model on its device. `forward` takes T packed tokens without a batch dimension."""
@@ -329,9 +331,11 @@ def _load(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
     """Run the model in float32 although its weights may be narrower: those of a decoder layer are
-    float32 only while it runs, all others (embeddings, head) throughout.
+    float32 only while it runs. A wide vocabulary has CHECKED_WORDS random words meanwhile.
     """
     kept = {weight: weight.data for weight in model.parameters()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    padding = [embedding.padding_idx for embedding in embeddings]
 
     def widen(block: nn.Module, _: Any) -> None:
         for weight in block.parameters():
@@ -343,8 +347,14 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
 
     blocks = _blocks_of(model)
     in_blocks = {weight for block in blocks for weight in block.parameters()}
+    size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    words = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:CHECKED_WORDS]
     for weight in kept.keys() - in_blocks:
+        if len(weight) == size and weight.dtype != torch.float32:  # embeddings, head
+            weight.data = weight.data[words]
         weight.data = weight.data.float()
+    for embedding in embeddings:
+        embedding.padding_idx = None
     hooks = [block.register_forward_pre_hook(widen) for block in blocks]
     hooks += [block.register_forward_hook(narrow, always_call=True) for block in blocks]
     try:
@@ -352,6 +362,8 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        for embedding, index in zip(embeddings, padding, strict=True):
+            embedding.padding_idx = index
         narrow(model)
 
 
