@@ -88,6 +88,16 @@ def test_a_missing_chat_template_is_found_without_the_tokenizer(
     assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
 
 
+def test_the_first_prompt_is_shown_as_the_model_sees_it(folder: Path) -> None:
+    template = "data.chat_template={% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    words = f"data.dataset={folder}/chat.jsonl", template, "train.prompts_per_iteration=8"
+    about = checked(*words, "train.iterations=3").about_prompts
+    shown = "".join(about[2:])
+    assert about[0] == "prompts: 2 rows, 12 epochs in 3 iterations"
+    assert about[1] == f"first prompt, {len(shown) - 2} tokens:"
+    assert shown.startswith("  <user>")
+
+
 def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
     words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
     preflight = checked(*words, "data.long_prompts=skip")

@@ -17,7 +17,7 @@ from typing import Any
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY
-from easyrl.data.chat import check_prompts, check_template
+from easyrl.data.chat import check_prompts, check_template, render_prompt
 from easyrl.data.datasets import (
     identity_of,
     open_prompts,
@@ -31,6 +31,7 @@ from easyrl.data.streams import PromptStream
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interfaces
 from easyrl.environments.pool import check_environments
+from easyrl.formatting import counted, printable, shorten
 from easyrl.model.files import (
     FLOAT_BYTES,
     ModelFiles,
@@ -55,6 +56,8 @@ from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
 from easyrl.user_code import load_function
 
+SHOWN_CHARACTERS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
@@ -64,10 +67,12 @@ class Preflight:
     prompts: PromptStream  # without those that `data.long_prompts` skips
     num_prompts_skipped: int
     placement: Placement
+    num_weights: int | None  # of the model; None: unknown
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     identity: Mapping[str, Any]
     """Digests of model, data and held-out problems; those of a resumed run must be the same."""
     held_out: Sequence[Prompt]  # problems that accuracy is measured on; may be empty
+    about_prompts: Sequence[str]  # `describe_prompts`
     warnings: Sequence[str]
 
 
@@ -84,8 +89,10 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
     check_compiler(config, placement)
-    skipped = too_long_prompts(config, prompts.examples(), interfaces, tokenizer)
+    loaded = load_prompt_tokenizer(config, prompts.examples(), tokenizer)
+    skipped = too_long_prompts(config, prompts.examples(), interfaces, loaded)
     prompts = prompts.without(skipped)
+    notes = describe_prompts(config, prompts, interfaces, loaded)
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
     num_trained = count_trained(config)
     size = read_model_size(config, files, num_trained)
@@ -120,21 +127,29 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         prompts,
         len(skipped),
         placement,
+        files.num_weights,
         num_trained,
         identity,
         held_out,
+        notes,
         list(dict.fromkeys(warnings)),
     )
 
 
 def check_inputs(config: Config) -> list[str]:
-    """Make the checks of a start that need no model, and return warnings. Data on a hub that cannot
-    be reached is not checked. Raises ConfigError."""
+    """Make the checks of a start that need no weights, and describe the prompts; with warnings.
+    Data or a tokenizer on a hub that cannot be reached is not checked. Raises ConfigError."""
     _check_loss(config)
     try:
         prompts = open_prompts(config)
-        _, warnings = check_functions(config, prompts.prompt(0))
-        return warnings + _held_out(config, prompts, None)[1]
+        interfaces, warnings = check_functions(config, prompts.prompt(0))
+        warnings += _held_out(config, prompts, None)[1]
+        try:
+            loaded = load_prompt_tokenizer(config, {"": prompts.prompt(0).content})
+            about = describe_prompts(config, prompts, interfaces, loaded)
+        except ConfigError as error:  # in a plan the model need not be here
+            about = [f"first prompt: not shown: {error}"]
+        return [*about, *warnings]
     except HubUnreachable as error:
         return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
 
@@ -288,33 +303,76 @@ def short_problems(
 ) -> list[Prompt]:
     """The problems that are not too long."""
     examples = {location: problem.content for location, problem in problems.items()}
-    skipped = too_long_prompts(config, examples, interfaces, tokenizer)
+    loaded = load_prompt_tokenizer(config, examples, tokenizer)
+    skipped = too_long_prompts(config, examples, interfaces, loaded)
     return [problem for location, problem in problems.items() if location not in skipped]
 
 
-def too_long_prompts(
-    config: Config, examples: Mapping[str, str | Messages], interfaces: Interfaces, tokenizer: str
-) -> set[str]:
-    """Check prompts by their locations as tokens of the model, the model's class on the way, and
-    conversations with environments. Return the locations of those to skip."""
-    model, data, path = config.model, config.data, tokenizer or config.model.path
+def load_prompt_tokenizer(
+    config: Config, examples: Mapping[str, str | Messages], path: str = ""
+) -> Any:
+    """Load the tokenizer of `path` (by default the model's). None: every character is a token, as
+    in the demo, which needs no transformers here."""
+    model, data, path = config.model, config.data, path or config.model.path
     is_demo = path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     if is_demo and not data.chat_template and not data.chat_template_kwargs:
-        # One token per character, so that the demo needs no transformers here.
         longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
-            return set()
+            return None
     if not data.chat_template and not model.trust_remote_code and lacks_chat_template(path):
         # The tokenizer, which takes seconds to load, would only confirm it.
         check_template(None, examples, data)
-    model_config, loaded = _model_config(config), tokenizer_of(config, path)
-    schemas = [each.schemas for each in interfaces.values()]
-    tools = max(schemas, key=lambda each: len(str(each)), default=[])
-    skipped = check_prompts(examples, loaded, config, tools)
+    return tokenizer_of(config, path)
+
+
+def too_long_prompts(
+    config: Config,
+    examples: Mapping[str, str | Messages],
+    interfaces: Interfaces,
+    tokenizer: Any,
+) -> set[str]:
+    """Check prompts by their locations as tokens of the model, the model's class on the way, and
+    conversations with environments. Return the locations of those to skip. `tokenizer`: that of
+    `load_prompt_tokenizer`."""
+    if tokenizer is None:
+        return set()
+    model_config = _model_config(config)
+    skipped = check_prompts(examples, tokenizer, config, _longest_tools(interfaces))
     for interface in interfaces.values():
-        end_tokens = {*load_eos_token_ids(model.path, model_config), loaded.eos_token_id}
-        Conversations(config, loaded, interface, end_tokens - {None})
+        end_tokens = {*load_eos_token_ids(config.model.path, model_config), tokenizer.eos_token_id}
+        Conversations(config, tokenizer, interface, end_tokens - {None})
     return skipped
+
+
+def describe_prompts(
+    config: Config, prompts: PromptStream, interfaces: Interfaces, tokenizer: Any
+) -> list[str]:
+    """Describe the number of rows, and the first prompt as the model sees it, special tokens and
+    tools included; with a warning for tools that the template does not show."""
+    train, num_rows, content = config.train, prompts.epoch_length, prompts.prompt(0).content
+    rows = "prompts: made as the run goes"
+    if num_rows is not None:
+        epochs = train.iterations * train.prompts_per_iteration / num_rows
+        rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epochs in {train.iterations} "
+        rows += "iterations"
+    ids: Sequence[Any] = str(content)
+    text, tools = str(content), _longest_tools(interfaces)
+    if tokenizer is not None:
+        variables = config.data.chat_template_kwargs | ({"tools": tools} if tools else {})
+        ids = render_prompt(content, tokenizer, variables)
+        text = tokenizer.decode(ids)
+    lines = printable(shorten(text, SHOWN_CHARACTERS), keep="\n").split("\n")
+    names = [tool["function"]["name"] for tool in tools]
+    hidden = [name for name in names if name not in text]
+    warning = f"warning: the chat template does not show the tools {', '.join(hidden)}"
+    shown = [rows, f"first prompt, {counted(len(ids), 'token')}:", *(f"  {each}" for each in lines)]
+    return shown + [warning] * bool(hidden)
+
+
+def _longest_tools(interfaces: Interfaces) -> list[Any]:
+    """The longest description of tools that prompts have."""
+    schemas = [each.schemas for each in interfaces.values()]
+    return max(schemas, key=lambda each: len(str(each)), default=[])
 
 
 def count_trained(config: Config, *, is_planned: bool = False) -> int | None:

@@ -202,9 +202,11 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
             f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="
             f"{config.data.max_prompt_length}), left: {checked.prompts.epoch_length}"
         )
-    if checked.num_trained is not None:
-        notes.append(
-            f"LoRA of rank {config.model.lora.rank}: {checked.num_trained:,} weights are trained "
-            "in addition to the model's own"
-        )
-    return [*notes, *checked.warnings]
+    if (trained := checked.num_trained) is not None:
+        share = ""
+        if checked.num_weights is not None:
+            total = checked.num_weights + trained
+            share = f" of {total:,} ({trained / total:.1%})"
+        rank = config.model.lora.rank
+        notes.append(f"LoRA of rank {rank}: trains {trained:,} weights{share}, the base is frozen")
+    return [*notes, *checked.about_prompts, *checked.warnings]
