@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, Section
 
@@ -43,11 +43,18 @@ class RuntimeConfig(Section):
     while the ring is full."""
 
 
+def _as_number(value: object) -> object:
+    return None if value == "all" else value
+
+
 class OutputConfig(Section):
     """Files and trackers that a run writes to."""
 
     dir: Annotated[str | None, MAY_CHANGE] = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
+    samples: Annotated[int | None, BeforeValidator(_as_number), MAY_CHANGE] = Field(default=1, ge=0)
+    """Groups of each iteration whose texts and rewards are written to samples.jsonl; `all` or null:
+    all of them."""
     log_to: Annotated[
         list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], EACH_ONCE, MAY_CHANGE
     ] = Field(default_factory=list)

@@ -54,7 +54,6 @@ from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
 TRAIN, EVALUATE = 0, 1
-SAMPLE_GROUPS = 1  # per iteration: their texts and rewards are written to samples.jsonl
 Key = tuple[int, int, int]
 """(TRAIN, iteration, prompt index) or (EVALUATE, evaluation_round, prompt index). Identifies a
 group and seeds the sampling of its sequences."""
@@ -392,7 +391,8 @@ class RolloutWorker:
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
         )
-        is_sample = own.index < SAMPLE_GROUPS and not is_rejected
+        kept = self.config.output.samples
+        is_sample = (kept is None or own.index < kept) and not is_rejected
         names = reward_names(self.config)
         scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
         samples = [
