@@ -46,21 +46,19 @@ VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEV
 RAY_RESOURCES = {"GPU": "cuda", "NPU": "npu"}
 """Ray's name of a kind of accelerators -> torch's."""
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-"""Set before torch is imported: `import torch` fails without it if torch_npu is installed but
-Ascend's libraries are not. `load_backend` loads the backend that is needed."""
+"""Set before torch is imported, which otherwise fails where torch_npu is installed without Ascend's
+libraries. `load_backend` loads the backend that is needed."""
 AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
 """Variables for processes of other programs, which do not call `load_backend`."""
 
 LOOPBACK = "127.0.0.1"
 SHARED_DEVICE_ENVIRONMENT = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
-"""Also set if two processes use one device: by default HCCL's ports are fixed per device, and
-CANN's guide says that such processes may then fail because of each other's ports."""
+"""For two processes on one device: HCCL's default ports are fixed per device, and may collide."""
 SURVIVE_BACKEND_ERRORS = {f"{name}_ASYNC_ERROR_HANDLING": "0" for name in ("TORCH_NCCL", "HCCL")}
-"""Set before the weight channel's group is made, after all others: by default, torch ends the
-process if another member is lost."""
+"""Set before the weight channel's group is made: else torch ends the process of a lost member."""
 NO_DUMPS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
-"""Set before any group is made: by default, torch ends every process nine minutes after a broadcast
-has failed, to write a dump, and dropping its group blocks for a minute."""
+"""Set before any group is made: by default torch ends every process minutes after a broadcast has
+failed, to write a dump, and dropping its group blocks for a minute."""
 NO_PEER_ACCESS = "NCCL_P2P_DISABLE=1"
 """Environment variable: GPUs copy to each other through the host's memory."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -78,8 +76,7 @@ SIOCGIFADDR = 0x8915  # of Linux's sockios.h
 DEVICE_NODES = Path("/dev")
 NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 CUDA_DRIVER, AMD_NODE = "libcuda.so.1", "kfd"
-"""torch needs one of these for a GPU. NVIDIA's device nodes may appear only at first use, so they
-are not sufficient to decide."""
+"""torch needs one of these for a GPU. NVIDIA's device nodes may appear only at first use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +86,20 @@ class AssumedDevices:
     kind: str
     count: int
     num_bytes: int  # memory of each
-    size: str  # as it was given: 80GiB, h100
 
     def __str__(self) -> str:
         return f"{self.count} x {self.num_bytes / 2**30:g} GiB ({self.kind})"
 
 
 def parse_assumed(text: str) -> AssumedDevices:
-    """Parse `8x80GiB`, `24GiB` (one device), `h100x8` or `8xh100`. Raises ConfigError for any other
-    text."""
+    """Parse `8x80GiB`, `24GiB` (one device), `h100x8` or `8xh100`. Raises ConfigError."""
     first, _, second = text.strip().lower().partition("x")
     for count, size in ((first, second), (second or "1", first)):
         given = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]+)?)gi?b?", size)
         gib = float(given[1]) if given else KNOWN_GIB.get(size, 0)
         if gib and re.fullmatch(r"[1-9][0-9]{0,3}", count):
             kind = ASCEND if size in ASCEND_PRODUCTS else "cuda"
-            num_bytes, name = int(gib * 2**30), size.replace("gib", "GiB")
-            return AssumedDevices(kind, int(count), num_bytes, name)
+            return AssumedDevices(kind, int(count), int(gib * 2**30))
     raise ConfigError(
         "--assume: expected the number of accelerators and the memory of each, as in 8x80GiB, "
         f"24GiB (one) or h100x8 (one of {', '.join(KNOWN_GIB)}), got '{text}'"
@@ -113,9 +107,8 @@ def parse_assumed(text: str) -> AssumedDevices:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Variables that let process groups listen on the network interface of `address` alone. Set in
-    every worker before torch is imported. Raises ConfigError if it is not the first IPv4 address of
-    any."""
+    """Variables that let process groups listen on the network interface of `address` alone, set
+    before torch is imported. Raises ConfigError if it is not the first IPv4 address of any."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
@@ -130,15 +123,13 @@ def network_environment(address: str) -> dict[str, str]:
 
 
 def num_device_nodes(kind: str) -> int:
-    """Number of accelerators that the system's driver shows; torch may not be able to use them."""
+    """Number of accelerators that the driver shows; torch may not be able to use them."""
     return len(list(DEVICE_NODES.glob(NODES[kind])))
 
 
 def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
-    """Kind and number of the accelerators that torch can use; ("cpu", 0) if there are none.
-
-    `is_asked`: the user has named accelerators. Raises ConfigError without Ascend's libraries.
-    """
+    """Kind and number of the accelerators that torch can use; ("cpu", 0) if there are none. Raises
+    ConfigError without Ascend's libraries. `is_asked`: the user has named accelerators."""
     # Without a driver torch, which takes seconds to import, is not needed.
     if has_driver("cuda"):
         import torch
@@ -167,8 +158,7 @@ def has_driver(kind: str) -> bool:
 
 
 def unusable_reason() -> str:
-    """Return why torch cannot use the GPUs of this machine, as a driver that is too old; an empty
-    string if it can, or there are none."""
+    """Return why torch cannot use this machine's GPUs; empty if it can, or there are none."""
     if has_driver("cuda"):
         import torch
 
@@ -192,8 +182,8 @@ def has_peer_access(kind: str, first: int, second: int) -> bool:
 
 @cache
 def memory_in_use(kind: str, index: int) -> tuple[int, str]:
-    """Return how many bytes of a GPU other programs hold, and which programs; 0 where that is not
-    known. Call it before workers start; `cache_clear` before each run."""
+    """Return how many bytes of a GPU other programs hold (0: unknown), and which programs. Call it
+    before workers start; `cache_clear` before each run."""
 
     def query(what: str) -> list[list[str]]:
         command = ["nvidia-smi", f"--id=GPU-{uuid}", "--format=csv,noheader,nounits", what]
@@ -232,11 +222,8 @@ def device_module(kind: str) -> Any:
 def visible_environment(
     kind: str, indices: Sequence[int], environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Environment that shows a process only these devices.
-
-    `indices` count the devices that `environment` shows. If the user has set the variable, they
-    select from its entries, which are device numbers or names.
-    """
+    """Environment that shows a process only these of the devices that `environment` shows. If the
+    user has set the variable, its entries are device numbers or names."""
     variable = VISIBLE_DEVICES[kind]
     seen = environment.get(variable)
     names = map(str, indices) if seen is None else (seen.split(",")[i].strip() for i in indices)
@@ -244,15 +231,15 @@ def visible_environment(
 
 
 def allocator_environment(kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment that lets torch extend blocks of a GPU's memory, which leaves fewer holes; empty
-    if `environment` configures it. Not for memory that is passed to `share_memory`."""
+    """Environment with which torch's memory on a GPU has fewer holes; empty if `environment`
+    configures it. Not for memory that is passed to `share_memory`."""
     is_set = "PYTORCH_ALLOC_CONF" in environment or "PYTORCH_CUDA_ALLOC_CONF" in environment
     return {} if kind != "cuda" or is_set else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def num_usable(kind: str) -> int:
-    """Number of devices that this process can use. After their first use its environment has no
-    effect any more, but `torch.cuda.device_count` may count by it."""
+    """Number of devices that this process can use. `torch.cuda.device_count` may count by the
+    environment, which has no effect after their first use."""
     import torch
 
     if kind == "cuda":
@@ -271,14 +258,13 @@ def device_label(kind: str, index: int) -> str:
 
 
 def limit_memory(device: torch.device, fraction: float) -> None:
-    """Limit this process's tensors to this fraction of the device's memory; an allocation beyond
-    it is an out-of-memory error. Contexts and communication buffers do not count."""
+    """Limit this process's tensors, not its other memory, to this fraction of the device's."""
     device_module(device.type).set_per_process_memory_fraction(fraction, 0)
 
 
 def share_memory(buffer: Tensor) -> str:
-    """Return a handle (JSON) with which one other process can open the memory of `buffer` [bytes]
-    on the same device. The buffer must outlive that process's use of it."""
+    """Return a handle (JSON) with which one other process can open `buffer` [bytes] on the same
+    device. The buffer must outlive that process's use of it."""
     storage: Any = buffer.untyped_storage()
     parts = storage._share_npu_() if buffer.device.type == "npu" else storage._share_cuda_()
     # torch counts readers in a named segment, which would be left behind after a kill.
@@ -290,8 +276,7 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
     """Open the bytes that another process shared with `share_memory`."""
     import torch
 
-    # Initialize the device in torch; each process sees one device.
-    buffer = torch.empty(0, dtype=torch.uint8, device=device)
+    buffer = torch.empty(0, dtype=torch.uint8, device=device)  # initializes the device
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(handle)]
     parts[0] = buffer.device.index  # its number in this process
     storage_class: Any = torch.UntypedStorage
@@ -341,8 +326,7 @@ def graph_pool() -> Any:
 
 @contextlib.contextmanager
 def refuse_waits() -> Iterator[None]:
-    """Raise RuntimeError where the process waits for its GPU. For use before `capture`: an error in
-    that leaks the memory of the graph."""
+    """Raise RuntimeError where the process waits for its GPU: errors in `capture` leak memory."""
     module = device_module("cuda")
     before = module.get_sync_debug_mode()
     try:
@@ -354,15 +338,12 @@ def refuse_waits() -> Iterator[None]:
 
 
 def capture(function: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T]:
-    """Capture the kernels that `function` launches, without running them, as a CUDA graph.
-
-    Return a function that replays them, and the result, which each replay overwrites. Raises an
-    error if a kernel cannot be captured.
-    """
+    """Capture the kernels that `function` launches, without running them, as a CUDA graph. Return a
+    function that replays them, and the result, which each replay overwrites."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    # The outer context restores the stream after an error, too. Other threads may use the device.
+    # The outer context restores the stream after an error. Other threads may use the device.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
@@ -380,8 +361,7 @@ _served: list[Any] = []  # stores live as long as the process
 
 
 def serve_store(listener: socket.socket) -> None:
-    """Serve the store to which `open_store` connects. torch's own server would listen on every
-    address."""
+    """Serve the store of `open_store`. torch's own server would listen on every address."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = listener.getsockname()
@@ -407,11 +387,8 @@ def open_store(store: str, timeout: timedelta) -> Any:
 def make_process_group(
     device: str, store: Any, rank: int, size: int, timeout: timedelta
 ) -> tuple[Any, Callable[[], None]]:
-    """Create a process group for buffers on `device`, separate from torch's default group.
-
-    Returns it and a function that ends its communication, after which it may be dropped. Otherwise
-    dropping it would wait for broadcasts in progress.
-    """
+    """Create a process group for buffers on `device`, separate from torch's default group. Return
+    it and a function to call before it is dropped, which otherwise waits for broadcasts."""
     import torch
     import torch.distributed as dist
 
@@ -456,10 +433,7 @@ def join_train_world(
     device: torch.device, store: str, rank: int, size: int, timeout: timedelta
 ) -> None:
     """Create torch's default process group, of the train ranks: the device's backend for weights
-    and gradients, Gloo for small tensors on the CPU.
-
-    `store`: see `open_store`.
-    """
+    and gradients, Gloo for small tensors on the CPU. `store`: see `open_store`."""
     import torch
     import torch.distributed as dist
 
@@ -474,8 +448,7 @@ def join_train_world(
 
 
 def join_checkpoint_group() -> dist.ProcessGroup:
-    """Create a CPU process group of all train ranks for the threads that write checkpoints: a rank
-    waits in it while another writes to a slow disk. If a rank dies the supervisor ends all."""
+    """Create a CPU process group of all train ranks, for the threads that write checkpoints."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))  # type: ignore[no-any-return]

@@ -2,12 +2,10 @@
 
     controller ──Command──► worker ──WorkerEvent──► controller ──Event──► observer, observer, …
 
-Commands and worker events cross one pipe per worker. They are small: completions cross in the ring
-buffer, weights in the weight channel. Observers (run folder, live view, trace, trackers) get the
-run's own events, and every worker event inside a `FromWorker` (a Note comes without it). The trace
-is these events as JSON: `easyrl watch` reads them back and shows the same.
-
-Times are seconds of `time.monotonic`, which all processes of one machine share.
+Commands and worker events cross one pipe per worker; completions cross in the ring buffer, weights
+in the weight channel. Observers (run folder, live view, trace, trackers) get the run's own events,
+and every worker event inside a `FromWorker` (a Note comes without it). The trace is these events as
+JSON: `easyrl watch` reads them back. Times are those of `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -78,8 +76,8 @@ class Generate(Command):
     prompts: Sequence[IndexedPrompt]
     is_last_round: bool  # no group is rejected: there is no further round to replace it
     known: Mapping[int, int] = field(default_factory=dict)
-    """Prompt index -> checksum of groups that a dead worker has delivered. They are generated
-    again, compared and dropped."""
+    """Prompt index -> checksum of groups that are generated again, compared and dropped: a dead
+    worker has delivered them."""
 
 
 class Evaluate(Command):

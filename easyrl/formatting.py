@@ -6,8 +6,7 @@ from easyrl import DISTRIBUTION
 
 
 class ConfigError(ValueError):
-    """An error in a user's settings. The message has one line per problem: the key, what was
-    expected, and what it got."""
+    """An error in a user's settings: one line per problem, with the key, what was expected, got."""
 
 
 def counted(count: int, noun: str) -> str:

@@ -41,11 +41,8 @@ def allowed_cores() -> frozenset[int]:
 
 
 def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """Disjoint core sets of equal size, one per worker; hyperthreads of a core stay together.
-
-    Empty if there are not more cores than workers, or under a quota: a quota is a share of the time
-    of all cores, which other containers use as well.
-    """
+    """Disjoint core sets of equal size, one per worker; hyperthreads of a core stay together. Empty
+    if there are not more cores than workers, or under a quota: other containers use these too."""
     allowed = sorted(allowed_cores(), key=_position)
     if num_workers >= len(allowed) or num_cores() < len(allowed):
         return ()
@@ -62,12 +59,9 @@ def pin(cores: Collection[int]) -> None:
 
 
 def spin_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that bound how long a waiting OpenMP thread spins.
-
-    Empty if `environment` sets one of them. With GNU OpenMP's default of 300,000 turns, threads on
-    contended cores spin while the thread they wait for cannot run, and an iteration takes minutes
-    instead of seconds. Without spinning, two threads are slower than one.
-    """
+    """Environment variables that bound how long a waiting OpenMP thread spins; empty if
+    `environment` sets one of them. With GNU OpenMP's 300,000 turns, an iteration on contended cores
+    takes minutes instead of seconds. Without spinning, two threads are slower than one."""
     is_set = "GOMP_SPINCOUNT" in environment or "OMP_WAIT_POLICY" in environment
     return {} if is_set else {"GOMP_SPINCOUNT": "10000"}
 
@@ -144,12 +138,9 @@ LARGEST_THRESHOLD = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for reuse instead of returning it to the kernel.
-
-    By default a trainer on the CPU, whose activations are allocated and freed in every micro-batch,
-    spends about a tenth of its time on page faults. The cost is fragmentation: the peak grew from
-    1014 to 1291 MiB with 13 million parameters. Does nothing with another C library.
-    """
+    """Let glibc keep freed memory for reuse: by default a trainer on the CPU spends about a tenth
+    of its time on page faults. The cost is fragmentation: the peak grew from 1014 to 1291 MiB with
+    13 million parameters. Does nothing with another C library."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)

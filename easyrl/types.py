@@ -56,8 +56,7 @@ def with_none(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answers_of(value: Any) -> list[str]:
-    """Return the texts that a row's answer accepts: none where it is missing, each of a list, and
-    of `18.0` also `18`."""
+    """Return the texts that a row's answer accepts: each of a list, and of `18.0` also `18`."""
     values = value if isinstance(value, list | tuple | np.ndarray) else [value]
     texts = [str(each) for each in values if not is_missing(each)]
     floats = [float(text) for text in texts if FLOAT.fullmatch(text)]
@@ -118,8 +117,7 @@ class RolloutGroup:
     iteration: int
     policy_version: int
     group_index: int
-    """Index in the iteration, from 0. It orders groups. A replacement has the index of the group
-    that it replaces."""
+    """Index in the iteration, from 0. It orders groups. A replacement keeps the group's index."""
     prompt_index: int
     prompt_ids: Int32  # [P]
     completion_lengths: Int32  # [G]
@@ -158,9 +156,7 @@ class RolloutGroup:
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The input of one forward and backward: rollouts packed into one row (`workers.packing`).
-
-    Shapes: T tokens of the row, K completion tokens in it, C completions.
-    """
+    Shapes: T tokens of the row, K completion tokens in it, C completions."""
 
     input_ids: np.ndarray  # [T] int64
     position_ids: np.ndarray  # [T] int64: every completion continues from its prompt's positions

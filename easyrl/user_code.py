@@ -32,8 +32,7 @@ sources: dict[str, str] = {}
 def load_function(
     spec: str, key: str, forms: str = FORMS, kind: Kind = "function"
 ) -> Callable[..., Any]:
-    """Load the function or class that `spec` names. `key`: of the config, for the error; `forms`:
-    what it accepts. Raises ConfigError."""
+    """Load the function or class that `spec` names. Raises ConfigError with `key` and `forms`."""
     path, _, name = spec.rpartition(":")
     if own := _list_file(spec.rstrip(":"), kind):
         raise ConfigError(f"{key}: expected one {kind} of the file, {own}, got '{spec}'")
@@ -51,8 +50,7 @@ def load_function(
 
 
 def _list_file(file: str, kind: Kind) -> str:
-    """List the functions or classes of a Python file as `file.py:function or …`; empty if it is
-    none, or has none."""
+    """List the functions or classes of a Python file as `file.py:function or …`."""
     wanted = ast.ClassDef if kind == "class" else ast.FunctionDef | ast.AsyncFunctionDef
     found = [each for each in _parsed(_file(file)).body if isinstance(each, wanted)]
     return " or ".join(f"{file}:{each.name}" for each in found if each.name[0] != "_")
@@ -75,8 +73,7 @@ def read_files(specs: Iterable[str]) -> dict[str, str]:
 
 
 def digest_files(specs: Iterable[str]) -> str:
-    """Digest the files of these functions, which can be loaded, and the modules beside them that
-    they import; empty if there are no files."""
+    """Digest the files of these functions and the modules beside them that they import, if any."""
     paths = dict.fromkeys(spec.rpartition(":")[0] for spec in specs)
     named = [path if path.endswith(".py") else _load(path).__file__ for path in paths if path]
     files, text = [_file(path) for path in named if path], ""

@@ -25,7 +25,6 @@ from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Supervisor
 
 STATUS = {"command": "status"}
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -145,30 +144,6 @@ def test_a_client_that_sends_nothing_keeps_nobody_waiting(
     assert silent.recv(1) == b"" and json.loads(other.recv(1000)).keys() == {"error"}
     silent.close()
     other.close()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(folder: Path, control: ControlSocket) -> None:
-    """Even where the file's mode lets it connect."""
-    reached = os.open(folder, os.O_RDONLY)
-    (folder / "control.sock").chmod(0o666)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    os.seteuid(NOBODY)
-    try:
-        connection.connect(f"/proc/self/fd/{reached}/control.sock")
-        connection.send(b'{"say": 1}')
-        os.seteuid(0)
-        folder.chmod(0o700)
-        os.seteuid(NOBODY)
-        with pytest.raises(ValueError, match="run of your own"):
-            request(folder, STATUS)
-    finally:
-        os.seteuid(0)
-    control.serve()
-    assert "expected a request of user" in json.loads(connection.recv(MAX_BYTES))["error"]
-    assert control.num_refused == 1
-    connection.close()
-    os.close(reached)
 
 
 def test_without_sockets_the_run_continues(folder: Path) -> None:

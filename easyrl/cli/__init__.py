@@ -67,18 +67,9 @@ def main() -> None:
     """The console script."""
     for name, value in NO_AUTOLOAD.items():
         os.environ.setdefault(name, value)
-    _open_standard_streams()
     try:
         app(prog_name="easyrl")
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # `| head` has read enough
             raise SystemExit(0) from None
         raise
-
-
-def _open_standard_streams() -> None:
-    """Open closed standard streams (`>&-`) on /dev/null. Otherwise the next file opened gets
-    their number, and receives what this process and the workers print."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)

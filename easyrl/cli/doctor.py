@@ -1,7 +1,7 @@
 """`easyrl doctor`: check what EasyRL can use on this machine, and print how to fix the rest.
 
 A line is `ok`, a `warning` (some runs cannot start or are slower), or `failed` (no run can start).
-The last two contain a remedy. Nothing on the machine is changed.
+The last two contain a remedy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,6 @@ from easyrl.runtime import self_test
 
 SUPPORTED = {"torch": ">=2.10,<2.16", "transformers": ">=5.14", "peft": ">=0.21"}
 """Lower bounds as in pyproject.toml; the upper bound is above the newest version tested."""
-OPTIONAL = {"peft": "LoRA"}
 GIB = 2**30
 MEMORY_BYTES, SHARED_MEMORY_BYTES, DISK_BYTES = GIB, GIB, GIB // 64
 """Needed by any run; by vLLM and several accelerators, in /dev/shm; by the demo's run folder."""
@@ -71,25 +70,23 @@ def check() -> Iterator[Line]:
         text, remedy = "none, but kernels for GPUs need one", "apt install gcc"
         yield Line("C compiler", "warning", text, remedy)
     yield _vllm(kind)
-    available = available_memory_bytes()
-    text = f"{_size(available)} available, {num_cores()} CPU cores"
-    yield _at_least(MEMORY_BYTES, available, Line("memory", "failed", text, "end other programs"))
+    available, what = available_memory_bytes(), f"available, {num_cores()} CPU cores"
+    line = Line("memory", "failed", what, "end other programs")
+    yield _at_least(MEMORY_BYTES, available, line)
     if len(lines) > 1 or platforms.vllm_version() is not None:
-        free = _free_bytes(Path("/dev/shm"))
         remedy = "docker run --shm-size=8g: vLLM and several devices need it"
-        line = Line("shared memory", "warning", f"{_size(free)} free in /dev/shm", remedy)
-        yield _at_least(SHARED_MEMORY_BYTES, free, line)
-    free = _free_bytes(Path.cwd())
-    line = Line("disk", "failed", f"{_size(free)} free for runs", "use another folder: --output")
-    yield _at_least(DISK_BYTES, free, line)
+        line = Line("shared memory", "warning", "free in /dev/shm", remedy)
+        yield _at_least(SHARED_MEMORY_BYTES, _free_bytes(Path("/dev/shm")), line)
+    line = Line("disk", "failed", "free for runs", "use another folder: --output")
+    yield _at_least(DISK_BYTES, _free_bytes(Path.cwd()), line)
     yield _code_sandbox()
 
 
 def _package(name: str) -> Line:
     bounds, version = SUPPORTED[name], platforms.package_version(name)
     remedy = f"pip install '{name}{bounds}'"
-    if version is None and name in OPTIONAL:
-        return Line(name, "ok", f"not installed; only {OPTIONAL[name]} needs it")
+    if version is None and name == "peft":
+        return Line(name, "ok", "not installed; only LoRA needs it")
     if version is None:
         return Line(name, "failed", "not installed", remedy)
     if not SpecifierSet(bounds).contains(Version(version).base_version):
@@ -144,8 +141,9 @@ def _code_sandbox() -> Line:
     return Line("code sandbox", "ok", "bwrap")
 
 
-def _at_least(needed: int, found: int, otherwise: Line) -> Line:
-    return otherwise if found < needed else Line(otherwise.name, "ok", otherwise.text)
+def _at_least(needed: int, found: int, line: Line) -> Line:
+    text, is_enough = f"{_size(found)} {line.text}", found >= needed
+    return Line(line.name, "ok", text) if is_enough else replace(line, text=text)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -7,23 +7,13 @@ from typing import Annotated
 
 from typer import Option
 
-from easyrl.cli.common import (
-    ConfigFile,
-    Environment,
-    InferDevices,
-    NoLive,
-    RayAddress,
-    Reward,
-    Seed,
-    Words,
-    command,
-)
+from easyrl.cli import common
 
 
-@command
+@common.command
 def evaluate(
     *,
-    config: ConfigFile = None,
+    config: common.ConfigFile = None,
     model: Annotated[
         str | None, Option(help="`tiny`, a folder, a hub id, a run, a checkpoint or an adapter.")
     ] = None,
@@ -31,21 +21,21 @@ def evaluate(
         str | None, Option(metavar="MODEL", help="The model that an adapter belongs to.")
     ] = None,
     dataset: Annotated[str | None, Option(help="A preset, file, folder or hub id.")] = None,
-    reward: Reward = None,
-    environment: Environment = None,
+    reward: common.Reward = None,
+    environment: common.Environment = None,
     num_samples: Annotated[int | None, Option(help="Completions per problem.")] = None,
     engine: Annotated[str | None, Option(help="vllm or embedded.")] = None,
-    infer_devices: InferDevices = None,
-    ray_address: RayAddress = None,
+    infer_devices: common.InferDevices = None,
+    ray_address: common.RayAddress = None,
     output: Annotated[
         str | None, Option(metavar="DIR", help="Folder of the results; a stopped one continues.")
     ] = None,
-    seed: Seed = None,
+    seed: common.Seed = None,
     compare: Annotated[
         Path | None, Option(metavar="EVAL", help="Compare with this evaluation (its folder).")
     ] = None,
-    no_live: NoLive = False,
-    words: Words = None,
+    no_live: common.NoLive = False,
+    words: common.Words = None,
 ) -> int:
     """Evaluate a model: accuracy with its standard error, pass@k."""
     from easyrl.config import load_config, options_by_key

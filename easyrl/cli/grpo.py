@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from easyrl.cli.common import (
-    USER_ERROR,
-    ConfigFile,
-    Environment,
-    InferDevices,
-    NoLive,
-    RayAddress,
-    Reward,
-    Seed,
-    TrainDevices,
-    Words,
-    command,
-    echo,
-)
+from easyrl.cli import common
 from easyrl.formatting import ConfigError
 
 if TYPE_CHECKING:
@@ -31,37 +18,37 @@ if TYPE_CHECKING:
 
 NOTHING_FITS = (
     "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
-    "checkpointing, offloading, fewer groups in flight; use more or larger devices{}, a smaller "
+    "checkpointing, offloading, fewer groups in flight; use more or larger devices, a smaller "
     "model or shorter sequences"
 )
 
 
-@command
+@common.command
 def grpo(
     *,
-    config: ConfigFile = None,
+    config: common.ConfigFile = None,
     model: Annotated[
         str | None, Option(help="`tiny`, a folder, a hub id, a run or a checkpoint.")
     ] = None,
     dataset: Annotated[
         list[str] | None, Option(help="A preset, file, folder or hub id; several are mixed.")
     ] = None,
-    reward: Reward = None,
-    environment: Environment = None,
-    infer_devices: InferDevices = None,
-    train_devices: TrainDevices = None,
+    reward: common.Reward = None,
+    environment: common.Environment = None,
+    infer_devices: common.InferDevices = None,
+    train_devices: common.TrainDevices = None,
     spare_devices: Annotated[
         str | None, Option(help="More devices that may generate (runtime.autoscale).")
     ] = None,
-    ray_address: RayAddress = None,
+    ray_address: common.RayAddress = None,
     output: Annotated[str | None, Option(metavar="DIR", help="The run folder.")] = None,
     iterations: Annotated[int | None, Option(help="Iterations in all, resumed or not.")] = None,
-    seed: Seed = None,
+    seed: common.Seed = None,
     schedule: Annotated[str | None, Option(help="periodic or sync.")] = None,
     resume: Annotated[
         Path | None, Option(metavar="RUN", help="Resume this run from its newest checkpoint.")
     ] = None,
-    no_live: NoLive = False,
+    no_live: common.NoLive = False,
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print settings, placement and memory, and stop.")
     ] = False,
@@ -72,7 +59,7 @@ def grpo(
     full: Annotated[
         bool, Option("--full", help="With --dry-run: print every setting, not only changed ones.")
     ] = False,
-    words: Words = None,
+    words: common.Words = None,
 ) -> int:
     """Train a model with GRPO."""
     from easyrl.config import load_config, options_by_key
@@ -121,7 +108,7 @@ def _print_plan(
         plan, has_lora = make_plan(planned, assumed), config.model.lora.rank is not None
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
-    echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
+    common.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
     lines = plan.text.splitlines()
     if plan.changes and resume is None:
         start = ["--config", str(file)] if file else []
@@ -132,10 +119,7 @@ def _print_plan(
         if "train.offload" in plan.changes and not has_lora:
             lines.append("LoRA needs much less (model.lora.rank=16)")
     elif plan.is_tight and not plan.changes and assumed is not None:
-        fitting = " or ".join(f"--assume {each}" for each in plan.larger)
-        more = f" (a command fits with {fitting})" if fitting else ""
-        more += "" if has_lora else ", LoRA (model.lora.rank)"
-        lines += ["", NOTHING_FITS.format(more)]
+        lines += ["", NOTHING_FITS + ("" if has_lora else ", or LoRA (model.lora.rank)")]
     for line in lines:  # comments: the whole output is a config file
-        echo(f"# {line}".rstrip())
-    return 0 if plan.would_start else USER_ERROR
+        common.echo(f"# {line}".rstrip())
+    return 0 if plan.would_start else common.USER_ERROR

@@ -5,8 +5,7 @@
     defaults  <  --config FILE.yaml  <  named flags  <  section.key=value words
 
 A `Config` is checked when it is made. The docstrings of the keys are the comments that
-`easyrl config` prints, and the text of docs/settings.md. A section may hold another one
-(`model.lora`).
+`easyrl config` prints, and the text of docs/settings.md.
 """
 
 from __future__ import annotations
@@ -23,36 +22,18 @@ from typing import Any, Literal, Self, get_origin
 import yaml
 from pydantic import ValidationError, model_validator
 
-from easyrl.config.algorithm import AlgorithmConfig
-from easyrl.config.data import DataConfig
+from easyrl.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from easyrl.config.data import DataConfig as DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
 from easyrl.config.hints import INSTEAD, SYNONYMS, similar_names
 from easyrl.config.model import ModelConfig
-from easyrl.config.reward import RewardConfig
+from easyrl.config.reward import RewardConfig as RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
 from easyrl.config.section import MAY_CHANGE, Mark, Section, is_section, kinds
 from easyrl.config.train import TrainConfig
-from easyrl.formatting import ConfigError
-
-__all__ = [
-    "AlgorithmConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "RewardConfig",
-    "TrainConfig",
-    "by_name",
-    "change_config",
-    "find_keys",
-    "key_hint",
-    "keys_marked",
-    "load_config",
-    "settings_markdown",
-    "to_arguments",
-    "to_commented_yaml",
-]
+from easyrl.formatting import ConfigError as ConfigError
 
 
 class Config(Section):
@@ -180,6 +161,7 @@ OPTIONS = {
 EVAL_OPTIONS = {"num_samples": "eval.num_samples", "engine": "rollout.engine"}
 """Those that only `easyrl eval` and `easyrl.evaluate` have."""
 NEWLINE = re.compile(r"(?<!\\)\\n(?!(abla|e|eg|eq|ewline|exists|i|mid|ot|otin|u)(?![A-Za-z]))")
+NAME = re.compile(r"[A-Za-z_~/.][\w~/.:@+-]*", re.ASCII)
 INPUTS = "inputs"
 """Subfolder of a run: objects of Python that it was given, or a model that was made for it."""
 
@@ -232,8 +214,7 @@ def load_config(
 
 
 def move_inputs(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the settings of a run, by section, with its inputs in `folder`: a run folder may have
-    been moved or copied."""
+    """Return the settings of a run, by section, with its inputs in `folder`, perhaps a copy."""
     before = (settings.get("output") or {}).get("dir")
     text = json.dumps(settings).replace(f'"{before}/{INPUTS}/', f'"{folder.absolute()}/{INPUTS}/')
     return dict(json.loads(text))
@@ -248,8 +229,7 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _put(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Set a key, by its full name, in sections with their keys. A section that is no mapping is
-    left for the validation to refuse."""
+    """Set a key by its full name. A section that is no mapping is left for the validation."""
     *sections, key = name.split(".")
     for section in sections:
         if settings.get(section) is None:
@@ -281,10 +261,6 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes what any reader of YAML could take for something else."""
-
-
 # What a scalar without quotes means: as in JSON or Python, also 1e-6; else a string (no dates).
 for kind, pattern in {
     "null": r"~|null|Null|NULL|None|",
@@ -292,9 +268,7 @@ for kind, pattern in {
     "int": r"[-+]?(0|[1-9][0-9_]*)",
     "float": r"[-+]?(?!0[0-9])([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?",
 }.items():
-    for yaml_class in (_Loader, _Dumper):
-        tag = f"tag:yaml.org,2002:{kind}"
-        yaml_class.add_implicit_resolver(tag, re.compile(f"({pattern})$"), None)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"({pattern})$"), None)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
@@ -319,12 +293,10 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_word(word: str) -> tuple[str, Any]:
-    """Read `train.learning_rate=1e-6`: the key's name and its value.
-
-    The value is YAML. But for a key that takes a string every text is one, as in
-    `reward.pattern=[0-4]$`, except null, text in quotes and, where the key takes them, lists and
-    mappings. In the section `data`, a typed \\n ends a line, unless it begins a LaTeX command.
-    """
+    """Read `train.learning_rate=1e-6`: the key's name and its value, as YAML. But for a key that
+    takes a string every text is one, as in `reward.pattern=[0-4]$`, except null, text in quotes
+    and, where the key takes them, lists and mappings. In the section `data`, a typed \\n ends a
+    line, unless it begins a LaTeX command."""
     name, equals, text = word.partition("=")
     name, first = name.strip(), text.strip()[:1]
     if not equals:
@@ -372,11 +344,8 @@ def key_hint(name: str, suffix: str = "") -> str:
 def to_commented_yaml(
     config: Config, *, only_changes: bool = False, only: Collection[str] = ()
 ) -> str:
-    """Print the config as YAML with comments, which loads again to an equal config.
-
-    `only_changes`: only the keys whose value is not the default; `only`: only these keys, and those
-    of these sections. A comment then gives the default.
-    """
+    """Print the config as YAML with comments. `only_changes`: only the keys whose value is not the
+    default; `only`: only these keys and sections. A comment then gives the default."""
     shown = {
         name
         for name in KEYS
@@ -407,8 +376,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def find_keys(names: Sequence[str], search: str | None) -> list[str]:
-    """Return these keys and sections, and the keys that have `search` in their name or meaning.
-    Raises ConfigError for a name that does not exist, or if nothing is found."""
+    """Return these keys and sections, and the keys that `search` finds. Raises ConfigError."""
     for name in names:
         if name not in KEYS and name not in SECTIONS:
             raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
@@ -430,20 +398,16 @@ def _comment(text: str | None, indent: str) -> str:
 
 
 def _yaml_value(value: Any) -> str:
+    """Write a value as JSON, which is YAML, but names without quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml_value, value))}]"
     is_printable = not re.search(r"\\[xuU]", repr(value))
-    if isinstance(value, dict):  # as JSON, which shows what is a string and what a number
+    if not isinstance(value, str):
         return json.dumps(value, ensure_ascii=not is_printable)
-    # In double quotes an end of line is written as an escape and stays on its line.
-    style = '"' if re.search(r"\\[nxuU]", repr(value)) else None
-    text = yaml.dump(
-        value,
-        Dumper=_Dumper,
-        default_flow_style=True,
-        default_style=style,
-        width=2**31,
-        allow_unicode=is_printable,
-    )
-    return re.sub(r"\n?\.\.\.\n$|\n$", "", text)
+    if NAME.fullmatch(value) and yaml.safe_load(value) == value:
+        return value
+    quoted = yaml.safe_dump(value, default_style='"', width=2**31, allow_unicode=is_printable)
+    return quoted.rstrip("\n")
 
 
 def to_arguments(config: Config, base: Config) -> list[str]:

@@ -36,8 +36,7 @@ class DeviceSet:
 
 
 def parse_device_set(text: str) -> DeviceSet:
-    """Parse `0-3`, `0,2,5`, `0-1,4`, `cpu`, `cpu:3`, `ray:4` or `ray:cpu:4`. Raises ValueError for
-    any other text."""
+    """Parse `0-3`, `0,2,5`, `0-1,4`, `cpu`, `cpu:3`, `ray:4` or `ray:cpu:4`. Raises ValueError."""
     if match := re.fullmatch(r"ray:(cpu:)?([1-9][0-9]{0,3})", text.strip()):
         kind: Literal["cpu", "accelerator"] = "cpu" if match[1] else "accelerator"
         return DeviceSet(kind, tuple(range(int(match[2]))), is_ray=True)
@@ -86,8 +85,7 @@ class DevicesConfig(Section):
     spare: Annotated[str | None, AfterValidator(_check), MAY_CHANGE] = None
     """More devices that may generate, used by `runtime.autoscale`."""
     max_rollout_workers: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
-    """Most rollout workers that the run may have (`easyrl scale`); null: those of `infer` and
-    `spare`."""
+    """Most rollout workers of the run (`easyrl scale`); null: those of `infer` and `spare`."""
     ray_address: Annotated[str | None, MAY_CHANGE] = None
     """Address of the Ray cluster (`HOST:PORT`) for `ray:` devices; `local`: start one for this run.
     Null: the one in RAY_ADDRESS, or that runs on this machine, or `local` if there is none."""

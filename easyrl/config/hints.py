@@ -47,8 +47,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def similar_names(name: str, names: Collection[str]) -> list[str]:
-    """Return up to three of `names` that an unknown one, as `train.lr` or `learning-rate`, may
-    mean."""
+    """Return up to three of `names` that an unknown one, as `train.lr`, may mean."""
     typed = name.lower().replace("-", "_")
     section, _, last = typed.rpartition(".")
     last = SYNONYMS.get(last, last)

@@ -34,12 +34,6 @@ class LoraConfig(Section):
                 raise ValueError(f"model.lora.{key}: expected model.lora.rank too, got {value}")
         return self
 
-    @property
-    def resolved_alpha(self) -> int:
-        """`alpha` with its default. There must be a rank."""
-        assert self.rank is not None
-        return 2 * self.rank if self.alpha is None else self.alpha
-
 
 class ModelConfig(Section):
     """The policy that is trained."""

@@ -20,8 +20,7 @@ class RolloutConfig(Section):
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; a longer one is cut off."""
     stop: Annotated[list[str], EACH_ONCE, COMPARED] = Field(default_factory=list)
-    """Strings that end a completion, as in ["\\n\\n", END]. Their own tokens are trained, and
-    rewards see them."""
+    """Strings that end a completion, as in ["\\n\\n", END]. They are trained; rewards see them."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature, of generation and of the trained distribution alike."""
     top_k: int = Field(default=0, ge=0)
@@ -53,8 +52,7 @@ class RolloutConfig(Section):
     tool_format: Annotated[
         Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"], COMPARED
     ] = "auto"
-    """How the model writes a tool call. `auto`: by the tokenizer's `response_template`, else by the
-    chat template."""
+    """Form of a tool call. `auto`: the tokenizer's `response_template`, or by its chat template."""
     max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
     after the prompt, also those of tools."""
@@ -81,8 +79,7 @@ class RolloutConfig(Section):
 
     @property
     def environments(self) -> dict[str, str | None]:
-        """The environments by name. One that is alone has the name "", and with tools alone it is
-        None."""
+        """The environments by name. A single one has the name "", and is None with tools alone."""
         if isinstance(self.environment, dict):
             return dict(self.environment)
         return {"": self.environment}

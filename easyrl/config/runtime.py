@@ -36,8 +36,7 @@ class RuntimeConfig(Section):
     restart_window_seconds: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0.0)
     """Time in seconds over which `max_restarts` counts."""
     restart: Annotated[Literal["never", "on_failure"], MAY_CHANGE] = "never"
-    """`on_failure`: a run that fails, or whose train worker or controller dies, resumes from its
-    newest checkpoint by itself."""
+    """`on_failure`: resume from the newest checkpoint when the run fails or the controller dies."""
     autoscale: Annotated[bool, MAY_CHANGE] = False
     """Add rollout workers on `devices.spare` while the trainer waits for groups, and remove them
     while the ring is full."""

@@ -20,8 +20,7 @@ class TrainConfig(Section):
     """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
     strictly on-policy: the others train on rollouts of the policy before it."""
     learning_rate: float | None = Field(default=None, ge=0.0)
-    """Peak learning rate; null: 3e-4 for a built-in model, 1e-6 for any other, and ten times that
-    with LoRA (`model.lora.rank`)."""
+    """Peak learning rate; null: 3e-4 for a built-in model, else 1e-6; with LoRA ten times that."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up; linear and cosine fall to 0."""
     warmup_iterations: int = Field(default=2, ge=0)
@@ -33,8 +32,7 @@ class TrainConfig(Section):
     4096, or the longest prompt + completion if that is more; on accelerators up to 32768 if its
     memory allows, unless the run is deterministic."""
     activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
-    """Compute each layer again in the backward pass: far less memory for a third more time. It does
-    not change the result."""
+    """Compute each layer again in backward: the same result, far less memory, a third more time."""
     compile: Annotated[bool, MAY_CHANGE] = False
     """Compile the model's layers with torch.compile, which fuses their elementwise operations. The
     first iterations take seconds to minutes longer. On the CPU it needs a C++ compiler. Not for
@@ -50,15 +48,12 @@ class TrainConfig(Section):
     over the devices after each micro-batch. False: once per update, which is faster and takes the
     memory of the whole model and its gradient. Auto: false on accelerators where that fits."""
     save_every: Annotated[int | None, MAY_CHANGE] = Field(default=10, ge=1)
-    """Iterations between checkpoints; null: none in between. The last iteration of a run, also of a
-    stopped one, is always saved."""
+    """Iterations between checkpoints; null: only the last iteration, also of a stopped run."""
     keep_checkpoints: Annotated[int, MAY_CHANGE] = Field(default=2, ge=0)
-    """Newest checkpoints to keep, each three times the trained weights in size; 0: none is written,
-    and the run cannot be resumed."""
+    """Newest checkpoints to keep, each three times the trained weights; 0: none, no resuming."""
     eval_every: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
-    """Iterations between evaluations on held-out problems (`eval.dataset`, `data.num_held_out`); 0:
-    only before the first iteration and after the last. The checkpoint with the highest accuracy is
-    kept as checkpoints/best."""
+    """Iterations between evaluations on held-out problems (`eval.dataset`, `data.num_held_out`),
+    whose best checkpoint is kept as checkpoints/best. 0: before the first and after the last."""
 
     @property
     def keep_best(self) -> bool:

@@ -73,7 +73,7 @@ class Adapter:
         assert lora.rank is not None
         config = peft.LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.resolved_alpha,
+            lora_alpha=lora.alpha or 2 * lora.rank,
             target_modules=_targets(model, lora, path),
             task_type="CAUSAL_LM",
         )

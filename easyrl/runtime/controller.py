@@ -24,13 +24,9 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
-A rollout worker that dies is replaced, and what it has not put into the ring waits again
-(`Fleet._on_lost`). The replacement gets the weights from train rank 0 alone, then prompts, in the
-same iteration if that is still going on.
-
-At most one checkpoint is being written. If the next one is due meanwhile, the controller waits
-before it sends anything else: a train worker that waited for its writer would keep the rollout
-workers waiting for weights.
+`Fleet` replaces rollout workers that die. At most one checkpoint is being written: if the next one
+is due meanwhile, the controller waits before it sends anything else, as a train worker that waited
+for its writer would keep the rollout workers waiting for weights.
 
 A signal stops the run at the end of the last complete iteration. If that has no checkpoint yet,
 `Halt` makes the train worker drop the current iteration, and the checkpoint is written. A second
@@ -43,8 +39,6 @@ import contextlib
 import math
 import signal
 import time
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -53,20 +47,12 @@ from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet, count_devices
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
+from easyrl.runtime import metrics
 from easyrl.runtime.control import serving
 from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger, ledger_of_iteration
-from easyrl.runtime.metrics import (
-    NO_LEARNING_ITERATIONS,
-    best_of,
-    evaluation_metrics,
-    iteration_metrics,
-    logged_metrics,
-    no_learning_warning,
-    summarize,
-)
 from easyrl.runtime.placement import check_scale, device_names, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
@@ -104,11 +90,8 @@ class Controller:
         self.state = replace(
             before, config=config.model_dump(mode="json"), identity=checked.identity
         )
-        lines = folder.read_metrics()
-        self._metrics: Mapping[str, Any] = lines[-1] if lines else {}  # of the newest iteration
-        self._newest = deque(lines, maxlen=NO_LEARNING_ITERATIONS)
+        self._lines = folder.read_metrics()  # metrics of the iterations
         self._is_warned = False  # that the run may learn nothing
-        self._best = best_of(lines)  # metrics of the iteration with the highest accuracy
         self._num_devices = count_devices(device_names(checked.placement).values())
         self._accuracy_after: float | None = None
         self._newest_checkpoint = before.policy_version  # written, or being written
@@ -158,9 +141,10 @@ class Controller:
         except Interrupted as interrupted:
             self._save_last_boundary(interrupted)
             raise
-        lines = self.folder.read_metrics()
         return {
-            **summarize(lines, self.config, self.state, num_devices=self._num_devices),
+            **metrics.summarize(
+                self._lines, self.config, self.state, num_devices=self._num_devices
+            ),
             "accuracy_after": self._accuracy_after,
             "wall_seconds": self._wall_seconds,
             "weights_sha256": sha256,
@@ -188,7 +172,6 @@ class Controller:
         return self._scale(numbered(wanted, self.checked.placement))
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
-        """Let rollout workers come and go, so that those on `wanted` remain."""
         before = self.fleet.infer_devices
         check_scale(self.config, self.checked.placement, before, wanted, self.fleet.changing)
         self.fleet.scale(wanted)
@@ -203,8 +186,7 @@ class Controller:
         return number and min(number, self.config.train.prompts_per_iteration)
 
     def _autoscale(self) -> None:
-        """Change to the number of rollout workers that balances both sides, once two iterations in
-        a row agree on it (`runtime.autoscale`)."""
+        """Change to the balanced number of rollout workers, once two iterations agree on it."""
         placement, balanced = self.checked.placement, self._balanced_number()
         is_wanted = self.config.runtime.autoscale and self.fleet.num_refused == 0
         if not is_wanted or balanced is None:
@@ -273,11 +255,11 @@ class Controller:
             num_iterations=iteration + 1,
             next_prompt_index=ledger.next_index,
         )
-        line = iteration_metrics(
+        line = metrics.iteration_metrics(
             ledger,
             iteration,
             reward_names(self.config),
-            self._metrics,
+            self._lines[-1] if self._lines else {},
             seconds=seconds,
             num_devices=self._num_devices,
         )
@@ -285,13 +267,11 @@ class Controller:
         line["perf/controller_seconds"] = controller_seconds  # processor time of this process
         line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
-        line |= logged_metrics(ledger.reports, taken=line.keys())
-        self._metrics = finite(line)
-        self._best = best_of([self._best, self._metrics])
-        self.notify(events.IterationFinished(time.monotonic(), self._metrics))
+        line |= metrics.logged_metrics(ledger.reports, taken=line.keys())
+        self._lines.append(finite(line))
+        self.notify(events.IterationFinished(time.monotonic(), self._lines[-1]))
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
-        self._newest.append(self._metrics)
-        warning = no_learning_warning(self._newest, self.config, self.folder.path)
+        warning = metrics.no_learning_warning(self._lines, self.config, self.folder.path)
         if warning and not self._is_warned:
             self._is_warned = True
             self.notify(events.Note(warning, is_lasting=True))
@@ -303,31 +283,28 @@ class Controller:
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
         answers = list(answers_of(self.fleet, ledger, self._next_event))
-        metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
-        accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
-        self.notify(
-            events.Evaluated(
-                time.monotonic(), accuracy, num_problems, error, self.state.num_iterations
-            )
-        )
-        return metrics
+        correct = self.config.eval.correct_reward
+        measured, num_problems = metrics.evaluation_metrics(answers, correct)
+        accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
+        now, num_done = time.monotonic(), self.state.num_iterations
+        self.notify(events.Evaluated(now, accuracy, num_problems, error, num_done))
+        return measured
 
     def _evaluate_iteration(self) -> dict[str, float]:
-        """The metrics of an evaluation after this iteration, if one is due. A signal skips it, and
-        the run ends with this iteration."""
+        """The metrics of an evaluation, if one is due. A signal skips it, and ends the run."""
         number, train = self.state.num_iterations, self.config.train
         is_last = number == train.iterations
         is_due = train.eval_every > 0 and (is_last or number % train.eval_every == 0)
         if not is_due or self._stopping is not None:
             return {}
         try:
-            metrics = self._evaluate(AFTER if is_last else AFTER + number)
+            measured = self._evaluate(AFTER if is_last else AFTER + number)
         except Interrupted as interrupted:
             self._begin_to_stop(interrupted)
             return {}
         if is_last:
-            self._accuracy_after = metrics["eval/accuracy"]
-        return metrics
+            self._accuracy_after = measured["eval/accuracy"]
+        return measured
 
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))
@@ -358,7 +335,7 @@ class Controller:
     def _is_checkpoint_due(self) -> bool:
         number, train = self.state.num_iterations, self.config.train
         is_due = number == train.iterations or number % (train.save_every or math.inf) == 0
-        is_best = self._best is self._metrics
+        is_best = metrics.best_of(self._lines) is self._lines[-1]
         return train.keep_checkpoints > 0 and (is_due or is_best)
 
     def _save_boundary(self) -> None:
@@ -371,18 +348,16 @@ class Controller:
         version = state.policy_version
         self._newest_checkpoint, self._is_writing = version, True
         path = str(self.folder.checkpoints / str(version))
-        best_version = self._best.get("policy_version")
+        best_version = metrics.best_of(self._lines).get("policy_version")
         self.fleet.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
 
     def _wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk, if there is one. What
-        workers report of an iteration that is dropped does not matter."""
+        """Wait until a checkpoint that is being written is on the disk; drop other events."""
         while self._is_writing:
             self._next_event()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
-        """End once the last complete iteration is saved. Raises `interrupted` at a second signal,
-        or if there is nothing to save."""
+        """End once the last complete iteration is saved, at a second signal at once."""
         is_resumable = self.config.train.keep_checkpoints > 0 and self.state.num_iterations > 0
         if self._stopping is not None or not is_resumable:
             raise interrupted

@@ -1,7 +1,7 @@
 """Have the problems of an evaluation answered: between two iterations, and in `easyrl eval`.
 
-Workers answer with the weights that they have. Neither the position in the data nor a random state
-of the training changes: each completion's random stream depends on round, problem and sample alone.
+Workers answer with the weights that they have. Training does not change: each completion's random
+stream depends on round, problem and sample alone.
 """
 
 from __future__ import annotations

@@ -25,10 +25,7 @@ Weights go from the trainer to the rollout workers in two ways:
 
 A process group neither grows nor survives a dead member. So after a death the others drop the
 channel, and the version is sent again over a new one. A rollout worker that neither answers nor
-dies is killed.
-
-`easyrl eval` has rollout workers only: no ring, no weight channel; engines keep the weights that
-they load.
+dies is killed. `easyrl eval` has rollout workers only, which keep the weights that they load.
 """
 
 from __future__ import annotations
@@ -93,12 +90,7 @@ class Fleet:
         resumed: Resume | None = None,
         sampling: SamplingChoice | None = None,
     ) -> None:
-        """Start the workers.
-
-        Args:
-            log_of: Path of a worker's log file, by its name.
-            sampling: Sampling settings, if not those of training.
-        """
+        """Start the workers. `sampling`: if not that of training."""
         self._config, self._placement, self._supervisor = config, placement, supervisor
         self._log_of, self._notify, self._launcher = log_of, notify, launcher
         checkpoint = resumed.checkpoint if resumed is not None else None
@@ -188,8 +180,7 @@ class Fleet:
             self.next_event()
 
     def next_event(self) -> events.WorkerEvent:
-        """Hand out what workers can take; then wait for the next event that is more than a report
-        of activity, and record it."""
+        """Hand out what workers can take; wait for the next event but activity, and record it."""
         self._let_leave()
         self._hand_out()
         self._admit()
@@ -238,8 +229,7 @@ class Fleet:
                 self._notify(events.NoEvents(time.monotonic(), warning))
 
     def _end_stall(self, names: Sequence[str], cause: str) -> None:
-        """Kill the rollout workers that the others wait for. Raises WorkerFailure if it is a train
-        worker, or unknown."""
+        """Kill the rollout workers that the others wait for. Raises WorkerFailure for others."""
         stalled = [worker for worker in self.rollout if worker.name in names]
         if not names or len(stalled) < len(names):
             raise WorkerFailure(cause)
@@ -247,8 +237,7 @@ class Fleet:
             worker.kill(f"was killed after a stall: {cause}")
 
     def begin_to_stop(self) -> None:
-        """Wait only for the last checkpoint from now on: only the death of a train worker is a
-        failure, and LAST_CHECKPOINT_SECONDS are left."""
+        """Wait only for the last checkpoint, which only a train worker's death prevents."""
         self._needed, self._deadline = self.train, time.monotonic() + LAST_CHECKPOINT_SECONDS
 
     def _hand_out(self) -> None:
@@ -261,11 +250,9 @@ class Fleet:
     # -- a death ----------------------------------------------------------------------------------
 
     def _on_lost(self, worker: Worker, lost: events.Lost) -> None:
-        """Record everything that the death of a rollout worker changes. Its process is gone, and
-        all its events have been handled. (The death of a train worker ends the run.)
-
-        Raises WorkerFailure after more than `runtime.max_restarts` deaths.
-        """
+        """Record everything that the death of a rollout worker changes. (That of a train worker
+        ends the run.) Its process is gone, and all its events have been handled. Raises
+        WorkerFailure after more than `runtime.max_restarts` deaths."""
         starting, was_leaving = worker.state == "starting", worker.state == "leaving"
         _become(worker, "lost")
         self._limits.pop(worker, None)
@@ -309,8 +296,7 @@ class Fleet:
         self._notify(events.Note(f"{note}\n{lost.traceback}".rstrip()))
 
     def _count_death(self, worker: Worker, lost: events.Lost) -> str:
-        """Return how many deaths there were of how many that are allowed. Raises WorkerFailure if
-        these were too many."""
+        """Return how many of the allowed deaths there were. Raises WorkerFailure after too many."""
         runtime, now = self._config.runtime, time.monotonic()
         most, window = runtime.max_restarts, runtime.restart_window_seconds
         self._deaths.append((now, f"{worker.name} {lost.cause}"))
@@ -329,9 +315,7 @@ class Fleet:
     def exchange(self, policy_version: int, next_event: Callable[[], Any]) -> None:
         """Broadcast the trainer's weights to all rollout workers that are ready, unless all of them
         have this version (after an evaluation). A deterministic run waits for replacements.
-
-        `next_event` calls the method of this name.
-        """
+        `next_event` calls the method of this name."""
         num_failures = 0
         while num_failures < MAX_FAILURES:
             while self._awaited or not self._are_ready():
@@ -372,8 +356,7 @@ class Fleet:
         self._awaited = {*self.train, *members}
 
     def _admit(self) -> None:
-        """Send the iteration's policy to the next worker that is ready, if there are groups left
-        and no exchange is going on."""
+        """Send the policy to the next worker that is ready, if there are groups left."""
         ready = [worker for worker in self.rollout if worker.state == "ready"]
         has_groups = self.ledger is not None and not self.ledger.is_complete
         if self._awaited or not ready or not has_groups or self._needed is not None:

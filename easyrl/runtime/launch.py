@@ -37,10 +37,8 @@ def worker_main(settings: WorkerSettings, ring: RingBuffer | None, control: Conn
 
 
 def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any) -> None:
-    """Create `module.name(settings, *arguments)`, call its `run`, and end the process.
-
-    The last argument is this process's end of the pipe to the controller.
-    """
+    """Create `module.name(settings, *arguments)`, call its `run`, and end the process. The last
+    argument is this process's end of the pipe to the controller."""
     control: Connection = arguments[-1]
     die_with_parent()
     set_name(settings.name)
@@ -77,21 +75,16 @@ def _log_to(file: str | None) -> None:
 
 
 def _describe(error: BaseException) -> Failed:
-    """Describe the error: for user errors, failed rewards and a full disk the message, otherwise
-    also the traceback."""
-    if isinstance(error, ConfigError | RewardError):
+    if isinstance(error, ConfigError | RewardError):  # also of a full disk
         is_user_error = not isinstance(error, DiskError | RewardError)
         return Failed(str(error), traceback="", is_user_error=is_user_error)
-    message = f"{type(error).__name__}: {error}"
-    is_replaceable = not isinstance(error, BrokenInvariant)
-    return Failed(
-        message, traceback.format_exc(), is_user_error=False, is_replaceable=is_replaceable
-    )
+    message, is_replaceable = f"{type(error).__name__}: {error}", type(error) is not BrokenInvariant
+    return Failed(message, traceback.format_exc(), False, is_replaceable)
 
 
 def with_environment(settings: WorkerSettings) -> WorkerSettings:
-    """Add the variables that the worker's process must have from its start. It imports the user's
-    program first, which may load torch, and torch and its libraries read them once."""
+    """Add the variables that the worker's process must have from its start: it imports the user's
+    program first, and torch and its libraries read them once."""
     kind = settings.device.partition(":")[0]
     variables = devices.network_environment(settings.address) | devices.NO_DUMPS
     variables["OMP_NUM_THREADS"] = str(settings.num_threads)

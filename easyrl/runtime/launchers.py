@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing import Pipe
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
@@ -24,34 +23,15 @@ from easyrl.runtime.placement import Placement, ring_layout
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.workers.settings import WorkerSettings
 
+if TYPE_CHECKING:
+    from easyrl.runtime.ray.launcher import RayLauncher
 
-class Launcher(AbstractContextManager["Launcher"], Protocol):
-    """Leave it after the supervisor: the workers have ended then."""
-
-    store: str
-    """Address of the store over which process groups are made (`devices.open_store`)."""
-    devices: Mapping[str, str]
-    """Nodes and devices of the first workers by name, where the placement does not know them."""
-
-    def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
-        """Start a rollout worker. Raises OSError if that is impossible."""
-
-    def start_train(
-        self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
-    ) -> list[Worker]:
-        """Start all train ranks, in their order."""
-
-    def reclaim(self, owner_ids: Sequence[int]) -> None:
-        """Free what dead rollout workers hold of the ring. Nothing more of them arrives. Raises
-        TimeoutError if another worker prevents it."""
-
-    def delivered(self, iteration: int) -> set[int]:
-        """`RingBuffer.delivered`."""
+Launcher: TypeAlias = "ProcessLauncher | RayLauncher"
+"""Leave it after the supervisor: the workers have ended then."""
 
 
 def make_launcher(config: Config, placement: Placement, notify: Observer) -> Launcher:
-    """Return the launcher for these devices. Raises ConfigError if the ring's memory is missing, or
-    the cluster cannot place the workers."""
+    """Return the launcher for these devices. Raises ConfigError."""
     if placement.is_ray:
         from easyrl.runtime.ray.launcher import RayLauncher
 
@@ -69,7 +49,9 @@ class ProcessLauncher:
         # No name, so that no file is left behind.
         self._store_fd = os.memfd_create("easyrl-store")
         self.store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
+        """Address of the store over which process groups are made (`devices.open_store`)."""
         self.devices: Mapping[str, str] = {}
+        """Nodes and devices of the first workers by name, if the placement does not know them."""
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +62,13 @@ class ProcessLauncher:
             self._ring.close()
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
+        """Start a rollout worker. Raises OSError if that is impossible."""
         return self._start(supervisor, settings)
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
     ) -> list[Worker]:
+        """Start all train ranks, in their order."""
         pairs = [Pipe() for _ in settings[1:]]  # train rank 0 and each other rank
         pipes = [tuple(ours for ours, _ in pairs), *((theirs,) for _, theirs in pairs)]
         workers = [
@@ -100,16 +84,19 @@ class ProcessLauncher:
 
     def _start(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
         settings = with_environment(settings)
+        is_copy = settings.device == "cpu" and settings.engine == "embedded"
         with environment_of_children(settings.environment):
-            is_copy = settings.device == "cpu" and settings.engine == "embedded"
             return supervisor.spawn(
                 settings.name, worker_main, settings, self._ring, is_copy=is_copy
             )
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
+        """Free what dead rollout workers hold of the ring. Nothing more of them arrives. Raises
+        TimeoutError if another worker prevents it."""
         if self._ring is not None:
             self._ring.reclaim(*owner_ids)
 
     def delivered(self, iteration: int) -> set[int]:
+        """`RingBuffer.delivered`."""
         assert self._ring is not None
         return self._ring.delivered(iteration)

@@ -226,12 +226,8 @@ class Ledger:
             self._begin_round(missing)
 
     def lost(self, worker: str, in_ring: Collection[int]) -> None:
-        """Let the groups of a dead worker wait again, except those that are in the ring.
-
-        Args:
-            in_ring: Group indices that are in the ring or trained, of any worker. Nothing more of
-                the dead worker arrives there.
-        """
+        """Let the groups of a dead worker wait again, except those that are in the ring. `in_ring`:
+        indices of all groups there or trained; nothing more of the dead worker arrives."""
         self._accept(in_ring)
         for group in self.groups.values():
             if group.worker != worker:

@@ -1,15 +1,15 @@
 """Estimate the memory of a run before it starts, and choose settings with which it fits.
 
-The estimate is that of each role's largest worker, for the largest micro-batch and prompts and
-completions of full length. A run whose CERTAIN parts do not fit is refused; the whole estimate only
-warns. Tests compare it with measured peaks: on the CPU (15 %) and a pretended accelerator (10 %).
+The estimate is for the largest micro-batch, and prompts and completions of full length. A run whose
+CERTAIN parts do not fit is refused; the whole estimate only warns. Tests compare it with measured
+peaks: within 15 % on the CPU and 10 % on a pretended accelerator.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError, change_config
-from easyrl.config.devices import DeviceSet, range_words
+from easyrl.config.devices import range_words
 from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.engines.vllm.platforms import STEP_FRACTION
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
@@ -71,8 +71,7 @@ class Part(NamedTuple):
 
 
 def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> list[Part]:
-    """Estimate every process, rollout workers first. Of vLLM's processes the host's memory is not
-    counted."""
+    """Estimate every process, rollout workers first. vLLM's memory on the host is not counted."""
     parts = []
     for role, sizes_of in (("rollout", _rollout_bytes), ("train", _train_bytes)):
         count, memory = placement.num_workers(role), _memory_of(placement, role)
@@ -94,12 +93,8 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> l
     return [part for part in parts if part.num_bytes > 0]
 
 
-def _devices_of(placement: Placement, role: str) -> DeviceSet:
-    return placement.infer if role == "rollout" else placement.train
-
-
 def _memory_of(placement: Placement, role: str) -> str:
-    used = _devices_of(placement, role)
+    used = placement.infer if role == "rollout" else placement.train
     name = f"each of {placement.accelerator}:{range_words(used.indices)} ({role})"
     return "cpu" if used.kind == "cpu" else name
 
@@ -260,10 +255,11 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
     # An assumption says nothing about the host's memory.
     budgets: dict[str, float] = {} if assumed else {"cpu": available_memory_bytes()}
     for role, size in (("rollout", placement.engine.tensor_parallel_size), ("train", 1)):
-        used, memory = _devices_of(placement, role), _memory_of(placement, role)
-        if memory != "cpu":
+        used = placement.infer if role == "rollout" else placement.train
+        if used.kind != "cpu":
             least = assumed.num_bytes if assumed else min(map(free_bytes, used.indices))
-            budgets[memory] = int((placement.memory_fraction(role) or 1.0) * size * least)
+            fraction = placement.memory_fraction(role) or 1.0
+            budgets[_memory_of(placement, role)] = int(fraction * size * least)
     return budgets
 
 
@@ -281,6 +277,7 @@ def held_by_others(placement: Placement) -> str:
 
 
 def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
+    """Sum the parts: of all processes on the host, of one worker on each accelerator."""
     totals = Counter[str]()
     for part in parts:
         totals[part.memory] += part.num_bytes * (part.num_processes if part.memory == "cpu" else 1)
@@ -288,8 +285,7 @@ def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
 
 
 def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str = "") -> list[str]:
-    """Return a warning for each memory that the run may not fit. Raises ConfigError if the certain
-    parts alone do not fit. `held`: see `held_by_others`."""
+    """Return a warning for each memory that may not suffice. Raises ConfigError if it cannot."""
     certain, warnings = [part for part in parts if part.what in CERTAIN], []
     for counted, least in ((certain, ", even without buffers, at least"), (parts, "")):
         for memory, needed in bytes_by_memory(counted).items():
@@ -360,25 +356,21 @@ def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> 
     return config
 
 
-def propose_changes(
-    config: Config, placement: Placement, size: ModelSize
-) -> Mapping[str, Any] | None:
-    """Return the cheapest changes of settings with which the run fits; None if there are none. What
-    is trained stays the same, except for rounding: lengths, batches and LoRA are the user's choice.
-
-    For each placement all savings are made, then those that are not needed are taken back.
-    """
+def propose_changes(config: Config, placement: Placement, size: ModelSize) -> dict[str, Any] | None:
+    """Return changes of settings with which the run fits; None if there are none. What is trained
+    stays the same, except for rounding: lengths, batches and LoRA are the user's choice."""
     tokens, groups = config.max_tokens_per_micro_batch, placement.max_concurrent_groups
     has_reference = config.algorithm.beta > 0.0 and config.model.lora.rank is None
     policies = ["reference"] * has_reference + ["old"] * (config.train.updates_per_iteration > 1)
-    savings = [  # with their costs (higher: less welcome)
-        *((0.5, TOKENS, max(tokens >> n, config.max_sequence_length)) for n in (1, 2, 3)),
-        *((1.0, GROUPS, max(groups >> n, 1)) for n in (1, 2, 3, 4)),
-        (1.5, "model.dtype", "bfloat16"),
-        (3.0, "train.activation_checkpointing", True),
-        (8.0, "train.offload", policies),
-        (8.0, "train.offload", [*policies, "optimizer"]),
-    ]
+    savings: dict[str, list[Any]] = {  # the most welcome first, of each the smallest first
+        TOKENS: [max(tokens >> n, config.max_sequence_length) for n in (1, 2, 3)],
+        GROUPS: [max(groups >> n, 1) for n in (1, 2, 3, 4)],
+        "model.dtype": ["bfloat16"],
+        "train.activation_checkpointing": [True],
+        "train.offload": [policies, [*policies, "optimizer"]],
+    }
+    every = {key: values[-1] for key, values in savings.items()}
+    without_offload = {key: value for key, value in every.items() if key != "train.offload"}
 
     def is_enough(changes: Mapping[str, Any]) -> bool:
         try:
@@ -387,35 +379,33 @@ def propose_changes(
         except ValueError:  # these do not go together
             return False
 
-    found = []
-    for cost, place in _places(config, placement):
-        made = list(savings)
-        for saving in (None, *reversed(savings)):
-            fewer = [each for each in made if each is not saving]
-            if is_enough(changes := place | {key: value for _, key, value in fewer}):
-                made, best = fewer, changes
-            elif saving is None:  # not even all savings
-                break
-        else:
-            found.append((cost + sum(saving[0] for saving in made), best))
-    return min(found, key=lambda each: each[0])[1] if found else None
+    choices = product(_engines(config, placement), ({}, without_offload, every), _splits(placement))
+    tried = (engine | saved | split for engine, saved, split in choices)
+    changes = next(filter(is_enough, tried), None)
+    if changes is None:
+        return None
+    for key, values in reversed(savings.items()):  # take back what is not needed
+        rest = {name: value for name, value in changes.items() if name != key}
+        changes = next(filter(is_enough, [rest, *(rest | {key: value} for value in values)]))
+    return changes
 
 
-def _places(config: Config, placement: Placement) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield changes of the placement, each with its cost; first none."""
+def _engines(config: Config, placement: Placement) -> list[dict[str, Any]]:
+    # Where vLLM is assumed, it is not installed here.
+    is_assumed = placement.assumed is not None and config.rollout.engine == "auto"
+    sizes = (1, 2, 4, 8) if placement.engine.name == "vllm" or is_assumed else ()
+    key = "rollout.tensor_parallel_size"
+    return [{}, *({"rollout.engine": "vllm", key: size} for size in sizes)]
+
+
+def _splits(placement: Placement) -> list[dict[str, Any]]:
     count, shares = placement.num_accelerators, placement.shares_device
-    places: list[tuple[float, dict[str, Any]]] = [(0.0, {})]
-    fractions, given = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7], placement.infer_memory_fraction
-    for number, part in enumerate(sorted(fractions, key=lambda part: abs(part - given)), 1):
-        places += [(0.5 * number, {"rollout.memory_fraction": part})] * shares
-    for number, num_train in enumerate(sorted({count // 2, count * 3 // 4, count - 1}), 1):
+    splits: list[dict[str, Any]] = [{}]
+    for part in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2) if shares else ():
+        splits.append({"rollout.memory_fraction": part})
+    for num_train in sorted({count // 2, count * 3 // 4, count - 1}):
         if num_train > (0 if shares else placement.train.count):
             infer, train = range(count - num_train), range(count - num_train, count)
             split = {"devices.infer": range_words(infer), "devices.train": range_words(train)}
-            places.append((number, split))
-    # Where vLLM is assumed, it is not installed here.
-    is_assumed = placement.assumed is not None and config.rollout.engine == "auto"
-    sizes = (0, 1, 2, 4, 8) if placement.engine.name == "vllm" or is_assumed else (0,)
-    for engine, size in enumerate(sizes):
-        vllm = {"rollout.engine": "vllm", "rollout.tensor_parallel_size": size} if size else {}
-        yield from ((cost + 6.0 * engine, place | vllm) for cost, place in places)
+            splits.append(split)
+    return splits

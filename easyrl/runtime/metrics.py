@@ -38,16 +38,9 @@ def iteration_metrics(
     seconds: float,
     num_devices: int,
 ) -> dict[str, float]:
-    """Metrics of a complete iteration, with TRL's names where it has one.
-
-    Rewards and lengths cover all generated groups, also rejected ones, as in TRL: they describe the
-    policy, not the selection that is trained.
-
-    Args:
-        before: Metrics of the previous iteration, if any.
-        seconds: Duration of the iteration.
-        num_devices: Number of devices of both roles.
-    """
+    """Metrics of a complete iteration that took `seconds`, with TRL's names where it has one. As in
+    TRL, rewards and lengths cover all generated groups, also rejected ones: they describe the
+    policy, not what is trained. `before`: metrics of the previous iteration, if any."""
     groups, trained = ledger.reports, ledger.trained
     assert trained is not None
     num_tokens = trained.completion_tokens
@@ -79,8 +72,7 @@ def iteration_metrics(
 def logged_metrics(
     groups: Iterable[events.GroupScored], taken: Collection[str]
 ) -> dict[str, float]:
-    """Metrics that reward functions logged (`log_metric`), each averaged over the groups that
-    logged it. A name in `taken` gets the prefix `logged/`."""
+    """Metrics that reward functions logged, averaged over groups; `logged/NAME` if `taken`."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for name, value in group.logged.items():
@@ -162,9 +154,9 @@ def summarize(
     }
 
 
-def no_learning_warning(newest: Sequence[Mapping[str, Any]], config: Config, folder: Path) -> str:
-    """Explain what keeps a run from learning, by the metrics of its newest NO_LEARNING_ITERATIONS;
-    empty if nothing does."""
+def no_learning_warning(lines: Sequence[Mapping[str, Any]], config: Config, folder: Path) -> str:
+    """Explain what keeps a run from learning, by its metrics; empty if nothing does."""
+    newest = lines[-NO_LEARNING_ITERATIONS:]
     if len(newest) < NO_LEARNING_ITERATIONS or any(line["reward"] is None for line in newest):
         return ""
     names = ("reward", "frac_reward_zero_std", "completions/clipped_ratio")
@@ -203,15 +195,13 @@ def no_learning_warning(newest: Sequence[Mapping[str, Any]], config: Config, fol
 
 
 def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the metrics with the highest held-out accuracy, the first of equals; empty if no
-    iteration was evaluated."""
+    """Return the metrics with the highest held-out accuracy, the first of equals; or nothing."""
     measured = [line for line in lines if line.get("eval/accuracy") is not None]
     return max(measured, key=lambda line: line["eval/accuracy"], default={})
 
 
 def overlap(lines: Collection[Mapping[str, Any]]) -> float:
-    """Return the share (0 to 1) of the shorter of generating and training that overlapped, in all
-    iterations of `lines` together."""
+    """Return the share (0 to 1) of the shorter of generating and training that overlapped."""
     infer, train, weights, wall = (
         sum(line.get(f"perf/{name}_seconds") or 0.0 for line in lines)
         for name in (*BUSY, "iteration")
@@ -230,10 +220,7 @@ def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:
 
 
 def mean_and_error(of_problems: npt.ArrayLike) -> tuple[float, float]:
-    """The mean of the problems' means [N] and its standard error, from the sample variance (n - 1).
-
-    NaN where undefined: the mean of no problem, the error of fewer than two.
-    """
+    """The mean of the problems' means [N] and its standard error (n - 1); NaN where undefined."""
     means = np.asarray(of_problems, dtype=np.float64)
     if not len(means):
         return math.nan, math.nan

@@ -4,8 +4,8 @@
         ▲                                    │
         └── exit code 1, or killed ──────────┘   again, from the newest checkpoint
 
-This process has one thread and imports neither torch nor numpy, so that it may fork. It passes
-signals on. When it is killed, the kernel kills the child and its workers.
+This process has one thread and imports no torch, so that it may fork. It passes signals on. When it
+is killed, the kernel kills the child and its workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,39 +28,25 @@ from easyrl.runtime.supervisor import (
     SIGNALLED,
     STOP_SIGNALS,
     USER_ERROR,
+    blocked,
     handle_signals,
 )
 
+AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
 PAUSE_SECONDS = 2.0  # before a restart: the workers of a killed controller release their devices
 
 
+@blocked(AWAITED)  # between two starts, too
 def run_with_restarts(
     config: Config, resume: Path | None, start: Callable[[Config, Path | None], int]
 ) -> int:
-    """Call `start(config, resume)` in a child process, and again with `runtime.resume=auto` after
-    each failure. Returns the exit code of the run."""
-    # Signals are blocked in this process, between two starts too: it waits for them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
-    try:
-        return _run_until_it_ends(config, resume, start, before)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _run_until_it_ends(
-    config: Config,
-    resume: Path | None,
-    start: Callable[[Config, Path | None], int],
-    signal_mask: Iterable[int],
-) -> int:
+    """Call `start(config, resume)` in a child process, and again after each failure."""
     runtime, folder = config.runtime, folder_of(config)
     config = change_config(config, {"output.dir": str(folder)})
     is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
-        code, is_stopped = _run_in_child(
-            partial(start, config, resume), folder, len(failures), signal_mask
-        )
+        code, is_stopped = _run_in_child(partial(start, config, resume), folder, len(failures))
         # On a cluster that has lost a node there may be no room yet.
         lacks_room = code == USER_ERROR and is_ray and bool(failures)
         is_failure = code == FAILED or code < 0 or lacks_room
@@ -84,11 +70,8 @@ def _run_until_it_ends(
         config, resume = change_config(config, {"runtime.resume": "auto"}), None
 
 
-def _run_in_child(
-    run: Callable[[], int], folder: Path, num_failures: int, signal_mask: Iterable[int]
-) -> tuple[int, bool]:
-    """Return the child's exit code (negative: killed by that signal), and whether a signal was
-    passed on to it. The child has this signal mask."""
+def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tuple[int, bool]:
+    """Return the child's exit code (negative: killed), and whether a signal was passed on to it."""
 
     def stop(signum: int, frame: object) -> None:
         if num_failures:
@@ -97,24 +80,22 @@ def _run_in_child(
         os._exit(SIGNALLED + signum)
 
     handled = {each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
-    awaited = {*handled, signal.SIGCHLD}
     parent, is_stopped = os.getpid(), False
     sys.stdout.flush()
     if (child := os.fork()) == 0:
         die_with_parent(parent)
         with handle_signals(stop):  # until the run has its own handlers
-            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
             time.sleep(PAUSE_SECONDS if num_failures else 0.0)
             raise SystemExit(run())
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if (signum := signal.sigwait(awaited)) in handled:
+        if (signum := signal.sigwait({*handled, signal.SIGCHLD})) in handled:
             is_stopped = True
             os.kill(child, signum)
     return os.waitstatus_to_exitcode(ended[1]), is_stopped
 
 
 def _report(folder: Path, text: str) -> None:
-    """Print, and add to the run's log."""
     print(f"easyrl: {text}", file=sys.stderr)
     with contextlib.suppress(OSError), (folder / "logs" / "easyrl.log").open("a") as log:
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")

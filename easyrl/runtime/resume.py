@@ -5,7 +5,7 @@
                             one starts again in its folder; without a folder, start a new run
     runtime.resume=never    only a run that never finished an iteration starts again in its folder
 
-Writes nothing and imports no torch. Raises ConfigError for mistakes of the user.
+Writes nothing and imports no torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join, quote
-from typing import Any, Self
+from typing import Any
 
 from easyrl.config import (
     KEYS,
@@ -34,7 +34,7 @@ from easyrl.config.section import MAY_CHANGE, NAMES_FILES
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
-from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
+from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, newest_checkpoint
 from easyrl.model.export import run_of
 from easyrl.rewards.loading import reward_specs, reward_weights
 from easyrl.runtime.run_folder import (
@@ -48,10 +48,7 @@ from easyrl.runtime.run_folder import (
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """State that the controller saves with each checkpoint and resumes from.
-
-    Checkpoints of older versions may lack some fields.
-    """
+    """State that the controller saves with each checkpoint and resumes from."""
 
     policy_version: int = 0
     num_iterations: int = 0
@@ -65,11 +62,6 @@ class SavedState:
     """Time of the commands so far."""
     file_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the growing files of the run folder: what follows is discarded on resume."""
-
-    @classmethod
-    def read(cls, checkpoint: Checkpoint) -> Self:
-        names, state = {each.name for each in fields(cls)}, checkpoint.state
-        return cls(**{name: value for name, value in state.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +91,7 @@ class Resume:
 
 
 def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
-    """Return the config file of a run to resume. Raises ConfigError if there is none, or if other
-    arguments are `given` for what the run keeps."""
+    """Return the config file of a run to resume. Raises ConfigError, also for `given` arguments."""
     file = Path(run) / "config.yaml"
     if any(each is not None for each in given):
         raise ConfigError(
@@ -113,11 +104,9 @@ def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
 
 
 def find_resume(config: Config, folder: Path | None) -> Resume | None:
-    """Find what to resume from; None if a new run starts in a new folder.
-
-    `folder`: the value of `--resume`, or None. Raises ConfigError if that has no complete
-    checkpoint, is in use by another run, or belongs to a run with other settings.
-    """
+    """Find what to resume from; None if a new run starts in a new folder. Raises ConfigError if
+    `folder` (`--resume`) has no complete checkpoint, is in use, or is of a run with other
+    settings."""
     is_auto = folder is None
     if folder is None:
         folder = folder_of(config)
@@ -130,7 +119,7 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
         checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
         path, state = None, SavedState()
         if checkpoint is not None:
-            path, state = checkpoint.path, SavedState.read(checkpoint)
+            path, state = checkpoint.path, SavedState(**checkpoint.state)
             _check_settings(config, state, path)
         if (
             path is None
@@ -159,8 +148,7 @@ def _is_finished(folder: Path, config: Config) -> bool:
 
 
 def _is_begun(folder: Path) -> bool:
-    """Return whether a run has begun in this folder. An empty folder counts: a scheduler may have
-    created it, or a run may have been killed right after."""
+    """Return whether a run has begun here. An empty folder counts: it may have been killed."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"no folder"}
     has_begun = "config.yaml" in names and not names.isdisjoint({"logs", CHECKPOINTS})
     return has_begun or names <= {"logs", UNFINISHED_CONFIG}
@@ -246,12 +234,8 @@ def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
 
 def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     """Return the config with absolute paths of the files and folders that it names, so that the run
-    can be resumed from any folder.
-
-    Other names (hub ids, built-in models, modules, missing files) stay as they are. A folder wins
-    over a built-in model of the same name, but not in the config of a resumed run, whose folders
-    are absolute paths already.
-    """
+    can be resumed from any folder. A folder wins over a built-in model of the same name, but not in
+    the config of a resumed run, whose folders are absolute paths already."""
     keys = {*keys_marked(NAMES_FILES)}
     if not config.algorithm.has_own_loss:
         keys.remove(LOSS_KEY)
@@ -262,8 +246,7 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
 
 
 def _absolute(value: Any) -> Any:
-    """The absolute path of a file, a folder or `file.py:function`, or those of a list or a mapping.
-    Symbolic links are kept, because they may change."""
+    """Make paths and `file.py:function` absolute; symbolic links are kept, as they may change."""
     if isinstance(value, dict):
         return {name: _absolute(each) for name, each in value.items()}
     if not isinstance(value, str):

@@ -53,9 +53,12 @@ class RunFolder:
         num_iterations: float = math.inf,
     ) -> None:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
-        files back to `sizes` (in bytes), and the metrics to `num_iterations`, since lines may have
-        been lost. Raises ConfigError if it cannot be created or written."""
+        files back to `sizes` (in bytes), and the metrics to `num_iterations` (lines may have been
+        lost). Raises ConfigError if it cannot be created or written."""
         self.path = folder_of(config)
+        self.checkpoints = self.path / CHECKPOINTS
+        self.model = self.path / "model"  # the final one, a Hugging Face folder
+        self.log = self.log_of("easyrl")  # the controller's, with tracebacks
         is_new = not self.path.exists()
         try:
             if lock is None:
@@ -96,20 +99,6 @@ class RunFolder:
         """The lines of `metrics.jsonl`: one per completed iteration."""
         file = self.path / "metrics.jsonl"
         return read_lines(file) if file.exists() else []
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
-
-    @property
-    def model(self) -> Path:
-        """The final model, a Hugging Face folder."""
-        return self.path / "model"
-
-    @property
-    def log(self) -> Path:
-        """The controller's log, with tracebacks."""
-        return self.log_of("easyrl")
 
     def log_of(self, worker: str) -> Path:
         return self.path / "logs" / f"{worker}.log"
@@ -166,8 +155,7 @@ class RunFolder:
 
 
 def write_whole(file: IO[bytes], content: bytes) -> None:
-    """Write the content to an unbuffered file as a whole or, if possible, not at all. Raises
-    OSError, if the disk is full only after FULL_DISK_SECONDS."""
+    """Write the content to an unbuffered file as a whole or not at all. Raises OSError."""
     deadline, size = time.monotonic() + FULL_DISK_SECONDS, file.tell()
     while content:
         try:
@@ -197,8 +185,7 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read a `metrics.jsonl` or `samples.jsonl`, without an incomplete last line. Raises
-    ConfigError for a broken line before it."""
+    """Read a .jsonl file, without an incomplete last line. Raises ConfigError for a broken line."""
     *whole, rest = file.read_bytes().split(b"\n")
     lines = []
     for number, line in enumerate(whole, start=1):
@@ -222,8 +209,7 @@ def folder_of(config: Config, kind: str = "") -> Path:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock the folder until the descriptor is closed or the process ends. Raises ConfigError if
-    another process has locked it, or if it cannot be opened."""
+    """Lock the folder until the descriptor is closed. Raises ConfigError if that is impossible."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
@@ -254,8 +240,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def is_unstarted(folder: Path) -> bool:
-    """Return whether this is the folder of a run that ended without any result, such as one whose
-    workers could not start: a run may start again in it."""
+    """Return whether a run ended in this folder without any result: a run may start again in it."""
     results = ("metrics.jsonl", "samples.jsonl", "summary.json", CHECKPOINTS, "model")
     has_result = any((folder / name).exists() for name in results)
     return (folder / "logs" / "easyrl.log").is_file() and not has_result

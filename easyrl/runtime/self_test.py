@@ -5,8 +5,8 @@
     embedded     a short run: the engine's log-probabilities against the trainer's
     vllm         the same with vLLM
 
-Each part has processes of its own (`self_test_part`) and a time limit. A run on accelerators that
-have not passed with these versions tests the first two; `easyrl doctor --test` tests all.
+Each part has processes of its own (`self_test_part`). A run on accelerators that have not passed
+with these versions tests the first two; `easyrl doctor --test` tests all.
 """
 
 from __future__ import annotations

@@ -123,8 +123,7 @@ def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:
 def packed(
     group: Sequence[Rollout], policy: Policy, *, shares_prompts: bool = True
 ) -> Callable[[], Result]:
-    """Return a function: one forward and backward of the group as a packed row. The next call of
-    any such function overwrites the gradients."""
+    """Return a function: one forward and backward of the packed group, in the same gradients."""
     batch = pack(group, shares_prompts=shares_prompts)
     arrays = (batch.input_ids, batch.position_ids, batch.logits_at, batch.targets, batch.advantages)
     input_ids, positions, logits_at, targets, weights = (  # [T], [T], [K], [K], [K]
@@ -179,9 +178,8 @@ def start_members(
     size: Mapping[str, Any],
     module: str = "easyrl.runtime.self_test_part",  # here `__name__` may be `__main__`
 ) -> Callable[..., list[Any]]:
-    """Start a process for the trainer and one for each engine. The function returned takes a method
-    of `module`'s `Member` and arguments, calls it in all of them at the same time, and returns the
-    results, the trainer's first."""
+    """Start a process for the trainer and one for each engine. Return a function that calls a
+    method of `module`'s `Member` in all at the same time; the trainer's result is the first."""
     store = f"/proc/{os.getpid()}/fd/{os.memfd_create('easyrl-store')}"
     names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
     workers = []
@@ -260,17 +258,7 @@ class Member:
 
 def check_run(infer: str, train: str, engine: str, words: Sequence[str]) -> None:
     """Train; compare the engines' log-probabilities with the trainer's, also after an update."""
-    measured: list[tuple[float, float]] = []
-    message = ""
-
-    def observe(event: events.Event) -> None:
-        nonlocal message
-        if isinstance(event, events.RunEnded):
-            message = event.message
-        elif isinstance(event, events.IterationFinished):
-            gap = event.metrics["sampling/sampling_logp_difference/mean"]
-            measured.append((gap, event.metrics["grad_norm"]))
-
+    seen: list[events.Event] = []
     dtype = "float32" if train == "cpu" else "bfloat16"
     flags: dict[str, Any] = {"devices.infer": infer, "devices.train": train}
     flags |= {"model.dtype": dtype, "reward.functions": ["length_penalty"]}
@@ -279,12 +267,15 @@ def check_run(infer: str, train: str, engine: str, words: Sequence[str]) -> None
     flags |= {"train.keep_checkpoints": 0, "data.num_held_out": 0}
     with tempfile.TemporaryDirectory(prefix="easyrl-test-") as folder:
         config = load_config(None, {**flags, "output.dir": f"{folder}/run"}, words)
-        if run(config, [observe]) != 0:
-            raise RuntimeError(message)
-    for gap, norm in measured:
-        if not norm > 0.0:  # also NaN
-            raise ValueError(f"expected a gradient, got one of norm {norm}")
-        _expect_at_most(MAX_GAP, gap, "gap between engine and trainer")
+        run(config, [seen.append])
+    for event in seen:
+        if isinstance(event, events.RunEnded) and event.exit_code != 0:
+            raise RuntimeError(event.message)
+        if isinstance(event, events.IterationFinished):
+            if not (norm := event.metrics["grad_norm"]) > 0.0:  # also NaN
+                raise ValueError(f"expected a gradient, got one of norm {norm}")
+            gap = event.metrics["sampling/sampling_logp_difference/mean"]
+            _expect_at_most(MAX_GAP, gap, "gap between engine and trainer")
 
 
 def _expect_at_most(bound: float, got: float, what: str) -> None:

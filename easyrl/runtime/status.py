@@ -24,8 +24,7 @@ class Balance:
     balanced number  = busy seconds of all engines / busy seconds of a train worker
 
     With that number of engines, generating the groups takes as long as training on them. A
-    fraction below 1/4 is rounded down: such an engine would mostly wait. An engine's time for a
-    group hardly depends on the number of engines, so one measurement comes close.
+    fraction below 1/4 is rounded down: such an engine would mostly wait.
     """
 
     def __init__(self) -> None:

@@ -4,9 +4,8 @@
                ├──► Lost, of a replaceable worker
                └──► WorkerFailure | Interrupted
 
-The controller waits only in `Supervisor.wait`. It returns events. When a worker fails or dies, it
-returns `Lost` as that worker's last event if the worker is replaceable, and raises otherwise; it
-also raises if the user wants to stop. `stop` leaves no process behind.
+The controller waits only in `Supervisor.wait`, which returns events. It raises if the user wants to
+stop, or if a worker fails or dies that is not replaceable. `stop` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -35,9 +34,9 @@ STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
 """After a worker failed, look for the first cause for this long: its death makes others fail."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
 MERGE_SECONDS = 0.5
-"""Signals in this time count once: with `runtime.restart` the parent passes on what a terminal or a
-scheduler sends to both processes."""
+"""Signals in this time count once: with `runtime.restart` the parent passes on what both get."""
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 """Exit codes of a command."""
 SIGNALLED = 128
@@ -101,15 +100,11 @@ def signals_as_interrupts() -> Iterator[None]:
 
 
 class Worker:
-    """A spawned process and the controller's end of its pipe.
-
-    A thread sends the commands: the full pipe of a worker that does not read (it is stopped, or
-    waits for the controller to read) must not block the controller's only thread.
-    """
+    """A spawned process and the controller's end of its pipe. A thread sends the commands: the full
+    pipe of a worker that does not read must not block the controller's only thread."""
 
     def __init__(self, name: str, process: Any, control: Connection) -> None:
-        """`process`: a multiprocessing.Process, or a `ray.launcher.RemoteProcess`, which has its
-        attributes."""
+        """`process`: a multiprocessing.Process, or a `ray.launcher.RemoteProcess`."""
         self.name = name
         self.process = process
         self.control = control
@@ -199,8 +194,7 @@ class Supervisor:
         os.write(self._wake_writer, b"x")
 
     def interrupt(self) -> None:
-        """Let `wait` raise Interrupted as for SIGTERM, but not a second time: that would end the
-        run without its last checkpoint."""
+        """Let `wait` raise Interrupted, once: a second one would prevent the last checkpoint."""
         if not self._is_interrupted:
             self._is_interrupted = True
             self._on_signal(signal.SIGTERM, None)
@@ -208,14 +202,13 @@ class Supervisor:
     def spawn(
         self, name: str, target: Callable[..., None], *arguments: Any, is_copy: bool = False
     ) -> Worker:
-        """Start `target(*arguments, control)` in a process of its own: a new one, or a copy of the
-        fork server."""
+        """Start `target(*arguments, control)` in a new process, or in a copy of the fork server."""
         context: Any = multiprocessing.get_context("forkserver" if is_copy else "spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
         start_resource_tracker()
         # A worker later ignores these signals itself.
-        with _terminal_signals_blocked(), self._fork_server.in_use():
+        with blocked(TERMINAL_SIGNALS), self._fork_server.in_use():
             process.start()
         theirs.close()
         return self.watch(Worker(name, process, ours))
@@ -228,11 +221,9 @@ class Supervisor:
     def wait(
         self, timeout_seconds: float | None = None, *, needed: Sequence[Worker] | None = None
     ) -> list[tuple[Worker, events.WorkerEvent]]:
-        """Return new events; wait for one for at most `timeout_seconds` (None: for ever).
-
-        Raises Interrupted once for each SIGINT, SIGTERM or SIGHUP, and WorkerFailure when a worker
-        (one of `needed`, if given) failed or died and cannot be replaced.
-        """
+        """Return new events; wait for one for at most `timeout_seconds` (None: for ever). Raises
+        Interrupted once for each signal, and WorkerFailure when a worker (one of `needed`, if
+        given) failed or died and cannot be replaced."""
         open_pipes = [worker.control for worker in self._workers if worker.is_open]
         watched = self._workers if needed is None else needed
         sentinels = {worker.process.sentinel: worker for worker in watched}
@@ -285,8 +276,7 @@ class Supervisor:
         return received
 
     def _first_cause(self, failures: list[tuple[Worker, events.Failed]]) -> WorkerFailure:
-        """Find the worker whose end made the others fail: a killed one before one that only lost
-        its connection."""
+        """Find whose end made others fail: killed workers before those that lost a connection."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             for worker in self._workers:
@@ -336,10 +326,9 @@ def _ends_run(worker: Worker, failed: events.Failed) -> bool:
 
 
 @contextmanager
-def _terminal_signals_blocked() -> Iterator[None]:
-    """Processes that start here inherit blocked signals: those that a terminal sends to all."""
-    from_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, from_terminal)
+def blocked(signals: Iterable[int]) -> Iterator[None]:
+    """Block these signals in this thread, and in processes that start here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
@@ -347,12 +336,9 @@ def _terminal_signals_blocked() -> Iterator[None]:
 
 
 def start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker, if none runs, without its warning at the end.
-
-    It removes the semaphores of workers that end at once; the user need not hear of them. It keeps
-    a terminal's signals blocked, because it must clean up after all others.
-    """
+    """Start multiprocessing's resource tracker, if none runs, without its warning at the end about
+    workers that end at once. It ignores a terminal's signals: it must clean up after all others."""
     sys.warnoptions.append("ignore:resource_tracker")
-    with _terminal_signals_blocked():
+    with blocked(TERMINAL_SIGNALS):
         resource_tracker.ensure_running()
     sys.warnoptions.pop()

@@ -64,9 +64,7 @@ class Watchdog:
         self._states[worker] = state, since if state == before else now
 
     def tick(self, pids: Mapping[str, int]) -> str | Stall:
-        """Call about once a second, while events arrive as well. Returns a stall or a warning, if
-        one is due, else an empty string. `pids`: processes of all living workers, by
-        name; 0 on another machine."""
+        """Call once a second. Returns a stall, a warning or "". `pids`: 0 on another machine."""
         now = time.monotonic()
         seconds, self._ticked = min(now - self._ticked, TICK_SECONDS), now
         self._quiet += seconds
@@ -99,12 +97,8 @@ class Watchdog:
         return f"{worker} ({state} {time.monotonic() - since:,.0f} s)"
 
     def write_stacks(self, workers: Sequence[Worker], log: Path) -> None:
-        """Let workers append the Python stacks of all their threads to their logs, also while they
-        hang in C code; append the stacks of this process to `log`.
-
-        A process that is stopped writes nothing. One that has sent no event yet may not have the
-        signal's handler, and is left out.
-        """
+        """Let workers append their threads' Python stacks to their logs, and append those of this
+        process to `log`. A worker that has sent no event may lack the signal's handler still."""
         for worker in workers:
             if worker.name in self._states:
                 worker.write_stacks()

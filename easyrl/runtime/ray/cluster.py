@@ -50,7 +50,7 @@ class Resources:
 
 def connect(config: Config, num_workers: int) -> Resources:
     """Connect to the cluster, or start one on this machine for `num_workers`, and return what it
-    has. Raises ConfigError if Ray is not installed, or there is no cluster at the address."""
+    has. Raises ConfigError without Ray, or without a cluster at the address."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"devices: ray: devices need Ray: {install_command('ray')}")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # or a lost node is 20 lines of output
@@ -96,8 +96,7 @@ def connect(config: Config, num_workers: int) -> Resources:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError unless a server of gRPC listens there: Ray itself would retry for minutes,
-    or for a quarter of an hour if it is another server."""
+    """Raise ConfigError unless a server of gRPC listens there: Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     uses_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
@@ -137,8 +136,7 @@ def options_of(bundle: dict[str, float]) -> dict[str, Any]:
 
 
 def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:
-    """Reserve the train ranks' devices, on as few nodes as possible. Raises ConfigError, with what
-    was requested and what the cluster has, if they are not free in time."""
+    """Reserve the train ranks' devices, on as few nodes as possible. Raises ConfigError."""
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group(list(bundles), strategy="PACK")
@@ -153,12 +151,11 @@ def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> Plac
 
 def no_place(role: str, counts: str, bundle: dict[str, float], timeout_seconds: float) -> str:
     """The message that workers, `counts` of them, found no place."""
-    key = (
-        "devices.train (--train-devices)" if role == "train" else "devices.infer (--infer-devices)"
-    )
+    side = "train" if role == "train" else "infer"
     return (
-        f"{key}: {counts} {role} workers, which need {text_of(bundle)} each, found no place within "
-        f"{timeout_seconds:g} s (runtime.timeout_seconds); {cluster_text()}"
+        f"devices.{side} (--{side}-devices): {counts} {role} workers, which need {text_of(bundle)} "
+        f"each, found no place within {timeout_seconds:g} s (runtime.timeout_seconds); "
+        f"{cluster_text()}"
     )
 
 

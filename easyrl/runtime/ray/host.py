@@ -6,9 +6,8 @@ messages on.
     host of train rank 0 ◄──deliver──► hosts of the other ranks
     host of train rank 0 ◄──put──────── hosts of rollout workers: groups for its ring
 
-Ray calls `run`, `deliver`, `put` and `query` in a thread each, and calls of one kind in the order
-in which one caller makes them. The child dies with the thread that started it, which is in `run`
-until the child has ended. This process imports no torch.
+Ray calls `run`, `deliver`, `put` and `query` in a thread each, and calls of one kind in their
+order. The child dies with the thread that started it, that of `run`. This process imports no torch.
 """
 
 from __future__ import annotations
@@ -101,13 +100,8 @@ class WorkerHost:
         peers: dict[int | str, Any],
         sender: str,
     ) -> Iterator[Any]:
-        """Start the worker. Yield its process id, its events, and its exit code.
-
-        Args:
-            layout: Of the ring: train rank 0 makes it, rollout workers send groups to it.
-            peers: Hosts by rank, and the ring's host as "ring".
-            sender: Name of this rollout worker that no other one ever has.
-        """
+        """Start the worker. Yield its process id, its events, and its exit code. `peers`: hosts by
+        rank, and the ring's as "ring"; `sender`: a name that no other rollout worker ever has."""
         context = multiprocessing.get_context("spawn")
         ring: Any = None
         children: list[Connection] = []
@@ -117,7 +111,7 @@ class WorkerHost:
             children.append(theirs)
             return theirs
 
-        # Ray sets this as well, unless RAY_EXPERIMENTAL_NOSET_... switches that off.
+        # Ray sets this too, unless RAY_EXPERIMENTAL_NOSET_... is set.
         for kind, numbers in _accelerators().items():
             os.environ[devices.VISIBLE_DEVICES[kind]] = ",".join(numbers)
         control = pipe_to("control")

@@ -2,9 +2,8 @@
 
     Worker.control ◄──pipe──► thread per worker ◄──Ray──► WorkerHost ◄──pipe──► worker
 
-To the supervisor such a worker looks like a process of this machine: `RemoteProcess` has the same
-attributes, and its end is an event of its pipe. Ray never restarts an actor itself: a replacement
-is a new actor, wherever there is room.
+To the supervisor `RemoteProcess` is like a process of this machine. Ray never restarts an actor
+itself: a replacement is a new actor, wherever there is room.
 """
 
 from __future__ import annotations
@@ -36,15 +35,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.events import Command, Failed, Note, Observer
 from easyrl.formatting import counted
 from easyrl.runtime.placement import Placement, device_name, ring_layout
-from easyrl.runtime.ray.cluster import (
-    bundle_of,
-    cluster_text,
-    no_place,
-    options_of,
-    reserve,
-    text_of,
-    versions,
-)
+from easyrl.runtime.ray import cluster
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
 from easyrl.runtime.run_folder import folder_of, resume_hint
 from easyrl.runtime.supervisor import FAILED, PENDING, Supervisor, Worker, WorkerFailure
@@ -117,8 +108,7 @@ class RemoteProcess:
             host.kill()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the worker has ended. Once it is killed, a node that does not answer is not
-        waited for: what its worker still sends is refused."""
+        """Wait until the worker has ended; once it is killed, only for KILL_SECONDS."""
         if self.is_killed and timeout is None:
             timeout = max(0.0, self._given_up - time.monotonic())
         self._thread.join(timeout)
@@ -134,8 +124,7 @@ class RayLauncher:
     """Start workers as children of Ray actors."""
 
     def __init__(self, config: Config, placement: Placement, notify: Observer) -> None:
-        """Place the workers, and open the store on the node of train rank 0. Raises ConfigError if
-        there is no place for all, or a node does not fit."""
+        """Place the workers. Raises ConfigError without room for all, or if a node does not fit."""
         self._config, self._placement = config, placement
         self._timeout_seconds = config.runtime.timeout_seconds
         self._folder = folder_of(config).absolute()
@@ -147,7 +136,7 @@ class RayLauncher:
         self._senders: dict[int, str] = {}  # by owner id
         self.store = ""
         places = [
-            f"{counted(number, f'{role} worker')} ({text_of(self._bundle(role))} each)"
+            f"{counted(number, f'{role} worker')} ({cluster.text_of(self._bundle(role))} each)"
             for role in ("train", "rollout")
             if (number := placement.num_workers(role))
         ]
@@ -171,8 +160,7 @@ class RayLauncher:
         }
 
     def _watch_head(self) -> None:
-        """End this process when the cluster's head does not answer: some of Ray's calls would
-        never return. Ray ends the workers."""
+        """End this process when the head does not answer: some of Ray's calls never return."""
         while not self._closed.wait(CHECK_SECONDS):
             call = threading.Thread(target=ray.nodes, daemon=True)
             call.start()
@@ -184,11 +172,14 @@ class RayLauncher:
                 os._exit(FAILED)
 
     def _place_all(self) -> None:
-        if self._placement.train.count:
+        if number := self._placement.train.count:
             self._layout = ring_layout(self._config, self._placement)
-            self._place_train()
+            bundles = [self._bundle("train")] * number
+            group = self._group = cluster.reserve(bundles, self._timeout_seconds)
+            strategies = [PlacementGroupSchedulingStrategy(group, n) for n in range(number)]
+            self._train = self._place("train", strategies)
             self.store = self._train[0].query("open_store")
-        self._rollout = self._place("rollout", self._placement.num_rollout_workers)
+        self._rollout = self._place("rollout", ["SPREAD"] * self._placement.num_rollout_workers)
 
     def __enter__(self) -> Self:
         return self
@@ -204,34 +195,29 @@ class RayLauncher:
         placement = self._placement
         kind = "cpu" if placement.infer.kind == "cpu" else placement.accelerator
         size = placement.engine.tensor_parallel_size if role == "rollout" else 1
-        return bundle_of(kind, size, placement.num_threads)
+        return cluster.bundle_of(kind, size, placement.num_threads)
 
     def _new_host(self, role: str, strategy: Any) -> Host:
-        self._every.append(Host(scheduling_strategy=strategy, **options_of(self._bundle(role))))
+        self._every.append(
+            Host(scheduling_strategy=strategy, **cluster.options_of(self._bundle(role)))
+        )
         return self._every[-1]
 
     def _device_of(self, facts: NodeFacts) -> str:
         return f"{facts.address}/{device_name(self._placement.accelerator, facts.devices)}"
 
-    def _place_train(self) -> None:
-        bundle, number = self._bundle("train"), self._placement.train.count
-        self._group = reserve([bundle] * number, self._timeout_seconds)
-        bundles = [PlacementGroupSchedulingStrategy(self._group, each) for each in range(number)]
-        self._train = self._place("train", number, bundles)
-
-    def _place(self, role: str, number: int, strategies: Sequence[Any] = ()) -> list[Host]:
-        """Start this many hosts, wait until all are placed, and number them by node address and
-        device. Raises ConfigError as `__init__`."""
-        strategies = strategies or ["SPREAD"] * number
+    def _place(self, role: str, strategies: Sequence[Any]) -> list[Host]:
+        """Start a host with each strategy, wait until all are placed, and sort them by node address
+        and device. Raises ConfigError as `__init__`."""
         deadline = time.monotonic() + self._timeout_seconds
         while True:
             hosts = [self._new_host(role, each) for each in strategies]
             asked = [self._describe(host) for host in hosts]
             left = max(0.0, deadline - time.monotonic())
-            _, pending = ray.wait(asked, num_returns=number, timeout=left)
+            _, pending = ray.wait(asked, num_returns=len(asked), timeout=left)
             if pending:
-                bundle, counts = self._bundle(role), f"{len(pending)} of {number}"
-                raise ConfigError(no_place(role, counts, bundle, self._timeout_seconds))
+                bundle, counts = self._bundle(role), f"{len(pending)} of {len(asked)}"
+                raise ConfigError(cluster.no_place(role, counts, bundle, self._timeout_seconds))
             try:
                 found = ray.get(asked)
                 break
@@ -286,8 +272,7 @@ class RayLauncher:
         return supervisor.watch(Worker(settings.name, process, process.control))
 
     def _wait_for_place(self, process: RemoteProcess, control: Connection, name: str) -> bool:
-        """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong;
-        returns False then."""
+        """Wait until Ray has placed a later rollout worker; report what is wrong, return False."""
         asked, is_reported = self._describe(process.host), False
         deadline = time.monotonic() + NOTICE_SECONDS
         while True:
@@ -295,8 +280,10 @@ class RayLauncher:
                 process.host.facts = ray.get(asked, timeout=PENDING_SECONDS)
             except GetTimeoutError:
                 if not is_reported:
-                    needed = text_of(self._bundle("rollout"))
-                    control.send(Note(f"{name} waits for a place with {needed}; {cluster_text()}"))
+                    needed = cluster.text_of(self._bundle("rollout"))
+                    control.send(
+                        Note(f"{name} waits for a place with {needed}; {cluster.cluster_text()}")
+                    )
                 is_reported = True
                 continue
             except RayError as error:
@@ -323,8 +310,7 @@ class RayLauncher:
         *,
         is_placed: bool = True,
     ) -> int:
-        """Pass on commands and events until the worker ends. Returns its exit code. `others`: the
-        other arguments of `WorkerHost.run`."""
+        """Pass on commands and events until the worker ends; return its exit code."""
         if not is_placed and not self._wait_for_place(process, control, settings.name):
             return 1
         host, facts = process.host, process.host.facts
@@ -332,11 +318,12 @@ class RayLauncher:
         try:
             before, there = time.monotonic(), host.query("clock")
             offset = (before + time.monotonic()) / 2 - there
+            log_file = settings.log_file if facts.sees_folder else None
             settings = replace(
                 settings,
                 address=facts.address,
                 clock_offset_seconds=offset if abs(offset) > SAME_CLOCK_SECONDS else 0.0,
-                log_file=_absolute(settings.log_file) if facts.sees_folder else None,
+                log_file=log_file and str(Path(log_file).absolute()),
                 device_indices=tuple(range(len(settings.device_indices))),
             )
             stream = host.actor.run.options(num_returns="streaming")
@@ -373,9 +360,8 @@ class RayLauncher:
 
 
 def problem_of(facts: NodeFacts, needed_folder: Path | None = None) -> str:
-    """Return why a worker cannot run on the node, or an empty string. `needed_folder`: a folder
-    that the node does not share with this machine."""
-    node, own = f"node {facts.name} ({facts.address})", versions()
+    """Return why a worker cannot run on the node, or an empty string."""
+    node, own = f"node {facts.name} ({facts.address})", cluster.versions()
     for name, version in own.items():
         if facts.versions.get(name) != version:
             return f"{node}: expected {name} {version}, as here, got {facts.versions.get(name)}"
@@ -393,10 +379,6 @@ def problem_of(facts: NodeFacts, needed_folder: Path | None = None) -> str:
             "(--model, --output) on storage that the nodes share, or name the model by a hub id"
         )
     return ""
-
-
-def _absolute(path: str | None) -> str | None:
-    return path and str(Path(path).absolute())
 
 
 def _pass_commands(control: Connection, host: Host) -> None:
