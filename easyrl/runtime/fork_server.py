@@ -20,10 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import forkserver, reduction, resource_tracker, spawn
 from pathlib import Path
+from typing import Any
 
 from easyrl.processes import die_with_parent
 
@@ -54,7 +55,7 @@ class ForkServer:
         finally:
             forkserver.connect_to_new_process = shared
 
-    def _start_worker(self, fds: list[int]) -> tuple[int, int]:
+    def _start_worker(self, fds: Sequence[int]) -> tuple[int, int]:
         """Return the descriptors from which to read the worker's pid and exit code, and to which to
         write what it executes (as `multiprocessing.forkserver.connect_to_new_process`)."""
         if self._process is None:
@@ -66,8 +67,9 @@ class ForkServer:
             self._other.close()
         from_worker, status = os.pipe()
         orders, to_worker = os.pipe()
-        fds = [orders, status, resource_tracker.getfd(), *fds]
-        reduction.sendfds(self._socket, fds)
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        reduction.sendfds(self._socket, [orders, status, tracker, *fds])
         os.close(orders)
         os.close(status)
         return from_worker, to_worker
@@ -99,20 +101,21 @@ def serve(fd: int, parent: int) -> None:
             for key, _ in selector.select():
                 if key.fileobj is not controller:
                     pid, status = key.data
-                    forkserver.write_signed(
-                        status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    )
-                    selector.unregister(key.fileobj)
-                    os.close(key.fileobj)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    forkserver.write_signed(status, code)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
                     os.close(status)
                     continue
                 orders, status, tracker, *fds = reduction.recvfds(controller, MAX_FDS)
                 if (pid := os.fork()) == 0:
-                    selector.close()
-                    controller.close()
+                    for other in selector.get_map().values():
+                        for each in (other.fd, *(other.data or ())[1:]):
+                            os.close(each)
                     os.close(status)
-                    resource_tracker._resource_tracker._fd = tracker
-                    forkserver._forkserver._inherited_fds = fds
+                    own: Any = resource_tracker, forkserver
+                    own[0]._resource_tracker._fd = tracker
+                    own[1]._forkserver._inherited_fds = fds
                     os._exit(spawn._main(orders, os.dup(orders)))
                 forkserver.write_signed(status, pid)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))

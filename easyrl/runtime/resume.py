@@ -119,7 +119,9 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
         checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
         path, state = None, SavedState()
         if checkpoint is not None:
-            path, state = checkpoint.path, SavedState(**checkpoint.state)
+            names = SavedState.__dataclass_fields__  # a newer version may add some
+            values = {name: value for name, value in checkpoint.state.items() if name in names}
+            path, state = checkpoint.path, SavedState(**values)
             _check_settings(config, state, path)
         if (
             path is None
