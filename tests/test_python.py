@@ -281,3 +281,19 @@ def test_results_of_a_folder(tmp_path: Path) -> None:
     assert Evaluation(tmp_path).accuracy == 0.5 and os.fspath(Run(tmp_path)) == str(tmp_path)
     run = Run(tmp_path)
     assert (run.metrics, run.samples, run.summary, run.model_path) == ([], [], {}, None)
+
+
+def test_a_script_that_workers_cannot_import_is_named_with_the_cause(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, easyrl\n"
+        "if multiprocessing.current_process().name != 'MainProcess':\n"
+        "    raise ImportError('only in workers')\n"
+        "if __name__ == '__main__':\n"
+        "    easyrl.train(model='tiny', iterations=1, output='run')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "ImportError: only in workers" in done.stderr
+    assert "exit code 1" in done.stderr and "Bad file" not in done.stderr

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import forkserver, reduction, resource_tracker, spawn
@@ -69,7 +70,7 @@ class ForkServer:
         orders, to_worker = os.pipe()
         tracker = resource_tracker.getfd()
         assert tracker is not None
-        reduction.sendfds(self._socket, [orders, status, tracker, *fds])
+        reduction.sendfds(self._socket, [orders, status, tracker, 2, *fds])
         os.close(orders)
         os.close(status)
         return from_worker, to_worker
@@ -107,17 +108,28 @@ def serve(fd: int, parent: int) -> None:
                     os.close(key.fd)
                     os.close(status)
                     continue
-                orders, status, tracker, *fds = reduction.recvfds(controller, MAX_FDS)
+                orders, status, tracker, errors, *fds = reduction.recvfds(controller, MAX_FDS)
                 if (pid := os.fork()) == 0:
                     for other in selector.get_map().values():
                         for each in (other.fd, *(other.data or ())[1:]):
                             os.close(each)
                     os.close(status)
-                    own: Any = resource_tracker, forkserver
-                    own[0]._resource_tracker._fd = tracker
-                    own[1]._forkserver._inherited_fds = fds
-                    os._exit(spawn._main(orders, os.dup(orders)))
+                    os.dup2(errors, 2)
+                    try:
+                        become_worker(orders, tracker, fds)
+                    except BaseException:
+                        traceback.print_exc()
+                    finally:
+                        os._exit(1)
                 forkserver.write_signed(status, pid)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
-                for each in (orders, tracker, *fds):
+                for each in (orders, tracker, errors, *fds):
                     os.close(each)
+
+
+def become_worker(orders: int, tracker: int, fds: list[int]) -> None:
+    """Execute what the controller writes to `orders`, as a process that multiprocessing started."""
+    own: Any = resource_tracker, forkserver
+    own[0]._resource_tracker._fd = tracker
+    own[1]._forkserver._inherited_fds = fds
+    os._exit(spawn._main(orders, os.dup(orders)))

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 from easyrl import events
 from easyrl.channels.memory import kill_reason, oom_kills
@@ -33,6 +34,7 @@ from easyrl.runtime.fork_server import ForkServer
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
 """After a worker failed, look for the first cause for this long: its death makes others fail."""
+SHOWN_BYTES = 4000  # of what a process wrote that died before it had a log
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
 MERGE_SECONDS = 0.5
@@ -111,6 +113,8 @@ class Worker:
         self.is_replaceable = name.startswith("rollout")
         self.is_open = True
         self.kill_reason = ""  # set by `kill`
+        self.errors: IO[bytes] | None = None
+        """What the process writes to its standard error before it has opened its log."""
         self.state: WorkerState = "starting"
         self.origin: Origin = "start"
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
@@ -162,6 +166,8 @@ class Worker:
         """Call after the process has ended: the sending thread ends as well."""
         self._commands.put(None)
         self._sender.join()
+        if self.errors is not None:
+            self.errors.close()
         self.control.close()
 
 
@@ -207,11 +213,17 @@ class Supervisor:
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
         start_resource_tracker()
+        worker = Worker(name, process, ours)
+        worker.errors = tempfile.TemporaryFile()
         # A worker later ignores these signals itself.
-        with blocked(TERMINAL_SIGNALS), self._fork_server.in_use():
+        with (
+            blocked(TERMINAL_SIGNALS),
+            self._fork_server.in_use(),
+            _standard_error_to(worker.errors.fileno()),
+        ):
             process.start()
         theirs.close()
-        return self.watch(Worker(name, process, ours))
+        return self.watch(worker)
 
     def watch(self, worker: Worker) -> Worker:
         """Watch a worker that has been started."""
@@ -293,14 +305,14 @@ class Supervisor:
             cause = f":\n{failed.traceback.rstrip()}" if failed.traceback else f": {failed.message}"
             return WorkerFailure(f"{worker.name} failed{cause}", is_user_error=failed.is_user_error)
         ended = [w for w in self._workers if w.process.exitcode is not None]
-        names = ", ".join(f"{w.name} (exit code {w.process.exitcode})" for w in ended)
-        return WorkerFailure(f"ended unexpectedly: {names}")
+        names = ", ".join(worker.name for worker in ended)
+        return WorkerFailure(f"{names} {self._end_of(ended[0])}")
 
     def _end_of(self, worker: Worker) -> str:
         """Describe how a process without a last message ended."""
         code = worker.process.exitcode or 0
         if worker.kill_reason or code >= 0:
-            return worker.kill_reason or f"ended unexpectedly with exit code {code}"
+            return worker.kill_reason or f"ended unexpectedly with exit code {code}{_said(worker)}"
         kills_before, self._oom_kills = self._oom_kills, oom_kills()
         return f"was killed by {signal.Signals(-code).name}{kill_reason(kills_before)}"
 
@@ -333,6 +345,27 @@ def blocked(signals: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _standard_error_to(fd: int) -> Iterator[None]:
+    """Give processes that start here another standard error."""
+    before = os.dup(2)
+    os.dup2(fd, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def _said(worker: Worker) -> str:
+    """The end of what the worker wrote to its standard error before it had a log."""
+    if worker.errors is None:
+        return ""
+    worker.errors.seek(max(0, worker.errors.seek(0, os.SEEK_END) - SHOWN_BYTES))
+    text = worker.errors.read().decode("utf-8", "replace").strip()
+    return f":\n{text}" if text else ""
 
 
 def start_resource_tracker() -> None:
