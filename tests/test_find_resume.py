@@ -18,7 +18,7 @@ from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import differing, find_resume, with_absolute_paths
+from easyrl.runtime.resume import differing, find_resume, run_folder_of, with_absolute_paths
 from easyrl.runtime.run_folder import resume_hint
 from mistakes import make_run
 
@@ -191,3 +191,14 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(
         (tmp_path / name).write_text(text)
     assert digest_code(config) == before
     assert differing({}, {**before, "x": math.nan}) == [], "of an older release"
+
+
+def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path):
+    make_run(tmp_path / "run", {10: {}})
+    assert run_folder_of(tmp_path / "run" / "checkpoints" / "10") == tmp_path / "run"
+    config = config_of(tmp_path / "run", "train.learning_rate=1e-5", "train.iterations=70")
+    found = find_resume(config, tmp_path / "run")
+    os.close(found.lock)
+    assert found.describe(config).splitlines()[1:] == [
+        "changed: train.learning_rate 0.0003 -> 1e-05"
+    ]

@@ -27,7 +27,7 @@ from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
 from easyrl.observe.view import notebook_display
 from easyrl.processes import UNGUARDED
-from easyrl.runtime.resume import config_file_of, settings_to_evaluate
+from easyrl.runtime.resume import config_file_of, run_folder_of, settings_to_evaluate
 from easyrl.runtime.run import run
 from easyrl.runtime.run_folder import (
     folder_of,
@@ -149,9 +149,10 @@ def train(
     """
     options = options_by_key(locals())
     with _call():
-        if resume is not None:
-            config = config_file_of(resume, config, output, dataset, reward, environment)
-            options["output.dir"] = resume
+        resumed = None if resume is None else run_folder_of(resume)
+        if resumed is not None:
+            config = config_file_of(resumed, config, output, dataset, reward, environment)
+            options["output.dir"] = resumed
         resolved, inputs = _resolve(config, options, settings)
         if (restart := resolved.runtime.restart) != "never":
             raise ConfigError(f"runtime.restart: expected never in Python, got {restart}")
@@ -161,7 +162,7 @@ def train(
         ends: list[events.RunEnded] = []
         with inputs.stored(resolved, folder) as stored:
             observers = _observers(stored, ends, progress=progress)
-            run(stored, observers, None if resume is None else Path(resume))
+            run(stored, observers, resumed)
         return Run(_finished(ends[0], folder))
 
 

@@ -70,8 +70,9 @@ def grpo(
     if (assume or full) and not dry_run:
         raise ConfigError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
     if resume is not None:
-        from easyrl.runtime.resume import config_file_of
+        from easyrl.runtime.resume import config_file_of, run_folder_of
 
+        resume = run_folder_of(resume)
         config = config_file_of(resume, config, output)
         settings["output.dir"] = str(resume)
     resolved = load_config(config, settings, words)

@@ -19,13 +19,13 @@ class TrainConfig(Section):
     updates_per_iteration: int = Field(default=1, ge=1)
     """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
     strictly on-policy: the others train on rollouts of the policy before it."""
-    learning_rate: float | None = Field(default=None, ge=0.0)
+    learning_rate: Annotated[float | None, MAY_CHANGE] = Field(default=None, ge=0.0)
     """Peak learning rate; null: 3e-4 for a built-in model, else 1e-6; with LoRA ten times that."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    lr_scheduler_type: Annotated[Literal["constant", "linear", "cosine"], MAY_CHANGE] = "linear"
     """Course of the learning rate after warm-up; linear and cosine fall to 0."""
-    warmup_iterations: int = Field(default=2, ge=0)
+    warmup_iterations: Annotated[int, MAY_CHANGE] = Field(default=2, ge=0)
     """Iterations in which the learning rate rises linearly to its peak."""
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    max_grad_norm: Annotated[float, MAY_CHANGE] = Field(default=1.0, gt=0.0)
     """The gradient's norm is clipped to this."""
     max_tokens_per_micro_batch: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """Tokens trained at a time, a group's prompt counted once. It does not change the result. Null:

@@ -81,13 +81,26 @@ class Resume:
     """The run has all its iterations and its final model. Its checkpoints are not verified."""
 
     def describe(self, config: Config) -> str:
-        """Return what the run resumes from and what it skips, as lines of text for the user."""
+        """Return what the run resumes from, what it skips and which settings of the training have
+        changed, as lines of text for the user."""
         total = counted(config.train.iterations, "iteration")
         lines = [f"resumed from {self.checkpoint}: {self.state.num_iterations} of {total} done"]
         if self.checkpoint is None:
             lines = [f"started again in {self.folder}: the run there has no checkpoint"]
         lines += [f"{why} (renamed: {path.name}{DAMAGED})" for path, why in self.damaged.items()]
+        if self.state.config:
+            before, now = _resolved(load_config(None, self.state.config)), _resolved(config)
+            for key in differing(before, now):
+                if key.startswith("train.") and key != "train.iterations":
+                    lines.append(f"changed: {key} {before[key]} -> {now[key]}")
         return "\n".join(lines)
+
+
+def run_folder_of(path: str | os.PathLike[str]) -> Path:
+    """The run to resume: the folder itself, or that of a checkpoint."""
+    folder = Path(path)
+    is_checkpoint = folder.absolute().parent.name == CHECKPOINTS
+    return folder.parent.parent if is_checkpoint else folder
 
 
 def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
