@@ -214,7 +214,7 @@ class Supervisor:
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
         start_resource_tracker()
         worker = Worker(name, process, ours)
-        worker.errors = tempfile.TemporaryFile()
+        worker.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         # A worker later ignores these signals itself.
         with (
             blocked(TERMINAL_SIGNALS),
