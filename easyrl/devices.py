@@ -89,7 +89,6 @@ class AssumedDevices:
     kind: str
     count: int
     num_bytes: int  # memory of each
-    size: str  # as it was given: 80GiB, h100
 
     def __str__(self) -> str:
         return f"{self.count} x {self.num_bytes / 2**30:g} GiB ({self.kind})"
@@ -104,8 +103,7 @@ def parse_assumed(text: str) -> AssumedDevices:
         gib = float(given[1]) if given else KNOWN_GIB.get(size, 0)
         if gib and re.fullmatch(r"[1-9][0-9]{0,3}", count):
             kind = ASCEND if size in ASCEND_PRODUCTS else "cuda"
-            num_bytes, name = int(gib * 2**30), size.replace("gib", "GiB")
-            return AssumedDevices(kind, int(count), num_bytes, name)
+            return AssumedDevices(kind, int(count), int(gib * 2**30))
     raise ConfigError(
         "--assume: expected the number of accelerators and the memory of each, as in 8x80GiB, "
         f"24GiB (one) or h100x8 (one of {', '.join(KNOWN_GIB)}), got '{text}'"

@@ -132,10 +132,7 @@ def _print_plan(
         if "train.offload" in plan.changes and not has_lora:
             lines.append("LoRA needs much less (model.lora.rank=16)")
     elif plan.is_tight and not plan.changes and assumed is not None:
-        fitting = " or ".join(f"--assume {each}" for each in plan.larger)
-        more = f" (a command fits with {fitting})" if fitting else ""
-        more += "" if has_lora else ", LoRA (model.lora.rank)"
-        lines += ["", NOTHING_FITS.format(more)]
+        lines += ["", NOTHING_FITS.format("" if has_lora else ", LoRA (model.lora.rank)")]
     for line in lines:  # comments: the whole output is a config file
         echo(f"# {line}".rstrip())
     return 0 if plan.would_start else USER_ERROR

@@ -48,8 +48,8 @@ class OutputConfig(Section):
 
     dir: Annotated[str | None, MAY_CHANGE] = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
-    log_to: Annotated[
-        list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], EACH_ONCE, MAY_CHANGE
-    ] = Field(default_factory=list)
+    log_to: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], EACH_ONCE, MAY_CHANGE] = (
+        Field(default_factory=list)
+    )
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
-    `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl-train[wandb]'."""
+    `trackio`; each needs its extra, as in pip install 'easyrl-train[wandb]'."""

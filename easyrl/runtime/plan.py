@@ -6,15 +6,15 @@ Nothing is started, and no weights are read. The devices may be assumed ones (`-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError, change_config
 from easyrl.data.hub import describe_model
-from easyrl.devices import AssumedDevices, parse_assumed
+from easyrl.devices import AssumedDevices
 from easyrl.formatting import install_command
-from easyrl.model.files import ModelSize, read_model_files
+from easyrl.model.files import read_model_files
 from easyrl.runtime import memory
 from easyrl.runtime.placement import describe, resolve_placement
 from easyrl.runtime.preflight import (
@@ -32,7 +32,6 @@ class Plan(NamedTuple):
     is_tight: bool  # some memory may not suffice, or surely does not
     changes: Mapping[str, Any]  # settings with which everything fits; empty if there are none
     host_bytes: int  # that all processes need with the changes
-    larger: Sequence[str]  # where there are none: values of `--assume` that suffice
 
 
 def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
@@ -61,31 +60,12 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
         warnings += check_inputs(config)  # last: what is known of the memory is shown first
     except ConfigError as refused:
         warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
-    changes, host_bytes, larger = None, 0, []
+    changes, host_bytes = None, 0
     if size is not None and is_tight and placement.accelerator != "cpu":
         changes = memory.propose_changes(config, placement, size)
         if changes is not None:
             changed = change_config(config, changes)
             parts = memory.estimate_memory(changed, resolve_placement(changed, assumed), size)
             host_bytes = memory.bytes_by_memory(parts)["cpu"]
-        elif assumed is not None:
-            larger = _larger_devices(config, assumed, size)
     text = "\n".join([*lines, *warnings])
-    return Plan(text, not is_refused, is_tight, changes or {}, host_bytes, larger)
-
-
-def _larger_devices(config: Config, assumed: AssumedDevices, size: ModelSize) -> list[str]:
-    """Return the fewest devices of this size, and the smallest ones of this number, with which a
-    command fits, of a short list."""
-
-    def can_fit(text: str) -> bool:
-        try:
-            placement = resolve_placement(config, parse_assumed(text))
-        except ConfigError:
-            return False
-        return memory.propose_changes(config, placement, size) is not None
-
-    count, gib = assumed.count, assumed.num_bytes / memory.GIB
-    more = (f"{n}x{assumed.size}" for n in (2, 4, 8, 16) if n > count)
-    larger = (f"{count}x{n}GiB".removeprefix("1x") for n in (24, 48, 80, 140) if n > gib)
-    return [text for texts in (more, larger) for text in [next(filter(can_fit, texts), "")] if text]
+    return Plan(text, not is_refused, is_tight, changes or {}, host_bytes)
