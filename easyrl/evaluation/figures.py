@@ -30,15 +30,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def pass_at_every_k(correct: Bools) -> dict[str, float]:
-    """Mean over the problems of `correct` [N, S], by k = 1 … S."""
-    num_samples, counts = correct.shape[1], correct.sum(axis=1)
-    return {
-        str(k): float(np.mean([pass_at_k(num_samples, int(count), k) for count in counts]))
-        for k in range(1, num_samples + 1)
-    }
-
-
 def rewards_of(answers: Iterable[Lines]) -> npt.NDArray[np.float64]:
     """The rewards [N, S] of the problems that have all of them: no reward call failed."""
     rewards = [[line["reward"] for line in lines] for lines in answers]
@@ -71,10 +62,14 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
     by_function = {  # None: the function does not apply
         name: [scores[name] for scores in scored if scores[name] is not None] for name in scored[0]
     }
+    num_samples, counts = correct.shape[1], correct.sum(axis=1).tolist()
+    solved = {}
+    for k in range(1, num_samples + 1):
+        solved[str(k)] = float(np.mean([pass_at_k(num_samples, count, k) for count in counts]))
     return {
         "accuracy": accuracy,
         "standard_error": error,
-        "pass_at_k": pass_at_every_k(correct),
+        "pass_at_k": solved,
         "reward": reward,
         "reward_standard_error": reward_error,
         "rewards": {name: float(np.mean(values)) for name, values in by_function.items() if values},

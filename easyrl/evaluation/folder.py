@@ -45,11 +45,8 @@ class EvalFolder:
         try:
             self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             # Without the problem that was being written when the evaluation was killed.
-            self.answers = {
-                problem: lines
-                for problem, lines in self._read(settings).items()
-                if len(lines) == settings["num_samples"]
-            }
+            found, whole = self._read(settings), settings["num_samples"]
+            self.answers = {key: lines for key, lines in found.items() if len(lines) == whole}
             self._lock = lock_folder(self.path)
             self._write(SAMPLES, "".join(map(_as_text, self.answers.values())))
             self._write(SETTINGS, json.dumps(settings, indent=2) + "\n")
