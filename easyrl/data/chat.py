@@ -165,13 +165,13 @@ def check_prompts(
             "data.chat_template: expected chat messages with it, but the prompts are strings: set "
             "data.chat=true (or data.system_prompt), or data.chat_template=null"
         )
-    if tools and "tools" not in words:
-        raise ConfigError(
-            "data.chat_template: expected a template that shows tools to the model, but that of "
-            "the model (model.path) does not use the variable `tools`"
-        )
     if tools:
         variables = {**variables, "tools": tools}
+        if "tools" not in words:
+            raise ConfigError(
+                "data.chat_template: expected a template that shows tools to the model, but that "
+                "of the model (model.path) does not use the variable `tools`"
+            )
     lengths: dict[str, int] = {}
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: len(str(examples[k]))):
         try:

@@ -191,7 +191,8 @@ def _json_rows(file: TextIO) -> NumberedRows:
 def _csv_rows(file: TextIO) -> NumberedRows:
     """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
     files that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
-    reader, limit = csv.DictReader(file, restkey="", strict=True), csv.field_size_limit(2**31)
+    csv.field_size_limit(2**31)
+    reader = csv.DictReader(file, restkey="", strict=True)
     try:
         names = reader.fieldnames or []
         if twice := [name for name in names if name and names.count(name) > 1]:
@@ -204,8 +205,6 @@ def _csv_rows(file: TextIO) -> NumberedRows:
                 yield reader.line_num, {name: text or None for name, text in row.items()}
     except csv.Error as error:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
-    finally:
-        csv.field_size_limit(limit)
 
 
 # -- the problems of an evaluation -----------------------------------------------------------------

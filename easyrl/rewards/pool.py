@@ -76,9 +76,8 @@ class RewardPool:
         self._config, self._report = config, report
         self._sources = read_sources(config) if sources is None else sources
         self._names = reward_names(config)
-        specs = list(enumerate(reward_specs(config)))
+        specs = enumerate(reward_specs(config))
         self._per_completion = [n for n, spec in specs if spec in PER_COMPLETION]
-        self._per_group = [n for n, spec in specs if spec not in PER_COMPLETION]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._num_restarts = 0
@@ -86,27 +85,25 @@ class RewardPool:
         self._pool = self._start_pool()
 
     def submit(
-        self,
-        key: Hashable,
-        group: Call,
-        elsewhere: tuple[Sequence[int], Future[Any]] | None = None,
+        self, key: Hashable, group: Call, elsewhere: tuple[Sequence[int], Future[Any]] | None = None
     ) -> None:
         """Score the completions of one prompt by all functions. `elsewhere`: functions that are
         called in another process, and their future result."""
         size = len(group.completions)
         others, future = elsewhere or ((), None)
-        per_group = [function for function in self._per_group if function not in others]
-        parts = [(per_group, slice(0, size))] if per_group else []
-        slow = [function for function in self._per_completion if function not in others]
-        parts += [([function], slice(n, n + 1)) for function in slow for n in range(size)]
+        functions = [number for number in range(len(self._names)) if number not in others]
+        fast = [number for number in functions if number not in self._per_completion]
+        parts = [(fast, slice(0, size))] if fast else []
+        slow = [number for number in functions if number in self._per_completion]
+        parts += [([number], slice(n, n + 1)) for number in slow for n in range(size)]
         tasks = self._groups[key] = []
         if future is not None:
             call = group._replace(functions=others)
             tasks.append(_Task(call, slice(0, size), future, is_elsewhere=True))
             future.add_done_callback(lambda _: self._wake())
-        for functions, part in parts:
+        for numbers, part in parts:
             texts, ids = group.completions[part], group.completion_ids[part]
-            call = group._replace(functions=functions, completions=texts, completion_ids=ids)
+            call = group._replace(functions=numbers, completions=texts, completion_ids=ids)
             tasks.append(_Task(call, part, self._schedule(call)))
 
     def finished(self) -> list[tuple[Hashable, Scored]]:
@@ -221,7 +218,7 @@ class RewardPool:
                 self._report(f"{error}; its group's rewards are 0")
                 return Scored([], [], {}, {})
             case ProcessExpired(exitcode=code):
-                if code == -signal.SIGXCPU and task.call.functions != self._per_group:
+                if code == -signal.SIGXCPU and {*task.call.functions} <= {*self._per_completion}:
                     return Scored([], [], {}, {})  # math.MAX_CPU_SECONDS: the score is 0
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 problem = f"ended its process ({how}); reward.on_error decides what follows"

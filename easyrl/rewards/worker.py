@@ -20,7 +20,6 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from contextvars import ContextVar
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,25 +87,15 @@ class Scored(NamedTuple):
     columns: dict[str, list[Any]]  # from log_extra, [N] each
 
 
-_num_left_of_others = [MAX_OUTPUT_CHARACTERS]  # of reward functions and the user's threads
-_num_left: ContextVar[list[int]] = ContextVar("_num_left", default=_num_left_of_others)
-"""Characters that an environment's call and its coroutines may still print."""
+class BoundedOutput(io.TextIOWrapper):
+    """Standard output and error of a call; those of calls that run at the same time are one."""
 
-
-def begin_output() -> None:
-    """Count what the current call of an environment prints: others run at the same time."""
-    _num_left.set([MAX_OUTPUT_CHARACTERS])
-    _num_left_of_others[0] = MAX_OUTPUT_CHARACTERS
-
-
-class _BoundedOutput(io.TextIOWrapper):
-    """Standard output or error; both together are bounded."""
+    num_left = MAX_OUTPUT_CHARACTERS  # that may be printed: set when a call begins
 
     def write(self, text: str, /) -> int:
-        left = _num_left.get()
-        if len(text) > left[0]:
+        if len(text) > BoundedOutput.num_left:
             raise OSError(f"printed more than {MAX_OUTPUT_CHARACTERS // 2**20} MiB in one call")
-        left[0] -= len(text)
+        BoundedOutput.num_left -= len(text)
         return super().write(text)
 
 
@@ -131,7 +120,7 @@ def start(config: Config, sources: Mapping[str, str], specs: Sequence[str] | Non
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)
-    output = _BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
+    output = BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     sys.stdout = sys.stderr = output  # what `--dry-run` prints to its own is a config file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process first
@@ -254,7 +243,7 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
     data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
     returned: list[Any] = []
     for function in (_functions[index] for index in call.functions):
-        _num_left.get()[0] = MAX_OUTPUT_CHARACTERS
+        BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
         try:
             arguments = copy.deepcopy(accepted_arguments(function, data))
             arguments |= accepted_arguments(function, services)
