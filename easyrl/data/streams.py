@@ -89,21 +89,19 @@ class RowForm:
     def content(self, row: Row) -> str | Messages:
         """Make the prompt of a row. Raises ValueError where the row has none, or names no
         environment."""
-        if self.environments:
-            name = row.get(self.environment_column)
-            if name not in self.environments:
-                raise ValueError(
-                    f"column '{ENVIRONMENT_COLUMN}': expected one of "
-                    f"{', '.join(self.environments)} (rollout.environment), got {name!r}"
-                )
+        name = row.get(self.environment_column)
+        if self.environments and name not in self.environments:
+            raise ValueError(
+                f"column '{ENVIRONMENT_COLUMN}': expected one of "
+                f"{', '.join(self.environments)} (rollout.environment), got {name!r}"
+            )
         if self.may_lack_prompt and self.prompt_column not in row:
             content: Any = [{"role": "user", "content": ""}]
         elif self.template is None:
             content = row[self.prompt_column]
         else:
-            for name in self.prompt_columns:
-                if is_missing(row[name]):
-                    raise ValueError(f"data.prompt_template: expected a value in column '{name}'")
+            if lacking := [name for name in self.prompt_columns if is_missing(row[name])]:
+                raise ValueError(f"data.prompt_template: expected a value in column '{lacking[0]}'")
             content = self.template.format_map(row)
         if isinstance(content, str) and content:
             if not self.is_chat:
@@ -130,7 +128,6 @@ def content_of(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
-    """Draw the order of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
@@ -226,9 +223,8 @@ class DataSet:
 class PromptStream:
     """Prompts without end: `prompt(i)` is always the same.
 
-    Of every BLOCK prompts each data set has its exact share, spread evenly: after any number of
-    prompts no data set is off its share by more than one or two. Which data set a prompt is from is
-    a function of the index alone, and each data set continues through its own epochs.
+    Of every BLOCK prompts each data set has its exact share, spread evenly. Which data set a prompt
+    is from is a function of the index alone. Each data set continues through its own epochs.
     """
 
     def __init__(self, data: Mapping[str, DataSet], weights: Sequence[float]) -> None:

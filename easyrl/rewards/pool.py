@@ -7,12 +7,11 @@
 
 A group is one call for the user's functions and the cheap built-in ones, and one call per
 completion for `code` and `math`. Only `close` blocks. The processes import no torch and end with
-the rollout worker, also when it is killed.
+the rollout worker.
 
-A call that raises, exceeds its timeout or ends its process fails alone; pebble starts another
-process. A call whose process is killed is repeated once. A pool that breaks (a process killed
-between two calls) is replaced, and its calls are repeated. A broken pool may forget calls without
-waking anyone: call `finished` at least every POLL_SECONDS while groups are being scored.
+A call that raises, exceeds its timeout or ends its process fails alone. A call whose process is
+killed is repeated once. A pool that breaks (a process killed between two calls) is replaced, and
+its calls are repeated: call `finished` at least every POLL_SECONDS while groups are being scored.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from easyrl.config import Config, ConfigError
 from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.loading import (
+    BUILT_IN,
     PER_COMPLETION,
     check_rewards,
-    is_built_in,
     read_sources,
     reward_names,
     reward_specs,
@@ -89,8 +88,7 @@ class RewardPool:
     ) -> None:
         """Score the completions of one prompt by all functions. `elsewhere`: functions that are
         called in another process, and their future result."""
-        size = len(group.completions)
-        others, future = elsewhere or ((), None)
+        size, (others, future) = len(group.completions), elsewhere or ((), None)
         functions = [number for number in range(len(self._names)) if number not in others]
         fast = [number for number in functions if number not in self._per_completion]
         parts = [(fast, slice(0, size))] if fast else []
@@ -237,7 +235,7 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
     another form than it must.
     """
     specs = reward_specs(config)
-    own = [spec for spec in specs if not is_built_in(spec)]
+    own = [each for each in specs if each not in BUILT_IN and not each.startswith("easyrl.")]
     if example is not None:
         check_rewards(config, example, [spec for spec in specs if spec not in own])
     if not own:
@@ -246,12 +244,10 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
     pool = ProcessPool(1, initializer=start, initargs=of_process, context=get_context("spawn"))
     warnings = []
     try:
-        tried = [
-            pool.schedule(try_function, (each, example), timeout=CHECK_SECONDS) for each in own
-        ]
-        for spec, future in zip(own, tried, strict=True):
+        for spec in own:
+            tried = pool.schedule(try_function, (spec, example), timeout=CHECK_SECONDS)
             try:
-                warnings.append(future.result())
+                warnings.append(tried.result())
             except (TimeoutError, ProcessExpired) as error:
                 is_late = isinstance(error, TimeoutError)
                 how = f"took longer than {CHECK_SECONDS:g} s" if is_late else "ended its process"
@@ -274,7 +270,6 @@ def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[flo
 
 
 def _was_killed(task: _Task) -> bool:
-    """Return whether SIGKILL ended the call's process: the user, or lack of memory."""
     error = task.future.exception() if task.future.done() else None
     return isinstance(error, ProcessExpired) and error.exitcode == -signal.SIGKILL
 

@@ -19,7 +19,7 @@ import reprlib
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +59,7 @@ PROCESS_NAME = "easyrl-reward"
 
 
 class TrainerState(NamedTuple):
-    """Progress of the run, under the names of transformers' `TrainerState`."""
+    """The run's progress. Names as in transformers' `TrainerState`."""
 
     global_step: int = 0  # optimizer updates of the policy that sampled the completions
     max_steps: int = 0  # of the whole run
@@ -168,8 +168,7 @@ def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _l
         logged[str(name)] = [*logged.get(str(name), []), float(value)]
 
     services: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric}
-    if environments:
-        services["environments"] = environments
+    services |= {"environments": environments} if environments else {}
     for index, returned in zip(call.functions, _call_all(call, services, run_async), strict=True):
         try:
             result.scores.append(_as_scores(returned, num_completions))
@@ -250,15 +249,17 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
             returned.append(function(**arguments))
         except BaseException as error:
             returned.append(error)
-    waiting = {index: value for index, value in enumerate(returned) if inspect.isawaitable(value)}
-    results = run_async(_await_all(waiting.values()))
-    for index, value in zip(waiting, results, strict=True):
-        returned[index] = value
-    return returned
+    results: list[Any] = run_async(_await_all(returned))
+    return results
 
 
-async def _await_all(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)
+async def _await_all(returned: Iterable[Any]) -> list[Any]:
+    """Await what is awaitable, all together."""
+
+    async def value_of(value: Any) -> Any:
+        return await value if inspect.isawaitable(value) else value
+
+    return await asyncio.gather(*map(value_of, returned), return_exceptions=True)
 
 
 def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
@@ -282,7 +283,5 @@ def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
 
 def _as_json(value: Any) -> Any:
     """Convert a value to JSON: arrays to lists, NaN and infinity to null, other types to text."""
-
-    # `tolist` is that of NumPy and torch.
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     return json.loads(text, parse_constant=lambda _: None)
