@@ -80,8 +80,8 @@ class Inputs:
         lines = []
         for number, row in enumerate(rows):
             try:
-                lines.append(json.dumps(with_none(row), default=_plain) + "\n")
-            except (TypeError, ValueError) as error:
+                lines.append(json.dumps(with_none(row), default=lambda x: x.tolist()) + "\n")
+            except (TypeError, ValueError, AttributeError) as error:
                 raise ConfigError(
                     f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"
                 ) from None
@@ -166,7 +166,6 @@ class Inputs:
                     shutil.rmtree(folder)
 
     def _located(self, home: Path, value: Any) -> Any:
-        """The value of a setting with the paths of the files."""
         if isinstance(value, str):
             return f"{home}/{value}" if value.partition(":")[0] in self._texts else value
         if isinstance(value, Mapping):
@@ -186,13 +185,6 @@ def _digest(pickled: bytes) -> str:
             content[start:] = sorted(content[start:])
         content.append(varying.sub("", f"{operation.name} {value}"))
     return hashlib.sha256("\n".join(content).encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and lists of an array or a tensor."""
-    if not hasattr(value, "tolist"):
-        raise TypeError(f"got a {type(value).__name__}")
-    return value.tolist()
 
 
 def _is_names(value: Any) -> bool:

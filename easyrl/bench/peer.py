@@ -2,13 +2,12 @@
 
 Both get the same model, prompts, reward function, precision, cores and number of prompts,
 completions and updates (one per iteration, on-policy). Both sample from the whole distribution at
-temperature 1. Models are random and prompts are digits: nothing is downloaded. The vocabulary has
-99 tokens, one of which ends a completion, so lengths are geometric up to the cap. The learning rate
-is 0: every iteration does the same work.
+temperature 1. Models are random and prompts are digits. One of the 99 tokens ends a completion, so
+lengths are geometric up to the cap. The learning rate is 0: every iteration does the same work.
 
-EasyRL runs with its defaults, TRL in a process of its own with the settings below. The
-runs take turns. On NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with
-several devices, also on devices of its own.
+EasyRL runs with its defaults, TRL in a process of its own with the settings below, in turns. On
+NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with several devices,
+also on devices of its own.
 """
 
 from __future__ import annotations
@@ -141,21 +140,15 @@ def run(
         )
     settings = {name: peer_settings(ROWS[name], placement) for name in names}
     on_cpu = placement.train.kind == "cpu"
-    for package in ("trl",) if on_cpu else ("trl", "vllm"):
+    for package, extra in (("trl", "peer"),) if on_cpu else (("trl", "peer"), ("vllm", "vllm")):
         if util.find_spec(package) is None:
-            extra = "peer" if package == "trl" else package
             raise ConfigError(f"bench peer: expected {package}, got none: {install_command(extra)}")
     flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
     for name in names:
         work = ROWS[name]
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-            inputs = write_model_and_prompts(
-                Path(folder),
-                model or random_model(work.size),
-                dtype,
-                work.num_prompts,
-                work.prompt_length,
-            )
+            source, sizes = model or random_model(work.size), (work.num_prompts, work.prompt_length)
+            inputs = write_model_and_prompts(Path(folder), source, dtype, *sizes)
             actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
             for each in settings[name]:
                 label = ", ".join(f"{key} {value}" for key, value in each.items())
