@@ -5,8 +5,6 @@ float32 on one CPU core, or the shape of Qwen3-0.6B in bfloat16 on an accelerato
 head are small on the CPU: both rows predict the same completion tokens, so the head costs the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

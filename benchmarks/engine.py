@@ -7,8 +7,6 @@ Qwen3-0.6B's shape in bfloat16; on NVIDIA GPUs the engine also runs without CUDA
 refills its NUM_ROWS rows. Only tokens up to a completion's length count.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial

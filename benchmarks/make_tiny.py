@@ -14,8 +14,6 @@ to improve.
 The same machine, versions and number of threads give the same weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -6,8 +6,6 @@
 A test compares the *counted* constants with the code. Those under *assumed* are not measured.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ over the time from the producer's start to the end of the consumer's last sum. W
 from the start of `put` of a small group until the `get` that the consumer is blocked in returns.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ The peak is the largest of all processes' beside the model, during the first upd
 zeros, and every bit of it is compared.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Mapping

@@ -7,8 +7,6 @@
 So workers, `resume` and the command line find all that a run needs in its config.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

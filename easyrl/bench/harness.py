@@ -1,7 +1,5 @@
 """Run a suite, print its table and write JSON; whole runs, and prompts and models for them."""
 
-from __future__ import annotations
-
 import json
 import platform
 import random

@@ -10,8 +10,6 @@ every iteration does the same work.
                 backward need (`training_flops`) over the peak that the vendor states
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with 
 also on devices of its own.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Of more than MAX_CHECKED prompts those with the most characters are checked; ano
 long ends the run when its turn comes. The tokenizer comes from the caller.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import re

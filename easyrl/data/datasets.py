@@ -13,8 +13,6 @@ seconds also where the hub does not answer. An evaluation's problems are
     else data.dataset     the preset's held-out problems; in `easyrl eval` else all of its rows
 """
 
-from __future__ import annotations
-
 import csv
 import glob
 import gzip

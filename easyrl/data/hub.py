@@ -1,7 +1,5 @@
 """The Hugging Face hub, and the names that `model.path` accepts."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

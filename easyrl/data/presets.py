@@ -9,8 +9,6 @@ Facts about data sets are from their cards on the hub; prompts and sampling are 
 model cards named beside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

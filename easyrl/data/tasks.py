@@ -15,8 +15,6 @@ Problems are a function of seed and index, on every machine. A hash of the probl
 it is for training or held out: the two never overlap, whatever the seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ refuses such a template. What the template would change in earlier turns (Qwen3'
 thinking) does not matter: these tokens stay as they were.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Sequence
 from functools import lru_cache

@@ -11,8 +11,6 @@ allows signal handlers nowhere else. In deterministic runs they do, and Python's
 random numbers belong to the episode whose call runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -8,8 +8,6 @@ A tool is described to the model by its type hints and its docstring in Google's
 ConfigErrors.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

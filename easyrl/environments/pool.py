@@ -9,8 +9,6 @@ more is killed. When a process is killed, the calls of its groups are repeated i
 process that ends otherwise ends its groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -12,8 +12,6 @@ the whole turn unreadable: here it is a `BadCall`, and the model gets the reason
 What the model only thinks (`<think>`, Mistral's `[THINK]`) is no call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -7,8 +7,6 @@ A problem's answers are on the disk before the next ones are awaited. An evaluat
 or killed therefore continues with the same command.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence

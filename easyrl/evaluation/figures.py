@@ -5,8 +5,6 @@ samples of one problem are correlated (Miller, "Adding Error Bars to Evals", arX
 sections 2.1 and 2.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
 from typing import Any

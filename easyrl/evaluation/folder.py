@@ -8,8 +8,6 @@ logs/           the workers' output
 eval.json       the results, written last
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

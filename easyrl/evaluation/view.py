@@ -1,7 +1,5 @@
 """Output of `easyrl eval`: progress while problems are answered, then tables of the results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@
 Every file but config.yaml may be missing or lack its end: a run may be going on, or was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

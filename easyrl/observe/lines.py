@@ -3,8 +3,6 @@
 Used without a terminal and with --no-live; the table also follows the live view.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 evaluation, from the files of the run folder.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The observers of a run, and what protects the run from them."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from typing import Any

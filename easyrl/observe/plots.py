@@ -4,8 +4,6 @@ For the page of `easyrl report` each figure becomes SVG that is part of the HTML
 writes a file.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

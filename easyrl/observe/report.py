@@ -1,7 +1,5 @@
 """The page of `easyrl report`: one HTML file with tables, figures and samples of runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """`easyrl samples RUN`: prompts and completions with their rewards, of a run or an evaluation."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping

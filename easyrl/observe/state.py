@@ -3,8 +3,6 @@
 It has no clock: callers pass the time they ask about, on the clock of the events.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Text for the terminal: formatting, and printing that never fails."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

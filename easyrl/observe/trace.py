@@ -11,8 +11,6 @@ The format allows a list without its end: the file has none, so that a killed ru
 trace and a resumed run continues it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

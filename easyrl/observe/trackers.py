@@ -7,8 +7,6 @@ stops the run. To add a tracker, write a function that starts it and returns how
 and name it in TRACKERS and in `OutputConfig.log_to` (config/runtime.py).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import queue

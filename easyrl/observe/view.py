@@ -6,8 +6,6 @@ While the view is up, everything else that the process prints goes to a log file
 terminal is restored, and the last picture with the result is printed to it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

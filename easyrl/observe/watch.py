@@ -1,7 +1,5 @@
 """`easyrl watch RUN`: show a run from its files, with the views of the run itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -9,8 +9,6 @@ model of busy time, which is fitted by non-negative least squares:
     trainer    seconds = a · micro-batches + b · tokens + c · updates
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

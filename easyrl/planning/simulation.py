@@ -8,8 +8,6 @@ simulated: rounds of replacements (rejected groups are generated, all in one rou
 full ring, the order of deterministic runs, the controller (half a millisecond per message).
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections import deque

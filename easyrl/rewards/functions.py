@@ -6,8 +6,6 @@ a chat prompt `[{"role": "assistant", "content": "..."}]`. Parameters before the
 the config (`loading.BUILT_IN`); they are positional-only so that a column may have the same name.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import operator

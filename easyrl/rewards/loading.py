@@ -7,8 +7,6 @@
 Problems are ConfigErrors; an error in the user's own file is shown with its traceback.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence

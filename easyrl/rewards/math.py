@@ -5,8 +5,6 @@ processes import it, and only where `math` is used. The library's verdict is fin
 debatable (tests/math_answers.py lists such answers).
 """
 
-from __future__ import annotations
-
 import logging
 import math as mathematics
 import re

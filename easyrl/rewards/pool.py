@@ -14,8 +14,6 @@ killed is repeated once. A pool that breaks (a process killed between two calls)
 its calls are repeated: call `finished` at least every POLL_SECONDS while groups are being scored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

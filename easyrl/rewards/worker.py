@@ -5,8 +5,6 @@ them. Asynchronous functions are awaited together, on one event loop for the pro
 that a function may keep a client open.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
