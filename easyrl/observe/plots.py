@@ -58,7 +58,6 @@ OTHERS = {
 }
 """The figures: metric -> title."""
 SHARES = (ACCURACY, OVERLAP, "frac_reward_zero_std", "completions/clipped_ratio")
-MAX_POINTS = 200  # of a curve
 BOTH = "both at once"
 KIND_COLOURS = {
     "generate": "#009E73",
@@ -114,13 +113,9 @@ def _draw_curve(axes: Axes, run: History, key: str, colour: str) -> None:
     iterations, values = run.series(key)
     if iterations:
         errors = [run.lines[number].get(ERROR) or 0.0 for number in iterations]
-        parts = min(MAX_POINTS, len(iterations))  # of neighbours, whose means are drawn
-        x, y, error = (
-            [part.mean() for part in np.array_split(of_all, parts)]
-            for of_all in (iterations, values, errors)
-        )
-        axes.errorbar(x, y, error if key == ACCURACY else None, color=colour, label=run.name,
-                      marker="." if parts < 30 else "", capsize=2)  # fmt: skip
+        axes.errorbar(iterations, values, errors if key == ACCURACY else None, color=colour,
+                      label=run.name, marker="." if len(values) < 30 else "",
+                      capsize=2)  # fmt: skip
 
 
 @rc_context({**STYLE, "axes.grid": False})

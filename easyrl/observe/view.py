@@ -184,10 +184,10 @@ def notebook_display() -> Any:
 
 def _end_table(state: RunState) -> RenderableType | None:
     """Return the results of a finished run; None for any other."""
-    has_failed = state.ended is not None and state.ended.exit_code != 0
-    if state.run is None or state.summary is None or has_failed:
-        return None
-    return end_table(state.run, state.summary)
+    is_finished = state.ended is not None and state.ended.exit_code == 0
+    return (
+        end_table(state.run, state.summary) if is_finished and state.run and state.summary else None
+    )
 
 
 # -- the picture ----------------------------------------------------------------------------------
@@ -205,11 +205,10 @@ def render(state: RunState, now: float, width: int, height: int) -> RenderableTy
     if num_left >= 3:  # without the legend
         lines += _workers(state, now, width, max_lanes=max(2, num_left - 8))[:num_left]
     lines += figures
-    num_left = height - len(lines)
-    if num_left >= 3 and state.is_starting:
+    if state.is_starting:
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
         lines.append(Text(safe(about), style="dim"))
-    elif num_left >= 3:
+    elif (num_left := height - len(lines)) >= 3:
         lines += _samples(state.sampled, width, num_left)
     return Layout(Group(*lines))  # cut off at the height
 
@@ -228,14 +227,9 @@ def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[Ren
     if state.lines and not state.is_starting:
         metrics = state.lines[state.num_done - 1]
         speed = metrics["perf/tokens_per_second"]
-        yield _line(
-            "tokens/s ",
-            (f"{speed:,.0f}", "bold"),
-            "  per device ",
-            (f"{speed / max(1, num_devices):,.0f}", "bold"),
-            "  overlap ",
-            (f"{overlap([metrics]):.0%}", "bold"),
-        )
+        line = _line("tokens/s ", (f"{speed:,.0f}", "bold"))
+        line.append("  per device ").append(f"{speed / max(1, num_devices):,.0f}", "bold")
+        yield line.append("  overlap ").append(f"{overlap([metrics]):.0%}", "bold")
 
 
 def _progress(state: RunState, run: events.RunStarted, now: float) -> RenderableType:
