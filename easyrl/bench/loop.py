@@ -22,7 +22,7 @@ from easyrl import devices, events
 from easyrl.bench.harness import QWEN3_06B, Row, record, write_model_and_prompts
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.model.files import DTYPE_BYTES, read_model_files
-from easyrl.planning.rates import MeasuredRun, measure
+from easyrl.planning.simulation import MeasuredRun, measure
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.self_test_part import SMALL, random_model
 
