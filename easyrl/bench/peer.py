@@ -26,14 +26,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from easyrl.bench.harness import (
-    Row,
-    median_ratio,
-    record,
-    spread,
-    take_turns,
-    write_model_and_prompts,
-)
+from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
@@ -115,7 +108,7 @@ def run(
     train_devices: str | None = None,
     *,
     rounds: int = 3,
-) -> Iterator[Row]:
+) -> Iterator[harness.Row]:
     """One row per name in `rows` (separated by commas; default: all). `model` replaces the random
     ones. Raises ConfigError for unknown rows and devices that TRL cannot use, or without TRL.
 
@@ -146,23 +139,23 @@ def run(
         work = ROWS[name]
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
             source, sizes = model or random_model(work.size), (work.num_prompts, work.prompt_length)
-            inputs = write_model_and_prompts(Path(folder), source, dtype, *sizes)
+            inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes)
             actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
             for each in settings[name]:
                 label = ", ".join(f"{key} {value}" for key, value in each.items())
                 actions[label] = partial(run_trl, f"{name}, TRL ({label})", work, inputs, each)
-            runs = take_turns(actions, rounds, num_warm_up=0)
+            runs = harness.take_turns(actions, rounds, num_warm_up=0)
         yield {"row": name} | compare(runs)
 
 
-def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Row:
+def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> harness.Row:
     """Return the figures of a row. `runs`: tokens per second and mean lengths, round by round, of
     `easyrl` and of TRL's settings."""
     rates = {side: [rate for rate, _ in of_side] for side, of_side in runs.items()}
     medians = {side: statistics.median(of_side) for side, of_side in rates.items()}
     best = max((side for side in medians if side != "easyrl"), key=lambda side: medians[side])
     return {
-        "ratio": median_ratio(rates["easyrl"], rates[best]),
+        "ratio": harness.median_ratio(rates["easyrl"], rates[best]),
         "easyrl_tokens_per_second": medians["easyrl"],
         "peer_tokens_per_second": medians[best],
         "easyrl_mean_length": statistics.mean(length for _, length in runs["easyrl"]),
@@ -178,7 +171,7 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
         "rollout.num_generations": work.num_generations,
         "rollout.max_completion_length": work.cap,
     }
-    figures = record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
+    figures = harness.record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
     num_tokens = figures["completion_tokens"]
     return num_tokens / figures["seconds"], num_tokens / work.num_completions
 
@@ -267,7 +260,7 @@ def train_with_trl(settings: dict[str, Any]) -> None:
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         tokens.append(sum(gather_object([sum(map(len, completion_ids))])))
-        return spread(completion_ids)
+        return harness.spread(completion_ids)
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:

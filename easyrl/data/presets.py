@@ -1,9 +1,7 @@
 """The presets: sources of a task's prompts, their form, and the reward that scores them.
 
 A preset gives values for keys of the section `data` that are null, and for `reward.functions`; what
-the user sets wins. Rows are on the hub, or generated from a seed by a module of this package. The
-`held_out` part is never trained: accuracy before and after a run is measured on it, and so are
-evaluations, with the `sampling` that the named source uses.
+the user sets wins. The `held_out` part is never trained: accuracy is measured on it.
 
 Facts about data sets are from their cards on the hub; prompts and sampling are from the papers and
 model cards named beside them.

@@ -231,12 +231,8 @@ class PromptStream:
         """`data` by the names that `data.dataset` has."""
         self._names, self._data = list(data), list(data.values())
         self._counts = _shares(weights)
-        turns = [
-            ((before + 0.5) / count, number, before)
-            for number, count in enumerate(self._counts)
-            for before in range(count)
-        ]
-        self._turns = [turn[1:] for turn in sorted(turns)]
+        turns = [(number, n) for number, count in enumerate(self._counts) for n in range(count)]
+        self._turns = sorted(turns, key=lambda turn: (turn[1] + 0.5) / self._counts[turn[0]])
         """The data set at each position in a block, and the number of its prompts before."""
         found = (each.form.reward_columns(dict.fromkeys(each.columns)) for each in self._data)
         self._columns = dict.fromkeys(name for columns in found for name in columns)

@@ -11,8 +11,8 @@ In `arithmetic` two to eight two-digit numbers are added. In `countdown` an expr
 numbers, each used once, must have the given value: the numbers combined at random. The prompt is
 the bare statement; a preset adds the instructions.
 
-Problems are a function of seed and index, on every machine. A hash of the problem decides whether
-it is for training or held out: the two never overlap, whatever the seed.
+Problems are a function of seed and index. A hash of the problem decides whether it is held out,
+whatever the seed.
 """
 
 import hashlib

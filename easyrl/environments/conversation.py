@@ -4,10 +4,9 @@
                │                 │         the next answer │ sampled … <end> │ suffix │ …
 
 Sampled tokens are never decoded and encoded again. A suffix is what the chat template writes behind
-the end of an answer, found by rendering a short conversation that ends with the same messages. That
-is the suffix in a long conversation, too, unless the template looks at earlier turns: `check`
-refuses such a template. What the template would change in earlier turns (Qwen3's drops their
-thinking) does not matter: these tokens stay as they were.
+the end of an answer, found by rendering a short conversation that ends with the same messages. A
+template whose suffixes depend on earlier turns is refused. What it would change in earlier turns
+(Qwen3's drops their thinking) does not matter.
 """
 
 import json

@@ -6,9 +6,8 @@
 `kind`: started, returned, failed (with a traceback) or misconfigured (with a ConfigError's message)
 
 Calls of different episodes run at the same time, at most `rollout.concurrent_calls`; coroutines run
-on one event loop. Where calls run one after another, they run in the main thread, since Python
-allows signal handlers nowhere else. In deterministic runs they do, and Python's and NumPy's global
-random numbers belong to the episode whose call runs.
+on one event loop. In deterministic runs calls run one after another, in the main thread, and
+Python's and NumPy's global random numbers belong to the episode whose call runs.
 """
 
 import asyncio

@@ -4,8 +4,7 @@
     game     reset(**row) -> str | None; step(text) -> tuple[str, bool], and no tool
     both     optionally get_reward() -> float
 
-A tool is described to the model by its type hints and its docstring in Google's style. Problems are
-ConfigErrors.
+A tool is described to the model by its type hints and its docstring in Google's style.
 """
 
 import inspect

@@ -31,17 +31,12 @@ from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
+from easyrl.runtime import preflight
 from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.memory import check_memory, estimate_memory, fits, memory_budgets
 from easyrl.runtime.placement import Placement, describe, place_evaluation
-from easyrl.runtime.preflight import (
-    check_functions,
-    check_open_files,
-    check_positions,
-    short_problems,
-)
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
@@ -85,14 +80,14 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
         "train.max_tokens_per_micro_batch": None,
     }
     sampled = change_config(config, changes)
-    check_positions(sampled, files, section="eval")
-    interfaces, warnings = check_functions(sampled, next(iter(problems.values())))
+    preflight.check_positions(sampled, files, section="eval")
+    interfaces, warnings = preflight.check_functions(sampled, next(iter(problems.values())))
     for warning in warnings:
         say(warning)
     with_base = change_config(config, {"model.path": source.base})
-    prompts = short_problems(with_base, problems, interfaces, source.tokenizer)
+    prompts = preflight.short_problems(with_base, problems, interfaces, source.tokenizer)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
-    check_open_files(config, placement.num_rollout_workers)
+    preflight.check_open_files(config, placement.num_rollout_workers)
     placement = _fit_memory(sampled, placement, files, sampling.num_samples)
     num_skipped = len(problems) - len(prompts)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))

@@ -1,8 +1,4 @@
-"""The history of a run from its folder, for reports and plots.
-
-    config.yaml, metrics.jsonl, summary.json ─┐
-    trace.json: workers, evaluations, notes  ─┼► History ─► page, plots, CSV
-    samples.jsonl                            ─┘
+"""The history of a run from the files of its folder, for reports and plots.
 
 Every file but config.yaml may be missing or lack its end: a run may be going on, or was killed.
 """

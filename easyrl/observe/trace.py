@@ -5,10 +5,9 @@
     process 0            controller: iterations, evaluations; counters for ring and reward
     process 1, 2, …      one per worker: its own work, rewards being scored, its events
 
-One JSON object per line, written as things happen. `args` is the event itself. Names, counters and
-spans are for the picture only. Times are Unix microseconds; those inside of an event are its own.
-The format allows a list without its end: the file has none, so that a killed run leaves a valid
-trace and a resumed run continues it.
+One JSON object per line. `args` is the event itself. Names, counters and spans are for the picture
+only. Times are Unix microseconds; those inside of an event are its own. The list has no end, which
+the format allows: a killed run leaves a valid trace, and a resumed run continues it.
 """
 
 import json

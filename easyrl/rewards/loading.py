@@ -3,8 +3,6 @@
 
     TRL    f(prompts, completions, completion_ids, **columns) -> [score]      one group
     verl   f(data_source, solution_str, ground_truth, extra_info) -> score    one completion
-
-Problems are ConfigErrors; an error in the user's own file is shown with its traceback.
 """
 
 import functools

@@ -31,15 +31,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config, ConfigError
 from easyrl.processes import UNGUARDED_MESSAGE
+from easyrl.rewards import loading
 from easyrl.rewards.functions import GroupLost, RewardError
-from easyrl.rewards.loading import (
-    BUILT_IN,
-    PER_COMPLETION,
-    check_rewards,
-    read_sources,
-    reward_names,
-    reward_specs,
-)
 from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
 from easyrl.types import Float32, Prompt
 
@@ -71,10 +64,10 @@ class RewardPool:
         """`sources`: of the user's files, by default as they are now (`loading.read_sources`).
         `report` is called when lost reward processes are replaced."""
         self._config, self._report = config, report
-        self._sources = read_sources(config) if sources is None else sources
-        self._names = reward_names(config)
-        specs = enumerate(reward_specs(config))
-        self._per_completion = [n for n, spec in specs if spec in PER_COMPLETION]
+        self._sources = loading.read_sources(config) if sources is None else sources
+        self._names = loading.reward_names(config)
+        specs = enumerate(loading.reward_specs(config))
+        self._per_completion = [n for n, spec in specs if spec in loading.PER_COMPLETION]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._num_restarts = 0
@@ -232,10 +225,12 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
     Raises ConfigError for a function that cannot be loaded, lacks a column, or takes or returns
     another form than it must.
     """
-    specs = reward_specs(config)
-    own = [each for each in specs if each not in BUILT_IN and not each.startswith("easyrl.")]
+    specs = loading.reward_specs(config)
+    own = [
+        each for each in specs if each not in loading.BUILT_IN and not each.startswith("easyrl.")
+    ]
     if example is not None:
-        check_rewards(config, example, [spec for spec in specs if spec not in own])
+        loading.check_rewards(config, example, [spec for spec in specs if spec not in own])
     if not own:
         return []
     of_process: tuple[Any, ...] = config, {}, own

@@ -28,17 +28,8 @@ from easyrl.config import Config, ConfigError
 from easyrl.data.chat import makes_chats
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
+from easyrl.rewards import loading
 from easyrl.rewards.functions import RewardFunction
-from easyrl.rewards.loading import (
-    KEY,
-    accepted_arguments,
-    check_rewards,
-    lacks_column,
-    load_reward,
-    needs_environments,
-    reward_names,
-    reward_specs,
-)
 from easyrl.types import Messages, Prompt
 from easyrl.user_code import user_traceback
 
@@ -129,18 +120,20 @@ def start(config: Config, sources: Mapping[str, str], specs: Sequence[str] | Non
         with contextlib.suppress(ValueError):  # the hard limit is lower
             limit = int(config.reward.memory_limit_gib * 2**30)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    if "math" in (specs or reward_specs(config)):
+    if "math" in (specs or loading.reward_specs(config)):
         import math_verify  # noqa: F401  takes long: before the first call's timeout runs
 
 
 def functions_with_environments() -> list[int]:
     """Return the indices of the reward functions that need environments."""
-    return [index for index, each in enumerate(_loaded()) if needs_environments(each)]
+    return [index for index, each in enumerate(_loaded()) if loading.needs_environments(each)]
 
 
 def _loaded() -> list[RewardFunction]:
     if not _functions:  # here, since pebble does not report an initializer's error
-        _functions.extend(load_reward(spec, _config) for spec in reward_specs(_config))
+        _functions.extend(
+            loading.load_reward(spec, _config) for spec in loading.reward_specs(_config)
+        )
     return _functions
 
 
@@ -172,7 +165,7 @@ def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _l
             result.scores.append(_as_scores(returned, num_completions))
         except BaseException as error:  # SystemExit too: the process belongs to the rewards
             result.scores.append([0.0] * num_completions)
-            name = reward_names(_config)[index]
+            name = loading.reward_names(_config)[index]
             limit = ""
             if isinstance(error, MemoryError):
                 limit = f"\n(reward.memory_limit_gib is {_config.reward.memory_limit_gib})"
@@ -186,11 +179,11 @@ def try_function(spec: str, example: Prompt | None) -> str:
 
     Returns a warning, empty if all is well. Raises ConfigError where a run would fail.
     """
-    function = load_reward(spec, _config)
+    function = loading.load_reward(spec, _config)
     if example is None:
         return ""
-    check_rewards(_config, example, [spec])
-    if not _config.reward.check or needs_environments(function):
+    loading.check_rewards(_config, example, [spec])
+    if not _config.reward.check or loading.needs_environments(function):
         return ""
     _functions[:] = [function]
     content, num_dummies = example.content, min(MAX_DUMMIES, _config.rollout.num_generations)
@@ -201,17 +194,17 @@ def try_function(spec: str, example: Prompt | None) -> str:
         if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):
             or_strings = ", or set data.chat=false" if makes_chats(_config.data) else ""
             need = NEEDS_MESSAGES if is_text else NEEDS_TEXT + or_strings
-            raise ConfigError(f"{KEY}: '{spec}' {need}")
+            raise ConfigError(f"{loading.KEY}: '{spec}' {need}")
     if isinstance(returned, KeyError) and isinstance(key := (*returned.args, None)[0], str):
         # It is a column, and not a key of the function's own, if a row with it has another end.
         row = replace(example, columns={key: None, **example.columns})
         if repr(_call_on_dummies(content, row, num_dummies)) != repr(returned):
-            raise lacks_column(spec, f"it reads the column '{key}'", example)
+            raise loading.lacks_column(spec, f"it reads the column '{key}'", example)
     try:
         _as_scores(returned, num_dummies)
     except BaseException as error:
         if returned is not error and isinstance(error, TypeError):
-            raise ConfigError(f"{KEY}: '{spec}' on dummy completions: {error}") from None
+            raise ConfigError(f"{loading.KEY}: '{spec}' on dummy completions: {error}") from None
         return (
             f"warning: reward '{spec}' failed on a dummy completion; the run starts, since real "
             f"ones may differ (reward.check=false: no such calls):\n{user_traceback(error)}"
@@ -242,8 +235,8 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
     for function in (_functions[index] for index in call.functions):
         BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
         try:
-            arguments = copy.deepcopy(accepted_arguments(function, data))
-            arguments |= accepted_arguments(function, services)
+            arguments = copy.deepcopy(loading.accepted_arguments(function, data))
+            arguments |= loading.accepted_arguments(function, services)
             returned.append(function(**arguments))
         except BaseException as error:
             returned.append(error)
