@@ -185,20 +185,18 @@ def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
     if placement.train.kind == "cpu":
         return [{"micro-batch": size} for size in work.micro_batches]
     infer, train = (list(each.indices) for each in (placement.infer, placement.train))
-
-    def on(devices: list[int], **settings: Any) -> dict[str, Any]:
-        if work.num_completions % len(devices):
+    settings: list[dict[str, Any]] = [{"devices": sorted({*infer, *train}), "vllm": "colocate"}]
+    if not {*infer} & {*train}:
+        settings.append({"devices": train, "vllm": "server", "server devices": infer})
+    for each in settings:
+        count = len(each["devices"])
+        if work.num_completions % count:
             raise ConfigError(
                 "--infer-devices, --train-devices: TRL divides an iteration's "
                 f"{work.num_completions} completions between its processes: expected 1, 2, 4 or 8 "
-                f"devices, got {len(devices)}"
+                f"devices, got {count}"
             )
-        size = math.gcd(work.micro_batches[0], work.num_completions // len(devices))
-        return {"micro-batch": size, "devices": devices, **settings}
-
-    settings = [on(sorted({*infer, *train}), vllm="colocate")]
-    if not {*infer} & {*train}:
-        settings.append(on(train, vllm="server") | {"server devices": infer})
+        each["micro-batch"] = math.gcd(work.micro_batches[0], work.num_completions // count)
     return settings
 
 
