@@ -46,7 +46,8 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(BUILT_IN_MODELS[name])
     config: Any = AutoConfig.from_pretrained(BUILT_IN_MODELS[name])
     dtype = config.dtype  # which `from_config` changes
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    auto_model: Any = AutoModelForCausalLM
+    model = auto_model.from_config(config, dtype=torch.float32)
     model.generation_config.do_sample = True
     for stage, learning_rate in enumerate(LEARNING_RATES):
 

@@ -159,7 +159,8 @@ async def _call_verl(
     scores = []
     given = [name for name in VERL_COLUMNS if name in columns]
     for index, completion in enumerate(completions):
-        row = {"data_source": "", "extra_info": {}, "solution_str": text_of(completion)}
+        row: dict[str, Any] = {"data_source": "", "extra_info": {}}
+        row["solution_str"] = text_of(completion)
         row |= {name: columns[name][index] for name in given}
         if "ground_truth" not in row:
             source = row.get("reward_model") or {"ground_truth": row["answer"]}
