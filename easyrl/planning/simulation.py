@@ -10,8 +10,8 @@ model of busy time, which is fitted by non-negative least squares:
 
 The simulation follows the real parts: who gets a prompt (`runtime.ledger`), which rows an engine
 fills (`engines.embedded`), when a micro-batch starts and what it contains (`workers.batches`). Not
-simulated: rounds of replacements (rejected groups are generated, all in one round), waits for a
-full ring, the order of deterministic runs, the controller (half a millisecond per message).
+simulated: rounds of replacements (rejected groups are generated, all in one round), uneven shares
+of trainers, waits for a full ring, the order of deterministic runs, the controller.
 """
 
 import json
@@ -294,23 +294,12 @@ def _train(
                     rollouts += [length + rates.prompt_tokens / len(lengths) for length in lengths]
             if rollouts:
                 taken = max(1, bisect_right([*accumulate(rollouts)], budget))
-                seconds = micro_batch + token * _largest_share(rollouts[:taken], num_trainers)
+                share = max(sum(rollouts[:taken]) / num_trainers, *rollouts[:taken])  # the largest
+                seconds = micro_batch + token * share
                 time, busy = time + seconds, busy + seconds
                 rollouts = rollouts[taken:]
         time, busy = time + update / num_trainers, busy + update / num_trainers
     return time, busy
-
-
-def _largest_share(lengths: Sequence[float], num_trainers: int) -> float:
-    """Return the tokens of the largest share (`workers.batches.share_out`), within 1 %."""
-    ends, share = np.cumsum(lengths), max(sum(lengths) / num_trainers, *lengths)
-    while True:
-        end = 0.0
-        for _ in range(num_trainers):
-            end = ends[np.searchsorted(ends, end + share + 1e-9, "right") - 1]
-        if end == ends[-1]:
-            return share
-        share *= 1.01
 
 
 # -- splits of devices ----------------------------------------------------------------------------
