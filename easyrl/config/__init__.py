@@ -9,8 +9,6 @@ A `Config` is checked when it is made. The docstrings of the keys are the commen
 (`model.lora`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

@@ -6,8 +6,6 @@ One message each way, then the server closes; SOCK_SEQPACKET keeps messages whol
 the user's alone: its mode is 0600, and the client's user is checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

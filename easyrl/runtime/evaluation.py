@@ -4,8 +4,6 @@ Workers answer with the weights that they have. Neither the position in the data
 of the training changes: each completion's random stream depends on round, problem and sample alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from easyrl import events

@@ -31,8 +31,6 @@ dies is killed.
 they load.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, deque

@@ -5,8 +5,6 @@ completions of full length. A run whose CERTAIN parts do not fit is refused; the
 warns. Tests compare it with measured peaks: on the CPU (15 %) and a pretended accelerator (10 %).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

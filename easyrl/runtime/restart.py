@@ -8,8 +8,6 @@ This process has one thread and imports neither torch nor numpy, so that it may 
 signals on. When it is killed, the kernel kills the child and its workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -8,8 +8,6 @@
 Writes nothing and imports no torch. Raises ConfigError for mistakes of the user.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -9,8 +9,6 @@ returns `Lost` as that worker's last event if the worker is replaceable, and rai
 also raises if the user wants to stop. `stop` leaves no process behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

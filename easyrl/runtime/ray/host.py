@@ -11,8 +11,6 @@ in which one caller makes them. The child dies with the thread that started it, 
 until the child has ended. This process imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
