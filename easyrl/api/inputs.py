@@ -155,9 +155,7 @@ class Inputs:
                 text = text.replace(f"{folder / INPUTS}/{name}.jsonl", "the rows")
             raise ConfigError(text) from None
         except OSError as error:
-            raise ConfigError(
-                f"output.dir (output): '{folder}' cannot be written: {error}"
-            ) from None
+            raise ConfigError(f"output.dir (output): cannot write '{folder}': {error}") from None
         finally:
             with contextlib.suppress(OSError):
                 if is_new and has_only_inputs(folder):

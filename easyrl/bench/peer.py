@@ -192,9 +192,8 @@ def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
         count = len(each["devices"])
         if work.num_completions % count:
             raise ConfigError(
-                "--infer-devices, --train-devices: TRL divides an iteration's "
-                f"{work.num_completions} completions between its processes: expected 1, 2, 4 or 8 "
-                f"devices, got {count}"
+                "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
+                f"divides {work.num_completions} completions, got {count}"
             )
         each["micro-batch"] = math.gcd(work.micro_batches[0], work.num_completions // count)
     return settings

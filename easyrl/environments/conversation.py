@@ -139,6 +139,5 @@ class Conversations:
             shown = [self._tokenizer.decode(ids) for ids in (short, long)]
             raise ConfigError(
                 f"{KEY}: expected a template that writes the same behind every answer, got "
-                f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one; use another "
-                "template"
+                f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one"
             )

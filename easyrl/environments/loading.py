@@ -88,9 +88,7 @@ def _load(
     step = getattr(instance, "step", None)
     is_game = callable(step) and {*methods} <= {"step"} and _is_of_game(step)
     if is_game and tools:
-        raise ConfigError(
-            f"{TOOLS_KEY}: expected none beside '{spec}', which is a game without tools"
-        )
+        raise ConfigError(f"{TOOLS_KEY}: expected none beside '{spec}', a game without tools")
     if is_game:
         methods = ()
     described = methods if with_schemas else ()

@@ -301,10 +301,7 @@ def check_environments(config: Config, example: Prompt | None) -> tuple[Interfac
             "reward.functions (--reward): expected reward functions, because the environment has "
             "no method get_reward, got none"
         )
-    warning = (
-        "warning: the environment's get_reward is not used; add 'environment' to reward.functions "
-        "to use it"
-    )
+    warning = "warning: get_reward is not used; to use it: 'environment' in reward.functions"
     return interfaces, [warning] if has_reward and not is_used else []
 
 

@@ -54,9 +54,7 @@ class EvalFolder:
         file = self.path / SETTINGS
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
         if '"model_identity"' not in text:
-            raise ConfigError(
-                f"{KEY}: expected a new folder or that of an evaluation, got '{self.path}'"
-            )
+            raise ConfigError(f"{KEY}: expected a new folder or an evaluation's, got '{self.path}'")
         answers = _by_problem(run_folder.read_lines(self.path / SAMPLES))
         old = json.loads(text)
         if answers and (changed := differing(old, settings)):

@@ -118,9 +118,8 @@ def read_history(folder: Path) -> History:
     """Read the folder of a run. Raises ConfigError if it is none."""
     file = folder / "config.yaml"
     if not file.is_file() or not any((folder / name).is_file() for name in (METRICS, FILE_NAME)):
-        raise ConfigError(
-            f"'{folder}': expected a run's folder, with config.yaml and {METRICS} or {FILE_NAME}"
-        )
+        files = f"config.yaml and {METRICS} or {FILE_NAME}"
+        raise ConfigError(f"'{folder}': expected a run's folder, with {files}")
     run = History(folder, load_config(file))
     with contextlib.suppress(ValueError):  # no trace, or one of an older version
         for event in RunFiles(folder).read():

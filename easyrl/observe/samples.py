@@ -34,9 +34,7 @@ def show_samples(
     numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "")
     oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
     if iteration is not None and not 1 <= oldest <= newest:
-        raise ConfigError(
-            f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
-        )
+        raise ConfigError(f"--iteration: expected a number from 1, or as 3-5, got '{iteration}'")
     file = folder / SAMPLES
     if not file.is_file():
         raise ConfigError(f"'{folder}': expected the folder of a run or evaluation, with {SAMPLES}")
@@ -59,9 +57,7 @@ def show_samples(
         say_rich(Text(safe(str(line["completion"]), MAX_TEXT) + "\n"))
         before = prompt
     if before is None:
-        raise ConfigError(
-            f"no such sample in '{file}' yet (--min-reward, --max-reward, --iteration)"
-        )
+        raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")
 
 
 def _prompt(line: Line) -> tuple[Any, Any]:
