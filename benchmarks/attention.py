@@ -41,8 +41,7 @@ def run(repetitions: int = 5) -> Iterator[Row]:
 def compare(
     shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
 ) -> Row:
-    """Measure one shape. Errors are in nats, and relative for gradients (`errors`); memory is that
-    beside the model and its gradients."""
+    """Measure one shape. Errors are in nats, and relative for gradients."""
     device, policy = torch.device(kind), part.random_policy(size, dtype, kind)
     rng, (prompt_len, shortest, longest, num_generations) = np.random.default_rng(0), shape
     lengths = rng.integers(shortest, longest, num_generations, endpoint=True).tolist()

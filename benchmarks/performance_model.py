@@ -31,13 +31,11 @@ COPYING_KERNELS = {"qwen2": (57, 70), "qwen3": (73, 70)}
 """Kernels of the embedded engine's decode step: for each layer, and for all else. COPYING_KERNELS
 are for prompts of at most COPIED_TOKENS tokens, which are copied to the rows."""
 SCORE_BYTES, HIDDEN_BYTES, LOGIT_BYTES = 68, 290, {"embedded": 23, "vLLM": 34}
-"""Moved in a decode step per score of attention; per row, layer and element of the hidden state;
-per logit (vLLM: assumed)."""
+"""Moved in a decode step per score of attention; per row, layer and hidden element; per logit."""
 TRAIN_KERNELS = {"qwen2": (121, 215), "qwen3": (166, 215)}
 """Kernels of a micro-batch's forward and backward, without attention."""
 TRAIN_HIDDEN_BYTES, TRAIN_LOGIT_BYTES = {"qwen2": 525, "qwen3": 645}, 97
-"""Moved in training by what is neither a product nor attention, per token, layer and element of the
-hidden state, and per logit."""
+"""Moved in training by other operations, per token, layer and hidden element, and per logit."""
 
 # -- assumed ---------------------------------------------------------------------------------------
 READ, COMPUTE = 0.75, 0.6
@@ -163,9 +161,8 @@ def rows_that_fit(model: Model, card: Card, memory_fraction: float = USABLE) -> 
 
 
 def train(model: Model, card: Card) -> tuple[float, float] | None:
-    """Return completion tokens per second and MFU of a micro-batch of one group, whose prompt is
-    computed once. None where weights and optimizer do not fit. 6 operations per weight and token,
-    3 times the operations of attention."""
+    """Return completion tokens per second and MFU of a micro-batch of one group; None where weights
+    and optimizer do not fit. 6 operations per weight and token, 3 times those of attention."""
     if BYTES_PER_TRAINED_WEIGHT * model.weights > USABLE * card.memory:
         return None
     completions = LOAD.group * LOAD.completion

@@ -231,7 +231,6 @@ def _observers(
 
 
 def _finished(end: events.RunEnded, folder: Path) -> Path:
-    """Return the folder, or raise why the run did not finish."""
     if end.exit_code == FINISHED:
         return folder
     if end.exit_code > SIGNALLED:

@@ -184,6 +184,5 @@ def _digest(pickled: bytes) -> str:
 
 
 def _is_names(value: Any) -> bool:
-    """Return whether this is a name or a path, or a list of them."""
     is_list = isinstance(value, list | tuple) and bool(value)
     return isinstance(value, str) or (is_list and all(isinstance(each, str) for each in value))

@@ -110,11 +110,8 @@ def run(
     rounds: int = 3,
 ) -> Iterator[harness.Row]:
     """One row per name in `rows` (separated by commas; default: all). `model` replaces the random
-    ones. Raises ConfigError for unknown rows and devices that TRL cannot use, or without TRL.
-
-    Rates are medians over rounds. The peer's is that of its fastest settings, and `ratio` is the
-    median of the rounds' ratios to these.
-    """
+    ones. Rates are medians over rounds, the peer's of its fastest settings. Raises ConfigError for
+    unknown rows and devices that TRL cannot use, or without TRL."""
     names = [name.strip() for name in rows.split(",")] if rows is not None else list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
@@ -149,8 +146,7 @@ def run(
 
 
 def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> harness.Row:
-    """Return the figures of a row. `runs`: tokens per second and mean lengths, round by round, of
-    `easyrl` and of TRL's settings."""
+    """Return a row. `runs`: tokens per second and mean lengths by round, of EasyRL and TRL."""
     rates = {side: [rate for rate, _ in of_side] for side, of_side in runs.items()}
     medians = {side: statistics.median(of_side) for side, of_side in rates.items()}
     best = max((side for side in medians if side != "easyrl"), key=lambda side: medians[side])
@@ -180,8 +176,7 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 
 
 def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
-    """Return the settings to measure. Raises ConfigError for numbers of accelerators that the
-    completions cannot be divided by."""
+    """Return the settings to measure. Raises ConfigError if completions cannot be divided."""
     if placement.train.kind == "cpu":
         return [{"micro-batch": size} for size in work.micro_batches]
     infer, train = (list(each.indices) for each in (placement.infer, placement.train))
@@ -244,9 +239,8 @@ def run_trl(
 
 
 def train_with_trl(settings: dict[str, Any]) -> None:
-    """Run TRL's trainer in this process. Write the number of completion tokens of each iteration
-    (`tokens`) and the time at which it ended (`ends`, seconds) to the file `result`. The first
-    iteration warms up."""
+    """Run TRL's trainer in this process. Write completion tokens (`tokens`) and end (`ends`, in
+    seconds) of each iteration to the file `result`. The first iteration warms up."""
     from accelerate.utils import gather_object
     from datasets import Dataset
     from transformers import TrainerCallback

@@ -144,9 +144,8 @@ def check_prompts(
     config: Config,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> set[str]:
-    """Check prompts by their locations; return the locations of those to skip, as they are too
-    long. `tools`: descriptions that all prompts have. Raises ConfigError for a prompt that the run
-    could not use."""
+    """Check prompts by their locations; return the locations of those that are too long, to skip.
+    `tools`: descriptions that all prompts have. Raises ConfigError for other unusable prompts."""
     data, limit = config.data, config.data.max_prompt_length
     variables = data.chat_template_kwargs
     is_chat = not isinstance(next(iter(examples.values())), str)

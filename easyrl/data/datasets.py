@@ -45,11 +45,8 @@ ID_DIGITS = 16
 
 
 def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
-    """Open `data.dataset`. Raises ConfigError where it cannot be used.
-
-    Unless `is_trained`, of a preset on the hub only the held-out problems are opened, in their own
-    order. Some presets cannot be trained on.
-    """
+    """Open `data.dataset`; unless `is_trained`, of a preset on the hub the held-out problems alone.
+    Raises ConfigError where it cannot be used."""
     data, names = config.data, config.data.datasets
     if data.preset is not None and set(names) <= set(PRESETS):
         raise ConfigError(
@@ -87,7 +84,6 @@ def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
 
 
 def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
-    """Open a file, a folder or a hub id."""
     path = Path(name).expanduser()
     saved = path / "train" if (path / "dataset_dict.json").is_file() else path
     if saved != path or (path / "state.json").is_file():
@@ -173,7 +169,6 @@ def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _json_rows(file: TextIO) -> NumberedRows:
-    """Yield line numbers and rows; skip blank lines. An error begins with its line's number."""
     for line, text in enumerate(file, start=1):
         if text.strip():
             try:
@@ -209,11 +204,8 @@ def _csv_rows(file: TextIO) -> NumberedRows:
 
 
 def with_eval_data(config: Config) -> Config:
-    """Return the config with `data` set to the evaluated problems, in the data's own order.
-
-    A preset that `eval.dataset` names has its own prompts; any other data set is asked as `data`
-    says.
-    """
+    """Return the config with `data` set to the evaluated problems, in the data's own order. A
+    preset that `eval.dataset` names has its own prompts; others have those of `data`."""
     changes: dict[str, Any] = {"data.shuffle": False}
     if config.eval.dataset is not None:
         changes |= {"data.dataset": config.eval.dataset, "data.weights": None}

@@ -103,8 +103,7 @@ TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.row
 
 
 def preset_of(name: str, data: DataConfig) -> Preset | None:
-    """Return the preset that gives a data set its prompts and reward: itself, or for the user's own
-    rows `data.preset`; None without one."""
+    """Return the preset of a data set: itself, or for own rows `data.preset`; None without one."""
     if name not in PRESETS and data.preset not in (None, *PRESETS):
         raise ConfigError(f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'")
     return PRESETS.get(name) or PRESETS.get(data.preset or "")

@@ -49,8 +49,7 @@ class RowForm:
     def __init__(
         self, data: DataConfig, preset: Preset | None, environments: Collection[str] = ()
     ) -> None:
-        """With `environments` (their names) all prompts are chats, and rows may lack a prompt: an
-        environment may give it."""
+        """With `environments` (their names) all prompts are chats, and rows may lack a prompt."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         self.system_prompt, self.renamed = data.system_prompt, data.columns
@@ -71,8 +70,7 @@ class RowForm:
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
 
     def check_columns(self, names: Collection[str], dataset: str) -> None:
-        """Raise ConfigError for a column that the config names and the data does not have, and for
-        a new name that is reserved."""
+        """Raise ConfigError for a column that the data lacks, and a new name that is reserved."""
         if reserved := sorted(RESERVED_COLUMNS & self.renamed.keys()):
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
@@ -87,8 +85,7 @@ class RowForm:
                 )
 
     def content(self, row: Row) -> str | Messages:
-        """Make the prompt of a row. Raises ValueError where the row has none, or names no
-        environment."""
+        """Make the prompt of a row. Raises ValueError where it has none, or no environment."""
         name = row.get(self.environment_column)
         if self.environments and name not in self.environments:
             raise ValueError(
@@ -258,8 +255,7 @@ class PromptStream:
         return replace(prompt, index=index, columns=columns)
 
     def held_out(self) -> list[Prompt]:
-        """The prompts that are never trained. Several data sets take turns, so that the first few
-        prompts are from each."""
+        """The prompts that are never trained. Several data sets take turns."""
         parts = [(number, each.held_out) for number, each in enumerate(self._data) if each.held_out]
         found = [
             (row, number, part.prompt(row))
@@ -281,8 +277,7 @@ class PromptStream:
         return found
 
     def without(self, examples: Collection[str]) -> PromptStream:
-        """Return the stream without the rows at these locations. Raises ConfigError where prompts
-        are generated or none are left."""
+        """Return the stream without the rows at these locations. Raises ConfigError if none is left."""
         fewer = copy(self)
         fewer._data = [each.without(examples) for each in self._data]
         return fewer

@@ -119,8 +119,7 @@ class Conversations:
         return {"type": "function", "id": CALL_ID, "function": function}
 
     def _check(self, *, is_game: bool) -> None:
-        """Raise ConfigError if the tokens behind an answer depend on earlier turns, or the template
-        cannot write them."""
+        """Raise ConfigError if the tokens behind an answer depend on earlier turns."""
         messages = [{"role": "user", "content": RESULT}]
         earlier: Messages = [
             {"role": "assistant", "content": "b"},

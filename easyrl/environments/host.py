@@ -86,8 +86,7 @@ class Host:
     def reset(
         self, key: Key, index: int, name: str, row: Mapping[str, Any], seed: int
     ) -> str | None:
-        """Start episode `index` of a group; return the observation. Instances are constructed once
-        and reset often."""
+        """Start episode `index` of a group; return the observation. Instances are reset often."""
         if not self._environments:  # `load` failed in this process
             self.load()
         kind, spare = self._environments[name], self._spare[name]

@@ -3,10 +3,9 @@
     start(group) ─► a host process; the group stays there ─► act, judge ─► forget
     poll() ─► answers since the last call, without waiting
 
-A call that takes longer than its limit fails. Its process gets no new groups and is replaced when
-its last group is over, because the call may still run there; a process that starts no calls any
-more is killed. When a process is killed, the calls of its groups are repeated in others, once. A
-process that ends otherwise ends its groups.
+A call that takes longer than its limit fails. Its process, where it may still run, gets no new
+groups and ends with its last one. A process that starts no calls any more is killed. Calls of a
+killed process are repeated in others, once. A process that ends otherwise ends its groups.
 """
 
 import contextlib
@@ -102,8 +101,7 @@ class EnvironmentPool:
         return host
 
     def loaded(self) -> tuple[Interfaces, Sequence[int]]:
-        """Wait until the environments are loaded; return the results of `host.Host.load`. Raises
-        ConfigError where they cannot be."""
+        """Wait until all is loaded; return the results of `host.Host.load`. Raises ConfigError."""
         try:
             interfaces, reward_functions = self.wait_for(self._loaded)
         except FAILURES as error:
@@ -132,8 +130,7 @@ class EnvironmentPool:
         return self._call(key, "act", index, calls)
 
     def judge(self, key: Key, call: Call) -> Future[Any]:
-        """Score a group by the reward functions that need its environments; the result has the
-        arguments of `Scored`."""
+        """Score a group by functions that need environments; with the arguments of `Scored`."""
         limit = self._config.reward.timeout_seconds or self._config.runtime.timeout_seconds
         return self._call(key, "judge", call, limit=limit)
 
@@ -145,8 +142,7 @@ class EnvironmentPool:
                 self._end(group.host)
 
     def _open(self, key: Key) -> None:
-        """Give a group to the process with fewest groups, with the calls that it has had; start one
-        more process while all have some."""
+        """Give a group, with its calls so far, to the process with fewest groups, or a new one."""
         num_groups = {host: len(self._keys_of(host)) for host in self._hosts if not host.is_stuck}
         host = min(num_groups, key=num_groups.__getitem__, default=None)
         is_full = len(num_groups) >= self._config.rollout.environment_workers

@@ -114,8 +114,7 @@ def _fit_memory(
     config: Config, placement: Placement, files: ModelFiles, num_samples: int
 ) -> Placement:
     """Halve the number of problems in flight until the estimate fits, unless the user chose it.
-    Raises ConfigError if the model and the KV cache cannot fit. (vLLM's cache has a fixed size on
-    an accelerator.)"""
+    Raises ConfigError if nothing fits. (vLLM's cache has a fixed size on an accelerator.)"""
     model = model_size(files.config, files.num_weights or 0)
     is_vllm = placement.engine.name == "vllm"
     if model is None or (is_vllm and placement.infer.kind != "cpu"):
@@ -177,8 +176,7 @@ def _evaluate(
 
 
 def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[int, float]:
-    """Have the remaining problems answered; return the tokens of the answers, and the seconds that
-    they took."""
+    """Have the remaining problems answered; return the tokens of the answers, and the seconds."""
     remaining = {p.index: key for key, p in plan.problems.items() if key not in folder.answers}
     num_tokens, seconds = 0, 0.0
     if not remaining:

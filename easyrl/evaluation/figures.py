@@ -1,8 +1,7 @@
 """The figures of an evaluation, and their comparison with those of another one.
 
 Shapes: N problems, S samples of each. Problems are the unit of every standard error, because
-samples of one problem are correlated (Miller, "Adding Error Bars to Evals", arXiv 2411.00640,
-sections 2.1 and 2.2).
+samples of one problem are correlated (Miller, arXiv 2411.00640, sections 2.1 and 2.2).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +22,7 @@ NUM_RESAMPLES = 99_999
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of `k` samples is correct (arXiv 2107.03374,
-    equation 1)."""
+    """Estimate the probability that one of `k` is correct (arXiv 2107.03374, equation 1)."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 

@@ -30,8 +30,7 @@ class EvalFolder:
     """A folder, locked until `close`, with the answers so far by problem."""
 
     def __init__(self, config: Config, settings: Mapping[str, Any]) -> None:
-        """Create the folder, or continue in it. Raises ConfigError if it is not that of an
-        evaluation with these settings."""
+        """Create the folder, or continue in it. Raises ConfigError if it has other settings."""
         self.path = run_folder.folder_of(config, "eval-")
         try:
             self.path.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
@@ -110,8 +109,7 @@ def read_evaluation(path: Path) -> Answers:
 
 
 def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Describe the differences of prompts, sampling and rewards between the evaluation at `path`
-    and these settings."""
+    """Describe how prompts, sampling and rewards of the evaluation at `path` differ."""
     file = (path if path.is_dir() else path.parent) / SETTINGS
     if not file.is_file():
         return [f"how that one was sampled is unknown: there is no {file}"]

@@ -158,8 +158,7 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
 
 
 def to_csv(runs: Sequence[History]) -> str:
-    """Return a row for each run and iteration, with all metrics. Iterations count from 1; row 0 has
-    the accuracy before training."""
+    """Return a row for each run and iteration, from 1; row 0 has the accuracy before training."""
     lines = [
         {"run": run.name, **line, "iteration": number}
         for run in runs

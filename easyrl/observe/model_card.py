@@ -41,8 +41,7 @@ def publish(source: Path, repository: str, *, trust: bool = False) -> str:
 
 
 def model_card(run: History, repository: str) -> str:
-    """The README.md of the repository: metadata as YAML, and the text. Names of the user's files
-    stand without their folders."""
+    """The README.md of the repository. Names of the user's files stand without their folders."""
     names = {key: _name(attrgetter(key)(run.config)) for key in PATHS}
     config = change_config(run.config, names | {"output.dir": None, "devices.ray_address": None})
     model, rollout, train = config.model, config.rollout, config.train

@@ -15,9 +15,8 @@ from easyrl.observe.view import LiveView, NotebookView
 
 
 def make_observers(config: Config, *, live: bool = True, display: Any = None) -> list[Observer]:
-    """Return trackers, the trace, and the live view, or plain lines if that is not wanted or
-    standard output is no terminal. `display`: of a notebook, for its view. Raises ConfigError if a
-    tracker is not installed."""
+    """Return trackers, the trace, and the live view, or plain lines if standard output is no
+    terminal. `display`: of a notebook. Raises ConfigError if a tracker is not installed."""
     trackers: list[Observer] = [Trackers(config)] if config.output.log_to else []
     views: list[Observer] = [PlainLines()]
     if live and is_live_terminal():

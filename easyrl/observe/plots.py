@@ -1,8 +1,4 @@
-"""Figures of runs, drawn by matplotlib: curves with several runs in one, and the timeline.
-
-For the page of `easyrl report` each figure becomes SVG that is part of the HTML; `easyrl plot`
-writes a file.
-"""
+"""Figures of runs, drawn by matplotlib: curves with several runs in one, and the timeline."""
 
 import io
 import math
@@ -89,8 +85,7 @@ def colour_of(number: int) -> str:
 def draw_curves(
     runs: Sequence[History], titles: Mapping[str, str], size: tuple[float, float]
 ) -> Figure | None:
-    """Draw the metrics with these titles that any run has, one above the other, each of this size
-    in inches. None if there are none."""
+    """Draw metrics that any run has, one above the other, each of this size in inches, or None."""
     keys = [key for key in titles if any(run.series(key)[0] for run in runs)]
     if not keys:
         return None
@@ -163,8 +158,7 @@ def draw_timeline(run: History) -> Figure | None:
 
 @rc_context({**STYLE, "svg.fonttype": "none"})
 def to_svg(figure: Figure | None, title: str, prefix: str) -> Markup:
-    """Return an `svg` element for HTML; empty for None. Its ids get the prefix, so that figures of
-    one page share none."""
+    """Return an `svg` element for HTML; empty for None. The prefix makes its ids unique."""
     if figure is None:
         return Markup()
     file = io.StringIO()

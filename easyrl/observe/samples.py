@@ -27,10 +27,8 @@ def show_samples(
     iteration: str | None,
     limit: int | None,
 ) -> None:
-    """Print the samples of a folder. Raises ConfigError if there are none of this kind.
-
-    `iteration`: `3` or `3-5`, counted from 1.
-    """
+    """Print the samples of a folder. `iteration`: `3` or `3-5`, counted from 1. Raises ConfigError
+    if there are none of this kind."""
     numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "")
     oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
     if iteration is not None and not 1 <= oldest <= newest:
@@ -65,8 +63,7 @@ def _prompt(line: Line) -> tuple[Any, Any]:
 
 
 def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
-    """Yield each line once, with the number of lines of its prompt that differ in nothing but the
-    sample's number."""
+    """Yield each line with the number of its prompt's equal ones, but for the sample's number."""
     for _, group in groupby(lines, _prompt):
         folded: dict[str, tuple[Line, int]] = {}
         for line in group:
@@ -77,8 +74,7 @@ def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
 
 
 def columns_of(line: Line, max_length: int) -> list[str]:
-    """Names with values of all columns but the texts, and of several reward functions. Iterations
-    and samples are counted from 1."""
+    """Names with values of all columns but the texts. Iterations and samples count from 1."""
     functions = line.get("rewards", {})
     columns = []
     for name, value in {**line, **(functions if len(functions) > 1 else {}), **line}.items():

@@ -71,8 +71,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(fields: dict[str, Any]) -> Any:
-    """Turn an encoded message back into a message (`object_hook` of `json.loads`). Raises TypeError
-    for a message of another version."""
+    """Turn an encoded message back into a message. Raises TypeError for one of another version."""
     kind = TYPES.get(fields.get("type", ""))
     return fields if kind is None else kind(**{k: v for k, v in fields.items() if k != "type"})
 

@@ -133,8 +133,7 @@ class LiveView:
             return Text(f"the live view failed: {type(error).__name__}: {error}")
 
     def _print_end(self, end: events.RunEnded) -> None:
-        """Print the last picture, then the end table or the reason why the run ended; both fit
-        the terminal."""
+        """Print the last picture, and how the run ended; both fit the terminal."""
         state, console = self._state, Console()
         table = _end_table(state)
         below = console.render_lines(table or Text(safe(end.message)))
@@ -183,7 +182,6 @@ def notebook_display() -> Any:
 
 
 def _end_table(state: RunState) -> RenderableType | None:
-    """Return the results of a finished run; None for any other."""
     is_finished = state.ended is not None and state.ended.exit_code == 0
     return (
         end_table(state.run, state.summary) if is_finished and state.run and state.summary else None
@@ -268,8 +266,7 @@ def _warnings(state: RunState, width: int) -> list[RenderableType]:
 
 
 def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
-    """A line per worker with what it did recently, and a legend. Of many workers, the last ones:
-    they include the trainer."""
+    """A line per worker with what it did recently, and a legend. The last workers are trainers."""
     workers = list(state.workers.values())[-max_lanes:]
     labels = [printable(f"{worker.name} {worker.device} ") for worker in workers]
     label_width = max(map(len, labels))

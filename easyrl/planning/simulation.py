@@ -223,8 +223,7 @@ class _Engine:
 def _generate(
     rates: Rates, groups: Sequence[Group], config: Config, num_engines: int
 ) -> tuple[list[float], float]:
-    """Return when each group is in the ring, in seconds since the engines began, and the sum of the
-    engines' busy seconds."""
+    """Return when each group is in the ring, and the sum of the engines' busy seconds."""
     step, token, prompt = rates.engine
     in_flight = max_concurrent_groups(config, num_engines)
     num_rows = in_flight * config.rollout.num_generations

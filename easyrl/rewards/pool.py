@@ -52,8 +52,7 @@ class _Task:
 
 
 class RewardPool:
-    """Create it in a thread that lives as long as the pool: Linux ends the processes with the
-    thread that started them."""
+    """Create it in a thread that lives as long as the pool: Linux ends the processes with it."""
 
     def __init__(
         self,
@@ -197,7 +196,6 @@ class RewardPool:
         return group._replace(scores=[] if is_skipped else group.scores, errors=errors)
 
     def _result_of(self, task: _Task) -> Scored:
-        """The result, or an error for a call that did not return."""
         match task.future.exception():
             case None:
                 return Scored(*task.future.result())
@@ -218,13 +216,9 @@ class RewardPool:
 
 
 def try_rewards(config: Config, example: Prompt | None) -> list[str]:
-    """Check the reward functions on a prompt before a run starts; returns warnings. Without a
-    prompt, the user's functions are only loaded.
-
-    The user's functions are loaded and called in a process of their own, which may hang or crash.
-    Raises ConfigError for a function that cannot be loaded, lacks a column, or takes or returns
-    another form than it must.
-    """
+    """Check the reward functions on a prompt before a run starts; return warnings. Without a
+    prompt, the user's functions, which have a process of their own, are only loaded. Raises
+    ConfigError for one that cannot be loaded, lacks a column, or takes or returns another form."""
     specs = loading.reward_specs(config)
     own = [
         each for each in specs if each not in loading.BUILT_IN and not each.startswith("easyrl.")

@@ -1,8 +1,7 @@
 """Call reward functions on completions of one prompt, in a reward process, and check their scores.
 
 A function that fails affects its own scores only: they become 0, and the error is returned beside
-them. Asynchronous functions are awaited together, on one event loop for the process's lifetime, so
-that a function may keep a client open.
+them. Asynchronous functions are awaited together, on one event loop: a client may stay open.
 """
 
 import asyncio
@@ -69,8 +68,7 @@ class Scored(NamedTuple):
     """Results of a call, or of all calls of a group."""
 
     scores: list[list[float | None]]
-    """[functions][N]; those of a failed call are 0. Empty for a group that is skipped
-    (`reward.on_error=skip_group`)."""
+    """[functions][N]; 0 for a failed call. Empty if skipped (`reward.on_error=skip_group`)."""
     errors: list[str]
     metrics: dict[str, float]  # from log_metric
     columns: dict[str, list[Any]]  # from log_extra, [N] each
@@ -213,7 +211,6 @@ def try_function(spec: str, example: Prompt | None) -> str:
 
 
 def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> Any:
-    """Return what the only loaded function returns, or its exception."""
     texts = [f"This is dummy completion {n}." for n in range(number)]
     call = Call(content, texts, [[0] * 5] * number, example.columns, functions=[0])
     (returned,) = _call_all(call, dict.fromkeys(("log_extra", "log_metric"), lambda *_: None))
@@ -221,8 +218,7 @@ def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> A
 
 
 def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.run) -> list[Any]:
-    """Return the result of each function, or its exception. Each gets its own copy of the
-    arguments."""
+    """Return each function's result or exception. Each gets its own copy of the arguments."""
     texts, is_chat = call.completions, not isinstance(call.prompt, str)
     chat = [
         [{"role": "assistant", "content": each}] if isinstance(each, str) else each
@@ -254,8 +250,7 @@ async def _await_all(returned: Iterable[Any]) -> list[Any]:
 
 
 def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
-    """Convert what a function returned, or raise its exception, TypeError for another form, or
-    ValueError for NaN and infinity."""
+    """Convert what a function returned. Raises its exception, TypeError, or ValueError for NaN."""
     if isinstance(returned, BaseException):
         raise returned
     scores: list[float | None] = []
