@@ -277,7 +277,7 @@ class PromptStream:
         return found
 
     def without(self, examples: Collection[str]) -> PromptStream:
-        """Return the stream without the rows at these locations. Raises ConfigError if none is left."""
+        """Leave out the rows at these locations. Raises ConfigError if none is left."""
         fewer = copy(self)
         fewer._data = [each.without(examples) for each in self._data]
         return fewer

@@ -9,7 +9,6 @@ A tool is described to the model by its type hints and its docstring in Google's
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError
@@ -34,8 +33,7 @@ class Interface(NamedTuple):
 Interfaces = Mapping[str, Interface]  # by the names of the environments
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(NamedTuple):
     """One entry of `rollout.environment`; `make` and `first` are None with tools alone."""
 
     make: Callable[[], Any] | None
@@ -52,23 +50,18 @@ def load_environments(config: Config, *, with_schemas: bool) -> dict[str, Enviro
     for tool in config.rollout.tools:
         function = tools[tool.rpartition(":")[2]] = load_function(tool, TOOLS_KEY)
         schemas += [_schema(TOOLS_KEY, tool, function)] if with_schemas else []
-    environments = {}
-    for name, spec in config.rollout.environments.items():
-        if spec is None:
-            environments[name] = Environment(
-                None, None, tools, (), Interface(schemas, False, False)
-            )
-        else:
-            environments[name] = _load(spec, tools, schemas, with_schemas)
-    return environments
+    specs = config.rollout.environments
+    return {name: _load(specs[name], tools, schemas, with_schemas) for name in specs}
 
 
 def _load(
-    spec: str,
+    spec: str | None,
     tools: Mapping[str, Callable[..., Any]],
     schemas: list[dict[str, Any]],
     with_schemas: bool,
 ) -> Environment:
+    if spec is None:
+        return Environment(None, None, tools, (), Interface(schemas, False, False))
     forms = FORMS + did_you_mean(spec, BUILT_IN)
     make = load_function(BUILT_IN.get(spec, spec), KEY, forms, "class")
     try:
