@@ -114,13 +114,15 @@ class Trackers:
             case events.IterationFinished(_, metrics):
                 self._num_iterations = metrics["iteration"] + 1
                 of_eval = {k: v for k, v in metrics.items() if k.startswith("eval/")}
-                self._log(metrics["iteration"], {**metrics, **dict.fromkeys(of_eval)})
+                of_iteration = {k: v for k, v in metrics.items() if k not in of_eval}
+                self._log(metrics["iteration"], of_iteration)
                 self._log(self._num_iterations, of_eval)
             case events.RunEnded(exit_code) if self._trackers:
                 self._queue.put((None, exit_code))
                 self._thread.join(END_SECONDS)
-                for late in list(self._trackers) if self._thread.is_alive() else ():
-                    self._disable(late, f"not everything was sent in {END_SECONDS:g} s")
+                if self._thread.is_alive():
+                    for late in list(self._trackers):
+                        self._disable(late, f"not everything was sent in {END_SECONDS:g} s")
         failures = [self._failures.get() for _ in range(self._failures.qsize())]
         text = f"warning: tracker disabled ({'; '.join(failures)}); metrics.jsonl has all metrics"
         return Note(text) if failures else None

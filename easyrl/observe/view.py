@@ -182,10 +182,10 @@ def notebook_display() -> Any:
 
 
 def _end_table(state: RunState) -> RenderableType | None:
-    is_finished = state.ended is not None and state.ended.exit_code == 0
-    return (
-        end_table(state.run, state.summary) if is_finished and state.run and state.summary else None
-    )
+    has_failed = state.ended is not None and state.ended.exit_code != 0
+    if state.run is None or state.summary is None or has_failed:
+        return None
+    return end_table(state.run, state.summary)
 
 
 # -- the picture ----------------------------------------------------------------------------------
