@@ -85,9 +85,6 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-# -- turns ----------------------------------------------------------------------------------------
-
-
 def take_turns(
     actions: Mapping[str, Callable[[], T]], repetitions: int, num_warm_up: int = 1
 ) -> dict[str, list[T]]:
@@ -104,9 +101,6 @@ def take_turns(
 def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     """Median over the repetitions of how many times as long the first takes."""
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
-
-
-# -- inputs: nothing is downloaded ----------------------------------------------------------------
 
 
 def write_model_and_prompts(
@@ -137,9 +131,6 @@ def write_model_and_prompts(
 def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """A reward between 0 and 1 that differs between completions."""
     return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
-
-
-# -- whole runs -----------------------------------------------------------------------------------
 
 
 def record(

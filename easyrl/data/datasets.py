@@ -200,9 +200,6 @@ def _csv_rows(file: TextIO) -> NumberedRows:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
 
 
-# -- the problems of an evaluation -----------------------------------------------------------------
-
-
 def with_eval_data(config: Config) -> Config:
     """Return the config with `data` set to the evaluated problems, in the data's own order. A
     preset that `eval.dataset` names has its own prompts; others have those of `data`."""

@@ -188,9 +188,6 @@ def _end_table(state: RunState) -> RenderableType | None:
     return end_table(state.run, state.summary)
 
 
-# -- the picture ----------------------------------------------------------------------------------
-
-
 def render(state: RunState, now: float, width: int, height: int) -> RenderableType:
     """Draw the state at the time `now` of the events' clock."""
     if state.run is None:
