@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -226,6 +227,7 @@ class Point:
         lambda k: {"nested": [Image.new("P", (4, 4), k)]},
         lambda k: np.arange(5000) == 2500 + k,
         lambda k: np.full((2, 1500), 0.5 + k, dtype=np.float16),
+        lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
         lambda k: Point(1, [Point(k)]),
         lambda k: b"bytes" * k,
         lambda k: [float("nan"), 0.1 + k, None],

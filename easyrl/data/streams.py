@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
+import re
 import string
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -118,9 +118,16 @@ class RowForm:
         return with_none(kept)
 
 
-def content_of(value: Any) -> str:
-    """Digest the content of a value that JSON lacks: its text may be an address, or abridged."""
-    return hashlib.sha256(pickle.dumps(value)).hexdigest()
+def content_of(value: Any) -> Any:
+    """Return JSON with the content of a value of another type: no address, no abridged array."""
+    if getattr(value, "shape", ()):  # an array or a tensor
+        return value.tolist()
+    text = re.sub(" at 0x[0-9a-fA-F]+", "", str(value))
+    if text == str(value):
+        return text
+    if hasattr(value, "tobytes"):  # an image
+        return [text, hashlib.sha256(value.tobytes()).hexdigest()]
+    return [text, getattr(value, "_hf_encoded", getattr(value, "__dict__", None))]
 
 
 @lru_cache(maxsize=64)
