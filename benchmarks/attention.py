@@ -5,8 +5,6 @@ float32 on one CPU core, or the shape of Qwen3-0.6B in bfloat16 on an accelerato
 head are small on the CPU: both rows predict the same completion tokens, so the head costs the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,14 +14,7 @@ import torch
 from benchmarks.measuring import peak_bytes, timed
 from easyrl import devices
 from easyrl.bench.harness import QWEN3_06B, Row, median_ratio, take_turns
-from easyrl.runtime.self_test_part import (
-    SMALL,
-    draw_rollouts,
-    each_alone,
-    errors,
-    packed,
-    random_policy,
-)
+from easyrl.runtime import self_test_part as part
 
 
 class Shape(NamedTuple):
@@ -42,7 +33,7 @@ def run(repetitions: int = 5) -> Iterator[Row]:
     kind, _ = devices.accelerator()
     if kind == "cpu":
         torch.set_num_threads(1)
-    size, dtype = (SMALL, torch.float32) if kind == "cpu" else (QWEN3_06B, torch.bfloat16)
+    size, dtype = (part.SMALL, torch.float32) if kind == "cpu" else (QWEN3_06B, torch.bfloat16)
     for shape in CPU_SHAPES if kind == "cpu" else ACCELERATOR_SHAPES:
         yield compare(shape, size, dtype, kind, repetitions)
 
@@ -50,18 +41,15 @@ def run(repetitions: int = 5) -> Iterator[Row]:
 def compare(
     shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
 ) -> Row:
-    """Measure one shape. Errors are in nats, and relative for gradients (`errors`); memory is that
-    beside the model and its gradients."""
-    device, policy = torch.device(kind), random_policy(size, dtype, kind)
+    """Measure one shape. Errors are in nats, and relative for gradients."""
+    device, policy = torch.device(kind), part.random_policy(size, dtype, kind)
     rng, (prompt_len, shortest, longest, num_generations) = np.random.default_rng(0), shape
     lengths = rng.integers(shortest, longest, num_generations, endpoint=True).tolist()
-    group = draw_rollouts(prompt_len, lengths, size["vocab_size"])
+    group = part.draw_rollouts(prompt_len, lengths, size["vocab_size"])
     ways = {"shared": True, "repeated": False}
-    rows = {name: packed(group, policy, shares_prompts=shared) for name, shared in ways.items()}
-    expected = each_alone(group, policy)
-    of_logprobs, of_gradients = zip(
-        *(errors(row(), expected) for row in rows.values()), strict=True
-    )
+    rows = {name: part.packed(group, policy, shares_prompts=way) for name, way in ways.items()}
+    expected = part.each_alone(group, policy)
+    errors = {name: part.errors(row(), expected) for name, row in rows.items()}
     peaks = {name: peak_bytes(row, device) for name, row in rows.items()}
     seconds = take_turns({name: timed(row, device) for name, row in rows.items()}, repetitions)
     speedup = median_ratio(seconds["repeated"], seconds["shared"])
@@ -76,8 +64,8 @@ def compare(
         "token_ratio": token_ratio,
         "efficiency": speedup / token_ratio,
         "memory_ratio": peaks["repeated"] / peaks["shared"],
-        "max_logprob_error": of_logprobs[0],
-        "max_grad_error": of_gradients[0],
-        "max_logprob_error_repeated": of_logprobs[1],
-        "max_grad_error_repeated": of_gradients[1],
+        "max_logprob_error": errors["shared"][0],
+        "max_grad_error": errors["shared"][1],
+        "max_logprob_error_repeated": errors["repeated"][0],
+        "max_grad_error_repeated": errors["repeated"][1],
     }

@@ -3,13 +3,9 @@
 On one core: the demo's model and prompts. On an accelerator: the same prompts and a random model of
 Qwen3-0.6B's shape in bfloat16; on NVIDIA GPUs the engine also runs without CUDA graphs.
 
-Three loads: completions of one length, geometric lengths as in reinforcement learning, and groups
-of LONG_GROUP completions behind a long prompt. `generate` works in batches of NUM_ROWS, each of
-which runs to its longest completion; the engine refills its NUM_ROWS rows. Only tokens up to a
-completion's length count.
+`generate` works in batches of NUM_ROWS, each of which runs to its longest completion; the engine
+refills its NUM_ROWS rows. Only tokens up to a completion's length count.
 """
-
-from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -46,7 +42,7 @@ def run(repetitions: int = 5) -> Iterator[Row]:
     if kind == "cpu":
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    measure = partial(compare, repetitions=repetitions, device=torch.device(kind))
+    measure = partial(compare, repetitions=repetitions, kind=kind)
     tokenizer = load_tokenizer("tiny")
     rows = ARITHMETIC.held_out_rows()[:NUM_RAGGED]
     prompts = [render_prompt(row["prompt"], tokenizer) for row in rows]
@@ -60,27 +56,22 @@ def run(repetitions: int = 5) -> Iterator[Row]:
 
 
 def compare(
-    load: str,
-    prompts: Sequence[list[int]],
-    lengths: Sequence[int],
-    *,
-    repetitions: int,
-    device: torch.device,
+    load: str, prompts: Sequence[list[int]], lengths: Sequence[int], *, repetitions: int, kind: str
 ) -> Row:
     """`lengths`: of all completions, as many of each prompt."""
-    longest = max(map(len, prompts))
+    device, longest = torch.device(kind), max(map(len, prompts))
     settings = SamplingSettings(max_prompt_length=longest, max_completion_length=max(lengths))
     policy, model = _models(device)
     engine = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)
-    runs = {
-        "engine": partial(_run_engine, engine, prompts, lengths),
-        "generate": partial(_run_generate, model, prompts, lengths),
+    actions = {
+        "engine": timed(partial(_run_engine, engine, prompts, lengths), device),
+        "generate": timed(partial(_run_generate, model, prompts, lengths), device),
     }
     if engine.graphs is not None:
         without = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)
         without.graphs = None
-        runs["engine_without_graphs"] = partial(_run_engine, without, prompts, lengths)
-    actions = {name: timed(action, device) for name, action in runs.items()}
+        action = partial(_run_engine, without, prompts, lengths)
+        actions["engine_without_graphs"] = timed(action, device)
     # Warm-up runs also capture the steps.
     seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 3)
     bytes_per_token = sum(x[0, :, 0].nbytes for layer in engine.cache.rows for x in layer)
@@ -88,7 +79,7 @@ def compare(
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
         "load": load,
-        "device": None if device.type == "cpu" else devices.device_label(device.type, 0),
+        "device": None if kind == "cpu" else devices.device_label(kind, 0),
         "completion_tokens": sum(lengths),
         **{f"{name}_tokens_per_second": rate for name, rate in rates.items()},
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),

@@ -2,19 +2,13 @@
 
 All are small Qwen3 models with one token per character, trained from scratch: first on correct
 solutions of generated problems, then shortly on solutions with mistakes, so that RL has something
-to improve.
+to improve. The same machine, versions and number of threads give the same weights.
 
-    tiny              `arithmetic`, 0.8 M weights. Some lines add a number in one step (`17+58=75`)
-                      instead of tens, then units, and some of these sums are off by 1 or 10.
-    tiny-countdown    `countdown-small`, 0.4 M weights, written in bfloat16. Some searches stop
-                      after a wrong try and answer with that.
-    tiny-guess        `guess`, 0.4 M weights, written in bfloat16. Guesses are in the right
-                      direction, but often only a few numbers further.
-
-The same machine, versions and number of threads give the same weights.
+    tiny              `arithmetic`. Some lines add a number in one step (`17+58=75`) instead of
+                      tens, then units, and some of these sums are off by 1 or 10.
+    tiny-countdown    `countdown-small`. Some searches stop after a wrong try and answer with that.
+    tiny-guess        `guess`. Guesses are often only a few numbers further.
 """
-
-from __future__ import annotations
 
 import argparse
 import math
@@ -50,8 +44,8 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
     torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(BUILT_IN_MODELS[name])
-    config = AutoConfig.from_pretrained(BUILT_IN_MODELS[name])
-    dtype = config.dtype
+    config: Any = AutoConfig.from_pretrained(BUILT_IN_MODELS[name])
+    dtype = config.dtype  # which `from_config` changes
     auto_model: Any = AutoModelForCausalLM
     model = auto_model.from_config(config, dtype=torch.float32)
     model.generation_config.do_sample = True
@@ -103,9 +97,8 @@ def train(
     model: Any, data: Iterator[tuple[Tensor, Tensor]], num_steps: int, learning_rate: float
 ) -> None:
     """Take `num_steps` AdamW steps: a short warm-up, then a cosine decay to 1 %."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
+    settings: Any = {"lr": learning_rate, "betas": (0.9, 0.98), "weight_decay": 0.01}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
     num_warmup = max(1, num_steps // 20)
 
     def factor(step: int) -> float:

@@ -1,7 +1,5 @@
 """Time and memory of actions."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from itertools import accumulate

@@ -3,17 +3,15 @@
     python -m benchmarks.performance_model                   # the tables of docs/devices.md
     python -m benchmarks.performance_model build/gpu-*.json  # measured speeds beside expected ones
 
-Of the constants, those under *counted* are compared with counts of the code
-(`test_performance_model_counts_the_work_of_the_code`). Those under *assumed* are not measured.
+A test compares the *counted* constants with the code. Those under *assumed* are not measured.
 """
-
-from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easyrl.engines import COPIED_TOKENS, padded
 from easyrl.engines.step_graphs import CELL_STEP
@@ -33,13 +31,11 @@ COPYING_KERNELS = {"qwen2": (57, 70), "qwen3": (73, 70)}
 """Kernels of the embedded engine's decode step: for each layer, and for all else. COPYING_KERNELS
 are for prompts of at most COPIED_TOKENS tokens, which are copied to the rows."""
 SCORE_BYTES, HIDDEN_BYTES, LOGIT_BYTES = 68, 290, {"embedded": 23, "vLLM": 34}
-"""Moved in a decode step per score of attention; per row, layer and element of the hidden state;
-per logit (vLLM: assumed)."""
+"""Moved in a decode step per score of attention; per row, layer and hidden element; per logit."""
 TRAIN_KERNELS = {"qwen2": (121, 215), "qwen3": (166, 215)}
 """Kernels of a micro-batch's forward and backward, without attention."""
 TRAIN_HIDDEN_BYTES, TRAIN_LOGIT_BYTES = {"qwen2": 525, "qwen3": 645}, 97
-"""Moved in training by what is neither a product nor attention, per token, layer and element of the
-hidden state, and per logit."""
+"""Moved in training by other operations, per token, layer and hidden element, and per logit."""
 
 # -- assumed ---------------------------------------------------------------------------------------
 READ, COMPUTE = 0.75, 0.6
@@ -92,10 +88,6 @@ class Model(NamedTuple):
         return self.layers * self.hidden * width
 
     @property
-    def read_weights(self) -> int:
-        return self.body_weights + self.head_weights
-
-    @property
     def weights(self) -> int:
         return self.body_weights + self.head_weights * (1 if self.tied else 2)
 
@@ -122,7 +114,6 @@ LOADS = {"equal lengths": Load(16, 88, 1), "prompts of 1024": Load(1024, 64, 8)}
 
 class Step(NamedTuple):  # of decoding, or the mean of several
     num_bytes: float
-    num_operations: float
     num_kernels: float
     seconds: float
 
@@ -133,9 +124,10 @@ def decode(model: Model, card: Card, engine: str, rows: int, *, cells: int, load
     copies = load.prompt <= COPIED_TOKENS
     prompts = rows // load.group if engine == "embedded" and not copies else rows
     pairs, keys = rows * (load.prompt + cells), rows * cells + prompts * load.prompt
-    num_bytes = 2 * model.read_weights + model.kv_bytes * keys
+    num_weights = model.body_weights + model.head_weights
+    num_bytes = 2 * num_weights + model.kv_bytes * keys
     num_bytes += LOGIT_BYTES[engine] * rows * model.vocabulary
-    num_operations = rows * 2 * model.read_weights + model.pair_operations * pairs
+    num_operations = rows * 2 * num_weights + model.pair_operations * pairs
     per_layer, besides = VLLM_KERNELS
     if engine == "embedded":
         of_layer = SCORE_BYTES * model.heads * pairs + HIDDEN_BYTES * model.hidden * rows
@@ -143,8 +135,7 @@ def decode(model: Model, card: Card, engine: str, rows: int, *, cells: int, load
         per_layer, besides = (COPYING_KERNELS if copies else KERNELS)[model.family]
     kernels = per_layer * model.layers + besides
     seconds = max(num_bytes / (READ * card.bandwidth), num_operations / (COMPUTE * card.peak))
-    seconds += kernels * REPLAYED + HOST[engine]
-    return Step(num_bytes, num_operations, kernels, seconds)
+    return Step(num_bytes, kernels, seconds + kernels * REPLAYED + HOST[engine])
 
 
 def generate(
@@ -170,9 +161,8 @@ def rows_that_fit(model: Model, card: Card, memory_fraction: float = USABLE) -> 
 
 
 def train(model: Model, card: Card) -> tuple[float, float] | None:
-    """Return completion tokens per second and MFU of a micro-batch of one group, whose prompt is
-    computed once. None where weights and optimizer do not fit. 6 operations per weight and token,
-    3 times the operations of attention."""
+    """Return completion tokens per second and MFU of a micro-batch of one group; None where weights
+    and optimizer do not fit. 6 operations per weight and token, 3 times those of attention."""
     if BYTES_PER_TRAINED_WEIGHT * model.weights > USABLE * card.memory:
         return None
     completions = LOAD.group * LOAD.completion
@@ -191,18 +181,17 @@ def train(model: Model, card: Card) -> tuple[float, float] | None:
 def tables() -> Iterator[str]:
     yield "| model | card | engine | rows | GB/step | kernels | ms/step | tokens/s |"
     yield "|---|---|---|---|---|---|---|---|"
-    for name, model in MODELS.items():
-        for card_name, card in CARDS.items():
-            rows = rows_that_fit(model, card)
-            for engine in HOST if rows else []:
-                step, seconds = generate(model, card, engine, rows)
-                yield (
-                    f"| {name} | {card_name} | {engine} | {rows} | {step.num_bytes / 1e9:.1f} "
-                    f"| {step.num_kernels:,.0f} | {step.seconds * 1e3:.1f} "
-                    f"| {rows * LOAD.completion / seconds:,.0f} |"
-                )
-            if not rows:
-                yield f"| {name} | {card_name} | both | does not fit | | | | | |"
+    for (name, model), (card_name, card) in product(MODELS.items(), CARDS.items()):
+        rows = rows_that_fit(model, card)
+        for engine in HOST if rows else []:
+            step, seconds = generate(model, card, engine, rows)
+            yield (
+                f"| {name} | {card_name} | {engine} | {rows} | {step.num_bytes / 1e9:.1f} "
+                f"| {step.num_kernels:,.0f} | {step.seconds * 1e3:.1f} "
+                f"| {rows * LOAD.completion / seconds:,.0f} |"
+            )
+        if not rows:
+            yield f"| {name} | {card_name} | both | does not fit | | | | | |"
     yield ""
     yield "| trained tokens/s (MFU) | " + " | ".join(CARDS) + " |"
     yield "|---|" + "---|" * len(CARDS)
@@ -234,27 +223,19 @@ def shared_device() -> Iterator[str]:
 def compare(file: Path) -> Iterator[str]:
     """Measured and expected figures of a result of `easyrl bench engine` or `loop`."""
     found = json.loads(file.read_text(encoding="utf-8"))
-    results: Any = found["results"] if found["suite"] in ("engine", "loop") else []
-    for row in results:
-        what = row["load" if found["suite"] == "engine" else "model"]
-        start = f"{file.name}, {what}: "
-        words = str(row.get("device") or "the CPU").replace("-", " ").split()
-        card = next((card for name, card in CARDS.items() if name in words), None)
-        if card is None:
-            yield f"{start}expected speed is known of {', '.join(CARDS)}, not of {' '.join(words)}"
-        elif what in LOADS:
+    for row in found["results"] if found["suite"] in ("engine", "loop") else ():
+        what, words = row.get("load") or row["model"], str(row.get("device")).replace("-", " ")
+        card = next((card for name, card in CARDS.items() if name in words.split()), None)
+        if card is not None and what in LOADS:
             load, rows = LOADS[what], 128
             seconds = generate(BENCHED["0.6B"], card, "embedded", rows, load)[1]
             measured, expected = row["engine_tokens_per_second"], rows * load.completion / seconds
-            yield f"{start}{measured:,.0f} tokens/s, expected {expected:,.0f}"
-        elif (
-            row.get("mfu") and what in BENCHED and (rates := train(BENCHED[what], card)) is not None
-        ):
+            yield f"{what}: {measured:,.0f} tokens/s, expected {expected:,.0f}"
+        elif card is not None and row.get("mfu") and (rates := train(BENCHED[what], card)):
             factor = RECOMPUTED if row["infer_devices"] == row["train_devices"] else 1.0
-            yield f"{start}MFU {row['mfu']:.0%}, expected {rates[1] / factor:.0%}"
+            yield f"{what}: MFU {row['mfu']:.0%}, expected {rates[1] / factor:.0%}"
 
 
 if __name__ == "__main__":
-    files = map(Path, sys.argv[1:])
-    lines = (line for file in files for line in compare(file)) if sys.argv[1:] else tables()
-    print(*lines, sep="\n")
+    for lines in map(compare, map(Path, sys.argv[1:])) if sys.argv[1:] else [tables()]:
+        print(*lines, sep="\n")

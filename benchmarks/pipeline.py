@@ -8,8 +8,6 @@ its busier group, `periodic` not faster than all cores working all the time:
     periodic   (infer + train + weights) / ((infer + train) / 2 + weights)
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from functools import partial

@@ -4,8 +4,6 @@ Both run on this machine with one thread per worker: cores are not lent between 
 cluster is started for each run and stopped after it, so that it does not slow the other one.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from functools import partial

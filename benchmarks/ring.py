@@ -1,13 +1,9 @@
-"""The ring buffer against `torch.multiprocessing.Queue`.
+"""The ring buffer against `torch.multiprocessing.Queue` between the same two processes.
 
-This process creates groups (fresh copies of the arrays of tokens) and sends them, another one
-reads every element (sums each array). Ring and queue connect the same two processes and hold the
-same number of groups. A rate is groups over the time from the producer's start to the end of the
-consumer's last sum. Wake-up is the time from the start of `put` of a small group until the `get`
-that the consumer is blocked in returns. Both processes share the clock (CLOCK_MONOTONIC).
+This process sends fresh copies of a group's arrays, another one sums each array. A rate is groups
+over the time from the producer's start to the end of the consumer's last sum. Wake-up is the time
+from the start of `put` of a small group until the `get` that the consumer is blocked in returns.
 """
-
-from __future__ import annotations
 
 import statistics
 import time
@@ -59,30 +55,24 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
                 time.sleep(pause)
             copied: dict[str, Any] = {name: getattr(group, name).copy() for name in ARRAYS}
             if channel == "queue":
-                tensors = {name: torch.from_numpy(array) for name, array in copied.items()}
-                queue.put(tensors, timeout=TIMEOUT_SECONDS)
+                queue.put([torch.from_numpy(x) for x in copied.values()], timeout=TIMEOUT_SECONDS)
             else:
-                port.put(
-                    replace(group, prompt_index=time.monotonic_ns(), **copied), TIMEOUT_SECONDS
-                )
+                sent = replace(group, prompt_index=time.monotonic_ns(), **copied)
+                port.put(sent, TIMEOUT_SECONDS)
         end, latencies = control.recv()
         return (end - start) / count, latencies
 
-    layout = RingLayout(
-        NUM_SLOTS, NUM_GENERATIONS, PROMPT_LENGTH, length, num_owners=2, num_groups=1
-    )
-    with closing(RingBuffer(layout)) as ring:
+    sizes = NUM_SLOTS, NUM_GENERATIONS, PROMPT_LENGTH, length
+    with closing(RingBuffer(RingLayout(*sizes, num_owners=2, num_groups=1))) as ring:
         consumer = context.Process(target=_consume, args=(ring, queue, theirs), daemon=True)
         consumer.start()
         try:
             theirs.close()  # held by the consumer alone: we read EOF when it dies
             port = ring.attach(0)
-            # About as long for every size. The warm-up hides the consumer's start.
-            counts = {"ring": 2**29 // group_bytes, "queue": 2**25 // group_bytes}
-            sends = {
-                name: partial(send, name, length, min(2000, max(32, count)))
-                for name, count in counts.items()
-            }
+            sends = {}  # about as long for every size; the warm-up hides the consumer's start
+            for name, num_bytes in (("ring", 2**29), ("queue", 2**25)):
+                count = min(2000, max(32, num_bytes // group_bytes))
+                sends[name] = partial(send, name, length, count)
             turns = take_turns(sends, repetitions)
             _, latencies = send("ring", 14, num_wakeups, WAKEUP_INTERVAL_SECONDS)
         finally:
@@ -127,7 +117,7 @@ def _consume(ring: RingBuffer, queue: Any, control: Connection) -> None:
         latencies = []
         for _ in range(count):
             if channel == "queue":
-                for tensor in queue.get(timeout=TIMEOUT_SECONDS).values():
+                for tensor in queue.get(timeout=TIMEOUT_SECONDS):
                     tensor.numpy().sum()
                 continue
             lease = port.get(TIMEOUT_SECONDS)

@@ -4,14 +4,11 @@ A train process sends the weights of a random model of Qwen3-0.6B's shape (596 m
 in float32, and rollout processes load them in their dtype, through the weight channel as in a run.
 
     update   from the moment the trainer begins to send until the last engine has loaded all
-    bare     as many bytes, bucket after bucket, in the same process group: nothing is packed, cast,
-             copied or loaded
+    bare     as many bytes, bucket after bucket, in the same process group, which nobody loads
 
-The peak is the largest of all processes', from before they join the channel to the end of an
-update, beside the model. That update is into zeros, and every bit of it is compared.
+The peak is the largest of all processes' beside the model, during the first update. That is into
+zeros, and every bit of it is compared.
 """
-
-from __future__ import annotations
 
 import statistics
 import time
@@ -39,11 +36,11 @@ def run(
     repetitions: int = 5,
     size: Mapping[str, Any] = QWEN3_06B,
 ) -> Iterator[Row]:
-    """One row: medians over the repetitions, which take turns.
+    """One row: medians over the repetitions, which take turns. Raises ConfigError for several train
+    devices.
 
     On a device that sender and receiver share there are no broadcasts to compare with.
-    `unsupported_reason` says why its memory could not be opened twice, so that weights crossed on
-    the CPU (None: they did not). Raises ConfigError for several train devices: one process sends.
+    `unsupported_reason` says why its memory could not be opened twice (None: it was).
     """
     flags = {"devices.infer": infer_devices, "devices.train": train_devices, "model.dtype": dtype}
     config = load_config(None, {**flags, "rollout.engine": "embedded"}, ())
@@ -85,8 +82,7 @@ def run(
 
 class Member(self_test_part.Member):
     def prepare(self) -> tuple[int, int, str | None]:
-        """Join the channel and update once. Returns the peak of bytes that both take, the bytes
-        sent, and `unsupported_reason`."""
+        """Update once; return the peak of bytes, the bytes sent, and `unsupported_reason`."""
         peak = peak_bytes(self.update, self.policy.device)
         self._num_bytes = self.policy.model.num_parameters() * self.dtype.itemsize
         self._bucket = torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=self.policy.device)

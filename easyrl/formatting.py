@@ -1,7 +1,5 @@
 """Messages to users: the error for their mistakes, numbers, and text of any origin."""
 
-from __future__ import annotations
-
 from easyrl import DISTRIBUTION
 
 

@@ -1,7 +1,5 @@
 """Settings of the current process: CPU cores, end with its parent, heap, delays. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

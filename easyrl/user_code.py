@@ -3,8 +3,6 @@
 Problems are ConfigErrors; an error in the user's own file is shown with its traceback.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

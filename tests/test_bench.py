@@ -81,9 +81,8 @@ def test_ring_compares_both_ways_to_send_a_group() -> None:
 
 
 def test_engine_generates_the_given_lengths() -> None:
-    row = engine.compare(
-        "ragged", [[5, 6, 7], [8, 9], [10]], [3, 9, 1], repetitions=1, device=torch.device("cpu")
-    )
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    row = engine.compare("ragged", prompts, [3, 9, 1], repetitions=1, kind="cpu")
     assert row["completion_tokens"] == 13
     rates = row["engine_tokens_per_second"], row["generate_tokens_per_second"]
     assert row["speedup"] == pytest.approx(rates[0] / rates[1])

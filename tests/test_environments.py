@@ -198,11 +198,11 @@ def kill(pool: EnvironmentPool, key: tuple[int, ...] = KEY) -> None:
 
 
 def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
-    loaded = own.loaded()
-    (interface,) = loaded.interfaces.values()
+    interfaces, reward_functions = own.loaded()
+    (interface,) = interfaces.values()
     names = [schema["function"]["name"] for schema in interface.schemas]
     assert sorted(names) == ["increment", "run", "shout"]
-    assert not interface.is_game and interface.has_reward and loaded.reward_functions == [0, 1]
+    assert not interface.is_game and interface.has_reward and reward_functions == [0, 1]
     acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("run", {"code": "'done'"}))
     assert acted.messages == [
         {"role": "tool", "name": "increment", "content": "7"},
@@ -379,7 +379,7 @@ def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path):
     config = config_of(tmp_path, "Game", "reward.functions=[environment]")
     with closing(EnvironmentPool(config, {})) as pool:
         kill(pool, ())
-        loaded = pool.loaded().interfaces[""]
+        loaded = pool.loaded()[0][""]
     assert loaded.has_reward and loaded.is_game
 
 

@@ -304,7 +304,7 @@ class Fails:
 def test_observer_that_fails_is_replaced_with_one_note() -> None:
     received: list[Event] = []
     observer = Fails()
-    guard = Guard(observer, fallback=received.append)  # type: ignore[arg-type]
+    guard = Guard("observer", observer, received.append)  # type: ignore[arg-type]
     run, first = run_started(Path("run")), events.NoEvents(1.0, "")
     second = events.IterationStarted(2.0, 0)
     with pytest.raises(KeyError):  # before the run has started, the failure is the run's

@@ -15,10 +15,14 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import Config, load_config
-from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, Rates, fit
 from easyrl.planning.simulation import (
+    Group,
+    MeasuredIteration,
+    MeasuredRun,
     Outcome,
+    Rates,
     Split,
+    fit,
     flags_of,
     mean_speed,
     predict_splits,

@@ -1,8 +1,7 @@
 """`easyrl.train` and `easyrl.evaluate`: the commands `easyrl grpo` and `easyrl eval` as functions.
 
-Both make a Config as the commands do (`load_config`), and call the same functions with it. Mistakes
-raise ConfigError with the command's message, a failed run RuntimeError, and a signal
-KeyboardInterrupt. A call leaves no worker and no thread behind.
+Both make a Config as the commands do (`load_config`), and call the same functions with it. A call
+leaves no worker and no thread behind.
 """
 
 from __future__ import annotations
@@ -62,13 +61,15 @@ class Results:
         """Prompts and completions with their rewards: the lines of samples.jsonl."""
         return self._lines("samples.jsonl")
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The results: summary.json of a run, eval.json of an evaluation. Empty until the end."""
+        file = self.folder / ("summary.json" if isinstance(self, Run) else "eval.json")
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
     def _lines(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / name
         return read_lines(file) if file.is_file() else []
-
-    def _content(self, name: str) -> dict[str, Any]:
-        file = self.folder / name
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 class Run(Results):
@@ -78,11 +79,6 @@ class Run(Results):
     def metrics(self) -> list[dict[str, Any]]:
         """A dict for each iteration: the lines of metrics.jsonl."""
         return self._lines("metrics.jsonl")
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The results: summary.json. Empty until the run has finished."""
-        return self._content("summary.json")
 
     @property
     def model_path(self) -> str | None:
@@ -97,11 +93,6 @@ class Run(Results):
 
 class Evaluation(Results):
     """An evaluation."""
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The results: eval.json."""
-        return self._content("eval.json")
 
     @property
     def accuracy(self) -> float | None:
@@ -228,7 +219,7 @@ def _resolve(
 def _observers(
     config: Config, ends: list[events.RunEnded], *, progress: bool
 ) -> list[events.Observer]:
-    """The observers of a run. The last event goes to `ends`: exceptions tell why a run failed."""
+    """The observers of a run. The last event goes to `ends`: exceptions say why a run failed."""
     *others, view = make_observers(config, live=False, display=notebook_display())
 
     def observe(event: events.Event) -> events.Note | None:
@@ -241,7 +232,6 @@ def _observers(
 
 
 def _finished(end: events.RunEnded, folder: Path) -> Path:
-    """Return the folder, or raise why the run did not finish."""
     if end.exit_code == FINISHED:
         return folder
     if end.exit_code > SIGNALLED:

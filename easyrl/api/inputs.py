@@ -7,8 +7,6 @@
 So workers, `resume` and the command line find all that a run needs in its config.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
@@ -80,8 +78,8 @@ class Inputs:
         lines = []
         for number, row in enumerate(rows):
             try:
-                lines.append(json.dumps(with_none(row), default=_plain) + "\n")
-            except (TypeError, ValueError) as error:
+                lines.append(json.dumps(with_none(row), default=lambda x: x.tolist()) + "\n")
+            except (TypeError, ValueError, AttributeError) as error:
                 raise ConfigError(
                     f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"
                 ) from None
@@ -157,16 +155,13 @@ class Inputs:
                 text = text.replace(f"{folder / INPUTS}/{name}.jsonl", "the rows")
             raise ConfigError(text) from None
         except OSError as error:
-            raise ConfigError(
-                f"output.dir (output): '{folder}' cannot be written: {error}"
-            ) from None
+            raise ConfigError(f"output.dir (output): cannot write '{folder}': {error}") from None
         finally:
             with contextlib.suppress(OSError):
                 if is_new and has_only_inputs(folder):
                     shutil.rmtree(folder)
 
     def _located(self, home: Path, value: Any) -> Any:
-        """The value of a setting with the paths of the files."""
         if isinstance(value, str):
             return f"{home}/{value}" if value.partition(":")[0] in self._texts else value
         if isinstance(value, Mapping):
@@ -188,14 +183,6 @@ def _digest(pickled: bytes) -> str:
     return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """Numbers and lists of an array or a tensor."""
-    if not hasattr(value, "tolist"):
-        raise TypeError(f"got a {type(value).__name__}")
-    return value.tolist()
-
-
 def _is_names(value: Any) -> bool:
-    """Return whether this is a name or a path, or a list of them."""
     is_list = isinstance(value, list | tuple) and bool(value)
     return isinstance(value, str) or (is_list and all(isinstance(each, str) for each in value))

@@ -1,7 +1,5 @@
 """Run a suite, print its table and write JSON; whole runs, and prompts and models for them."""
 
-from __future__ import annotations
-
 import json
 import platform
 import random
@@ -87,9 +85,6 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-# -- turns ----------------------------------------------------------------------------------------
-
-
 def take_turns(
     actions: Mapping[str, Callable[[], T]], repetitions: int, num_warm_up: int = 1
 ) -> dict[str, list[T]]:
@@ -106,9 +101,6 @@ def take_turns(
 def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     """Median over the repetitions of how many times as long the first takes."""
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
-
-
-# -- inputs: nothing is downloaded ----------------------------------------------------------------
 
 
 def write_model_and_prompts(
@@ -141,9 +133,6 @@ def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
 
 
-# -- whole runs -----------------------------------------------------------------------------------
-
-
 def record(
     name: str,
     flags: Mapping[str, Any],
@@ -162,25 +151,17 @@ def record(
         "train.learning_rate": 0.0,
         "train.keep_checkpoints": 0,
     }
-    lines: list[Mapping[str, Any]] = []
-    ends: list[float] = []
-    error = ""
-
-    def observe(event: events.Event) -> None:
-        nonlocal error
-        if isinstance(event, events.RunEnded):
-            error = event.message
-        elif isinstance(event, events.IterationFinished):
-            lines.append(event.metrics)
-            ends.append(event.time)
-
+    seen: list[events.Event] = []
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
-        exit_code = run(config, [observe, *observers])
+        exit_code = run(config, [seen.append, *observers])
     if exit_code > SIGNALLED:
         raise Interrupted(exit_code - SIGNALLED)
     if exit_code != 0:
+        error = next(event.message for event in seen if isinstance(event, events.RunEnded))
         raise WorkerFailure(f"bench, {name}: {error}")
+    finished = [event for event in seen if isinstance(event, events.IterationFinished)]
+    lines = [event.metrics for event in finished]
     medians = {
         key.removeprefix("perf/"): float(statistics.median(line[key] for line in lines[1:]))
         for key in lines[0]
@@ -188,5 +169,5 @@ def record(
     }
     print(f"{name}: {medians['iteration_seconds']:.2f} s per iteration", file=sys.stderr)
     num_tokens = lines[-1]["num_tokens"] - lines[0]["num_tokens"]  # counted from the run's start
-    seconds = (ends[-1] - ends[0]) / iterations
+    seconds = (finished[-1].time - finished[0].time) / iterations
     return medians | {"completion_tokens": num_tokens / iterations, "seconds": seconds}

@@ -1,16 +1,13 @@
 """Whole runs on random models of real shapes: how well a machine's devices are used.
 
 The shapes of Qwen3-0.6B and Qwen3-1.7B in bfloat16 on accelerators, a small one in float32 on the
-CPU. Nothing is downloaded: weights are random, prompts are digits, rewards follow from the tokens.
-A completion ends at any of so many tokens that lengths are geometric, as in training. The learning
-rate is 0, so that every iteration does the same work.
+CPU. Weights are random, prompts are digits, rewards follow from the tokens. Lengths are geometric,
+as in training. The learning rate is 0, so that every iteration does the same work.
 
     periodic    the rates, and the share of the time in which each group, and both, were busy
     sync        training alone, even on a shared device: MFU, the operations that forward and
                 backward need (`training_flops`) over the peak that the vendor states
 """
-
-from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +21,7 @@ from easyrl import devices, events
 from easyrl.bench.harness import QWEN3_06B, Row, record, write_model_and_prompts
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.model.files import DTYPE_BYTES, read_model_files
-from easyrl.planning.rates import MeasuredRun, measure
+from easyrl.planning.simulation import MeasuredRun, measure
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.self_test_part import SMALL, random_model
 
@@ -99,20 +96,16 @@ def _measure(
 ) -> Row:
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         flags = {**flags, **write_inputs(Path(folder), size, load_config(None, flags, words))}
-        seen: dict[str, list[events.Event]] = {"sync": [], "periodic": []}
-        sync, periodic = (
-            record(
-                schedule,
-                {**flags, "runtime.schedule": schedule},
-                words,
-                iterations=iterations,
-                observers=[seen[schedule].append],
-            )
-            for schedule in seen
-        )
+        seen: list[events.Event] = []  # of the newest run
+        runs = {}
+        for schedule in ("sync", "periodic"):
+            seen.clear()
+            own, observers = {**flags, "runtime.schedule": schedule}, [seen.append]
+            figures = record(schedule, own, words, iterations=iterations, observers=observers)
+            runs[schedule] = figures
         num_weights = read_model_files(f"{folder}/model").num_weights or 0
         config = load_config(None, flags, words)
-    placement = resolve_placement(config)
+    placement, sync, periodic = resolve_placement(config), runs["sync"], runs["periodic"]
     device = mfu = None
     if placement.train.kind != "cpu":
         device = devices.device_label(placement.accelerator, placement.train.indices[0])
@@ -135,17 +128,16 @@ def _measure(
         "both_busy": max(0.0, (infer + train + weights) / iteration - 1),
         "weight_gigabytes_per_second": weight_bytes / 1e9 / weights,
         "mfu": mfu,
-        "rates": TypeAdapter(MeasuredRun).dump_python(measure(seen["periodic"]), mode="json"),
+        "rates": TypeAdapter(MeasuredRun).dump_python(measure(seen), mode="json"),
     }
 
 
 def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Write a random model with the tokenizer of `tiny`, and prompts; return the flags that name
     them. Prompts and completions (on average) have half the maximum of a completion."""
-    length = config.rollout.max_completion_length // 2
+    length, vocab_size = config.rollout.max_completion_length // 2, size["vocab_size"]
     model = random_model(size)
-    num_ends = max(1, size["vocab_size"] // length)
-    ends = list(range(size["vocab_size"] - num_ends, size["vocab_size"]))
+    ends = list(range(vocab_size - max(1, vocab_size // length), vocab_size))
     model.generation_config = GenerationConfig(eos_token_id=ends)  # type: ignore[no-untyped-call]
     num_prompts, dtype = config.train.prompts_per_iteration, config.model.dtype
     return write_model_and_prompts(folder, model, dtype, num_prompts, length)
@@ -154,10 +146,9 @@ def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[
 def training_flops(
     size: Mapping[str, Any], num_weights: int, config: Config, num_tokens: float
 ) -> float:
-    """Floating-point operations that forward and backward of an iteration need at least (no
-    recomputation): 6 per weight and token, and those of attention. `num_tokens`: of all
-    completions, which are taken as equally long; a group shares its prompt. The head, tied to the
-    embedding, reads completions only."""
+    """Floating-point operations that forward and backward of an iteration need (no recomputation):
+    6 per weight and token, and those of attention. `num_tokens`: of all completions, taken as
+    equally long; a group shares its prompt. The tied head reads completions only."""
     head_weights = size["hidden_size"] * size["vocab_size"]
     num_prompts, prompt_length = config.train.prompts_per_iteration, config.data.max_prompt_length
     length = num_tokens / (num_prompts * config.rollout.num_generations)

@@ -2,16 +2,13 @@
 
 Both get the same model, prompts, reward function, precision, cores and number of prompts,
 completions and updates (one per iteration, on-policy). Both sample from the whole distribution at
-temperature 1. Models are random and prompts are digits: nothing is downloaded. The vocabulary has
-99 tokens, one of which ends a completion, so lengths are geometric up to the cap. The learning rate
-is 0: every iteration does the same work.
+temperature 1. Models are random and prompts are digits. One of the 99 tokens ends a completion, so
+lengths are geometric up to the cap. The learning rate is 0: every iteration does the same work.
 
-EasyRL runs with its defaults, TRL in a process of its own with the settings below. The
-runs take turns. On NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with
-several devices, also on devices of its own.
+EasyRL runs with its defaults, TRL in a process of its own with the settings below, in turns. On
+NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with several devices,
+also on devices of its own.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -29,14 +26,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from easyrl.bench.harness import (
-    Row,
-    median_ratio,
-    record,
-    spread,
-    take_turns,
-    write_model_and_prompts,
-)
+from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
@@ -118,13 +108,10 @@ def run(
     train_devices: str | None = None,
     *,
     rounds: int = 3,
-) -> Iterator[Row]:
+) -> Iterator[harness.Row]:
     """One row per name in `rows` (separated by commas; default: all). `model` replaces the random
-    ones. Raises ConfigError for unknown rows and devices that TRL cannot use, or without TRL.
-
-    Rates are medians over rounds. The peer's is that of its fastest settings, and `ratio` is the
-    median of the rounds' ratios to these.
-    """
+    ones. Rates are medians over rounds, the peer's of its fastest settings. Raises ConfigError for
+    unknown rows and devices that TRL cannot use, or without TRL."""
     names = [name.strip() for name in rows.split(",")] if rows is not None else list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
@@ -141,37 +128,30 @@ def run(
         )
     settings = {name: peer_settings(ROWS[name], placement) for name in names}
     on_cpu = placement.train.kind == "cpu"
-    for package in ("trl",) if on_cpu else ("trl", "vllm"):
+    for package, extra in (("trl", "peer"),) if on_cpu else (("trl", "peer"), ("vllm", "vllm")):
         if util.find_spec(package) is None:
-            extra = "peer" if package == "trl" else package
             raise ConfigError(f"bench peer: expected {package}, got none: {install_command(extra)}")
     flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
     for name in names:
         work = ROWS[name]
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-            inputs = write_model_and_prompts(
-                Path(folder),
-                model or random_model(work.size),
-                dtype,
-                work.num_prompts,
-                work.prompt_length,
-            )
+            source, sizes = model or random_model(work.size), (work.num_prompts, work.prompt_length)
+            inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes)
             actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
             for each in settings[name]:
                 label = ", ".join(f"{key} {value}" for key, value in each.items())
                 actions[label] = partial(run_trl, f"{name}, TRL ({label})", work, inputs, each)
-            runs = take_turns(actions, rounds, num_warm_up=0)
+            runs = harness.take_turns(actions, rounds, num_warm_up=0)
         yield {"row": name} | compare(runs)
 
 
-def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Row:
-    """Return the figures of a row. `runs`: tokens per second and mean lengths, round by round, of
-    `easyrl` and of TRL's settings."""
+def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> harness.Row:
+    """Return a row. `runs`: tokens per second and mean lengths by round, of EasyRL and TRL."""
     rates = {side: [rate for rate, _ in of_side] for side, of_side in runs.items()}
     medians = {side: statistics.median(of_side) for side, of_side in rates.items()}
     best = max((side for side in medians if side != "easyrl"), key=lambda side: medians[side])
     return {
-        "ratio": median_ratio(rates["easyrl"], rates[best]),
+        "ratio": harness.median_ratio(rates["easyrl"], rates[best]),
         "easyrl_tokens_per_second": medians["easyrl"],
         "peer_tokens_per_second": medians[best],
         "easyrl_mean_length": statistics.mean(length for _, length in runs["easyrl"]),
@@ -187,7 +167,7 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
         "rollout.num_generations": work.num_generations,
         "rollout.max_completion_length": work.cap,
     }
-    figures = record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
+    figures = harness.record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
     num_tokens = figures["completion_tokens"]
     return num_tokens / figures["seconds"], num_tokens / work.num_completions
 
@@ -196,25 +176,21 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 
 
 def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
-    """Return the settings to measure. Raises ConfigError for numbers of accelerators that the
-    completions cannot be divided by."""
+    """Return the settings to measure. Raises ConfigError if completions cannot be divided."""
     if placement.train.kind == "cpu":
         return [{"micro-batch": size} for size in work.micro_batches]
     infer, train = (list(each.indices) for each in (placement.infer, placement.train))
-
-    def on(devices: list[int], **settings: Any) -> dict[str, Any]:
-        if work.num_completions % len(devices):
-            raise ConfigError(
-                "--infer-devices, --train-devices: TRL divides an iteration's "
-                f"{work.num_completions} completions between its processes: expected 1, 2, 4 or 8 "
-                f"devices, got {len(devices)}"
-            )
-        size = math.gcd(work.micro_batches[0], work.num_completions // len(devices))
-        return {"micro-batch": size, "devices": devices, **settings}
-
-    settings = [on(sorted({*infer, *train}), vllm="colocate")]
+    settings: list[dict[str, Any]] = [{"devices": sorted({*infer, *train}), "vllm": "colocate"}]
     if not {*infer} & {*train}:
-        settings.append(on(train, vllm="server") | {"server devices": infer})
+        settings.append({"devices": train, "vllm": "server", "server devices": infer})
+    for each in settings:
+        count = len(each["devices"])
+        if work.num_completions % count:
+            raise ConfigError(
+                "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
+                f"divides {work.num_completions} completions, got {count}"
+            )
+        each["micro-batch"] = math.gcd(work.micro_batches[0], work.num_completions // count)
     return settings
 
 
@@ -263,9 +239,8 @@ def run_trl(
 
 
 def train_with_trl(settings: dict[str, Any]) -> None:
-    """Run TRL's trainer in this process. Write the number of completion tokens of each iteration
-    (`tokens`) and the time at which it ended (`ends`, seconds) to the file `result`. The first
-    iteration warms up."""
+    """Run TRL's trainer in this process. Write completion tokens (`tokens`) and end (`ends`, in
+    seconds) of each iteration to the file `result`. The first iteration warms up."""
     from accelerate.utils import gather_object
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -276,7 +251,7 @@ def train_with_trl(settings: dict[str, Any]) -> None:
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         tokens.append(sum(gather_object([sum(map(len, completion_ids))])))
-        return spread(completion_ids)
+        return harness.spread(completion_ids)
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:

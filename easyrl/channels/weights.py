@@ -30,8 +30,6 @@ process ends when its `is_cancelled` says so. The living members then make a cha
 generation, and the version is sent again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

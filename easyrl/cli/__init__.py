@@ -3,8 +3,6 @@
 Modules heavier than Typer are imported inside the commands, so that `--help` is fast.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Options and errors that the commands share."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """`easyrl status`, `easyrl scale` and `easyrl stop`: ask a live run."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

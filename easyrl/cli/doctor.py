@@ -4,8 +4,6 @@ A line is `ok`, a `warning` (some runs cannot start or are slower), or `failed` 
 The last two contain a remedy.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """`easyrl eval`: evaluate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

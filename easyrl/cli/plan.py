@@ -1,7 +1,5 @@
 """`easyrl plan`: predict the throughput of every split of devices."""
 
-from __future__ import annotations
-
 import json as json_format
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`easyrl report`, `easyrl plot`: show runs to others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The commands with few options: samples, watch, export, config, doctor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

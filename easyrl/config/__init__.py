@@ -8,8 +8,6 @@ A `Config` is checked when it is made. The docstrings of the keys are the commen
 `easyrl config` prints, and the text of docs/settings.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

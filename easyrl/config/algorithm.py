@@ -1,7 +1,5 @@
 """Section `algorithm`. `easyrl.algorithm` has the formulas and their sources."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator

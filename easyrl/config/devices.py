@@ -1,7 +1,5 @@
 """Section `devices` of the config, and the device sets that it names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Names and values that users of other trainers type, and what they are called here."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable
 

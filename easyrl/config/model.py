@@ -1,7 +1,5 @@
 """Section `model`, with `model.lora`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator

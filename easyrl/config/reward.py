@@ -1,7 +1,5 @@
 """Section `reward`."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 

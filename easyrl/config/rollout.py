@@ -1,7 +1,5 @@
 """Section `rollout`, and the sampling settings of training and evaluations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self

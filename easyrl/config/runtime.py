@@ -1,7 +1,5 @@
 """Sections `runtime` and `output`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -54,8 +52,8 @@ class OutputConfig(Section):
     samples: Annotated[int | None, BeforeValidator(_as_number), MAY_CHANGE] = Field(default=1, ge=0)
     """Groups of each iteration whose texts and rewards are written to samples.jsonl; `all` or null:
     all of them."""
-    log_to: Annotated[
-        list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], EACH_ONCE, MAY_CHANGE
-    ] = Field(default_factory=list)
+    log_to: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], EACH_ONCE, MAY_CHANGE] = (
+        Field(default_factory=list)
+    )
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
-    `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl-train[wandb]'."""
+    `trackio`; each needs its extra, as in pip install 'easyrl-train[wandb]'."""

@@ -1,7 +1,5 @@
 """The base of all sections, and checks that several of them use."""
 
-from __future__ import annotations
-
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, get_args

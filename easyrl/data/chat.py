@@ -4,8 +4,6 @@ Of more than MAX_CHECKED prompts those with the most characters are checked; ano
 long ends the run when its turn comes. The tokenizer comes from the caller.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import re
@@ -146,9 +144,8 @@ def check_prompts(
     config: Config,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> set[str]:
-    """Check prompts by their locations; return the locations of those to skip, as they are too
-    long. `tools`: descriptions that all prompts have. Raises ConfigError for a prompt that the run
-    could not use."""
+    """Check prompts by their locations; return the locations of those that are too long, to skip.
+    `tools`: descriptions that all prompts have. Raises ConfigError for other unusable prompts."""
     data, limit = config.data, config.data.max_prompt_length
     variables = data.chat_template_kwargs
     is_chat = not isinstance(next(iter(examples.values())), str)
@@ -165,13 +162,13 @@ def check_prompts(
             "data.chat_template: expected chat messages with it, but the prompts are strings: set "
             "data.chat=true (or data.system_prompt), or data.chat_template=null"
         )
-    if tools and "tools" not in words:
-        raise ConfigError(
-            "data.chat_template: expected a template that shows tools to the model, but that of "
-            "the model (model.path) does not use the variable `tools`"
-        )
     if tools:
         variables = {**variables, "tools": tools}
+        if "tools" not in words:
+            raise ConfigError(
+                "data.chat_template: expected a template that shows tools to the model, but that "
+                "of the model (model.path) does not use the variable `tools`"
+            )
     lengths: dict[str, int] = {}
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: len(str(examples[k]))):
         try:

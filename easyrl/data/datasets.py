@@ -6,14 +6,12 @@
     save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
     hub id, a preset's rows    ─┘
 
-Errors in the data are found when it is opened, before a process is started: ConfigError, within
-seconds also where the hub does not answer. An evaluation's problems are
+Errors in the data are found when it is opened, within seconds also where the hub does not answer.
+An evaluation's problems are
 
     eval.dataset          all of its rows, or a preset's held-out problems
     else data.dataset     the preset's held-out problems; in `easyrl eval` else all of its rows
 """
-
-from __future__ import annotations
 
 import csv
 import glob
@@ -47,11 +45,8 @@ ID_DIGITS = 16
 
 
 def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
-    """Open `data.dataset`. Raises ConfigError where it cannot be used.
-
-    Unless `is_trained`, of a preset on the hub only the held-out problems are opened, in their own
-    order. Some presets cannot be trained on.
-    """
+    """Open `data.dataset`; unless `is_trained`, of a preset on the hub the held-out problems alone.
+    Raises ConfigError where it cannot be used."""
     data, names = config.data, config.data.datasets
     if data.preset is not None and set(names) <= set(PRESETS):
         raise ConfigError(
@@ -89,7 +84,6 @@ def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
 
 
 def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
-    """Open a file, a folder or a hub id."""
     path = Path(name).expanduser()
     saved = path / "train" if (path / "dataset_dict.json").is_file() else path
     if saved != path or (path / "state.json").is_file():
@@ -175,7 +169,6 @@ def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _json_rows(file: TextIO) -> NumberedRows:
-    """Yield line numbers and rows; skip blank lines. An error begins with its line's number."""
     for line, text in enumerate(file, start=1):
         if text.strip():
             try:
@@ -191,7 +184,8 @@ def _json_rows(file: TextIO) -> NumberedRows:
 def _csv_rows(file: TextIO) -> NumberedRows:
     """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
     files that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
-    reader, limit = csv.DictReader(file, restkey="", strict=True), csv.field_size_limit(2**31)
+    csv.field_size_limit(2**31)
+    reader = csv.DictReader(file, restkey="", strict=True)
     try:
         names = reader.fieldnames or []
         if twice := [name for name in names if name and names.count(name) > 1]:
@@ -204,19 +198,11 @@ def _csv_rows(file: TextIO) -> NumberedRows:
                 yield reader.line_num, {name: text or None for name, text in row.items()}
     except csv.Error as error:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
-    finally:
-        csv.field_size_limit(limit)
-
-
-# -- the problems of an evaluation -----------------------------------------------------------------
 
 
 def with_eval_data(config: Config) -> Config:
-    """Return the config with `data` set to the evaluated problems, in the data's own order.
-
-    A preset that `eval.dataset` names has its own prompts; any other data set is asked as `data`
-    says.
-    """
+    """Return the config with `data` set to the evaluated problems, in the data's own order. A
+    preset that `eval.dataset` names has its own prompts; others have those of `data`."""
     changes: dict[str, Any] = {"data.shuffle": False}
     if config.eval.dataset is not None:
         changes |= {"data.dataset": config.eval.dataset, "data.weights": None}

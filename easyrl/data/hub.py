@@ -1,7 +1,5 @@
 """The Hugging Face hub, and the names that `model.path` accepts."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -75,9 +73,8 @@ def model_config_from_hub(repository: str) -> Path:
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
         why = " ".join(str(cause).split()) if is_reachable else "the hub cannot be reached"
         raise ConfigError(
-            f"{KEY}: '{repository}' is not a local folder and cannot be downloaded: {why}; check "
-            f"the name, your access (hf auth login) and the network (HF_ENDPOINT names a mirror); "
-            f"{FORMS}"
+            f"{KEY}: '{repository}' is no local folder and cannot be downloaded: {why}; check "
+            f"name, access (hf auth login) and network (HF_ENDPOINT names a mirror); {FORMS}"
         ) from error
 
 

@@ -1,15 +1,11 @@
 """The presets: sources of a task's prompts, their form, and the reward that scores them.
 
 A preset gives values for keys of the section `data` that are null, and for `reward.functions`; what
-the user sets wins. Rows are on the hub, or generated from a seed by a module of this package. The
-`held_out` part is never trained: accuracy before and after a run is measured on it, and so are
-evaluations, with the `sampling` that the named source uses.
+the user sets wins. The `held_out` part is never trained: accuracy is measured on it.
 
 Facts about data sets are from their cards on the hub; prompts and sampling are from the papers and
 model cards named beside them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -107,8 +103,7 @@ TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.row
 
 
 def preset_of(name: str, data: DataConfig) -> Preset | None:
-    """Return the preset that gives a data set its prompts and reward: itself, or for the user's own
-    rows `data.preset`; None without one."""
+    """Return the preset of a data set: itself, or for own rows `data.preset`; None without one."""
     if name not in PRESETS and data.preset not in (None, *PRESETS):
         raise ConfigError(f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'")
     return PRESETS.get(name) or PRESETS.get(data.preset or "")

@@ -49,8 +49,7 @@ class RowForm:
     def __init__(
         self, data: DataConfig, preset: Preset | None, environments: Collection[str] = ()
     ) -> None:
-        """With `environments` (their names) all prompts are chats, and rows may lack a prompt: an
-        environment may give it."""
+        """With `environments` (their names) all prompts are chats, and rows may lack a prompt."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         self.system_prompt, self.renamed = data.system_prompt, data.columns
@@ -71,8 +70,7 @@ class RowForm:
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
 
     def check_columns(self, names: Collection[str], dataset: str) -> None:
-        """Raise ConfigError for a column that the config names and the data does not have, and for
-        a new name that is reserved."""
+        """Raise ConfigError for a column that the data lacks, and a new name that is reserved."""
         if reserved := sorted(RESERVED_COLUMNS & self.renamed.keys()):
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
@@ -87,23 +85,20 @@ class RowForm:
                 )
 
     def content(self, row: Row) -> str | Messages:
-        """Make the prompt of a row. Raises ValueError where the row has none, or names no
-        environment."""
-        if self.environments:
-            name = row.get(self.environment_column)
-            if name not in self.environments:
-                raise ValueError(
-                    f"column '{ENVIRONMENT_COLUMN}': expected one of "
-                    f"{', '.join(self.environments)} (rollout.environment), got {name!r}"
-                )
+        """Make the prompt of a row. Raises ValueError where it has none, or no environment."""
+        name = row.get(self.environment_column)
+        if self.environments and name not in self.environments:
+            raise ValueError(
+                f"column '{ENVIRONMENT_COLUMN}': expected one of "
+                f"{', '.join(self.environments)} (rollout.environment), got {name!r}"
+            )
         if self.may_lack_prompt and self.prompt_column not in row:
             content: Any = [{"role": "user", "content": ""}]
         elif self.template is None:
             content = row[self.prompt_column]
         else:
-            for name in self.prompt_columns:
-                if is_missing(row[name]):
-                    raise ValueError(f"data.prompt_template: expected a value in column '{name}'")
+            if lacking := [name for name in self.prompt_columns if is_missing(row[name])]:
+                raise ValueError(f"data.prompt_template: expected a value in column '{lacking[0]}'")
             content = self.template.format_map(row)
         if isinstance(content, str) and content:
             if not self.is_chat:
@@ -137,7 +132,6 @@ def content_of(value: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
-    """Draw the order of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
@@ -233,21 +227,16 @@ class DataSet:
 class PromptStream:
     """Prompts without end: `prompt(i)` is always the same.
 
-    Of every BLOCK prompts each data set has its exact share, spread evenly: after any number of
-    prompts no data set is off its share by more than one or two. Which data set a prompt is from is
-    a function of the index alone, and each data set continues through its own epochs.
+    Of every BLOCK prompts each data set has its exact share, spread evenly. Which data set a prompt
+    is from is a function of the index alone. Each data set continues through its own epochs.
     """
 
     def __init__(self, data: Mapping[str, DataSet], weights: Sequence[float]) -> None:
         """`data` by the names that `data.dataset` has."""
         self._names, self._data = list(data), list(data.values())
         self._counts = _shares(weights)
-        turns = [
-            ((before + 0.5) / count, number, before)
-            for number, count in enumerate(self._counts)
-            for before in range(count)
-        ]
-        self._turns = [turn[1:] for turn in sorted(turns)]
+        turns = [(number, n) for number, count in enumerate(self._counts) for n in range(count)]
+        self._turns = sorted(turns, key=lambda turn: (turn[1] + 0.5) / self._counts[turn[0]])
         """The data set at each position in a block, and the number of its prompts before."""
         found = (each.form.reward_columns(dict.fromkeys(each.columns)) for each in self._data)
         self._columns = dict.fromkeys(name for columns in found for name in columns)
@@ -273,8 +262,7 @@ class PromptStream:
         return replace(prompt, index=index, columns=columns)
 
     def held_out(self) -> list[Prompt]:
-        """The prompts that are never trained. Several data sets take turns, so that the first few
-        prompts are from each."""
+        """The prompts that are never trained. Several data sets take turns."""
         parts = [(number, each.held_out) for number, each in enumerate(self._data) if each.held_out]
         found = [
             (row, number, part.prompt(row))
@@ -296,8 +284,7 @@ class PromptStream:
         return found
 
     def without(self, examples: Collection[str]) -> PromptStream:
-        """Return the stream without the rows at these locations. Raises ConfigError where prompts
-        are generated or none are left."""
+        """Leave out the rows at these locations. Raises ConfigError if none is left."""
         fewer = copy(self)
         fewer._data = [each.without(examples) for each in self._data]
         return fewer

@@ -7,20 +7,17 @@
     countdown     3 7 12 = 16     tries, then <answer>(7-3)+12</answer>
     guess         0-99            50; another number after each answer of `environments.guess`
 
-In `arithmetic` two to eight two-digit numbers are added. Each line of the working adds one number,
-its tens first and then its units. In `countdown` an expression of the given numbers, each used
-once, must have the given value. A problem is made by combining its numbers at random, so that every
-problem has a solution. The prompt is the bare statement; a preset adds the instructions.
+In `arithmetic` two to eight two-digit numbers are added. In `countdown` an expression of the given
+numbers, each used once, must have the given value: the numbers combined at random. The prompt is
+the bare statement; a preset adds the instructions.
 
-Problems are a function of seed and index, on every machine. A hash of the problem decides whether
-it is for training or held out: the two never overlap, whatever the seed.
+Problems are a function of seed and index. A hash of the problem decides whether it is held out,
+whatever the seed.
 """
-
-from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,17 +31,9 @@ class Task:
 
     seed_prefix: str
     num_held_out: int
-
-    def draw(self, rng: random.Random) -> Any:
-        """Draw a problem; None: draw again."""
-        raise NotImplementedError
-
-    def key(self, problem: Any) -> str:
-        """Return the text whose hash decides whether the problem is held out."""
-        raise NotImplementedError
-
-    def row(self, problem: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    draw: Callable[[random.Random], Any]  # a problem; None: draw again
+    key: Callable[[Any], str]  # the text whose hash decides whether a problem is held out
+    row: Callable[[Any], dict[str, Any]]
 
     def problem(self, seed: int, index: int) -> Any:
         """Return training problem `index` of a seed."""
@@ -138,24 +127,16 @@ class Countdown(Task):
 
     def row(self, problem: CountdownProblem) -> dict[str, Any]:
         nums, target = problem
-        return {
-            "prompt": f"{' '.join(map(str, nums))} = {target}\n",
-            "nums": list(nums),
-            "target": target,
-        }
+        prompt = f"{' '.join(map(str, nums))} = {target}\n"
+        return {"prompt": prompt, "nums": list(nums), "target": target}
 
 
 def applied(operation: str, left: int, right: int) -> int | None:
     """Return `left operation right`; None where that is negative or not an integer."""
-    match operation:
-        case "+":
-            return left + right
-        case "-":
-            return left - right if left >= right else None
-        case "*":
-            return left * right
-        case _:
-            return left // right if right and left % right == 0 else None
+    if operation == "/":
+        return left // right if right and left % right == 0 else None
+    value = {"+": left + right, "-": left - right, "*": left * right}[operation]
+    return value if value >= 0 else None
 
 
 class Guess(Task):

@@ -12,8 +12,6 @@ No sequence may be in flight when weights are received: the caller drains the en
 `receive_weights` raises otherwise (docs/design.md, Invariants).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ resumed, one step computes all tokens that were inserted, and the row is active 
 Shapes: S rows, n of them active, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -4,13 +4,10 @@
                │                 │         the next answer │ sampled … <end> │ suffix │ …
 
 Sampled tokens are never decoded and encoded again. A suffix is what the chat template writes behind
-the end of an answer, found by rendering a short conversation that ends with the same messages. That
-is the suffix in a long conversation, too, unless the template looks at earlier turns: `check`
-refuses such a template. What the template would change in earlier turns (Qwen3's drops their
-thinking) does not matter: these tokens stay as they were.
+the end of an answer, found by rendering a short conversation that ends with the same messages. A
+template whose suffixes depend on earlier turns is refused. What it would change in earlier turns
+(Qwen3's drops their thinking) does not matter.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
@@ -122,8 +119,7 @@ class Conversations:
         return {"type": "function", "id": CALL_ID, "function": function}
 
     def _check(self, *, is_game: bool) -> None:
-        """Raise ConfigError if the tokens behind an answer depend on earlier turns, or the template
-        cannot write them."""
+        """Raise ConfigError if the tokens behind an answer depend on earlier turns."""
         messages = [{"role": "user", "content": RESULT}]
         earlier: Messages = [
             {"role": "assistant", "content": "b"},
@@ -142,6 +138,5 @@ class Conversations:
             shown = [self._tokenizer.decode(ids) for ids in (short, long)]
             raise ConfigError(
                 f"{KEY}: expected a template that writes the same behind every answer, got "
-                f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one; use another "
-                "template"
+                f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one"
             )

@@ -1,7 +1,5 @@
 """The game `guess`: find a number by "higher" and "lower"."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MAX_GUESSES = 12

@@ -1,15 +1,14 @@
 """A process that holds environments: all of a group are in the same one.
 
-    rollout worker ──Request(number, method, arguments)──► host: threads, and an event loop
-                   ◄──────Reply(number, kind, value)──────
+    rollout worker ──(number, method, arguments)──► host: threads, and an event loop
+                   ◄──JSON (number, kind, value)───
+
+`kind`: started, returned, failed (with a traceback) or misconfigured (with a ConfigError's message)
 
 Calls of different episodes run at the same time, at most `rollout.concurrent_calls`; coroutines run
-on one event loop. Where calls run one after another, they run in the main thread, since Python
-allows signal handlers nowhere else. In deterministic runs they do, and Python's and NumPy's global
-random numbers belong to the episode whose call runs.
+on one event loop. In deterministic runs calls run one after another, in the main thread, and
+Python's and NumPy's global random numbers belong to the episode whose call runs.
 """
-
-from __future__ import annotations
 
 import asyncio
 import inspect
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -37,26 +36,8 @@ PROCESS_NAME = "easyrl-env"
 Key = tuple[int, ...]  # identifies a group
 
 
-class Request(NamedTuple):
-    number: int
-    method: str  # of `Host`
-    arguments: tuple[Any, ...]
-    is_repeated: bool  # those that follow need it
-
-
-class Reply(NamedTuple):
-    """Crosses as JSON."""
-
-    number: int
-    kind: Literal["started", "returned", "failed", "misconfigured"]
-    value: Any = None  # if failed, a traceback; if misconfigured, the message of a ConfigError
-
-
-class Loaded(NamedTuple):
-    """What the host has loaded."""
-
-    interfaces: Mapping[str, Interface]
-    reward_functions: Sequence[int]  # those that need environments, by number
+Request = tuple[int, str, tuple[Any, ...], bool]
+"""Number, method of `Host`, arguments, and whether it is repeated: those that follow need it."""
 
 
 class Acted(NamedTuple):
@@ -70,10 +51,10 @@ class Acted(NamedTuple):
 
 @dataclass(slots=True)
 class _Episode:
-    name: str
-    environment: Any
+    name: str  # of the environment
     tools: Mapping[str, Callable[..., Any]]
-    random_states: tuple[Any, Any] | None  # Python's and NumPy's, in deterministic runs
+    environment: Any = None
+    random_states: tuple[Any, Any] | None = None  # Python's and NumPy's, in deterministic runs
 
 
 class Host:
@@ -92,23 +73,24 @@ class Host:
             return value
         return asyncio.run_coroutine_threadsafe(cast(Any, value), self._loop).result()
 
-    def load(self, _: Key = (), with_schemas: bool = False) -> Loaded:
-        """Load environments and reward functions. Raises ConfigError."""
+    def load(
+        self, _: Key = (), with_schemas: bool = False
+    ) -> tuple[Mapping[str, Interface], Sequence[int]]:
+        """Load environments and reward functions; return the interfaces by name, and the numbers of
+        the reward functions that need environments. Raises ConfigError."""
         self._environments = load_environments(self._config, with_schemas=with_schemas)
         interfaces = {name: each.interface for name, each in self._environments.items()}
         self._spare = {name: [each.first] for name, each in self._environments.items()}
-        return Loaded(interfaces, worker.functions_with_environments())
+        return interfaces, worker.functions_with_environments()
 
     def reset(
         self, key: Key, index: int, name: str, row: Mapping[str, Any], seed: int
     ) -> str | None:
-        """Start episode `index` of a group; return the observation. Instances are constructed once
-        and reset often."""
+        """Start episode `index` of a group; return the observation. Instances are reset often."""
         if not self._environments:  # `load` failed in this process
             self.load()
         kind, spare = self._environments[name], self._spare[name]
-        episode = _Episode(name, None, kind.tools, None)
-        self._groups.setdefault(key, {})[index] = episode
+        episode = self._groups.setdefault(key, {})[index] = _Episode(name, kind.tools)
         if kind.make is None:
             return None
         episode.environment = environment = spare.pop() if spare else kind.make()
@@ -188,28 +170,29 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
     set_name(PROCESS_NAME)
     host, sending = Host(config), threading.Lock()
 
-    def send(reply: Reply) -> None:
-        content = json.dumps(reply).encode()
+    def send(number: int, kind: str, value: Any = None) -> None:
+        content = json.dumps((number, kind, value)).encode()
         with sending:
             connection.send_bytes(content)
 
     def answer(request: Request) -> None:
+        number, method, arguments, _ = request
         maybe_sleep()
-        worker.begin_output()
-        send(Reply(request.number, "started"))
+        worker.BoundedOutput.num_left = worker.MAX_OUTPUT_CHARACTERS
+        send(number, "started")
         try:
-            value = getattr(host, request.method)(*request.arguments)
-            send(Reply(request.number, "returned", value))
+            send(number, "returned", getattr(host, method)(*arguments))
         except ConfigError as error:
-            send(Reply(request.number, "misconfigured", str(error)))
+            send(number, "misconfigured", str(error))
         except BaseException as error:  # SystemExit too: the process belongs to the environments
-            send(Reply(request.number, "failed", user_traceback(error)))
+            send(number, "failed", user_traceback(error))
 
     num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
     with ThreadPoolExecutor(num_threads) as threads:
         answer(connection.recv())  # `load`, which all others need
         while request := connection.recv():
-            if num_threads == 1 or request.is_repeated:
+            *_, is_repeated = request
+            if num_threads == 1 or is_repeated:
                 answer(request)  # in the main thread, where `signal` works
             else:
                 threads.submit(answer, request)

@@ -4,15 +4,11 @@
     game     reset(**row) -> str | None; step(text) -> tuple[str, bool], and no tool
     both     optionally get_reward() -> float
 
-A tool is described to the model by its type hints and its docstring in Google's style. Problems are
-ConfigErrors.
+A tool is described to the model by its type hints and its docstring in Google's style.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError
@@ -37,8 +33,7 @@ class Interface(NamedTuple):
 Interfaces = Mapping[str, Interface]  # by the names of the environments
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(NamedTuple):
     """One entry of `rollout.environment`; `make` and `first` are None with tools alone."""
 
     make: Callable[[], Any] | None
@@ -55,23 +50,18 @@ def load_environments(config: Config, *, with_schemas: bool) -> dict[str, Enviro
     for tool in config.rollout.tools:
         function = tools[tool.rpartition(":")[2]] = load_function(tool, TOOLS_KEY)
         schemas += [_schema(TOOLS_KEY, tool, function)] if with_schemas else []
-    environments = {}
-    for name, spec in config.rollout.environments.items():
-        if spec is None:
-            environments[name] = Environment(
-                None, None, tools, (), Interface(schemas, False, False)
-            )
-        else:
-            environments[name] = _load(spec, tools, schemas, with_schemas)
-    return environments
+    specs = config.rollout.environments
+    return {name: _load(specs[name], tools, schemas, with_schemas) for name in specs}
 
 
 def _load(
-    spec: str,
+    spec: str | None,
     tools: Mapping[str, Callable[..., Any]],
     schemas: list[dict[str, Any]],
     with_schemas: bool,
 ) -> Environment:
+    if spec is None:
+        return Environment(None, None, tools, (), Interface(schemas, False, False))
     forms = FORMS + did_you_mean(spec, BUILT_IN)
     make = load_function(BUILT_IN.get(spec, spec), KEY, forms, "class")
     try:
@@ -91,9 +81,7 @@ def _load(
     step = getattr(instance, "step", None)
     is_game = callable(step) and {*methods} <= {"step"} and _is_of_game(step)
     if is_game and tools:
-        raise ConfigError(
-            f"{TOOLS_KEY}: expected none beside '{spec}', which is a game without tools"
-        )
+        raise ConfigError(f"{TOOLS_KEY}: expected none beside '{spec}', a game without tools")
     if is_game:
         methods = ()
     described = methods if with_schemas else ()

@@ -3,13 +3,10 @@
     start(group) ─► a host process; the group stays there ─► act, judge ─► forget
     poll() ─► answers since the last call, without waiting
 
-A call that takes longer than its limit fails. Its process gets no new groups and is replaced when
-its last group is over, because the call may still run there; a process that starts no calls any
-more is killed. When a process is killed, the calls of its groups are repeated in others, once. A
-process that ends otherwise ends its groups.
+A call that takes longer than its limit fails. Its process, where it may still run, gets no new
+groups and ends with its last one. A process that starts no calls any more is killed. Calls of a
+killed process are repeated in others, once. A process that ends otherwise ends its groups.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -28,7 +25,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.data.streams import ENVIRONMENT_COLUMN
-from easyrl.environments.host import Key, Loaded, Reply, Request, serve
+from easyrl.environments.host import Key, Request, serve
 from easyrl.environments.loading import KEY, Interface, Interfaces
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.loading import reward_specs
@@ -64,7 +61,7 @@ class _Call:
 class _Host:
     process: BaseProcess
     connection: Connection
-    requests: SimpleQueue[Request | None]
+    requests: SimpleQueue[Request | None] = field(default_factory=SimpleQueue)
     """Sent by a thread, since a process that hangs reads nothing. None ends it."""
     pending: dict[int, _Call] = field(default_factory=dict)
     last_heard: float = field(default_factory=time.monotonic)
@@ -99,18 +96,18 @@ class EnvironmentPool:
         process = self._context.Process(target=serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
-        requests: SimpleQueue[Request | None] = SimpleQueue()
-        threading.Thread(target=_send_all, args=(requests, own), daemon=True).start()
-        return _Host(process, own, requests)
+        host = _Host(process, own)
+        threading.Thread(target=_send_all, args=(host.requests, own), daemon=True).start()
+        return host
 
-    def loaded(self) -> Loaded:
-        """Wait until the environments are loaded. Raises ConfigError where they cannot be."""
+    def loaded(self) -> tuple[Interfaces, Sequence[int]]:
+        """Wait until all is loaded; return the results of `host.Host.load`. Raises ConfigError."""
         try:
             interfaces, reward_functions = self.wait_for(self._loaded)
         except FAILURES as error:
             raise ConfigError(f"rollout.environment: cannot be loaded: {error}") from None
         self.forget(())
-        return Loaded({key: Interface(*each) for key, each in interfaces.items()}, reward_functions)
+        return {key: Interface(*each) for key, each in interfaces.items()}, reward_functions
 
     def wait_for(self, future: Future[Any]) -> Any:
         """Return the result of a call in the first process, when it is there."""
@@ -133,8 +130,7 @@ class EnvironmentPool:
         return self._call(key, "act", index, calls)
 
     def judge(self, key: Key, call: Call) -> Future[Any]:
-        """Score a group by the reward functions that need its environments; the result has the
-        arguments of `Scored`."""
+        """Score a group by functions that need environments; with the arguments of `Scored`."""
         limit = self._config.reward.timeout_seconds or self._config.runtime.timeout_seconds
         return self._call(key, "judge", call, limit=limit)
 
@@ -146,8 +142,7 @@ class EnvironmentPool:
                 self._end(group.host)
 
     def _open(self, key: Key) -> None:
-        """Give a group to the process with fewest groups, with the calls that it has had; start one
-        more process while all have some."""
+        """Give a group, with its calls so far, to the process with fewest groups, or a new one."""
         num_groups = {host: len(self._keys_of(host)) for host in self._hosts if not host.is_stuck}
         host = min(num_groups, key=num_groups.__getitem__, default=None)
         is_full = len(num_groups) >= self._config.rollout.environment_workers
@@ -178,7 +173,7 @@ class EnvironmentPool:
             host.last_heard = time.monotonic()
         number, call.started = next(self._numbers), None
         host.pending[number] = call
-        host.requests.put(Request(number, call.method, call.arguments, call.future.done()))
+        host.requests.put((number, call.method, call.arguments, call.future.done()))
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -193,7 +188,7 @@ class EnvironmentPool:
         for host in list(self._hosts):
             try:
                 while host.connection.poll():
-                    self._resolve(host, Reply(*json.loads(host.connection.recv_bytes())))
+                    self._resolve(host, *json.loads(host.connection.recv_bytes()))
             except (EOFError, OSError, ValueError):
                 self._bury(host)
                 continue
@@ -210,19 +205,19 @@ class EnvironmentPool:
                     error = TimeoutError(f"a call took longer than {call.limit:g} s{key}")
                     self._settle(host, number, error)
 
-    def _resolve(self, host: _Host, reply: Reply) -> None:
+    def _resolve(self, host: _Host, number: int, kind: str, value: Any) -> None:
         host.last_heard = time.monotonic()
-        if reply.number not in host.pending:  # it came too late
+        if number not in host.pending:  # it came too late
             return
-        if reply.kind == "started":
-            host.pending[reply.number].started = host.last_heard
+        if kind == "started":
+            host.pending[number].started = host.last_heard
             return
         host.is_loaded = True
-        if reply.kind == "returned":
-            self._settle(host, reply.number, None, reply.value)
+        if kind == "returned":
+            self._settle(host, number, None, value)
         else:
-            kind = ConfigError if reply.kind == "misconfigured" else CallFailed
-            self._settle(host, reply.number, kind(reply.value))
+            error = ConfigError if kind == "misconfigured" else CallFailed
+            self._settle(host, number, error(value))
 
     def _settle(self, host: _Host, number: int, error: Exception | None, value: Any = None) -> None:
         call = host.pending.pop(number)
@@ -286,7 +281,7 @@ def check_environments(config: Config, example: Prompt | None) -> tuple[Interfac
         return {}, []
     pool = EnvironmentPool(config, {})
     try:
-        interfaces = pool.loaded().interfaces
+        interfaces, _ = pool.loaded()
         if config.reward.check and example is not None:
             name = name_of(example, interfaces)
             (future,) = pool.start((0,), name, row_of(example, name), [0])
@@ -302,10 +297,7 @@ def check_environments(config: Config, example: Prompt | None) -> tuple[Interfac
             "reward.functions (--reward): expected reward functions, because the environment has "
             "no method get_reward, got none"
         )
-    warning = (
-        "warning: the environment's get_reward is not used; add 'environment' to reward.functions "
-        "to use it"
-    )
+    warning = "warning: get_reward is not used; to use it: 'environment' in reward.functions"
     return interfaces, [warning] if has_reward and not is_used else []
 
 

@@ -6,13 +6,10 @@
     mistral        [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}], or
                    [TOOL_CALLS]f[ARGS]{"x": 1}
 
-Tokenizers that describe their format themselves (`response_template`) are read by transformers.
-These formats are for the others. With transformers' parser one call that cannot be read would make
-the whole turn unreadable: here it is a `BadCall`, and the model gets the reason as its result.
-What the model only thinks (`<think>`, Mistral's `[THINK]`) is no call.
+Transformers reads the calls of tokenizers that describe their format (`response_template`). These
+formats are for the others. A call that cannot be read is a `BadCall`: the model gets the reason as
+its result. What the model only thinks (`<think>`, Mistral's `[THINK]`) is no call.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json

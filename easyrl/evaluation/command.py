@@ -7,14 +7,11 @@ A problem's answers are on the disk before the next ones are awaited. An evaluat
 or killed therefore continues with the same command.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
@@ -34,22 +31,12 @@ from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
+from easyrl.runtime import preflight
 from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
-from easyrl.runtime.memory import (
-    bytes_by_memory,
-    check_memory,
-    estimate_memory,
-    memory_budgets,
-)
+from easyrl.runtime.memory import check_memory, estimate_memory, fits, memory_budgets
 from easyrl.runtime.placement import Placement, describe, place_evaluation
-from easyrl.runtime.preflight import (
-    check_functions,
-    check_open_files,
-    check_positions,
-    short_problems,
-)
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
@@ -63,9 +50,6 @@ from easyrl.runtime.supervisor import (
     signals_as_interrupts,
 )
 from easyrl.types import Prompt
-
-MAX_NEWER = 3
-"""Newer checkpoints to try, of a running run that removes the chosen one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +69,7 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     """Check what an evaluation needs: model, problems, rewards, devices, prompts, memory. Raises
     ConfigError, with the key to change, for what would not work."""
     source = find_model(config.model.path, base)
-    config = with_eval_data(config)
-    config = with_long_problems(config)
+    config = with_long_problems(with_eval_data(config))
     files = read_model_files(source.base)
     problems = problems_of(open_prompts(config, is_trained=False), config)
     sampling = SamplingChoice.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
@@ -97,14 +80,14 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
         "train.max_tokens_per_micro_batch": None,
     }
     sampled = change_config(config, changes)
-    check_positions(sampled, files, section="eval")
-    interfaces, warnings = check_functions(sampled, next(iter(problems.values())))
+    preflight.check_positions(sampled, files, section="eval")
+    interfaces, warnings = preflight.check_functions(sampled, next(iter(problems.values())))
     for warning in warnings:
         say(warning)
     with_base = change_config(config, {"model.path": source.base})
-    prompts = short_problems(with_base, problems, interfaces, source.tokenizer)
+    prompts = preflight.short_problems(with_base, problems, interfaces, source.tokenizer)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
-    check_open_files(config, placement.num_rollout_workers)
+    preflight.check_open_files(config, placement.num_rollout_workers)
     placement = _fit_memory(sampled, placement, files, sampling.num_samples)
     num_skipped = len(problems) - len(prompts)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))
@@ -131,25 +114,19 @@ def _fit_memory(
     config: Config, placement: Placement, files: ModelFiles, num_samples: int
 ) -> Placement:
     """Halve the number of problems in flight until the estimate fits, unless the user chose it.
-    Raises ConfigError if the model and the KV cache cannot fit. (vLLM's cache has a fixed size on
-    an accelerator.)"""
+    Raises ConfigError if nothing fits. (vLLM's cache has a fixed size on an accelerator.)"""
     model = model_size(files.config, files.num_weights or 0)
     is_vllm = placement.engine.name == "vllm"
     if model is None or (is_vllm and placement.infer.kind != "cpu"):
         return placement
-    budgets = memory_budgets(placement)
     while True:
-        # A config has groups of two or more: one sample each of two problems is such a group.
-        num_rows = placement.max_concurrent_groups * num_samples
-        num_groups = -(-num_rows // config.rollout.num_generations)
-        counted = replace(placement, max_concurrent_groups=num_groups)
-        parts = estimate_memory(config, counted, model)
-        fits = all(
-            needed <= budgets.get(key, inf) for key, needed in bytes_by_memory(parts).items()
-        )
         num_problems = placement.max_concurrent_groups
-        if fits or num_problems == 1 or config.rollout.max_concurrent_groups is not None:
-            check_memory(parts, budgets)
+        # A config has groups of two or more: one sample each of two problems is such a group.
+        num_groups = -(-num_problems * num_samples // config.rollout.num_generations)
+        counted = replace(placement, max_concurrent_groups=num_groups)
+        is_fixed = num_problems == 1 or config.rollout.max_concurrent_groups is not None
+        if is_fixed or fits(config, counted, model):
+            check_memory(estimate_memory(config, counted, model), memory_budgets(counted))
             return placement
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
 
@@ -161,10 +138,10 @@ def evaluate(
 
     `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
     """
-    for _ in range(MAX_NEWER):
-        with suppress(CheckpointGone):
-            return _evaluate(config, view, base, other)
-    return _evaluate(config, view, base, other)
+    try:
+        return _evaluate(config, view, base, other)
+    except CheckpointGone:  # the run goes on: it has a newer one
+        return _evaluate(config, view, base, other)
 
 
 def _evaluate(
@@ -175,12 +152,12 @@ def _evaluate(
         plan = check_evaluation(with_absolute_paths(config), base)
         with closing(EvalFolder(plan.config, plan.settings)) as folder:
             answers, num = folder.answers, len(plan.problems)
-            _warn_of_differences(other, plan.settings)
+            if other is not None:  # before the evaluation, which may take long
+                _warn_of_differences(other, plan.settings)
+            devices = describe(plan.placement)
             try:
                 with view.bar:
-                    view.start(
-                        plan.settings, folder.path, describe(plan.placement), num, len(answers)
-                    )
+                    view.start(plan.settings, folder.path, devices, num, len(answers))
                     num_tokens, seconds = _answer_the_rest(plan, folder, view)
                 results = _results(plan, answers, num_tokens, seconds)
                 folder.write_results(results)
@@ -199,26 +176,22 @@ def _evaluate(
 
 
 def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[int, float]:
-    """Have the remaining problems answered; return the tokens of the answers, and the seconds that
-    they took."""
-    remaining = {
-        prompt.index: (problem, prompt)
-        for problem, prompt in plan.problems.items()
-        if problem not in folder.answers
-    }
+    """Have the remaining problems answered; return the tokens of the answers, and the seconds."""
+    remaining = {p.index: key for key, p in plan.problems.items() if key not in folder.answers}
     num_tokens, seconds = 0, 0.0
     if not remaining:
         return num_tokens, seconds
     if plan.source.kind != "model":
         say("merging the adapter" if plan.source.kind == "adapter" else "exporting the checkpoint")
-    prompts, trust = [p for _, p in remaining.values()], plan.config.model.trust_remote_code
+    prompts = [plan.problems[problem] for problem in remaining.values()]
     with TemporaryDirectory(prefix=MODEL, dir=folder.path) as scratch:
+        trust = plan.config.model.trust_remote_code
         model = plan.source.make(Path(scratch) / "model", trust=trust)
         # Closed here, so that no worker outlives an exception.
         with closing(answers_of_workers(plan, model, prompts, folder, view)) as answered:
             for seconds, answer in answered:
-                problem, prompt = remaining[answer.prompt_index]
-                folder.append(problem, _lines(plan, problem, prompt, answer))
+                problem = remaining[answer.prompt_index]
+                folder.append(problem, _lines(plan, problem, answer))
                 num_tokens += sum(answer.completion_lengths)
                 view.show_progress(seconds, folder.answers, num_tokens)
     return num_tokens, seconds
@@ -229,8 +202,7 @@ def answers_of_workers(
 ) -> Generator[tuple[float, events.PromptEvaluated]]:
     """Start rollout workers on the model folder `model`; yield their answers as they arrive, each
     with the seconds since all workers were ready."""
-    config = change_config(plan.worker_config, {"model.path": model})
-    placement = plan.placement
+    config, placement = change_config(plan.worker_config, {"model.path": model}), plan.placement
     num_samples = plan.sampling.num_samples
     launcher = make_launcher(config, placement, view.observe)
     with launcher, Supervisor() as supervisor:
@@ -252,9 +224,9 @@ def answers_of_workers(
             yield time.monotonic() - began, answer
 
 
-def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvaluated) -> Lines:
+def _lines(plan: Plan, problem: str, answer: events.PromptEvaluated) -> Lines:
     """A line of `samples.jsonl` for each sample of a problem."""
-    names = reward_names(plan.config)
+    names, references = reward_names(plan.config), plan.problems[problem].references()
     # No function has rewards if a reward call failed.
     by_function = answer.rewards_by_function or [[None] * len(answer.rewards)] * len(names)
     lines = []
@@ -272,7 +244,7 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
             "truncated": answer.truncated[number],
         }
         columns = {name: values[number] for name, values in answer.columns.items()}
-        lines.append(finite(events.with_columns(line, prompt.references() | columns)))
+        lines.append(finite(events.with_columns(line, references | columns)))
     return lines
 
 
@@ -301,7 +273,6 @@ def _compare(folder: EvalFolder, results: Mapping[str, Any], other: Answers, pat
     _warn_of_differences(path, results)
 
 
-def _warn_of_differences(other: Path | None, settings: Mapping[str, Any]) -> None:
-    """Warn before the evaluation, which may take long, and beside the comparison."""
-    for difference in differing_settings(other, settings) if other is not None else ():
+def _warn_of_differences(other: Path, settings: Mapping[str, Any]) -> None:
+    for difference in differing_settings(other, settings):
         say(f"warning: not the same evaluation: {difference}")

@@ -1,11 +1,8 @@
 """The figures of an evaluation, and their comparison with those of another one.
 
 Shapes: N problems, S samples of each. Problems are the unit of every standard error, because
-samples of one problem are correlated (Miller, "Adding Error Bars to Evals", arXiv 2411.00640,
-sections 2.1 and 2.2).
+samples of one problem are correlated (Miller, arXiv 2411.00640, sections 2.1 and 2.2).
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
@@ -25,18 +22,8 @@ NUM_RESAMPLES = 99_999
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of `k` samples is correct (arXiv 2107.03374,
-    equation 1)."""
+    """Estimate the probability that one of `k` is correct (arXiv 2107.03374, equation 1)."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
-
-
-def pass_at_every_k(correct: Bools) -> dict[str, float]:
-    """Mean over the problems of `correct` [N, S], by k = 1 … S."""
-    num_samples, counts = correct.shape[1], correct.sum(axis=1)
-    return {
-        str(k): float(np.mean([pass_at_k(num_samples, int(count), k) for count in counts]))
-        for k in range(1, num_samples + 1)
-    }
 
 
 def rewards_of(answers: Iterable[Lines]) -> npt.NDArray[np.float64]:
@@ -71,10 +58,14 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
     by_function = {  # None: the function does not apply
         name: [scores[name] for scores in scored if scores[name] is not None] for name in scored[0]
     }
+    num_samples, counts = correct.shape[1], correct.sum(axis=1).tolist()
+    solved = {}
+    for k in range(1, num_samples + 1):
+        solved[str(k)] = float(np.mean([pass_at_k(num_samples, count, k) for count in counts]))
     return {
         "accuracy": accuracy,
         "standard_error": error,
-        "pass_at_k": pass_at_every_k(correct),
+        "pass_at_k": solved,
         "reward": reward,
         "reward_standard_error": reward_error,
         "rewards": {name: float(np.mean(values)) for name, values in by_function.items() if values},

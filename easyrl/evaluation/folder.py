@@ -8,8 +8,6 @@ logs/           the workers' output
 eval.json       the results, written last
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,15 +17,8 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.evaluation.figures import Answers, Lines
+from easyrl.runtime import run_folder
 from easyrl.runtime.resume import differing
-from easyrl.runtime.run_folder import (
-    PRIVATE,
-    finite,
-    folder_of,
-    has_only_inputs,
-    lock_folder,
-    read_lines,
-)
 
 SETTINGS, SAMPLES, MODEL = "settings.json", "samples.jsonl", ".model-"
 KEY = "output.dir (--output)"
@@ -39,18 +30,14 @@ class EvalFolder:
     """A folder, locked until `close`, with the answers so far by problem."""
 
     def __init__(self, config: Config, settings: Mapping[str, Any]) -> None:
-        """Create the folder, or continue in it. Raises ConfigError if it is not that of an
-        evaluation with these settings."""
-        self.path = folder_of(config, "eval-")
+        """Create the folder, or continue in it. Raises ConfigError if it has other settings."""
+        self.path = run_folder.folder_of(config, "eval-")
         try:
-            self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            self.path.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
             # Without the problem that was being written when the evaluation was killed.
-            self.answers = {
-                problem: lines
-                for problem, lines in self._read(settings).items()
-                if len(lines) == settings["num_samples"]
-            }
-            self._lock = lock_folder(self.path)
+            found, whole = self._read(settings), settings["num_samples"]
+            self.answers = {key: lines for key, lines in found.items() if len(lines) == whole}
+            self._lock = run_folder.lock_folder(self.path)
             self._write(SAMPLES, "".join(map(_as_text, self.answers.values())))
             self._write(SETTINGS, json.dumps(settings, indent=2) + "\n")
             self._write("config.yaml", to_commented_yaml(config))
@@ -61,15 +48,13 @@ class EvalFolder:
             raise ConfigError(f"{KEY}: cannot write '{self.path}': {error.strerror}") from None
 
     def _read(self, settings: Mapping[str, Any]) -> Answers:
-        if not any(self.path.iterdir()) or has_only_inputs(self.path):
+        if not any(self.path.iterdir()) or run_folder.has_only_inputs(self.path):
             return {}
         file = self.path / SETTINGS
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
         if '"model_identity"' not in text:
-            raise ConfigError(
-                f"{KEY}: expected a new folder or that of an evaluation, got '{self.path}'"
-            )
-        answers = _by_problem(read_lines(self.path / SAMPLES))
+            raise ConfigError(f"{KEY}: expected a new folder or an evaluation's, got '{self.path}'")
+        answers = _by_problem(run_folder.read_lines(self.path / SAMPLES))
         old = json.loads(text)
         if answers and (changed := differing(old, settings)):
             lines = [f"{key}: expected {old[key]!r}, got {settings[key]!r}" for key in changed]
@@ -89,7 +74,9 @@ class EvalFolder:
         self.answers[problem] = lines
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        self._write("eval.json", json.dumps(finite(results), indent=2, allow_nan=False) + "\n")
+        self._write(
+            "eval.json", json.dumps(run_folder.finite(results), indent=2, allow_nan=False) + "\n"
+        )
 
     def _write(self, name: str, text: str) -> None:
         new = self.path / f"{name}.unfinished"
@@ -112,7 +99,7 @@ def read_evaluation(path: Path) -> Answers:
     """Read the answers of an evaluation by problem, from its folder, its `eval.json` or its
     `samples.jsonl`. Raises ConfigError if there are none."""
     file = path if path.suffix == ".jsonl" else (path if path.is_dir() else path.parent) / SAMPLES
-    lines = read_lines(file) if path.exists() and file.is_file() else []
+    lines = run_folder.read_lines(file) if path.exists() and file.is_file() else []
     if not lines or "problem" not in lines[0]:
         raise ConfigError(
             "compare (--compare): expected the folder of an evaluation with answers (easyrl eval "
@@ -122,8 +109,7 @@ def read_evaluation(path: Path) -> Answers:
 
 
 def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Describe the differences of prompts, sampling and rewards between the evaluation at `path`
-    and these settings."""
+    """Describe how prompts, sampling and rewards of the evaluation at `path` differ."""
     file = (path if path.is_dir() else path.parent) / SETTINGS
     if not file.is_file():
         return [f"how that one was sampled is unknown: there is no {file}"]

@@ -1,7 +1,5 @@
 """Output of `easyrl eval`: progress while problems are answered, then tables of the results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
 
 class EvalView:
-    """Print an evaluation. Progress is a bar if `live` and standard output is a terminal, else a
-    line every few seconds."""
+    """Print an evaluation. Progress is a bar on a terminal, else a line every few seconds."""
 
     def __init__(self, *, live: bool) -> None:
         self._is_live = live and is_live_terminal()

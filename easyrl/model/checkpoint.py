@@ -11,8 +11,6 @@ that it needs, however many ranks have written. No pickle is involved; everythin
 (`checkpoint_files`, which needs no torch).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path

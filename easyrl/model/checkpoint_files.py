@@ -12,8 +12,6 @@ SHA-256 of each file and of state.json itself, which are verified before the che
 Checkpoints of older versions have no checksums; of those only the files' headers are checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -11,8 +11,6 @@ an evaluation may name:
 Finding a model imports no torch; making one does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -8,8 +8,6 @@ would be up to 1.5 times as fast, but takes ten seconds to compile for every new
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

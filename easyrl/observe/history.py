@@ -1,13 +1,7 @@
-"""The history of a run from its folder, for reports and plots.
-
-    config.yaml, metrics.jsonl, summary.json ─┐
-    trace.json: workers, evaluations, notes  ─┼► History ─► page, plots, CSV
-    samples.jsonl                            ─┘
+"""The history of a run from the files of its folder, for reports and plots.
 
 Every file but config.yaml may be missing or lack its end: a run may be going on, or was killed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import csv
@@ -124,9 +118,8 @@ def read_history(folder: Path) -> History:
     """Read the folder of a run. Raises ConfigError if it is none."""
     file = folder / "config.yaml"
     if not file.is_file() or not any((folder / name).is_file() for name in (METRICS, FILE_NAME)):
-        raise ConfigError(
-            f"'{folder}': expected a run's folder, with config.yaml and {METRICS} or {FILE_NAME}"
-        )
+        files = f"config.yaml and {METRICS} or {FILE_NAME}"
+        raise ConfigError(f"'{folder}': expected a run's folder, with {files}")
     run = History(folder, load_config(file))
     with contextlib.suppress(ValueError):  # no trace, or one of an older version
         for event in RunFiles(folder).read():
@@ -165,8 +158,7 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
 
 
 def to_csv(runs: Sequence[History]) -> str:
-    """Return a row for each run and iteration, with all metrics. Iterations count from 1; row 0 has
-    the accuracy before training."""
+    """Return a row for each run and iteration, from 1; row 0 has the accuracy before training."""
     lines = [
         {"run": run.name, **line, "iteration": number}
         for run in runs

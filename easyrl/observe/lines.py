@@ -3,8 +3,6 @@
 Used without a terminal and with --no-live; the table also follows the live view.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,8 +142,7 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
 def result_rows(
     summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield names and results. `summary`: of `summary.json`; before the end of a run it may lack
-    what is known only then."""
+    """Yield names and results. `summary`: as `summary.json`, or without what only the end gives."""
     whens = ("before", "after")
     if summary["accuracy_after"] is not None:
         pairs = [(summary[f"accuracy_{when}"], summary.get(f"error_{when}")) for when in whens]

@@ -2,8 +2,6 @@
 evaluation, from the files of the run folder.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from operator import attrgetter
@@ -43,9 +41,9 @@ def publish(source: Path, repository: str, *, trust: bool = False) -> str:
 
 
 def model_card(run: History, repository: str) -> str:
-    """The README.md of the repository: metadata as YAML, and the text. Names of the user's files
-    stand without their folders."""
-    config = without_folders(run.config)
+    """The README.md of the repository. Names of the user's files stand without their folders."""
+    names = {key: _name(attrgetter(key)(run.config)) for key in PATHS}
+    config = change_config(run.config, names | {"output.dir": None, "devices.ray_address": None})
     model, rollout, train = config.model, config.rollout, config.train
     rewards = zip(reward_specs(config), reward_weights(config), strict=True)
     changes = to_commented_yaml(config, only_changes=True).splitlines()
@@ -53,11 +51,9 @@ def model_card(run: History, repository: str) -> str:
     what = "LoRA, merged" if model.lora.rank else "all weights"
     results = run.results()
     held_out = config.eval.dataset or f"held out of {config.data.shown}"
-    measured = {
-        "reward": "Reward of the samples",
-        "held-out accuracy": f"Accuracy on problems that were not trained ({held_out}), "
-        f"correct from a reward of {config.eval.correct_reward:g}",
-    }
+    accuracy = f"Accuracy on problems that were not trained ({held_out}), correct from a reward of "
+    accuracy += f"{config.eval.correct_reward:g}"
+    measured = {"reward": "Reward of the samples", "held-out accuracy": accuracy}
     lines = [
         f"# {repository.partition('/')[2]}\n",
         f"`{model.path}`, trained by reinforcement learning ({config.algorithm.loss_type}, {what}, "
@@ -73,12 +69,6 @@ def model_card(run: History, repository: str) -> str:
         lines += ["\n## Settings\n", "Those that differ from the defaults of EasyRL:\n"]
         lines += ["```yaml", *settings, "```\n"]
     return f"---\n{_metadata(run.config)}\n---\n\n" + "\n".join(lines)
-
-
-def without_folders(config: Config) -> Config:
-    """Return the config with the names of local files alone, and without addresses."""
-    changes = {key: _name(attrgetter(key)(config)) for key in PATHS}
-    return change_config(config, changes | {"output.dir": None, "devices.ray_address": None})
 
 
 def _name(value: Any) -> Any:

@@ -1,10 +1,4 @@
-"""Figures of runs, drawn by matplotlib: curves with several runs in one, and the timeline.
-
-For the page of `easyrl report` each figure becomes SVG that is part of the HTML; `easyrl plot`
-writes a file.
-"""
-
-from __future__ import annotations
+"""Figures of runs, drawn by matplotlib: curves with several runs in one, and the timeline."""
 
 import io
 import math
@@ -60,7 +54,6 @@ OTHERS = {
 }
 """The figures: metric -> title."""
 SHARES = (ACCURACY, OVERLAP, "frac_reward_zero_std", "completions/clipped_ratio")
-MAX_POINTS = 200  # of a curve
 BOTH = "both at once"
 KIND_COLOURS = {
     "generate": "#009E73",
@@ -92,8 +85,7 @@ def colour_of(number: int) -> str:
 def draw_curves(
     runs: Sequence[History], titles: Mapping[str, str], size: tuple[float, float]
 ) -> Figure | None:
-    """Draw the metrics with these titles that any run has, one above the other, each of this size
-    in inches. None if there are none."""
+    """Draw metrics that any run has, one above the other, each of this size in inches, or None."""
     keys = [key for key in titles if any(run.series(key)[0] for run in runs)]
     if not keys:
         return None
@@ -116,13 +108,9 @@ def _draw_curve(axes: Axes, run: History, key: str, colour: str) -> None:
     iterations, values = run.series(key)
     if iterations:
         errors = [run.lines[number].get(ERROR) or 0.0 for number in iterations]
-        parts = min(MAX_POINTS, len(iterations))  # of neighbours, whose means are drawn
-        x, y, error = (
-            [part.mean() for part in np.array_split(of_all, parts)]
-            for of_all in (iterations, values, errors)
-        )
-        axes.errorbar(x, y, error if key == ACCURACY else None, color=colour, label=run.name,
-                      marker="." if parts < 30 else "", capsize=2)  # fmt: skip
+        axes.errorbar(iterations, values, errors if key == ACCURACY else None, color=colour,
+                      label=run.name, marker="." if len(values) < 30 else "",
+                      capsize=2)  # fmt: skip
 
 
 @rc_context({**STYLE, "axes.grid": False})
@@ -170,8 +158,7 @@ def draw_timeline(run: History) -> Figure | None:
 
 @rc_context({**STYLE, "svg.fonttype": "none"})
 def to_svg(figure: Figure | None, title: str, prefix: str) -> Markup:
-    """Return an `svg` element for HTML; empty for None. Its ids get the prefix, so that figures of
-    one page share none."""
+    """Return an `svg` element for HTML; empty for None. The prefix makes its ids unique."""
     if figure is None:
         return Markup()
     file = io.StringIO()

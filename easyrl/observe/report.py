@@ -1,7 +1,5 @@
 """The page of `easyrl report`: one HTML file with tables, figures and samples of runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from operator import attrgetter
@@ -80,7 +78,6 @@ def _settings(configs: Sequence[Config]) -> list[tuple[str, str, list[str]]]:
 
 
 def _sample(sample: tuple[Line, int]) -> tuple[str, str, Line]:
-    """Return the reward, the other columns, and the texts."""
     line, count = sample
     reward = shown(line["reward"], ".3g") + (f" ×{count}" if count > 1 else "")
     others = {name: line[name] for name in line if name not in ("reward", "prompt_index")}

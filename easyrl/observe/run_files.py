@@ -1,7 +1,5 @@
 """Read the files of a run, also while it writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """`easyrl samples RUN`: prompts and completions with their rewards, of a run or an evaluation."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,16 +27,12 @@ def show_samples(
     iteration: str | None,
     limit: int | None,
 ) -> None:
-    """Print the samples of a folder. Raises ConfigError if there are none of this kind.
-
-    `iteration`: `3` or `3-5`, counted from 1.
-    """
+    """Print the samples of a folder. `iteration`: `3` or `3-5`, counted from 1. Raises ConfigError
+    if there are none of this kind."""
     numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "")
     oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
     if iteration is not None and not 1 <= oldest <= newest:
-        raise ConfigError(
-            f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
-        )
+        raise ConfigError(f"--iteration: expected a number from 1, or as 3-5, got '{iteration}'")
     file = folder / SAMPLES
     if not file.is_file():
         raise ConfigError(f"'{folder}': expected the folder of a run or evaluation, with {SAMPLES}")
@@ -61,9 +55,7 @@ def show_samples(
         say_rich(Text(safe(str(line["completion"]), MAX_TEXT) + "\n"))
         before = prompt
     if before is None:
-        raise ConfigError(
-            f"no such sample in '{file}' yet (--min-reward, --max-reward, --iteration)"
-        )
+        raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")
 
 
 def _prompt(line: Line) -> tuple[Any, Any]:
@@ -71,8 +63,7 @@ def _prompt(line: Line) -> tuple[Any, Any]:
 
 
 def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
-    """Yield each line once, with the number of lines of its prompt that differ in nothing but the
-    sample's number."""
+    """Yield each line with the number of its prompt's equal ones, but for the sample's number."""
     for _, group in groupby(lines, _prompt):
         folded: dict[str, tuple[Line, int]] = {}
         for line in group:
@@ -83,8 +74,7 @@ def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
 
 
 def columns_of(line: Line, max_length: int) -> list[str]:
-    """Names with values of all columns but the texts, and of several reward functions. Iterations
-    and samples are counted from 1."""
+    """Names with values of all columns but the texts. Iterations and samples count from 1."""
     functions = line.get("rewards", {})
     columns = []
     for name, value in {**line, **(functions if len(functions) > 1 else {}), **line}.items():

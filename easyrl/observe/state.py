@@ -3,8 +3,6 @@
 It has no clock: callers pass the time they ask about, on the clock of the events.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -188,7 +186,7 @@ class RunState:
             return None
         num_left = self.run.config.train.iterations - self.num_done
         since = 0.0 if self.iteration_started is None else now - self.iteration_started
-        return max(0.0, (num_left - 1) * mean + max(0.0, mean - since)) if num_left else 0.0
+        return max(0.0, num_left * mean - min(since, mean))
 
 
 def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:

@@ -1,7 +1,5 @@
 """Text for the terminal: formatting, and printing that never fails."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -47,8 +45,7 @@ def say(text: str, stream: TextIO | None = None, keep: str = "\n\t") -> None:
 
 
 def say_rich(renderable: RenderableType, height: int | None = None) -> None:
-    """Print something of Rich's with text of any origin; at most `height` lines, without empty ones
-    at the end."""
+    """Print something of Rich's with text of any origin, in at most `height` lines."""
     console = Console(highlight=False, force_jupyter=False, markup=False, emoji=False)
     segments = console.render(renderable, console.options.update(height=height))
     clean = (Segment(printable(text, keep="\n"), style) for text, style, _ in segments)

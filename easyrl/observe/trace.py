@@ -5,13 +5,10 @@
     process 0            controller: iterations, evaluations; counters for ring and reward
     process 1, 2, …      one per worker: its own work, rewards being scored, its events
 
-One JSON object per line, written as things happen. `args` is the event itself. Names, counters and
-spans are for the picture only. Times are Unix microseconds; those inside of an event are its own.
-The format allows a list without its end: the file has none, so that a killed run leaves a valid
-trace and a resumed run continues it.
+One JSON object per line. `args` is the event itself. Names, counters and spans are for the picture
+only. Times are Unix microseconds; those inside of an event are its own. The list has no end, which
+the format allows: a killed run leaves a valid trace, and a resumed run continues it.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -45,13 +42,11 @@ TYPES = {
     for name, kind in vars(events).items()
     if isinstance(kind, type) and issubclass(kind, Message)
 }
-LEFT_OUT = (
-    *("folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"),
-)
+LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"]
 """Fields that are null in the file: they are large, or in other files."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
 """Parts of the lines without which later ones cannot be read."""
-RESULTS = tuple(f'"type": "{name}"' for name in ("IterationFinished", "Evaluated", "Note"))
+RESULTS = ('"type": "IterationFinished"', '"type": "Evaluated"', '"type": "Note"')
 """Parts of the lines that are kept longer than others."""
 
 
@@ -62,7 +57,7 @@ def encode(value: Any) -> Any:
         case Message():
             kind = type(value)
             fields = {k: v for k, v in vars(value).items() if v != getattr(kind, k, ...)}
-            fields |= {key: None for key in LEFT_OUT if key in fields}
+            fields |= {key: None for key in LARGE if key in fields}
             return {"type": kind.__name__, **encode(fields)}
         case Mapping():
             return {key: encode(item) for key, item in value.items()}
@@ -76,8 +71,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(fields: dict[str, Any]) -> Any:
-    """Turn an encoded message back into a message (`object_hook` of `json.loads`). Raises TypeError
-    for a message of another version."""
+    """Turn an encoded message back into a message. Raises TypeError for one of another version."""
     kind = TYPES.get(fields.get("type", ""))
     return fields if kind is None else kind(**{k: v for k, v in fields.items() if k != "type"})
 
@@ -93,35 +87,17 @@ class TraceWriter:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.RunStarted):
-            self._open(event)
+            path = event.folder / FILE_NAME
+            if path.exists():  # of a resumed run
+                _shorten(path, MAX_BYTES)  # cuts off an incomplete last line
+            self._file = path.open("ab", buffering=0)
+            self._clock = time.time() - time.monotonic()
+            self._processes = {}
         if self._file is not None:
-            if isinstance(event, events.WorkerSpawned):
-                self._name_worker(event.worker, event.device)
             self._write(self._lines(event))
             if isinstance(event, events.RunEnded):
                 self._file.close()
                 self._file = None
-
-    def _open(self, run: events.RunStarted) -> None:
-        """Start the trace, or continue that of a resumed run."""
-        path = run.folder / FILE_NAME
-        if path.exists():
-            _shorten(path, MAX_BYTES)  # cuts off an incomplete last line
-        self._file = path.open("ab", buffering=0)
-        self._clock = time.time() - time.monotonic()
-        self._processes = {}
-        self._name("process", "controller", pid=CONTROLLER)
-        for worker, device in run.devices.items():
-            self._name_worker(worker, device)
-
-    def _name_worker(self, worker: str, device: str) -> None:
-        process = self._processes.setdefault(worker, len(self._processes) + 1)
-        self._name("process", f"{worker} ({device})", pid=process)
-        for thread, name in enumerate(("work", "rewards", "events")):
-            self._name("thread", name, pid=process, tid=thread)
-
-    def _name(self, what: str, name: str, **more: int) -> None:
-        self._write([self._line("M", f"{what}_name", time.monotonic(), {"name": name}, **more)])
 
     def _write(self, lines: Iterable[Line]) -> None:
         assert self._file is not None
@@ -135,23 +111,39 @@ class TraceWriter:
         write_whole(self._file, text)
 
     def _lines(self, event: Event) -> Iterator[Line]:
-        if isinstance(event, FromWorker):
-            yield from self._worker_lines(event, self._processes.get(event.worker, CONTROLLER))
-        else:
-            name, ph = SPANS.get(type(event), (type(event).__name__, "i"))
-            time_ = getattr(event, "time", getattr(event, "started", time.monotonic()))
-            yield self._line(ph, name, time_, encode(event))
-            if isinstance(event, events.IterationFinished):
-                reward = {"reward": encode(event.metrics["reward"])}
-                yield self._line("C", "reward", event.time, reward)
+        match event:
+            case events.RunStarted(devices=devices):
+                yield self._name("process", "controller")
+                for worker, device in devices.items():
+                    yield from self._names(worker, device)
+            case events.WorkerSpawned(worker=worker, device=device):
+                yield from self._names(worker, device)
+            case FromWorker(worker=worker):
+                yield from self._worker_lines(event, self._processes.get(worker, CONTROLLER))
+                return
+        name, ph = SPANS.get(type(event), (type(event).__name__, "i"))
+        time_ = getattr(event, "time", getattr(event, "started", time.monotonic()))
+        yield self._line(ph, name, time_, encode(event))
+        if isinstance(event, events.IterationFinished):
+            reward = {"reward": encode(event.metrics["reward"])}
+            yield self._line("C", "reward", event.time, reward)
+
+    def _names(self, worker: str, device: str) -> Iterator[Line]:
+        process = self._processes.setdefault(worker, len(self._processes) + 1)
+        yield self._name("process", f"{worker} ({device})", pid=process)
+        for thread, name in enumerate(("work", "rewards", "events")):
+            yield self._name("thread", name, pid=process, tid=thread)
+
+    def _name(self, what: str, name: str, **more: int) -> Line:
+        return self._line("M", f"{what}_name", time.monotonic(), {"name": name}, **more)
 
     def _worker_lines(self, event: FromWorker, process: int) -> Iterator[Line]:
         match event.event:
             case events.Activity(spans, num_groups):
                 for span in spans:
                     thread = REWARDS if span.kind == "score" else WORK
-                    more = {"pid": process, "tid": thread}
-                    more["dur"] = round((span.ended - span.started) * 1e6)
+                    duration = round((span.ended - span.started) * 1e6)
+                    more = {"pid": process, "tid": thread, "dur": duration}
                     yield self._line("X", span.kind, span.started, {}, **more)
                 if num_groups:
                     yield self._count_ring(spans[-1].ended, -num_groups)

@@ -1,14 +1,11 @@
-"""Trackers: the numbers of `metrics.jsonl`, sent to TensorBoard, W&B, trackio or MLflow.
+"""Trackers: the numbers of `metrics.jsonl`, sent to TensorBoard, W&B or trackio.
 
     controller ──event──► Trackers ──queue──► thread ──► TensorBoard, W&B, …
 
 The step is the iteration. A tracker that raises or hangs is disabled with a warning and never
 stops the run. To add a tracker, write a function that starts it and returns how it logs and ends,
-and name it in TRACKERS and in `OutputConfig.log_to` (config/runtime.py). In a resumed run
-`run.num_iterations` is above 0.
+and name it in TRACKERS and in `OutputConfig.log_to` (config/runtime.py).
 """
-
-from __future__ import annotations
 
 import importlib.util
 import math
@@ -78,30 +75,7 @@ def trackio(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
     return tracked.log, lambda exit_code: tracked.finish()
 
 
-def mlflow(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
-    """Log to MLflow, which writes where MLFLOW_TRACKING_URI says."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient()
-    known = client.get_experiment_by_name(PROJECT)
-    experiment_id = known.experiment_id if known else client.create_experiment(PROJECT)
-    id_file = run.folder / "logs" / "mlflow.id"
-    if not id_file.exists():
-        created = client.create_run(experiment_id, run_name=run.folder.name)
-        id_file.write_text(created.info.run_id)
-        client.log_dict(created.info.run_id, dict(config), "config.yaml")
-    run_id = id_file.read_text()
-
-    def log(values: Values, step: int) -> None:
-        for name, value in values.items():
-            client.log_metric(run_id, name, value, step=step)
-
-    return log, lambda exit_code: client.set_terminated(
-        run_id, "FAILED" if exit_code else "FINISHED"
-    )
-
-
-TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio, "mlflow": mlflow}
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
 
 
 class Trackers:

@@ -6,8 +6,6 @@ While the view is up, everything else that the process prints goes to a log file
 terminal is restored, and the last picture with the result is printed to it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib
@@ -135,8 +133,7 @@ class LiveView:
             return Text(f"the live view failed: {type(error).__name__}: {error}")
 
     def _print_end(self, end: events.RunEnded) -> None:
-        """Print the last picture, then the end table or the reason why the run ended; both fit
-        the terminal."""
+        """Print the last picture, and how the run ended; both fit the terminal."""
         state, console = self._state, Console()
         table = _end_table(state)
         below = console.render_lines(table or Text(safe(end.message)))
@@ -185,14 +182,10 @@ def notebook_display() -> Any:
 
 
 def _end_table(state: RunState) -> RenderableType | None:
-    """Return the results of a finished run; None for any other."""
     has_failed = state.ended is not None and state.ended.exit_code != 0
     if state.run is None or state.summary is None or has_failed:
         return None
     return end_table(state.run, state.summary)
-
-
-# -- the picture ----------------------------------------------------------------------------------
 
 
 def render(state: RunState, now: float, width: int, height: int) -> RenderableType:
@@ -207,11 +200,10 @@ def render(state: RunState, now: float, width: int, height: int) -> RenderableTy
     if num_left >= 3:  # without the legend
         lines += _workers(state, now, width, max_lanes=max(2, num_left - 8))[:num_left]
     lines += figures
-    num_left = height - len(lines)
-    if num_left >= 3 and state.is_starting:
+    if state.is_starting:
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
         lines.append(Text(safe(about), style="dim"))
-    elif num_left >= 3:
+    elif (num_left := height - len(lines)) >= 3:
         lines += _samples(state.sampled, width, num_left)
     return Layout(Group(*lines))  # cut off at the height
 
@@ -230,14 +222,9 @@ def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[Ren
     if state.lines and not state.is_starting:
         metrics = state.lines[state.num_done - 1]
         speed = metrics["perf/tokens_per_second"]
-        yield _line(
-            "tokens/s ",
-            (f"{speed:,.0f}", "bold"),
-            "  per device ",
-            (f"{speed / max(1, num_devices):,.0f}", "bold"),
-            "  overlap ",
-            (f"{overlap([metrics]):.0%}", "bold"),
-        )
+        line = _line("tokens/s ", (f"{speed:,.0f}", "bold"))
+        line.append("  per device ").append(f"{speed / max(1, num_devices):,.0f}", "bold")
+        yield line.append("  overlap ").append(f"{overlap([metrics]):.0%}", "bold")
 
 
 def _progress(state: RunState, run: events.RunStarted, now: float) -> RenderableType:
@@ -276,8 +263,7 @@ def _warnings(state: RunState, width: int) -> list[RenderableType]:
 
 
 def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
-    """A line per worker with what it did recently, and a legend. Of many workers, the last ones:
-    they include the trainer."""
+    """A line per worker with what it did recently, and a legend. The last workers are trainers."""
     workers = list(state.workers.values())[-max_lanes:]
     labels = [printable(f"{worker.name} {worker.device} ") for worker in workers]
     label_width = max(map(len, labels))

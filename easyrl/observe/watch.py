@@ -1,7 +1,5 @@
 """`easyrl watch RUN`: show a run from its files, with the views of the run itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -28,11 +26,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def watch(folder: Path, *, live: bool) -> int:
-    """Show the run until it ends.
-
-    Returns its exit code; 1 if it was killed, 130 if watching was interrupted. Raises ConfigError
-    if `folder` is no run folder.
-    """
+    """Show the run until it ends. Returns its exit code; 1 if it was killed, 130 if watching was
+    interrupted. Raises ConfigError if `folder` is no run folder."""
     files = RunFiles(folder)
     view = LiveView(files.now, log_file=Path(os.devnull))
     observe: Observer = view if live and is_live_terminal() else PlainLines()
@@ -75,8 +70,6 @@ def follow(files: RunFiles) -> Iterator[Event]:
 
 
 def _may_start_again(files: RunFiles, end: events.RunEnded | None) -> bool:
-    """Return whether the run has just failed and may start again by itself."""
-    starts_again = files.config.runtime.restart == "on_failure"
-    has_failed = end is None or end.exit_code == FAILED
-    seconds = time.time() - (files.folder / FILE_NAME).stat().st_mtime
-    return starts_again and has_failed and seconds < RESTART_SECONDS
+    if files.config.runtime.restart != "on_failure" or (end and end.exit_code != FAILED):
+        return False
+    return time.time() - (files.folder / FILE_NAME).stat().st_mtime < RESTART_SECONDS

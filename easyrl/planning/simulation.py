@@ -1,44 +1,192 @@
-"""Predict the throughput of every split of devices: simulate iterations from measured rates.
+"""Predict the throughput of every split of devices from the rates that a run's events give.
 
-    broadcast ─► engines: prompts on demand, rows refilled ─► rewards ─► ring ─► trainers ─► update
+    events ──measure──► MeasuredIteration, … ──fit──► Rates ──simulate──► tokens per second
 
-It follows the real parts: who gets a prompt (`runtime.ledger`), which rows an engine fills
-(`engines.embedded`), when a micro-batch starts and what it contains (`workers.batches`). Not
-simulated: rounds of replacements (rejected groups are generated, all in one round), waits for a
-full ring, the order of deterministic runs, the controller (half a millisecond per message).
+A worker reports its work a few times a second (`events.Activity`). Each report is a row of a linear
+model of busy time, which is fitted by non-negative least squares:
+
+    engine     seconds = a · steps + b · tokens sampled + c · prompt tokens prefilled
+    trainer    seconds = a · micro-batches + b · tokens + c · updates
+
+The simulation follows the real parts: who gets a prompt (`runtime.ledger`), which rows an engine
+fills (`engines.embedded`), when a micro-batch starts and what it contains (`workers.batches`). Not
+simulated: rounds of replacements (rejected groups are generated, all in one round), uneven shares
+of trainers, waits for a full ring, the order of deterministic runs, the controller.
 """
-
-from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple
+from statistics import fmean, median
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
+from scipy.optimize import nnls
 
+from easyrl import events
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.observe.run_files import RunFiles
-from easyrl.planning.rates import (
-    Group,
-    MeasuredIteration,
-    MeasuredRun,
-    Rates,
-    fit,
-    measure,
-    num_broadcasts,
-)
 from easyrl.runtime.placement import max_concurrent_groups, max_open_groups
 from easyrl.workers.batches import MIN_FILL
 
 MAX_SPLITS = 24
+Row = list[float]
+
+
+class Group(NamedTuple):
+    """A group that was generated."""
+
+    lengths: Sequence[int]  # [G], in tokens
+    scoring_seconds: float  # from its last token to its rewards
+    is_accepted: bool  # no other prompt replaced it
+    is_trained: bool  # it has a gradient
+
+
+class MeasuredIteration(NamedTuple):
+    num_tokens: int  # completion tokens trained
+    seconds: float
+    broadcast: float | None  # seconds from one device to another; None: there was none
+    overhead: float  # seconds before the first and after the last work
+    engine_rows: list[Row]  # of the model above, with the seconds last
+    train_rows: list[Row]
+    groups: list[Group]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    config: Config
+    devices: Mapping[str, str]  # by worker, as in `events.RunStarted`
+    iterations: deque[MeasuredIteration]
+
+    def count(self, role: str) -> int:  # `rollout` or `train`
+        return sum(worker.startswith(role) for worker in self.devices)
+
+
+class Rates(NamedTuple):
+    """Seconds of everything that an iteration consists of."""
+
+    engine: Sequence[float]  # of a step, a token, the prefill of a group's prompt
+    trainer: Sequence[float]  # of a micro-batch, a token, an update
+    broadcast: float  # of all weights from one device to another
+    overhead: float
+    prompt_tokens: float  # that a trained group adds to its completions
+    num_trainers: int  # of the run that was measured
+
+
+def measure(recorded: Iterable[events.Event]) -> MeasuredRun:
+    """Measure every iteration of a run but a command's first, which warms up."""
+    run = MeasuredRun(Config(), {}, deque(maxlen=100))
+    received: list[events.FromWorker] = []  # in this iteration
+    is_warm = is_going_on = False
+    for event in recorded:
+        match event:
+            case events.RunStarted():
+                if event.devices != run.devices:  # other splits have other rates
+                    run.iterations.clear()
+                run = replace(run, config=event.config, devices=event.devices)
+                is_warm = False
+            case events.IterationStarted():
+                received, is_going_on = [], True
+            case events.FromWorker() if is_going_on:
+                received.append(event)
+            case events.EvaluationStarted():
+                is_going_on = False
+            case events.IterationFinished(metrics=metrics):
+                if is_warm and (measured := _measured(run, received, metrics)):
+                    run.iterations.append(measured)
+                is_warm, is_going_on, received = True, False, []
+    return run
+
+
+def _measured(
+    run: MeasuredRun, received: Sequence[events.FromWorker], metrics: Any
+) -> MeasuredIteration | None:
+    """None if reports are lost (`observe.trace` shortens files)."""
+    rows: dict[str, list[Row]] = defaultdict(list)  # by worker
+    groups: dict[str, list[Group]] = defaultdict(list)  # by worker
+    spans: list[events.Span] = []
+    for worker, report in ((each.worker, each.event) for each in received):
+        match report:
+            case events.Activity():
+                if busy := [span for span in report.spans if span.kind in events.WORKING]:
+                    counts = report.num_steps, report.num_tokens, report.num_prompt_tokens
+                    rows[worker].append([*counts, sum(s.ended - s.started for s in busy)])
+                    spans += busy
+            case events.GroupScored():
+                is_unequal = not report.is_skipped and len({*report.rewards}) > 1
+                has_gradient = is_unequal or run.config.algorithm.trains_zero_advantages
+                flags = not report.is_rejected, has_gradient and not report.is_rejected
+                lengths = [*report.completion_lengths]
+                groups[worker].append(Group(lengths, report.scoring_seconds, *flags))
+    fitted: dict[str, list[Row]] = {"rollout": [], "train": []}
+    for worker, of_worker in rows.items():
+        if worker.startswith("train"):
+            of_worker[-1][2] = run.config.train.updates_per_iteration  # the end of an iteration
+            fitted["train"] += of_worker
+        elif any(num_steps for num_steps, *_ in of_worker):
+            fitted["rollout"] += of_worker
+        else:  # vLLM does not report its steps: take those of its completions, in rows to fill
+            ends = [0] * run.config.rollout.num_generations * metrics["perf/max_concurrent_groups"]
+            for length in (length for group in groups[worker] for length in group.lengths):
+                heapreplace(ends, ends[0] + length)
+            fitted["rollout"].append([max(ends), *np.sum(of_worker, axis=0).tolist()[1:]])
+    if not groups or not all(fitted.values()):
+        return None
+    seconds, weights_seconds = (metrics[f"perf/{x}_seconds"] for x in ("iteration", "weights"))
+    worked = max(span.ended for span in spans) - min(span.started for span in spans)
+    num = num_broadcasts(run.count("rollout"), run.count("train"))
+    was_sent = any(isinstance(each.event, events.WeightsExchanged) for each in received)
+    return MeasuredIteration(
+        num_tokens=round(metrics["perf/tokens_per_second"] * seconds),
+        seconds=seconds,
+        broadcast=weights_seconds / num if was_sent else None,
+        overhead=max(0.0, seconds - weights_seconds - worked),
+        engine_rows=fitted["rollout"],
+        train_rows=fitted["train"],
+        groups=[group for of_worker in groups.values() for group in of_worker],
+    )
+
+
+def fit(iterations: Sequence[MeasuredIteration], num_trainers: int) -> Rates:
+    groups = [group for each in iterations for group in each.groups]
+    engine_rows = np.array([row for each in iterations for row in each.engine_rows])
+    train_rows = np.array([row for each in iterations for row in each.train_rows])
+    step, token, prompt_token = _fit(engine_rows)
+    broadcasts = [each.broadcast for each in iterations if each.broadcast is not None]
+    trained = [sum(group.lengths) for group in groups if group.is_trained]
+    return Rates(
+        engine=(step, token, prompt_token * float(engine_rows[:, 2].sum()) / len(groups)),
+        trainer=_fit(train_rows),
+        broadcast=fmean(broadcasts or [0.0]),
+        overhead=median(each.overhead for each in iterations),
+        prompt_tokens=float(train_rows[:, 1].sum() - sum(trained)) / max(1, len(trained)),
+        num_trainers=num_trainers,
+    )
+
+
+def num_broadcasts(num_engines: int, num_trainers: int) -> float:
+    """How many times as long as from one device to another a broadcast takes: R train ranks gather
+    (R - 1) / R of the weights, then in each round every device that has them sends them on."""
+    return 1 - 1 / num_trainers + num_engines.bit_length()
+
+
+def _fit(rows: np.ndarray) -> list[float]:
+    """Return non-negative coefficients of the columns before the last, which also give its sum."""
+    columns, seconds = rows[:, :-1], rows[:, -1]
+    scale = np.maximum(columns.max(axis=0), 1e-12)
+    found = nnls(columns / scale, seconds, maxiter=1000)[0] / scale
+    predicted = float((columns @ found).sum())
+    return [float(x) for x in found * (seconds.sum() / predicted if predicted else 0.0)]
+
+
+# -- simulation -----------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -75,8 +223,7 @@ class _Engine:
 def _generate(
     rates: Rates, groups: Sequence[Group], config: Config, num_engines: int
 ) -> tuple[list[float], float]:
-    """Return when each group is in the ring, in seconds since the engines began, and the sum of the
-    engines' busy seconds."""
+    """Return when each group is in the ring, and the sum of the engines' busy seconds."""
     step, token, prompt = rates.engine
     in_flight = max_concurrent_groups(config, num_engines)
     num_rows = in_flight * config.rollout.num_generations
@@ -85,9 +232,9 @@ def _generate(
     num_left = [len(group.lengths) for group in groups]
     arrivals, busy = [0.0] * len(groups), 0.0
     # Time and engine; the version if its next completion ends, -1 if a prompt is answered.
-    events = [(0.0, number % num_engines, -1) for number in range(min(at_once, len(groups)))]
-    while events:
-        now, number, version = heappop(events)
+    heap = [(0.0, number % num_engines, -1) for number in range(min(at_once, len(groups)))]
+    while heap:
+        now, number, version = heappop(heap)
         engine = engines[number]
         if version == -1 and queue:
             new = queue.popleft()
@@ -107,7 +254,7 @@ def _generate(
             num_left[group] -= 1
             if not num_left[group]:
                 arrivals[group] = now + groups[group].scoring_seconds
-                heappush(events, (arrivals[group], number, -1))
+                heappush(heap, (arrivals[group], number, -1))
         while engine.waiting and len(engine.rows) < num_rows:
             group, length = engine.waiting.popleft()
             if group != engine.newest:  # its prompt's step samples the first tokens
@@ -118,7 +265,7 @@ def _generate(
         engine.version += 1
         if engine.rows:
             left = (engine.rows[0][0] - engine.step) * (step + token * len(engine.rows))
-            heappush(events, (engine.clock + left, number, engine.version))
+            heappush(heap, (engine.clock + left, number, engine.version))
     return arrivals, busy
 
 
@@ -146,23 +293,12 @@ def _train(
                     rollouts += [length + rates.prompt_tokens / len(lengths) for length in lengths]
             if rollouts:
                 taken = max(1, bisect_right([*accumulate(rollouts)], budget))
-                seconds = micro_batch + token * _largest_share(rollouts[:taken], num_trainers)
+                share = max(sum(rollouts[:taken]) / num_trainers, *rollouts[:taken])  # the largest
+                seconds = micro_batch + token * share
                 time, busy = time + seconds, busy + seconds
                 rollouts = rollouts[taken:]
         time, busy = time + update / num_trainers, busy + update / num_trainers
     return time, busy
-
-
-def _largest_share(lengths: Sequence[float], num_trainers: int) -> float:
-    """Return the tokens of the largest share (`workers.batches.share_out`), within 1 %."""
-    ends, share = np.cumsum(lengths), max(sum(lengths) / num_trainers, *lengths)
-    while True:
-        end = 0.0
-        for _ in range(num_trainers):
-            end = ends[np.searchsorted(ends, end + share + 1e-9, "right") - 1]
-        if end == ends[-1]:
-            return share
-        share *= 1.01
 
 
 # -- splits of devices ----------------------------------------------------------------------------

@@ -6,8 +6,6 @@ a chat prompt `[{"role": "assistant", "content": "..."}]`. Parameters before the
 the config (`loading.BUILT_IN`); they are positional-only so that a column may have the same name.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import operator
@@ -49,9 +47,7 @@ def final_text(completion: str | Messages) -> str:
     return text_of(completion).rpartition("</think>")[2].partition("<think>")[0]
 
 
-def exact_match(
-    completions: Completions, answer: Sequence[Any], **_: Sequence[Any]
-) -> list[float | None]:
+def exact_match(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
     """Score 1.0 where all of the completion after the thinking equals the answer, ignoring
     surrounding white space; else 0.0. None where the row has no answer."""
     return [
@@ -89,10 +85,7 @@ def length_penalty(
 
 
 def countdown(
-    completions: Completions,
-    nums: Sequence[Any],
-    target: Sequence[Any],
-    **_: Sequence[Any],
+    completions: Completions, nums: Sequence[Any], target: Sequence[Any], **_: Any
 ) -> list[float | None]:
     """Score 1.0 where the last `<answer>` is an expression that uses each of `nums` exactly once
     and equals `target`, else 0.0; None where the row has no numbers or no target.
@@ -134,10 +127,7 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
     raise ValueError("not an arithmetic expression")
 
 
-async def environment(environments: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:
+async def environment(environments: Sequence[Any], **_: Any) -> list[float | None]:
     """Score each episode by its environment's own `get_reward`; None where it has none."""
-    scores = []
-    for each in environments:
-        score = each.get_reward() if hasattr(each, "get_reward") else None
-        scores.append(await score if inspect.isawaitable(score) else score)
-    return scores
+    scores = [getattr(each, "get_reward", lambda: None)() for each in environments]
+    return [await score if inspect.isawaitable(score) else score for score in scores]

@@ -3,11 +3,7 @@
 
     TRL    f(prompts, completions, completion_ids, **columns) -> [score]      one group
     verl   f(data_source, solution_str, ground_truth, extra_info) -> score    one completion
-
-Problems are ConfigErrors; an error in the user's own file is shown with its traceback.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -81,11 +77,6 @@ def needs_environments(function: RewardFunction) -> bool:
     return "environments" in inspect.signature(function).parameters
 
 
-def is_built_in(spec: str) -> bool:
-    """Return whether the function is EasyRL's: a built-in one, or the default of a preset."""
-    return spec in BUILT_IN or spec.startswith("easyrl.")
-
-
 def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None = None) -> None:
     """Load every function, or those of `specs`, and check that the data has its columns."""
     for spec in reward_specs(config) if specs is None else specs:
@@ -95,9 +86,8 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
                 f"{KEY}: 'environment' is the reward of an environment: expected "
                 "rollout.environment (--environment) too, as in --environment guess"
             )
-        given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns])
-        if config.rollout.has_environments:
-            given["environments"] = None
+        own = ["environments"] if config.rollout.has_environments else []
+        given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns, *own])
         try:
             inspect.signature(function).bind(**accepted_arguments(function, given))
             is_verl = getattr(function, "func", None) is _call_verl
@@ -163,20 +153,18 @@ def accepted_arguments(
 async def _call_verl(
     compute_score: Callable[..., Any], /, completions: Sequence[Any], **columns: Sequence[Any]
 ) -> list[Any]:
-    """Call a function in verl's form, which returns a number or a mapping with `score`.
-
-    It is called for each completion with the row's `data_source` and `extra_info`. `ground_truth`
-    is the column of its name, else that in `reward_model`, else `answer`.
+    """Call a function in verl's form for each completion. It returns a number, or a mapping with
+    `score`. `ground_truth` is the column of its name, else that in `reward_model`, else `answer`.
     """
     scores = []
     given = [name for name in VERL_COLUMNS if name in columns]
     for index, completion in enumerate(completions):
         row: dict[str, Any] = {"data_source": "", "extra_info": {}}
+        row["solution_str"] = text_of(completion)
         row |= {name: columns[name][index] for name in given}
         if "ground_truth" not in row:
             source = row.get("reward_model") or {"ground_truth": row["answer"]}
             row["ground_truth"] = source["ground_truth"]
-        row["solution_str"] = text_of(completion)
         result = compute_score(**accepted_arguments(compute_score, row))
         result = await result if inspect.isawaitable(result) else result
         is_mapping = isinstance(result, Mapping)

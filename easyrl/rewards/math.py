@@ -5,16 +5,13 @@ processes import it, and only where `math` is used. The library's verdict is fin
 debatable (tests/math_answers.py lists such answers).
 """
 
-from __future__ import annotations
-
-import contextlib
 import logging
 import math as mathematics
 import re
 import resource
 import time
-from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from easyrl.rewards.functions import ANSWER, Completions, final_text
@@ -51,27 +48,19 @@ def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) ->
 
     The answer is what is in the last `<answer>` tags after the thinking, else in the last box, else
     what follows "answer is" or "answer:", else the last formula or number. The library's timeouts
-    need the main thread's alarm and are off: the kernel ends the process after MAX_CPU_SECONDS,
-    which the pool counts as a wrong answer.
+    are off, since no alarm is handled during one multiplication of huge numbers: the kernel ends
+    the process (SIGXCPU) after MAX_CPU_SECONDS, which the pool counts as a wrong answer.
     """
     import math_verify  # noqa: F401  takes seconds, which do not count
 
-    with _cpu_limit(MAX_CPU_SECONDS):
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = mathematics.ceil(time.process_time()) + MAX_CPU_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, before[1]))
+    try:
         return [
             float(_is_right(_answer_part(completion), right)) if right else None
             for completion, right in zip(completions, map(answers_of, answer), strict=True)
         ]
-
-
-@contextlib.contextmanager
-def _cpu_limit(seconds: int) -> Iterator[None]:
-    """Let the kernel end this process (SIGXCPU) after this much more processor time. Python would
-    not handle an alarm during one multiplication of huge numbers."""
-    before = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = mathematics.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, before[1]))
-    try:
-        yield
     finally:
         resource.setrlimit(resource.RLIMIT_CPU, before)
 
@@ -87,20 +76,13 @@ def _is_right(text: str, accepted: Sequence[str]) -> bool:
         return False
 
 
-@cache
-def _extraction() -> tuple[Any, ...]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-
-    for name in ("math_verify.parser", "math_verify.grader"):  # they log each answer they refuse
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-
-
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> list[Any]:
-    from math_verify import parse
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    return list(parse(text, extraction_config=_extraction(), parsing_timeout=None))
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs what it refuses
+    kinds = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+    return list(parse(text, extraction_config=kinds, parsing_timeout=None))
 
 
 def _answer_part(completion: str | Messages) -> str:
@@ -120,9 +102,7 @@ def _plain(text: str) -> str:
     return BOX.sub(lambda match: r"\boxed" + (f"{{{match[1]}}}" if match[1] else ""), text)
 
 
-def gsm8k(
-    completions: Completions, answer: Sequence[Any], **_: Sequence[Any]
-) -> list[float | None]:
+def gsm8k(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
     r"""Score 1.0 where the completion's number equals the row's, else 0.0; None without an answer.
 
     The number is that of the last mark after the thinking (`#### 18`, `\boxed{18}`, `<answer>`

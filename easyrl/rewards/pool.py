@@ -7,15 +7,12 @@
 
 A group is one call for the user's functions and the cheap built-in ones, and one call per
 completion for `code` and `math`. Only `close` blocks. The processes import no torch and end with
-the rollout worker, also when it is killed.
+the rollout worker.
 
-A call that raises, exceeds its timeout or ends its process fails alone; pebble starts another
-process. A call whose process is killed is repeated once. A pool that breaks (a process killed
-between two calls) is replaced, and its calls are repeated. A broken pool may forget calls without
-waking anyone: call `finished` at least every POLL_SECONDS while groups are being scored.
+A call that raises, exceeds its timeout or ends its process fails alone. A call whose process is
+killed is repeated once. A pool that breaks (a process killed between two calls) is replaced, and
+its calls are repeated: call `finished` at least every POLL_SECONDS while groups are being scored.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -34,15 +31,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config, ConfigError
 from easyrl.processes import UNGUARDED_MESSAGE
+from easyrl.rewards import loading
 from easyrl.rewards.functions import GroupLost, RewardError
-from easyrl.rewards.loading import (
-    PER_COMPLETION,
-    check_rewards,
-    is_built_in,
-    read_sources,
-    reward_names,
-    reward_specs,
-)
 from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
 from easyrl.types import Float32, Prompt
 
@@ -62,8 +52,7 @@ class _Task:
 
 
 class RewardPool:
-    """Create it in a thread that lives as long as the pool: Linux ends the processes with the
-    thread that started them."""
+    """Create it in a thread that lives as long as the pool: Linux ends the processes with it."""
 
     def __init__(
         self,
@@ -74,11 +63,10 @@ class RewardPool:
         """`sources`: of the user's files, by default as they are now (`loading.read_sources`).
         `report` is called when lost reward processes are replaced."""
         self._config, self._report = config, report
-        self._sources = read_sources(config) if sources is None else sources
-        self._names = reward_names(config)
-        specs = list(enumerate(reward_specs(config)))
-        self._per_completion = [n for n, spec in specs if spec in PER_COMPLETION]
-        self._per_group = [n for n, spec in specs if spec not in PER_COMPLETION]
+        self._sources = loading.read_sources(config) if sources is None else sources
+        self._names = loading.reward_names(config)
+        specs = enumerate(loading.reward_specs(config))
+        self._per_completion = [n for n, spec in specs if spec in loading.PER_COMPLETION]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._num_restarts = 0
@@ -86,27 +74,24 @@ class RewardPool:
         self._pool = self._start_pool()
 
     def submit(
-        self,
-        key: Hashable,
-        group: Call,
-        elsewhere: tuple[Sequence[int], Future[Any]] | None = None,
+        self, key: Hashable, group: Call, elsewhere: tuple[Sequence[int], Future[Any]] | None = None
     ) -> None:
         """Score the completions of one prompt by all functions. `elsewhere`: functions that are
         called in another process, and their future result."""
-        size = len(group.completions)
-        others, future = elsewhere or ((), None)
-        per_group = [function for function in self._per_group if function not in others]
-        parts = [(per_group, slice(0, size))] if per_group else []
-        slow = [function for function in self._per_completion if function not in others]
-        parts += [([function], slice(n, n + 1)) for function in slow for n in range(size)]
+        size, (others, future) = len(group.completions), elsewhere or ((), None)
+        functions = [number for number in range(len(self._names)) if number not in others]
+        fast = [number for number in functions if number not in self._per_completion]
+        parts = [(fast, slice(0, size))] if fast else []
+        slow = [number for number in functions if number in self._per_completion]
+        parts += [([number], slice(n, n + 1)) for number in slow for n in range(size)]
         tasks = self._groups[key] = []
         if future is not None:
             call = group._replace(functions=others)
             tasks.append(_Task(call, slice(0, size), future, is_elsewhere=True))
             future.add_done_callback(lambda _: self._wake())
-        for functions, part in parts:
+        for numbers, part in parts:
             texts, ids = group.completions[part], group.completion_ids[part]
-            call = group._replace(functions=functions, completions=texts, completion_ids=ids)
+            call = group._replace(functions=numbers, completions=texts, completion_ids=ids)
             tasks.append(_Task(call, part, self._schedule(call)))
 
     def finished(self) -> list[tuple[Hashable, Scored]]:
@@ -211,7 +196,6 @@ class RewardPool:
         return group._replace(scores=[] if is_skipped else group.scores, errors=errors)
 
     def _result_of(self, task: _Task) -> Scored:
-        """The result, or an error for a call that did not return."""
         match task.future.exception():
             case None:
                 return Scored(*task.future.result())
@@ -221,7 +205,7 @@ class RewardPool:
                 self._report(f"{error}; its group's rewards are 0")
                 return Scored([], [], {}, {})
             case ProcessExpired(exitcode=code):
-                if code == -signal.SIGXCPU and task.call.functions != self._per_group:
+                if code == -signal.SIGXCPU and {*task.call.functions} <= {*self._per_completion}:
                     return Scored([], [], {}, {})  # math.MAX_CPU_SECONDS: the score is 0
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 problem = f"ended its process ({how}); reward.on_error decides what follows"
@@ -232,29 +216,25 @@ class RewardPool:
 
 
 def try_rewards(config: Config, example: Prompt | None) -> list[str]:
-    """Check the reward functions on a prompt before a run starts; returns warnings. Without a
-    prompt, the user's functions are only loaded.
-
-    The user's functions are loaded and called in a process of their own, which may hang or crash.
-    Raises ConfigError for a function that cannot be loaded, lacks a column, or takes or returns
-    another form than it must.
-    """
-    specs = reward_specs(config)
-    own = [spec for spec in specs if not is_built_in(spec)]
+    """Check the reward functions on a prompt before a run starts; return warnings. Without a
+    prompt, the user's functions, which have a process of their own, are only loaded. Raises
+    ConfigError for one that cannot be loaded, lacks a column, or takes or returns another form."""
+    specs = loading.reward_specs(config)
+    own = [
+        each for each in specs if each not in loading.BUILT_IN and not each.startswith("easyrl.")
+    ]
     if example is not None:
-        check_rewards(config, example, [spec for spec in specs if spec not in own])
+        loading.check_rewards(config, example, [spec for spec in specs if spec not in own])
     if not own:
         return []
     of_process: tuple[Any, ...] = config, {}, own
     pool = ProcessPool(1, initializer=start, initargs=of_process, context=get_context("spawn"))
     warnings = []
     try:
-        tried = [
-            pool.schedule(try_function, (each, example), timeout=CHECK_SECONDS) for each in own
-        ]
-        for spec, future in zip(own, tried, strict=True):
+        for spec in own:
+            tried = pool.schedule(try_function, (spec, example), timeout=CHECK_SECONDS)
             try:
-                warnings.append(future.result())
+                warnings.append(tried.result())
             except (TimeoutError, ProcessExpired) as error:
                 is_late = isinstance(error, TimeoutError)
                 how = f"took longer than {CHECK_SECONDS:g} s" if is_late else "ended its process"
@@ -277,7 +257,6 @@ def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[flo
 
 
 def _was_killed(task: _Task) -> bool:
-    """Return whether SIGKILL ended the call's process: the user, or lack of memory."""
     error = task.future.exception() if task.future.done() else None
     return isinstance(error, ProcessExpired) and error.exitcode == -signal.SIGKILL
 

@@ -1,11 +1,8 @@
 """Call reward functions on completions of one prompt, in a reward process, and check their scores.
 
 A function that fails affects its own scores only: they become 0, and the error is returned beside
-them. Asynchronous functions are awaited together, on one event loop for the process's lifetime, so
-that a function may keep a client open.
+them. Asynchronous functions are awaited together, on one event loop: a client may stay open.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -19,8 +16,7 @@ import reprlib
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,17 +27,8 @@ from easyrl.config import Config, ConfigError
 from easyrl.data.chat import makes_chats
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
+from easyrl.rewards import loading
 from easyrl.rewards.functions import RewardFunction
-from easyrl.rewards.loading import (
-    KEY,
-    accepted_arguments,
-    check_rewards,
-    lacks_column,
-    load_reward,
-    needs_environments,
-    reward_names,
-    reward_specs,
-)
 from easyrl.types import Messages, Prompt
 from easyrl.user_code import user_traceback
 
@@ -60,7 +47,7 @@ PROCESS_NAME = "easyrl-reward"
 
 
 class TrainerState(NamedTuple):
-    """Progress of the run, under the names of transformers' `TrainerState`."""
+    """The run's progress. Names as in transformers' `TrainerState`."""
 
     global_step: int = 0  # optimizer updates of the policy that sampled the completions
     max_steps: int = 0  # of the whole run
@@ -81,32 +68,21 @@ class Scored(NamedTuple):
     """Results of a call, or of all calls of a group."""
 
     scores: list[list[float | None]]
-    """[functions][N]; those of a failed call are 0. Empty for a group that is skipped
-    (`reward.on_error=skip_group`)."""
+    """[functions][N]; 0 for a failed call. Empty if skipped (`reward.on_error=skip_group`)."""
     errors: list[str]
     metrics: dict[str, float]  # from log_metric
     columns: dict[str, list[Any]]  # from log_extra, [N] each
 
 
-_num_left_of_others = [MAX_OUTPUT_CHARACTERS]  # of reward functions and the user's threads
-_num_left: ContextVar[list[int]] = ContextVar("_num_left", default=_num_left_of_others)
-"""Characters that an environment's call and its coroutines may still print."""
+class BoundedOutput(io.TextIOWrapper):
+    """Standard output and error of a call; those of calls that run at the same time are one."""
 
-
-def begin_output() -> None:
-    """Count what the current call of an environment prints: others run at the same time."""
-    _num_left.set([MAX_OUTPUT_CHARACTERS])
-    _num_left_of_others[0] = MAX_OUTPUT_CHARACTERS
-
-
-class _BoundedOutput(io.TextIOWrapper):
-    """Standard output or error; both together are bounded."""
+    num_left = MAX_OUTPUT_CHARACTERS  # that may be printed: set when a call begins
 
     def write(self, text: str, /) -> int:
-        left = _num_left.get()
-        if len(text) > left[0]:
+        if len(text) > BoundedOutput.num_left:
             raise OSError(f"printed more than {MAX_OUTPUT_CHARACTERS // 2**20} MiB in one call")
-        left[0] -= len(text)
+        BoundedOutput.num_left -= len(text)
         return super().write(text)
 
 
@@ -131,7 +107,7 @@ def start(config: Config, sources: Mapping[str, str], specs: Sequence[str] | Non
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)
-    output = _BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
+    output = BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     sys.stdout = sys.stderr = output  # what `--dry-run` prints to its own is a config file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process first
@@ -142,18 +118,20 @@ def start(config: Config, sources: Mapping[str, str], specs: Sequence[str] | Non
         with contextlib.suppress(ValueError):  # the hard limit is lower
             limit = int(config.reward.memory_limit_gib * 2**30)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    if "math" in (specs or reward_specs(config)):
+    if "math" in (specs or loading.reward_specs(config)):
         import math_verify  # noqa: F401  takes long: before the first call's timeout runs
 
 
 def functions_with_environments() -> list[int]:
     """Return the indices of the reward functions that need environments."""
-    return [index for index, each in enumerate(_loaded()) if needs_environments(each)]
+    return [index for index, each in enumerate(_loaded()) if loading.needs_environments(each)]
 
 
 def _loaded() -> list[RewardFunction]:
     if not _functions:  # here, since pebble does not report an initializer's error
-        _functions.extend(load_reward(spec, _config) for spec in reward_specs(_config))
+        _functions.extend(
+            loading.load_reward(spec, _config) for spec in loading.reward_specs(_config)
+        )
     return _functions
 
 
@@ -179,14 +157,13 @@ def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _l
         logged[str(name)] = [*logged.get(str(name), []), float(value)]
 
     services: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric}
-    if environments:
-        services["environments"] = environments
+    services |= {"environments": environments} if environments else {}
     for index, returned in zip(call.functions, _call_all(call, services, run_async), strict=True):
         try:
             result.scores.append(_as_scores(returned, num_completions))
         except BaseException as error:  # SystemExit too: the process belongs to the rewards
             result.scores.append([0.0] * num_completions)
-            name = reward_names(_config)[index]
+            name = loading.reward_names(_config)[index]
             limit = ""
             if isinstance(error, MemoryError):
                 limit = f"\n(reward.memory_limit_gib is {_config.reward.memory_limit_gib})"
@@ -200,11 +177,11 @@ def try_function(spec: str, example: Prompt | None) -> str:
 
     Returns a warning, empty if all is well. Raises ConfigError where a run would fail.
     """
-    function = load_reward(spec, _config)
+    function = loading.load_reward(spec, _config)
     if example is None:
         return ""
-    check_rewards(_config, example, [spec])
-    if not _config.reward.check or needs_environments(function):
+    loading.check_rewards(_config, example, [spec])
+    if not _config.reward.check or loading.needs_environments(function):
         return ""
     _functions[:] = [function]
     content, num_dummies = example.content, min(MAX_DUMMIES, _config.rollout.num_generations)
@@ -215,17 +192,17 @@ def try_function(spec: str, example: Prompt | None) -> str:
         if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):
             or_strings = ", or set data.chat=false" if makes_chats(_config.data) else ""
             need = NEEDS_MESSAGES if is_text else NEEDS_TEXT + or_strings
-            raise ConfigError(f"{KEY}: '{spec}' {need}")
+            raise ConfigError(f"{loading.KEY}: '{spec}' {need}")
     if isinstance(returned, KeyError) and isinstance(key := (*returned.args, None)[0], str):
         # It is a column, and not a key of the function's own, if a row with it has another end.
         row = replace(example, columns={key: None, **example.columns})
         if repr(_call_on_dummies(content, row, num_dummies)) != repr(returned):
-            raise lacks_column(spec, f"it reads the column '{key}'", example)
+            raise loading.lacks_column(spec, f"it reads the column '{key}'", example)
     try:
         _as_scores(returned, num_dummies)
     except BaseException as error:
         if returned is not error and isinstance(error, TypeError):
-            raise ConfigError(f"{KEY}: '{spec}' on dummy completions: {error}") from None
+            raise ConfigError(f"{loading.KEY}: '{spec}' on dummy completions: {error}") from None
         return (
             f"warning: reward '{spec}' failed on a dummy completion; the run starts, since real "
             f"ones may differ (reward.check=false: no such calls):\n{user_traceback(error)}"
@@ -234,7 +211,6 @@ def try_function(spec: str, example: Prompt | None) -> str:
 
 
 def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> Any:
-    """Return what the only loaded function returns, or its exception."""
     texts = [f"This is dummy completion {n}." for n in range(number)]
     call = Call(content, texts, [[0] * 5] * number, example.columns, functions=[0])
     (returned,) = _call_all(call, dict.fromkeys(("log_extra", "log_metric"), lambda *_: None))
@@ -242,8 +218,7 @@ def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> A
 
 
 def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.run) -> list[Any]:
-    """Return the result of each function, or its exception. Each gets its own copy of the
-    arguments."""
+    """Return each function's result or exception. Each gets its own copy of the arguments."""
     texts, is_chat = call.completions, not isinstance(call.prompt, str)
     chat = [
         [{"role": "assistant", "content": each}] if isinstance(each, str) else each
@@ -254,27 +229,28 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
     data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
     returned: list[Any] = []
     for function in (_functions[index] for index in call.functions):
-        _num_left.get()[0] = MAX_OUTPUT_CHARACTERS
+        BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
         try:
-            arguments = copy.deepcopy(accepted_arguments(function, data))
-            arguments |= accepted_arguments(function, services)
+            arguments = copy.deepcopy(loading.accepted_arguments(function, data))
+            arguments |= loading.accepted_arguments(function, services)
             returned.append(function(**arguments))
         except BaseException as error:
             returned.append(error)
-    waiting = {index: value for index, value in enumerate(returned) if inspect.isawaitable(value)}
-    results = run_async(_await_all(waiting.values()))
-    for index, value in zip(waiting, results, strict=True):
-        returned[index] = value
-    return returned
+    results: list[Any] = run_async(_await_all(returned))
+    return results
 
 
-async def _await_all(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)
+async def _await_all(returned: Iterable[Any]) -> list[Any]:
+    """Await what is awaitable, all together."""
+
+    async def value_of(value: Any) -> Any:
+        return await value if inspect.isawaitable(value) else value
+
+    return await asyncio.gather(*map(value_of, returned), return_exceptions=True)
 
 
 def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
-    """Convert what a function returned, or raise its exception, TypeError for another form, or
-    ValueError for NaN and infinity."""
+    """Convert what a function returned. Raises its exception, TypeError, or ValueError for NaN."""
     if isinstance(returned, BaseException):
         raise returned
     scores: list[float | None] = []
@@ -293,7 +269,5 @@ def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
 
 def _as_json(value: Any) -> Any:
     """Convert a value to JSON: arrays to lists, NaN and infinity to null, other types to text."""
-
-    # `tolist` is that of NumPy and torch.
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     return json.loads(text, parse_constant=lambda _: None)

@@ -6,8 +6,6 @@ One message each way, then the server closes; SOCK_SEQPACKET keeps messages whol
 is 0600: only the run's user and root can connect.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

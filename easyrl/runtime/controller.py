@@ -33,8 +33,6 @@ A signal stops the run at the end of the last complete iteration. If that has no
 signal ends the run at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

@@ -4,8 +4,6 @@ Workers answer with the weights that they have. Training does not change: each c
 stream depends on round, problem and sample alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from easyrl import events

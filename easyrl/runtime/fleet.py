@@ -28,8 +28,6 @@ channel, and the version is sent again over a new one. A rollout worker that nei
 dies is killed. `easyrl eval` has rollout workers only, which keep the weights that they load.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, deque

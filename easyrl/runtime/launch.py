@@ -3,8 +3,6 @@
 This module imports no torch: the environment must be set before torch is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

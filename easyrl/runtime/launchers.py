@@ -6,8 +6,6 @@ groups           ring in memory that all share        messages to the node of tr
 process groups   over a file, on loopback             over a TCP store, on the nodes' addresses
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

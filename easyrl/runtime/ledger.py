@@ -27,8 +27,6 @@ flight, so that a faster worker gets more.
 An evaluation is a book too, of one round: an answer is final as soon as it is reported.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ CERTAIN parts do not fit is refused; the whole estimate only warns. Tests compar
 peaks: within 15 % on the CPU and 10 % on a pretended accelerator.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Shapes: N groups or problems, G completions of a group, S samples of a problem.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path

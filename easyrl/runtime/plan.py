@@ -4,8 +4,6 @@ settings if the run does not fit.
 Nothing is started, and no weights are read. The devices may be assumed ones (`--assume`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple

@@ -2,8 +2,6 @@
 memory, disk. Fast checks come first. Nothing is written, no weights are loaded. Raises ConfigError.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shlex

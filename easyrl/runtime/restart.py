@@ -8,8 +8,6 @@ This process has one thread and imports no torch, so that it may fork. It passes
 is killed, the kernel kills the child and its workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

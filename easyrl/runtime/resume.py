@@ -8,8 +8,6 @@
 Writes nothing and imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

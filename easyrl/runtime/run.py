@@ -1,7 +1,5 @@
 """`easyrl grpo`, after the config is resolved: check, open the run folder, train, summarize."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -8,8 +8,6 @@ logs/                of the controller and of each worker
 summary.json         the result                                (at the end)
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

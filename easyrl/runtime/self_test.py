@@ -9,8 +9,6 @@ Each part has processes of its own (`self_test_part`). A run on accelerators tha
 with these versions tests the first two; `easyrl doctor --test` tests all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Shapes: P prompt tokens, R completion tokens, G completions; T tokens of a row, K of completions.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The content of `easyrl status`, and the number that `runtime.autoscale` follows."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import deque

@@ -8,8 +8,6 @@ The controller waits only in `Supervisor.wait`, which returns events. It raises 
 stop, or if a worker fails or dies that is not replaceable. `stop` leaves no process behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

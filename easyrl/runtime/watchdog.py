@@ -8,8 +8,6 @@ steps that produce no token. So the watchdog counts progress, and looks at each 
 state and at its process. It counts ticks, not time: Ctrl-Z also stops the controller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import math

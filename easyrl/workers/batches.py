@@ -23,8 +23,6 @@ arrival decided, short completions would be trained first. Groups of later updat
 slots.
 """
 
-from __future__ import annotations
-
 import pickle
 from bisect import bisect_left
 from collections.abc import Callable, Iterator

@@ -12,8 +12,6 @@ call is pending, all answers are, in a fixed order. So what a step computes does
 long a tool takes.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,6 @@ from easyrl.config import Config
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
-from easyrl.environments.loading import Interface
 from easyrl.environments.pool import FAILURES, EnvironmentPool, HostLost, name_of, row_of
 from easyrl.environments.tool_calls import Calls, ToolCall
 from easyrl.rewards.functions import GroupLost, RewardError
@@ -77,12 +74,10 @@ class Episodes:
     def bind(self, engine: Engine, tokenizer: Any) -> None:
         """Use this engine, once the environments are loaded. Raises ConfigError."""
         self._engine = engine
-        loaded = self.pool.loaded()
-        self._interfaces: Mapping[str, Interface] = loaded.interfaces
-        self._reward_functions = loaded.reward_functions
+        self._interfaces, self._reward_functions = self.pool.loaded()
         self._conversations = {
             name: Conversations(self._config, tokenizer, interface, engine.end_tokens)
-            for name, interface in loaded.interfaces.items()
+            for name, interface in self._interfaces.items()
         }
 
     @property

@@ -7,8 +7,6 @@ alone. Every train rank has a learner. All of them make the same calls, each wit
 micro-batches, and get the same gradient, norm, decision to step and metrics.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path

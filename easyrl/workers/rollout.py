@@ -11,8 +11,6 @@ The loop alternates between one engine step and everything else. While the engin
 worker waits only for a free slot in the ring (back-pressure).
 """
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections import deque

@@ -7,8 +7,6 @@ on the reports; the controller ends or replaces workers that report no work for
 `runtime.stall_seconds`.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -15,8 +15,6 @@ be long, and `Stop` must get through. If a rank dies, the others' pipes raise EO
 ConnectionError; then they end, and the supervisor reports the one that died.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -10,8 +10,6 @@ Ray calls `run`, `deliver`, `put` and `query` in a thread each, and calls of one
 order. The child dies with the thread that started it, that of `run`. This process imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
