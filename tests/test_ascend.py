@@ -55,7 +55,7 @@ print(json.dumps(found))
 """
 
 
-def test_npus_are_found_by_number_among_those_that_the_user_shows() -> None:
+def test_npus_are_found_by_number_among_those_that_the_user_shows():
     names = {"rollout-0": "npu:0", "rollout-1": "npu:2", "train-0": "npu:3"}
     assert printed(PLACE)[1] == names
     error, _ = printed(PLACE, ASCEND_RT_VISIBLE_DEVICES="1,3")
@@ -118,14 +118,12 @@ VLLM = {
 
 
 @pytest.mark.parametrize(("engine", "expected"), [("embedded", EMBEDDED), ("vllm", VLLM)])
-def test_a_worker_sees_its_npu_alone_and_communicates_over_hccl(
-    engine: str, expected: dict[str, Any]
-) -> None:
+def test_a_worker_sees_its_npu_alone_and_communicates_over_hccl(engine, expected):
     shown = {"ASCEND_RT_VISIBLE_DEVICES": "1,2,3", "DYNAMIC_EPLB": "true"}
     assert printed(f"ENGINE = {engine!r}\n{WORKER}", **shown) == expected
 
 
-def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Path) -> None:
+def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path):
     """torch loads an installed torch_npu by itself, by its entry point, and fails."""
     version = metadata.version("torch").partition("+")[0]
     installed = tmp_path / f"torch_npu-{version}.dist-info"
@@ -148,7 +146,7 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Pat
         assert word in on_npus.stderr
 
 
-def test_bounds_are_those_of_the_package() -> None:
+def test_bounds_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [line for extra in project["optional-dependencies"].values() for line in extra]
     bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}

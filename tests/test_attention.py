@@ -21,12 +21,7 @@ from easyrl.model.attention import (
 )
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import (
-    AttentionSettings,
-    Block,
-    SharedPrompt,
-    attend_block,
-)
+from easyrl.model.shared_prompt import AttentionSettings, Block, SharedPrompt, attend_block
 from tiny_models import (
     FAMILIES,
     LENGTHS,

@@ -58,9 +58,7 @@ def assert_names(result: Result, key: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_before_anything_starts(
-    tmp_path: Path, folder: Path, mistake: str
-) -> None:
+def test_a_mistake_is_named_before_anything_starts(tmp_path, folder, mistake):
     words = shlex.split(mistake.replace("FOLDER", str(folder)))
     is_named = "--output" in words or NO_OUTPUT in words
     output = [] if is_named else ["--output", str(tmp_path / "parent" / "run")]
@@ -74,9 +72,7 @@ def checked(*words: str) -> Preflight:
     return check_run(load_config(None, {"reward.functions": ["exact_match"]}, words))
 
 
-def test_a_missing_chat_template_is_found_without_the_tokenizer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_chat_template_is_found_without_the_tokenizer(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # it takes seconds to import
     with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template") as error:
         checked(f"data.dataset={folder}/chat.jsonl")
@@ -88,7 +84,7 @@ def test_a_missing_chat_template_is_found_without_the_tokenizer(
     assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
 
 
-def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
+def test_long_prompts_are_skipped_and_counted(folder):
     words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
     preflight = checked(*words, "data.long_prompts=skip")
     assert preflight.num_prompts_skipped == 1
@@ -98,7 +94,7 @@ def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
 # Weights that are whole as files, but not the model's: found when they are loaded.
 
 
-def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
     model = shutil.copytree(TINY, tmp_path / "model")
     change_json("config.json", intermediate_size=380)(model)
     with pytest.raises(ValueError, match=r"model.path: .* \[128, 380\] .* \[128, 384\]"):
@@ -114,9 +110,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) 
 # Devices.
 
 
-def test_accelerators_that_a_machine_lacks_are_answered_without_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accelerators_that_a_machine_lacks_are_answered_without_torch(monkeypatch):
     monkeypatch.setattr(devices, "has_driver", lambda kind: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -129,9 +123,7 @@ def test_accelerators_that_a_machine_lacks_are_answered_without_torch(
 # Programs and packages.
 
 
-def test_a_missing_package_or_compiler_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_or_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     words = ("--output", str(tmp_path / "run"))
     result = typed(*words, "model.lora.rank=16")
@@ -146,9 +138,7 @@ def test_a_missing_package_or_compiler_is_named(
 # The disk and the memory.
 
 
-def test_a_disk_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(*arguments: Any, **options: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -196,7 +186,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpus:
     return made
 
 
-def test_facts_about_gpus_are_warnings_or_errors(gpus: Gpus) -> None:
+def test_facts_about_gpus_are_warnings_or_errors(gpus):
     assert not gpus.check("model.dtype=bfloat16").warnings
     assert not gpus.check(*SHARED).warnings
     gpus.has_peer_access = False
@@ -212,7 +202,7 @@ def test_facts_about_gpus_are_warnings_or_errors(gpus: Gpus) -> None:
         gpus.check()
 
 
-def test_a_shared_device_that_is_too_small_gets_settings_that_fit(gpus: Gpus) -> None:
+def test_a_shared_device_that_is_too_small_gets_settings_that_fit(gpus):
     gpus.total = 2**32
     tight = (*SHARED, "rollout.memory_fraction=0.998")
     with pytest.raises(ValueError, match=r"fits, by estimate: .*memory_fraction") as refused:
@@ -221,9 +211,7 @@ def test_a_shared_device_that_is_too_small_gets_settings_that_fit(gpus: Gpus) ->
     assert not gpus.check(*SHARED, *words).warnings
 
 
-def test_nvidia_smi_tells_which_programs_hold_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nvidia_smi_tells_which_programs_hold_memory(monkeypatch, tmp_path):
     properties = SimpleNamespace(uuid="8a-9b")
     module = SimpleNamespace(get_device_properties=lambda index: properties)
     monkeypatch.setattr(devices, "device_module", lambda kind: module)

@@ -281,7 +281,7 @@ def test_deterministic_batches_follow_from_the_groups_alone(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_groups_without_a_gradient_free_their_slots(feed: Any, deterministic: bool) -> None:
+def test_groups_without_a_gradient_free_their_slots(feed, deterministic):
     groups = [zeroed(make_group(FIRST + index), [0, 1, 2]) for index in range(3)]
     source = feed(groups, num_slots=1)
     batches = source.batches(3, max_tokens=50, deterministic=deterministic, num_ranks=2)
@@ -289,9 +289,7 @@ def test_groups_without_a_gradient_free_their_slots(feed: Any, deterministic: bo
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
-def test_loss_tokens_count_whether_they_are_computed_or_not(
-    feed: Any, mask_truncated: bool
-) -> None:
+def test_loss_tokens_count_whether_they_are_computed_or_not(feed, mask_truncated):
     """Tokens of truncated completions count only where they are trained."""
     truncated = make_group(FIRST, truncated=np.array([False, True, False]))
     groups = [zeroed(truncated, [0]), make_group(FIRST + 1)]
@@ -310,8 +308,8 @@ LENGTHS = st.lists(
 
 @given(LENGTHS, st.integers(1, 4), st.booleans())
 def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
-    lengths: list[tuple[int, list[int]]], num_ranks: int, shares_prompts: bool
-) -> None:
+    lengths, num_ranks, shares_prompts
+):
     rows = Rows(40, shares_prompts=shares_prompts)
     for index, (prompt, completions) in enumerate(lengths):
         for length in completions:
@@ -364,9 +362,7 @@ SYNC = pytest.mark.parametrize("sync", [False, True])
 )
 @IN_ORDER
 @SYNC
-def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(
-    feed: Any, wrong: RolloutGroup, deterministic: bool, sync: bool
-) -> None:
+def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(feed, wrong, deterministic, sync):
     """The run stops at once, even if delivery in order would never reach the group."""
     source = feed([make_group(FIRST), wrong, make_group(FIRST + 1)])
     is_off_policy = (wrong.iteration, wrong.policy_version) != (ITERATION, VERSION)
@@ -378,8 +374,8 @@ def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(
 @IN_ORDER
 @SYNC
 def test_late_duplicates_of_this_and_the_previous_iteration_are_dropped_and_counted(
-    feed: Any, deterministic: bool, sync: bool
-) -> None:
+    feed, deterministic, sync
+):
     previous = make_group(FIRST + 1, **PREVIOUS)
     first, second = make_group(FIRST), make_group(FIRST + 1)
     source = feed([previous, first, first, second], num_slots=2)
@@ -391,7 +387,7 @@ def test_late_duplicates_of_this_and_the_previous_iteration_are_dropped_and_coun
     assert source.ring.delivered(ITERATION) == {0, 1}
 
 
-def test_an_update_ends_only_when_each_of_its_groups_was_handed_out(feed: Any) -> None:
+def test_an_update_ends_only_when_each_of_its_groups_was_handed_out(feed):
     reader = feed([make_group(FIRST + index) for index in range(4)]).reader(4, num_updates=2)
     drain(reader, 2)
     reader.finish_update(0)
@@ -400,7 +396,7 @@ def test_an_update_ends_only_when_each_of_its_groups_was_handed_out(feed: Any) -
 
 
 @IN_ORDER
-def test_sync_hands_nothing_out_before_all_have_arrived(feed: Any, deterministic: bool) -> None:
+def test_sync_hands_nothing_out_before_all_have_arrived(feed, deterministic):
     source = feed([make_group(FIRST + index) for index in (2, 1, 3, 0)])
     reader = source.reader(4, deterministic=deterministic, sync=True)
     lease = reader.next(0, wait=True)
@@ -408,7 +404,7 @@ def test_sync_hands_nothing_out_before_all_have_arrived(feed: Any, deterministic
     assert sorted([lease.group.prompt_index, *drain(reader, 3)]) == [40, 41, 42, 43]
 
 
-def test_the_first_update_does_not_wait_for_groups_of_the_second(feed: Any) -> None:
+def test_the_first_update_does_not_wait_for_groups_of_the_second(feed):
     """Half of the groups are enough for the first step; groups of the second wait."""
     source = feed([make_group(FIRST + index) for index in (4, 0, 2, 1, 3, 5)])
     steps, sizes = source.steps(6, num_updates=2, max_tokens=1), []
@@ -422,7 +418,7 @@ def test_the_first_update_does_not_wait_for_groups_of_the_second(feed: Any) -> N
 # -- periodic schedule -----------------------------------------------------------------------------
 
 
-def test_periodic_trains_what_has_arrived(feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_periodic_trains_what_has_arrived(feed, monkeypatch):
     source = feed([make_group(FIRST + index) for index in range(3)])
     monkeypatch.setattr(batches_module, "MIN_FILL", 0.0)
     batches = source.batches(3)
@@ -433,7 +429,7 @@ def test_periodic_trains_what_has_arrived(feed: Any, monkeypatch: pytest.MonkeyP
     assert list(batches) == [] and source.num_waits == 3
 
 
-def test_periodic_waits_while_a_micro_batch_is_small(feed: Any) -> None:
+def test_periodic_waits_while_a_micro_batch_is_small(feed):
     groups = [make_group(FIRST + index) for index in range(4)]
     tokens = [len(group.prompt_ids) + group.num_completion_tokens for group in groups]
     source = feed(groups)
@@ -443,7 +439,7 @@ def test_periodic_waits_while_a_micro_batch_is_small(feed: Any) -> None:
     assert sum(batch.num_completions for batch in batches) == 2 * NUM_GENERATIONS
 
 
-def test_periodic_never_waits_while_it_holds_every_slot(feed: Any) -> None:
+def test_periodic_never_waits_while_it_holds_every_slot(feed):
     source = feed([make_group(FIRST + index) for index in range(5)], num_slots=2)
     sizes = [batch.num_completions // NUM_GENERATIONS for batch in source.batches(5)]
     assert sizes == [2, 2, 1]
@@ -457,8 +453,8 @@ def test_periodic_never_waits_while_it_holds_every_slot(feed: Any) -> None:
     ],
 )
 def test_a_slot_is_free_before_its_last_micro_batch_is_trained(
-    feed: Any, num_groups: int, max_tokens: int, num_free_slots: list[int]
-) -> None:
+    feed, num_groups, max_tokens, num_free_slots
+):
     source = feed([make_group(FIRST + index) for index in range(num_groups)], num_slots=1)
     batches = source.batches(num_groups, max_tokens=max_tokens)
     assert [source.num_free for _ in batches] == num_free_slots

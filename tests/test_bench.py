@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,6 @@ from benchmarks.performance_model import (
     TRAIN_KERNELS,
     TRAIN_LOGIT_BYTES,
     Load,
-    Model,
 )
 from easyrl.bench import loop, peer
 from easyrl.bench.harness import run_suite
@@ -41,9 +39,7 @@ from easyrl.runtime.self_test_part import SMALL
 from easyrl.runtime.supervisor import WorkerFailure
 
 
-def test_a_suite_prints_a_table_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_prints_a_table_and_writes_json(tmp_path, monkeypatch):
     rows = [{"what": "ring", "gb_per_second": 3.14159}, {"what": "queue", "times": 15}]
     monkeypatch.setattr(ring, "run", lambda: rows)
     file = tmp_path / "ring.json"
@@ -61,9 +57,7 @@ def test_a_suite_prints_a_table_and_writes_json(
 @pytest.mark.parametrize(
     ("error", "exit_code"), [(KeyboardInterrupt(), 130), (WorkerFailure("train-0 was killed"), 1)]
 )
-def test_stopped_benchmark_shows_and_writes_the_rows_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException, exit_code: int
-) -> None:
+def test_stopped_benchmark_shows_and_writes_the_rows_before(tmp_path, capsys, error, exit_code):
     def suite() -> Iterator[dict[str, Any]]:
         yield {"row": "first", "ratio": 2.0}
         raise error
@@ -73,14 +67,14 @@ def test_stopped_benchmark_shows_and_writes_the_rows_before(
     assert str(error) in capsys.readouterr().err
 
 
-def test_ring_compares_both_ways_to_send_a_group() -> None:
+def test_ring_compares_both_ways_to_send_a_group():
     (row,) = ring.run(group_bytes=(65536,), repetitions=1, num_wakeups=20)
     rates = row["ring_groups_per_second"], row["queue_groups_per_second"]
     assert row["speedup"] == pytest.approx(rates[0] / rates[1])
     assert 0 < row["wakeup_p50_seconds"] <= row["wakeup_p99_seconds"] < 1
 
 
-def test_engine_generates_the_given_lengths() -> None:
+def test_engine_generates_the_given_lengths():
     row = engine.compare(
         "ragged", [[5, 6, 7], [8, 9], [10]], [3, 9, 1], repetitions=1, device=torch.device("cpu")
     )
@@ -89,7 +83,7 @@ def test_engine_generates_the_given_lengths() -> None:
     assert row["speedup"] == pytest.approx(rates[0] / rates[1])
 
 
-def test_attention_compares_the_same_work() -> None:
+def test_attention_compares_the_same_work():
     size = SMALL | {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 50}
     shape = attention.Shape(prompt_len=40, shortest=7, longest=7, num_generations=4)
     row = attention.compare(shape, size, torch.float32, "cpu", repetitions=1)
@@ -99,7 +93,7 @@ def test_attention_compares_the_same_work() -> None:
         assert 0 < row[error] < 1e-5 and 0 < row[f"{error}_repeated"] < 1e-5
 
 
-def test_peak_memory_counts_tensors_that_live_at_the_same_time() -> None:
+def test_peak_memory_counts_tensors_that_live_at_the_same_time():
     def action() -> torch.Tensor:
         for _ in range(3):
             torch.zeros(2000)
@@ -110,7 +104,7 @@ def test_peak_memory_counts_tensors_that_live_at_the_same_time() -> None:
 
 
 @pytest.mark.long
-def test_weights_counts_the_bytes_of_an_update() -> None:
+def test_weights_counts_the_bytes_of_an_update():
     """The weights are cast to bfloat16. The suite itself compares every bit."""
     size = SMALL | {"num_hidden_layers": 2, "vocab_size": 40_000}
     (row,) = weights.run("cpu", "cpu", "bfloat16", repetitions=1, size=size)
@@ -125,7 +119,7 @@ def test_weights_counts_the_bytes_of_an_update() -> None:
         list(weights.run("cpu", "cpu:2"))
 
 
-def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_takes_ratios_within_a_round(monkeypatch):
     seconds = iter([4.0, 3.0, 2.0, 1.0, 8.0, 6.0, 4.0, 2.0])  # the machine slows down
 
     def measure(mode: str, prompts: int, iterations: int) -> dict[str, float]:
@@ -140,7 +134,7 @@ def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.long
-def test_pipeline_does_the_same_work_in_every_mode() -> None:
+def test_pipeline_does_the_same_work_in_every_mode():
     runs = [pipeline.measure(mode, prompts=4, iterations=1) for mode in pipeline.MODES]
     assert len({run["completion_tokens"] for run in runs}) == 1
     for run in runs:
@@ -148,7 +142,7 @@ def test_pipeline_does_the_same_work_in_every_mode() -> None:
             assert 0 < run[f"{phase}_seconds"] < run["iteration_seconds"]
 
 
-def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:
+def test_loop_makes_a_run_that_passes_every_check(tmp_path):
     size = loop.SIZES["small"] | {"num_hidden_layers": 1}
     flags = {"devices.infer": "cpu", "devices.train": "cpu", **loop.ON_CPU}
     flags |= loop.write_inputs(tmp_path, size, load_config(None, flags))
@@ -158,7 +152,7 @@ def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:
     assert len(ends) == 256 // 24 and max(ends) < 256
 
 
-def test_loop_counts_six_operations_per_weight_and_token() -> None:
+def test_loop_counts_six_operations_per_weight_and_token():
     """The operations of attention are added."""
     words = ["train.prompts_per_iteration=32", "rollout.num_generations=16"]
     config = load_config(None, {"data.max_prompt_length": 256}, words)
@@ -169,7 +163,7 @@ def test_loop_counts_six_operations_per_weight_and_token() -> None:
 
 
 @pytest.mark.long
-def test_loop_measures_both_schedules() -> None:
+def test_loop_measures_both_schedules():
     (row,) = loop.run("cpu", "cpu", iterations=1)
     assert row["model"] == "small" and row["mfu"] is None
     assert 0.0 < row["both_busy"] <= min(row["infer_busy"], row["train_busy"]) <= 1.0
@@ -187,16 +181,14 @@ def test_loop_measures_both_schedules() -> None:
         ([], "easyrl-train[peer]"),
     ],
 )
-def test_peer_reports_unusable_input_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
-) -> None:
+def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, named):
     find_spec = str if words else lambda name: None  # installed or not
     monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
     result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
     assert result.exit_code == 2 and named in result.stderr, result.output
 
 
-def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch):
     monkeypatch.setattr(peer, "metadata", SimpleNamespace(version=lambda package: "1.16.0"))
     of_easyrl = [(1000.0, 50.0), (500.0, 52.0), (1200.0, 54.0)]
     tuned, reference = [(200.0, 49.0)] * 3, [(250.0, 51.0), (100.0, 51.0), (400.0, 51.0)]
@@ -206,7 +198,7 @@ def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch: pytest.MonkeyP
     assert (row["easyrl_mean_length"], row["peer_mean_length"]) == (52, 51)
 
 
-def test_peer_does_the_same_work_on_several_accelerators() -> None:
+def test_peer_does_the_same_work_on_several_accelerators():
     placement = resolve_placement(load_config(None, {"devices.infer": "cpu"}))
 
     def settings(infer: str, train: str) -> list[dict[str, Any]]:
@@ -222,9 +214,7 @@ def test_peer_does_the_same_work_on_several_accelerators() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs easyrl-train[peer]")
-def test_peer_samples_the_same_lengths_on_both_sides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peer_samples_the_same_lengths_on_both_sides(tmp_path, monkeypatch):
     work = dataclasses.replace(peer.ROWS["tiny_short"], iterations=2)
     monkeypatch.setattr(peer, "ROWS", {"tiny_short": work})
     file = tmp_path / "peer.json"
@@ -250,7 +240,7 @@ def at_zero_layers(two: float, four: float) -> tuple[float, float]:
     reason="the figures are those of these versions",
 )
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_performance_model_counts_the_work_of_the_code(model: Model) -> None:
+def test_performance_model_counts_the_work_of_the_code(model):
     """Kernels exactly; bytes within 3 % of a decode step, and 10 % of training."""
 
     def total(per_layer: float, besides: float) -> float:
@@ -283,7 +273,7 @@ def test_performance_model_counts_the_work_of_the_code(model: Model) -> None:
     assert of_head == pytest.approx(TRAIN_LOGIT_BYTES * model.vocabulary * tokens, rel=0.1)
 
 
-def test_measured_speed_is_shown_beside_expected_speed(tmp_path: Path) -> None:
+def test_measured_speed_is_shown_beside_expected_speed(tmp_path):
     files = {
         "engine": {"load": "equal lengths", "engine_tokens_per_second": 12345.0},
         "loop": {"model": "1.7B", "mfu": 0.12345, "infer_devices": "0", "train_devices": "1"},

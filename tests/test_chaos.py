@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.long
-def test_runs_survive_lost_processes(tmp_path: Path) -> None:
+def test_runs_survive_lost_processes(tmp_path):
     words = ("--trials", "100", "--seed", "1", "--jobs", "2", "--folder", str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", *words],

@@ -68,7 +68,7 @@ def save(folder: Path, version: int, learner: Learner, **state: Any) -> Path:
 # -- tensors -------------------------------------------------------------------------------------
 
 
-def test_restored_learner_continues_with_the_same_bits(tmp_path: Path) -> None:
+def test_restored_learner_continues_with_the_same_bits(tmp_path):
     one, other = learner(), learner()
     step(one, 1)
     step(one, 2)
@@ -129,9 +129,7 @@ def shard_and_save(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(
-    tmp_path: Path,
-) -> None:
+def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(tmp_path):
     (tmp_path / "file").touch()
     torch.multiprocessing.spawn(shard_and_save, (str(tmp_path),), nprocs=2)
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["2", "3"]
@@ -201,9 +199,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
-    two: Path, tmp_path: Path, damage: str
-) -> None:
+def test_damaged_checkpoint_is_refused_and_the_older_one_taken(two, tmp_path, damage):
     folder = Path(shutil.copytree(two, tmp_path / "checkpoints"))
     harm, reason = DAMAGE[damage]
     harm(folder / "10")
@@ -217,7 +213,7 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
 
 
-def test_no_flipped_bit_of_the_state_is_accepted(tmp_path: Path) -> None:
+def test_no_flipped_bit_of_the_state_is_accepted(tmp_path):
     path = tmp_path / "3"
     unfinished_name(path).mkdir()
     (unfinished_name(path) / "shard.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
@@ -236,9 +232,7 @@ def test_no_flipped_bit_of_the_state_is_accepted(tmp_path: Path) -> None:
         assert json.loads(content) == json.loads(whole)
 
 
-def test_checkpoint_deleted_while_it_is_verified_is_not_called_damaged(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_deleted_while_it_is_verified_is_not_called_damaged(two, tmp_path, monkeypatch):
     copies(two, tmp_path, 9)
 
     def publish_another(file: Path) -> str:
@@ -257,9 +251,7 @@ def copies(of: Path, folder: Path, *versions: int) -> None:
         shutil.copytree(of / "9", folder / str(version))
 
 
-def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(
-    two: Path, tmp_path: Path
-) -> None:
+def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_path):
     def kept(number: int) -> set[str]:
         keep_newest(tmp_path, number)
         return {path.name for path in tmp_path.iterdir()}
@@ -279,9 +271,7 @@ def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(
     assert kept(1) == {"100", "best"}
 
 
-def test_checkpoint_of_version_0_1_has_no_checksums_and_none_has_pickles(
-    two: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_of_version_0_1_has_no_checksums_and_none_has_pickles(two, tmp_path):
     copies(two, tmp_path, 9)
     for file in (tmp_path / "9").iterdir():
         assert file.suffix in (".json", ".safetensors")
@@ -326,7 +316,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exported_model_is_that_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_exported_model_is_that_of_the_checkpoint(tmp_path, kind):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     family, changes = KINDS[kind]
@@ -352,7 +342,7 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path: Path, kind: str) -> 
         assert any("experts.3.gate_proj.weight" in name for name in names_in(tmp_path / "again"))
 
 
-def test_fingerprint_covers_tokenizer_and_configuration(tmp_path: Path) -> None:
+def test_fingerprint_covers_tokenizer_and_configuration(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder)
     assert fingerprint(str(folder)) == fingerprint("tiny")
@@ -366,7 +356,7 @@ def test_fingerprint_covers_tokenizer_and_configuration(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
-def test_impossible_export_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+def test_impossible_export_is_refused_and_removes_nothing(tmp_path):
     path, _ = make_checkpoint(tmp_path, "qwen3")
     folders = [tmp_path / name for name in ("out.old", "out.unfinished", "out.new", "notes")]
     for folder in folders:
@@ -398,7 +388,7 @@ def test_impossible_export_is_refused_and_removes_nothing(tmp_path: Path) -> Non
     assert all((folder / "mine").exists() for folder in folders)
 
 
-def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path: Path) -> None:
+def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path):
     path, _ = make_checkpoint(tmp_path, "qwen3")
     model, state = tmp_path / "model", json.loads((path / "state.json").read_text())["state"]
     code = "from transformers import {0}Config\nopen({1!r}, 'a').close()\nclass C({0}Config): ..."
@@ -424,9 +414,7 @@ def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path: Path) -> None:
     assert (tmp_path / "was_run").exists()
 
 
-def test_export_takes_the_next_checkpoint_where_the_run_deletes_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_takes_the_next_checkpoint_where_the_run_deletes_one(tmp_path, monkeypatch):
     path, policy = make_checkpoint(tmp_path, "qwen3")
 
     def load_while_the_run_goes_on(*arguments: Any, **named: Any) -> Policy:

@@ -60,7 +60,7 @@ def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tupl
     return process.returncode, out, err
 
 
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     """Until then it is shown and reached from this machine and by its user only."""
     process, processes = started(tmp_path, "--train-devices", "cpu:2")
     run, every = tmp_path / "run", [psutil.Process(process.pid), *processes]
@@ -100,14 +100,12 @@ def interrupt(
 
 @pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_end_everything_without_an_error(
-    tmp_path: Path, signum: signal.Signals
-) -> None:
+def test_other_signals_end_everything_without_an_error(tmp_path, signum):
     interrupt(*started(tmp_path), signum)
 
 
 @pytest.mark.long
-def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path: Path) -> None:
+def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path):
     process, _ = started(tmp_path, "train.save_every=null")
     run = tmp_path / "run"
     assert request(run, {"command": "stop"})["message"]  # a second one does not hurry it
@@ -121,7 +119,7 @@ def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path: Path) -> None:
+def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path):
     process, processes = started(tmp_path)
     (trainer,) = [p for p in processes if "train-0" in str(log_of(p))]
     trainer.suspend()  # so that it never ends its micro-batch
@@ -140,7 +138,7 @@ def log_of(process: psutil.Process) -> Path:
 
 
 @pytest.mark.long
-def test_ctrl_c_while_the_workers_start(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_workers_start(tmp_path):
     process = start("--output", str(tmp_path / "run"), *ENDLESS)
     wait_for_line(process, "groups in flight")
     deadline = time.monotonic() + 30
@@ -152,7 +150,7 @@ def test_ctrl_c_while_the_workers_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_controller_or_trainer_ends_everything(tmp_path: Path) -> None:
+def test_a_killed_controller_or_trainer_ends_everything(tmp_path):
     process, processes = started(tmp_path)
     kill(process, "train-0")
     returned, _, err = end(process, processes)
@@ -189,7 +187,7 @@ def hangs(prompts, completions, **columns):
 
 
 @pytest.mark.long
-def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     run, reward = ("--output", str(tmp_path / "run")), ("--reward", f"{tmp_path}/r.py:hangs")
     process = start(*run, *reward, *ENDLESS)
@@ -203,9 +201,7 @@ def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["reward", "model"])
-def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(
-    tmp_path: Path, what: str
-) -> None:
+def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(tmp_path, what):
     """The errors are those of a reward function, and of a model that its own class refuses."""
     (tmp_path / "r.py").write_text(REWARDS)
     words = ["--output", str(tmp_path / "run"), *ENDLESS]
@@ -223,7 +219,7 @@ def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(
     assert code == 1 and err.count("easyrl: ") == 1
 
 
-def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody() -> None:
+def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody():
     began = time.monotonic()
     with Supervisor() as supervisor:
         worker = supervisor.spawn("deaf", sleep_for_ever)

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -44,7 +43,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 @pytest.mark.alone
-def test_help_is_quick_and_imports_no_torch() -> None:
+def test_help_is_quick_and_imports_no_torch():
     program = (
         "import sys; sys.argv = ['easyrl', '--help']\n"
         "from easyrl.cli import main\n"
@@ -60,7 +59,7 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     assert min(seconds) < 0.5
 
 
-def test_a_run_on_the_cpu_needs_no_torch_in_its_controller(tmp_path: Path) -> None:
+def test_a_run_on_the_cpu_needs_no_torch_in_its_controller(tmp_path):
     """Its import, of seconds, would hold up the workers, which import it as well."""
     program = (
         "import pathlib, sys\n"
@@ -77,13 +76,13 @@ def test_a_run_on_the_cpu_needs_no_torch_in_its_controller(tmp_path: Path) -> No
     assert python("-c", program) == "[]\n"
 
 
-def test_module_runs_like_the_console_script() -> None:
+def test_module_runs_like_the_console_script():
     assert python("-m", "easyrl", "--version") == f"easyrl {easyrl.__version__}\n"
     result = call("train", "--model", "tiny")  # another trainer's name of the command
     assert result.exit_code == 2 and "easyrl grpo" in result.output
 
 
-def test_every_named_flag_reaches_its_key(runs: list[Config]) -> None:
+def test_every_named_flag_reaches_its_key(runs):
     words = "--model m --dataset d.jsonl --reward exact_match --reward r.py:f --infer-devices 0"
     words += " --train-devices 1-2 --output out --iterations 3 --seed 4 --schedule sync"
     result = call("grpo", *words.split(), "train.learning_rate=1e-6")
@@ -94,9 +93,7 @@ def test_every_named_flag_reaches_its_key(runs: list[Config]) -> None:
     assert runs == [load_config(None, settings | {"train.learning_rate": 1e-6})]
 
 
-def test_a_run_resumes_with_its_own_settings_in_its_own_folder(
-    runs: list[Config], tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_its_own_settings_in_its_own_folder(runs, tmp_path):
     config = load_config(None, {"output.dir": "where/it/was", "train.iterations": 7})
     (tmp_path / "config.yaml").write_text(to_commented_yaml(config))
     for words in ((), ("--iterations", "9")):
@@ -114,9 +111,7 @@ def test_a_run_resumes_with_its_own_settings_in_its_own_folder(
         *((kind("a bug"), 1) for kind in (ValueError, KeyError)),
     ],
 )
-def test_exit_codes_and_whose_mistake_it_is(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
     assert call("grpo").exit_code == 3
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", Mock(side_effect=error))
@@ -126,7 +121,7 @@ def test_exit_codes_and_whose_mistake_it_is(
     assert of_worker.is_user_error == (code == 2) and bool(of_worker.traceback) != (code == 2)
 
 
-def test_a_dry_run_prints_no_escapes_of_a_name() -> None:
+def test_a_dry_run_prints_no_escapes_of_a_name():
     done = CliRunner().invoke(cli.app, ["grpo", "--dry-run", "--model", "a\x1b[2J\nb"])
     assert "\x1b" not in done.output and 'path: "a\\e[2J\\nb"' in done.output
 
@@ -144,9 +139,7 @@ def test_a_dry_run_prints_no_escapes_of_a_name() -> None:
         (["--search", "warmup"], {"train": {"warmup_iterations": 2}}),
     ],
 )
-def test_config_prints_the_settings_that_are_named_or_found(
-    words: list[str], shown: dict[str, Any]
-) -> None:
+def test_config_prints_the_settings_that_are_named_or_found(words, shown):
     for unknown in (["train.lr"], ["--search", "unicorn"], ["model", "--diff", "."]):
         assert call("config", *unknown).exit_code == 2
     result = call("config", *words)
@@ -157,7 +150,7 @@ def test_config_prints_the_settings_that_are_named_or_found(
 # config --diff
 
 
-def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path: Path) -> None:
+def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path):
     words = ["train.iterations=7", "output.log_to=[tensorboard]", "train.learning_rate=1e-6"]
     config = load_config(words=words)
     (tmp_path / "config.yaml").write_text(to_commented_yaml(config))

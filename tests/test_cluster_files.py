@@ -59,9 +59,7 @@ COMMANDS = list(easyrl_commands())
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_exists_and_its_run_would_be_placed(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_exists_and_its_run_would_be_placed(words, monkeypatch):
     assert len(COMMANDS) == 9
     monkeypatch.chdir(ROOT)
     resources = cluster.Resources("cuda", 24, (64, 64, 64))
@@ -85,7 +83,7 @@ def test_a_command_exists_and_its_run_would_be_placed(
         assert parse_device_set(parsed["infer_devices"]).is_ray
 
 
-def test_the_slurm_file_is_a_script_with_known_options() -> None:
+def test_the_slurm_file_is_a_script_with_known_options():
     subprocess.run(["bash", "-n", SLURM], check=True)
     lines = re.findall(r"^#SBATCH (.*)", SLURM.read_text(), re.M)
     options = [re.fullmatch(r"--([a-z-]+)(?:=\S+)?", line) for line in lines]
@@ -94,7 +92,7 @@ def test_the_slurm_file_is_a_script_with_known_options() -> None:
     assert before_code.count("#SBATCH --") == len(lines) == len(SBATCH_OPTIONS)
 
 
-def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run() -> None:
+def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
     job = manifest()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]["rayClusterSpec"]
@@ -131,7 +129,7 @@ exec "$@"
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_the_slurm_file_runs_on_two_nodes_and_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_the_slurm_file_runs_on_two_nodes_and_sigterm_leaves_a_checkpoint(tmp_path):
     pytest.importorskip("ray")
     tools, folder = tmp_path / "bin", tmp_path / "job"
     tools.mkdir()

@@ -47,7 +47,7 @@ def error_of(*words: str) -> str:
 # The layers.
 
 
-def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path: Path) -> None:
+def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
     file = write(tmp_path, "train: {iterations: 1, prompts_per_iteration: 11, learning_rate: 1e-6}")
     settings = {"train.iterations": 2, "train.prompts_per_iteration": 22}
     train = load_config(file, settings, ["train.iterations=3"]).train
@@ -57,7 +57,7 @@ def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path: Path) -> Non
         assert load_config(write(tmp_path, text)) == load_config() == Config()
 
 
-def test_a_changed_config_is_checked_and_remembers_what_was_set() -> None:
+def test_a_changed_config_is_checked_and_remembers_what_was_set():
     config = of("model.path=m")
     changed = change_config(config, {"model.lora.rank": 8, "train.iterations": 3})
     assert changed == of("model.path=m", "model.lora.rank=8", "train.iterations=3")
@@ -88,13 +88,11 @@ def test_a_changed_config_is_checked_and_remembers_what_was_set() -> None:
         ("iterations", "section.key=value"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_setting_that_it_may_mean(
-    typed: str, hint: str
-) -> None:
+def test_an_unknown_name_is_answered_with_the_setting_that_it_may_mean(typed, hint):
     assert hint in error_of(typed)
 
 
-def test_every_synonym_and_advice_names_settings_that_exist() -> None:
+def test_every_synonym_and_advice_names_settings_that_exist():
     last_parts = {name.rpartition(".")[2] for name in KEYS}
     assert last_parts.issuperset(SYNONYMS.values())
     for (name, value), instead in INSTEAD.items():
@@ -102,7 +100,7 @@ def test_every_synonym_and_advice_names_settings_that_exist() -> None:
         of(instead)
 
 
-def test_a_chat_template_is_kept_as_text(tmp_path: Path) -> None:
+def test_a_chat_template_is_kept_as_text(tmp_path):
     (tmp_path / "chat.jinja").write_text("{{ messages }}\n")
     config = of(f"data.chat_template={tmp_path}/chat.jinja")
     assert config.data.chat_template == "{{ messages }}\n"
@@ -162,8 +160,8 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
     ],
 )
 def test_a_word_has_the_value_that_was_meant_and_yaml_and_arguments_keep_it(
-    key: str, typed: str, expected: Any, tmp_path: Path
-) -> None:
+    key, typed, expected, tmp_path
+):
     text = f"{{{typed}}}" if key == "data.chat_template_kwargs" else typed
     config = of(f"{key}={text}")
     assert repr(value_of(config, key)) == repr(expected)
@@ -174,7 +172,7 @@ def test_a_word_has_the_value_that_was_meant_and_yaml_and_arguments_keep_it(
         assert load_config(None, {}, words) == config
 
 
-def test_arguments_are_options_and_then_words() -> None:
+def test_arguments_are_options_and_then_words():
     config = of("data.dataset=[d 1.jsonl, e]", "model.lora.rank=2", "runtime.seed=3")
     words = ["--dataset", "d 1.jsonl", "--dataset", "e", "--seed", "3", "model.lora.rank=2"]
     assert to_arguments(config, Config()) == words
@@ -183,7 +181,7 @@ def test_arguments_are_options_and_then_words() -> None:
 # YAML out.
 
 
-def test_generated_files_are_current() -> None:
+def test_generated_files_are_current():
     assert all(field.description for field in KEYS.values()) and len(KEYS) <= 100
     yaml, markdown = ROOT / "configs" / "default.yaml", ROOT / "docs" / "settings.md"
     assert yaml.read_text() == to_commented_yaml(Config()), "easyrl config > configs/default.yaml"
@@ -202,9 +200,7 @@ def test_generated_files_are_current() -> None:
         unique=True,
     ),
 )
-def test_commented_yaml_loads_again_to_an_equal_config(
-    text: str, number: float, texts: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_commented_yaml_loads_again_to_an_equal_config(text, number, texts, tmp_path_factory):
     flags = {"model.path": text, "data.preset": text, "train.learning_rate": number}
     flags |= {"data.chat_template_kwargs": {"a": texts, "b": number}, "rollout.stop": texts}
     config = load_config(None, flags)
@@ -228,7 +224,7 @@ def test_commented_yaml_loads_again_to_an_equal_config(
         *(f"devices.infer={text}" for text in ("3-1", "0,,2", "gpu", "cpu:0", "0-2,1")),
     ],
 )
-def test_wrong_value_is_refused_with_its_key(word: str) -> None:
+def test_wrong_value_is_refused_with_its_key(word):
     assert error_of(word).startswith(word.partition("=")[0])
 
 
@@ -249,7 +245,7 @@ def test_wrong_value_is_refused_with_its_key(word: str) -> None:
         ("[" * 3000, "config.yaml"),
     ],
 )
-def test_unusable_file_is_refused_with_its_line(text: str, where: str, tmp_path: Path) -> None:
+def test_unusable_file_is_refused_with_its_line(text, where, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, text), {"train.iterations": 7})
     assert where in str(caught.value)
@@ -283,15 +279,15 @@ LONG = ("rollout.max_completion_length=4096", "data.max_prompt_length=100")
         (("algorithm.entropy_coef=0.01",), "algorithm.trains_zero_advantages", True),
     ],
 )
-def test_what_a_default_means(words: tuple[str, ...], key: str, expected: Any) -> None:
+def test_what_a_default_means(words, key, expected):
     assert value_of(of(*words), key) == expected
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once():
     assert len(error_of("foo", "train.lerning_rate=1", "train.iterations=x").splitlines()) == 3
 
 
-def test_keys_that_must_agree() -> None:
+def test_keys_that_must_agree():
     assert "null" in error_of(*LONG, "train.max_tokens_per_micro_batch=4096")
     cispo = ("algorithm.loss_type=cispo", "algorithm.epsilon_high=0.28")
     assert error_of(*cispo).startswith("algorithm.epsilon_high")
@@ -305,7 +301,7 @@ def test_keys_that_must_agree() -> None:
 # Device sets.
 
 
-def test_device_sets() -> None:
+def test_device_sets():
     for text, kind, indices in (
         ("0-3", "accelerator", (0, 1, 2, 3)),
         ("4-5,0", "accelerator", (0, 4, 5)),
@@ -317,7 +313,7 @@ def test_device_sets() -> None:
         assert parse_device_set(str(parsed)) == parsed
 
 
-def test_device_sets_are_disjoint_or_one_shared_accelerator() -> None:
+def test_device_sets_are_disjoint_or_one_shared_accelerator():
     for infer, train in (("0-3", "4-7"), ("0", "0"), ("cpu", "cpu"), ("cpu:2", "0")):
         check_disjoint(parse_device_set(infer), parse_device_set(train))
     for infer, train in (("0-3", "3-4"), ("0,1", "0,1"), ("0", "0-1")):

@@ -83,7 +83,7 @@ def live_run(folder: Path, scaled: list[DeviceSet]) -> Iterator[None]:
             thread.join()
 
 
-def test_requests_are_checked_before_they_reach_the_run(folder: Path) -> None:
+def test_requests_are_checked_before_they_reach_the_run(folder):
     """Also in the place of the socket that a killed run has left."""
     scaled: list[DeviceSet] = []
     ControlSocket(folder, refuse_all)._listener.close()
@@ -107,7 +107,7 @@ def test_requests_are_checked_before_they_reach_the_run(folder: Path) -> None:
     assert scaled == [DeviceSet("accelerator", (0, 2, 3))] and not file.exists()
 
 
-def test_the_folder_of_no_live_run_is_named(tmp_path: Path) -> None:
+def test_the_folder_of_no_live_run_is_named(tmp_path):
     run = tmp_path / "run"
     for make, problem in (
         (lambda: None, "the folder of a run"),
@@ -121,7 +121,7 @@ def test_the_folder_of_no_live_run_is_named(tmp_path: Path) -> None:
             assert problem in result.stderr and str(run) in result.stderr
 
 
-def test_a_run_that_does_not_answer_is_not_waited_for(folder: Path, control: ControlSocket) -> None:
+def test_a_run_that_does_not_answer_is_not_waited_for(folder, control):
     with pytest.raises(ValueError, match="does not answer"):
         request(folder, STATUS, timeout_seconds=0.1)
     end = threading.Timer(0.2, control.close)  # while a client waits
@@ -133,9 +133,7 @@ def test_a_run_that_does_not_answer_is_not_waited_for(folder: Path, control: Con
     end.join()
 
 
-def test_a_client_that_sends_nothing_keeps_nobody_waiting(
-    folder: Path, control: ControlSocket
-) -> None:
+def test_a_client_that_sends_nothing_keeps_nobody_waiting(folder, control):
     silent, other = connect(folder), connect(folder)
     other.send(b"{}")
     began = time.monotonic()
@@ -148,7 +146,7 @@ def test_a_client_that_sends_nothing_keeps_nobody_waiting(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(folder: Path, control: ControlSocket) -> None:
+def test_another_user_is_refused(folder, control):
     """Even where the file's mode lets it connect."""
     reached = os.open(folder, os.O_RDONLY)
     (folder / "control.sock").chmod(0o666)
@@ -171,7 +169,7 @@ def test_another_user_is_refused(folder: Path, control: ControlSocket) -> None:
     os.close(reached)
 
 
-def test_without_sockets_the_run_continues(folder: Path) -> None:
+def test_without_sockets_the_run_continues(folder):
     (folder / "control.sock").mkdir()  # bind fails, as on a file system without sockets
     notes: list[Event] = []
     with (
@@ -201,9 +199,7 @@ def invalid(number: int, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("num_inputs", [1000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_random_inputs_are_refused_and_counted(
-    num_inputs: int, folder: Path, control: ControlSocket
-) -> None:
+def test_random_inputs_are_refused_and_counted(num_inputs, folder, control):
     rng, process = random.Random(0), psutil.Process()
     memory, descriptors = 0, process.num_fds()
     for number in range(num_inputs):

@@ -20,12 +20,7 @@ from easyrl.model.policy import Policy
 from easyrl.runtime import placement as placement_module
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.workers import core_sharing
-from easyrl.workers.core_sharing import (
-    CoreSharing,
-    IdleBoard,
-    WorkerCores,
-    make_idle_board,
-)
+from easyrl.workers.core_sharing import CoreSharing, IdleBoard, WorkerCores, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 from own_workers import spawned_settings
 
@@ -44,9 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(
-    board: IdleBoard, asked: list[Any]
-) -> None:
+def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(board, asked):
     shared = {1: (2, 3), 2: (4, 5)}
     ours = WorkerCores(2, (0, 1), CoreSharing(board, 0, shared))
     theirs = WorkerCores(2, (2, 3), CoreSharing(board, 1, {}))
@@ -90,7 +83,7 @@ print(json.dumps([sorted(os.sched_getaffinity(int(thread))) for thread in thread
 
 
 @pytest.mark.skipif(len(processes.allowed_cores()) < 2, reason="one core")
-def test_a_thread_started_on_shared_cores_reaches_all_of_them() -> None:
+def test_a_thread_started_on_shared_cores_reaches_all_of_them():
     two = tuple(sorted(processes.allowed_cores())[:2])
     done = subprocess.run(
         [sys.executable, "-c", TURNS % two], capture_output=True, text=True, check=True
@@ -99,13 +92,13 @@ def test_a_thread_started_on_shared_cores_reaches_all_of_them() -> None:
     assert masks and all(mask == list(two) for mask in masks)
 
 
-def test_the_users_spin_settings_win() -> None:
+def test_the_users_spin_settings_win():
     assert processes.spin_environment({}) == {"GOMP_SPINCOUNT": "10000"}
     for own in ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "passive"}):
         assert processes.spin_environment(own) == {}
 
 
-def test_a_worker_is_busy_again_after_an_interrupted_wait(board: IdleBoard) -> None:
+def test_a_worker_is_busy_again_after_an_interrupted_wait(board):
     with pytest.raises(KeyboardInterrupt), WorkerCores(1, (), CoreSharing(board, 1, {})).idle():
         assert board[1]
         raise KeyboardInterrupt
@@ -131,7 +124,7 @@ def sharing_of(settings: WorkerSettings) -> CoreSharing:
 
 @pytest.mark.parametrize(("infer", "train"), [(1, 1), (3, 2), (2, 5)])
 @pytest.mark.usefixtures("eight_cores")
-def test_every_worker_shares_with_one_of_the_other_role(infer: int, train: int) -> None:
+def test_every_worker_shares_with_one_of_the_other_role(infer, train):
     words = (f"devices.infer=cpu:{infer}", f"devices.train=cpu:{train}")
     spawned = spawned_settings(placed(*words, "train.prompts_per_iteration=8"))
     names = list(spawned)
@@ -147,7 +140,7 @@ def test_every_worker_shares_with_one_of_the_other_role(infer: int, train: int) 
 
 
 @pytest.mark.usefixtures("eight_cores")
-def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed() -> None:
+def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed():
     both = ("devices.infer=cpu", "devices.train=cpu", "train.prompts_per_iteration=128")
     assert placed(*both).lends_cores and placed(*both).max_concurrent_groups == 64
     for word in ("devices.threads=2", "runtime.deterministic=true"):
@@ -159,7 +152,7 @@ def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed() -> None:
 
 
 @pytest.mark.usefixtures("eight_cores")
-def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch):
     """vLLM computes in a process of its own, whose threads are set once."""
     monkeypatch.setattr(placement_module, "unsupported_reason", lambda *about: None)
     placement = placed(
@@ -172,7 +165,7 @@ def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatc
     assert placement.max_concurrent_groups == 32
 
 
-def test_the_trainer_looks_for_idle_cores_at_each_layer() -> None:
+def test_the_trainer_looks_for_idle_cores_at_each_layer():
     policy = Policy.load("tiny", "cpu")
     calls: list[bool] = []
     policy.before_each_block(lambda: calls.append(torch.is_grad_enabled()))
@@ -204,7 +197,7 @@ def num_faults(how: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_kept_memory_is_used_again_without_page_faults() -> None:
+def test_kept_memory_is_used_again_without_page_faults():
     pages = 20 * 2**26 // getpagesize()
     assert num_faults("give-back") > pages / 1024  # huge pages fault once for 512 small ones
     assert num_faults("keep") < pages / 10_000

@@ -95,9 +95,7 @@ def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
     return [Weight(f"w{n}", values, lambda: values, is_trained=True) for n in range(number)]
 
 
-def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(
-    tmp_path: Path, backend: Backend
-) -> None:
+def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(tmp_path, backend):
     """The device's next work is ordered after each broadcast (`wait`)."""
     channel = join(tmp_path, bucket_bytes=2**20)
     backend.log.clear()
@@ -109,9 +107,7 @@ def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(
     assert backend.log[-2:] == ["5 done", "5 waited"]
 
 
-def test_a_direct_broadcast_ends_before_the_next_weight_is_gathered(
-    tmp_path: Path, backend: Backend
-) -> None:
+def test_a_direct_broadcast_ends_before_the_next_weight_is_gathered(tmp_path, backend):
     channel = join(tmp_path)
     made: list[str] = []
 
@@ -133,12 +129,8 @@ def test_a_direct_broadcast_ends_before_the_next_weight_is_gathered(
     ],
 )
 def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
-    cancelled: bool,
-    kind: type[Exception],
-    bounds: tuple[float, float],
-    tmp_path: Path,
-    backend: Backend,
-) -> None:
+    cancelled, kind, bounds, tmp_path, backend
+):
     channel = join(tmp_path, is_cancelled=lambda: cancelled)
     channel.send(0, weights(1))
     backend.polls = None
@@ -149,9 +141,7 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
     assert backend.num_aborts == 1, "its group is not awaited"
 
 
-def test_a_backend_that_hangs_when_it_connects_is_left_behind(
-    tmp_path: Path, backend: Backend
-) -> None:
+def test_a_backend_that_hangs_when_it_connects_is_left_behind(tmp_path, backend):
     connected = threading.Event()
     backend.connect = connected.wait
     with pytest.raises(TimeoutError, match="making the process group"):
@@ -167,8 +157,8 @@ def test_a_backend_that_hangs_when_it_connects_is_left_behind(
     ],
 )
 def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
-    error: str, kind: type[Exception], tmp_path: Path, backend: Backend
-) -> None:
+    error, kind, tmp_path, backend
+):
     """The broadcast may have begun long before the wait."""
     channel = join(tmp_path)
     channel.send(0, weights(1))
@@ -177,7 +167,7 @@ def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
         channel.send(1, weights(1))
 
 
-def test_a_handle_of_shared_memory_leaves_no_name() -> None:
+def test_a_handle_of_shared_memory_leaves_no_name():
     """torch counts a storage's readers in a named segment."""
     counter = Path("/dev/shm/torch_easyrl_test")
     counter.touch()

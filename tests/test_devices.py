@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +26,7 @@ from easyrl.runtime.placement import (
 from own_workers import spawned_settings
 
 
-def test_num_cores_respects_a_containers_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_num_cores_respects_a_containers_quota(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     files = (tmp_path / "quota", tmp_path / "period")
     version_1, version_2 = tuple(map(str, files)), (str(files[0]),)
@@ -45,9 +42,7 @@ def test_num_cores_respects_a_containers_quota(
         assert processes.num_cores() == expected
 
 
-def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(tmp_path, monkeypatch):
     """Some systems have the driver where only torch's libraries find it."""
     monkeypatch.setattr(devices, "DEVICE_NODES", tmp_path)
     monkeypatch.setattr(devices, "CUDA_DRIVER", "libnone.so")
@@ -75,9 +70,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     return monkeypatch
 
 
-def test_workers_get_disjoint_physical_cores_of_the_process(
-    machine: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_get_disjoint_physical_cores_of_the_process(machine, tmp_path):
     assert processes.split_cores(2) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert processes.split_cores(3) == ((0, 4), (1, 5), (2, 6))
     assert len(processes.split_cores(7)) == 7 and processes.split_cores(8) == ()
@@ -97,9 +90,7 @@ def placed(*words: str) -> Placement:
     return resolve_placement(of(*words))
 
 
-def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
-    machine: pytest.MonkeyPatch,
-) -> None:
+def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(machine):
     placement = placed("devices.infer=cpu:2", "devices.train=cpu")
     assert [placement.cores_of("rollout", n) for n in (0, 1)] == [(0, 4), (1, 5)]
     assert placement.cores_of("train", 0) == (2, 6)
@@ -112,7 +103,7 @@ def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
 # Accelerators, by the numbers that the user sees.
 
 
-def test_a_device_number_counts_what_the_user_lets_be_seen() -> None:
+def test_a_device_number_counts_what_the_user_lets_be_seen():
     for kind, seen, expected in (
         ("cuda", {}, "1"),
         ("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-8a, MIG-9b"}, "MIG-9b"),
@@ -138,8 +129,8 @@ def of_gpus(infer: str, train: str) -> Placement:
     ],
 )
 def test_every_worker_sees_its_device_as_number_0(
-    infer: str, train: str, devices_seen: list[Any], cross_on_cpu: bool, memory_fraction: float
-) -> None:
+    infer, train, devices_seen, cross_on_cpu, memory_fraction
+):
     placement = of_gpus(infer, train)
     last = f"rollout-{len(infer.split(',')) - 1}"
     spawned = spawned_settings(placement)
@@ -202,9 +193,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_looks_at_devices_when_it_is_imported_sees_the_workers_environment(
-    tmp_path: Path,
-) -> None:
+def test_a_program_that_looks_at_devices_when_it_is_imported_sees_the_workers_environment(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     paths = os.pathsep.join(map(str, (Path(devices.__file__).parent.parent, Path(__file__).parent)))
     unset = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -249,7 +238,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return make
 
 
-def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(install) -> None:
+def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(install):
     install("0.32.0")
     assert choose_engine(of(), GPUS).name == "vllm"
     assert choose_engine(of(), CPU) == EngineChoice("embedded", "the default on the CPU")
@@ -270,8 +259,8 @@ def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(inst
     ],
 )
 def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
-    install, version: str | None, words: tuple[str, ...], said: str
-) -> None:
+    install, version, words, said
+):
     install(version)
     chosen = choose_engine(of(*words), GPUS)
     assert chosen.name == "embedded"
@@ -294,9 +283,7 @@ def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
         ("0.30.0rc2", ("model.dtype=float32",), "model.dtype=bfloat16"),
     ],
 )
-def test_on_npus_vllm_is_used_where_the_releases_match(
-    install, ascend: str | None, words: tuple[str, ...], said: str
-) -> None:
+def test_on_npus_vllm_is_used_where_the_releases_match(install, ascend, words, said):
     install("0.30.0+empty", ascend)
     words = ("model.dtype=bfloat16", *words)
     chosen = choose_engine(of(*words), GPUS, accelerator=devices.ASCEND)
@@ -306,9 +293,7 @@ def test_on_npus_vllm_is_used_where_the_releases_match(
             choose_engine(of("rollout.engine=vllm", *words), GPUS, accelerator=devices.ASCEND)
 
 
-def test_tensor_parallel_engines_take_their_devices_in_turn(
-    install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_parallel_engines_take_their_devices_in_turn(install, monkeypatch):
     install("0.32.0")
     monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
     placement = resolve_placement(of("devices.infer=0-2,4", "devices.train=5", TWO))
@@ -319,7 +304,7 @@ def test_tensor_parallel_engines_take_their_devices_in_turn(
             choose_engine(of(*words), GPUS)
 
 
-def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch):
     """vLLM would count what the trainer allocates meanwhile as its own."""
     config = {"num_hidden_layers": 16, "num_attention_heads": 16, "hidden_size": 2048}
     config["vocab_size"] = 32_000
@@ -337,9 +322,7 @@ def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch: pytest.Mon
     assert sizes[3] == available < rows
 
 
-def test_beside_the_trainer_vllm_starts_all_groups(
-    install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_the_trainer_vllm_starts_all_groups(install, monkeypatch):
     install("0.32.0")
     monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 2))
     for train, engine, in_flight in ((0, "vllm", 64), (1, "vllm", 16), (0, "embedded", 16)):

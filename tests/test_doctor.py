@@ -66,14 +66,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
-def test_a_healthy_machine_has_no_remedies(machine: Machine) -> None:
+def test_a_healthy_machine_has_no_remedies(machine):
     assert all(line.status == "ok" and not line.remedy for line in check())
     machine.versions |= {"torch": "2.15.0+cu132", "peft": "0.21.2"}
     machine.set(devices, "accelerator", lambda: ("cuda", 1))
     assert all(line.status == "ok" for line in check())
 
 
-def test_a_gpu_without_a_compiler_or_with_an_old_driver_gets_a_warning(machine: Machine) -> None:
+def test_a_gpu_without_a_compiler_or_with_an_old_driver_gets_a_warning(machine):
     machine.set(devices, "num_device_nodes", lambda kind: 1)
     machine.set(devices, "has_driver", lambda kind: True)
 
@@ -104,9 +104,7 @@ CASES: list[tuple[str, str, Callable[[Machine], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "status", "change"), CASES)
-def test_limited_machine_fails_or_warns_with_a_remedy(
-    machine: Machine, name: str, status: str, change: Callable[[Machine], object]
-) -> None:
+def test_limited_machine_fails_or_warns_with_a_remedy(machine, name, status, change):
     change(machine)
     line = machine.line(name)
     assert line.status == status
@@ -116,7 +114,7 @@ def test_limited_machine_fails_or_warns_with_a_remedy(
         assert line.remedy == platforms.INSTALL_ASCEND
 
 
-def test_supported_versions_are_those_of_the_package() -> None:
+def test_supported_versions_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for extra in project["optional-dependencies"].values() for line in extra]
     lower = dict(line.split(">=") for line in [*project["dependencies"], *extras] if ">=" in line)
@@ -142,14 +140,14 @@ def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.alone
-def test_this_machine_can_run() -> None:
+def test_this_machine_can_run():
     done = run_doctor("--json")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert report["can_run"] and set(report["lines"][0]) == {"name", "status", "text", "remedy"}
 
 
-def test_torch_that_cannot_be_imported_ends_with_exit_code_1(tmp_path: Path) -> None:
+def test_torch_that_cannot_be_imported_ends_with_exit_code_1(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: no such file')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = run_doctor(PYTHONPATH=path)

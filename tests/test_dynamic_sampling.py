@@ -17,7 +17,7 @@ from runs import finish, lines_of, summary_of, without_timing
 
 
 @pytest.mark.parametrize("num_trained", [3, 5])
-def test_an_iteration_with_a_wrong_count_ends_the_run(num_trained: int) -> None:
+def test_an_iteration_with_a_wrong_count_ends_the_run(num_trained):
     ledger: Any = SimpleNamespace(trained=events.IterationTrained(0, 1, num_trained, 16, 0.0, {}))
     controller: Any = SimpleNamespace(
         config=load_config(words=["train.prompts_per_iteration=4"]), state=SavedState()
@@ -85,8 +85,8 @@ def assert_consistent(ended: dict[str, Any]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("iterations", "seed"), [(4, 0), (12, 1), (12, 2)])
 def test_two_workers_and_replaced_groups_end_in_the_same_bits_under_both_schedules(
-    tmp_path: Path, iterations: int, seed: int
-) -> None:
+    tmp_path, iterations, seed
+):
     """Random delays in engine, rewards, ring and trainer."""
     ends = {}
     for schedule in ("sync", "periodic"):

@@ -104,7 +104,7 @@ def hosts_of(process: subprocess.Popen[str]) -> dict[int, int]:
         time.sleep(0.1)
 
 
-def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path: Path) -> None:
+def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
     hashes = set()
     for schedule, workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
         run = tmp_path / schedule
@@ -132,7 +132,7 @@ def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_
 
 
 @pytest.mark.long
-def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
+def test_tools_are_called_and_their_errors_counted(tmp_path):
     words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
     run = finished(tmp_path / "run", *words)
     on_policy(run)
@@ -152,7 +152,7 @@ def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
     words = (*GUESS, "runtime.deterministic=true", "train.save_every=1")
     whole = finished(tmp_path / "whole", *words, "--iterations", "3")
     part = finished(tmp_path / "part", *words, "--iterations", "2")
@@ -163,7 +163,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("word", ["broken", "fatal", "long"])
-def test_a_broken_environment_is_handled_as_rewards_are(tmp_path: Path, word: str) -> None:
+def test_a_broken_environment_is_handled_as_rewards_are(tmp_path, word):
     words = tool_run(tmp_path, ["one", word])
     code, _, err = finish(*words, "--output", str(tmp_path / "stop"))
     assert code == 1 and "rollout.environment" in err
@@ -207,7 +207,7 @@ def once(name):
 
 
 @pytest.mark.long
-def test_slow_and_killed_environments_do_not_end_a_run(tmp_path: Path) -> None:
+def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
     (tmp_path / "unlucky.py").write_text(UNLUCKY)
     run = finished(
         tmp_path / "run",
@@ -219,7 +219,7 @@ def test_slow_and_killed_environments_do_not_end_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_nothing_is_left_when_a_run_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_when_a_run_is_killed(tmp_path):
     process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
     hosts, ends = hosts_of(process), time.monotonic() + 60
     os.kill(process.pid, signal.SIGKILL)
@@ -239,13 +239,13 @@ def test_nothing_is_left_when_a_run_is_killed(tmp_path: Path) -> None:
     ],
     ids=["LoRA, two train ranks", "dynamic sampling, two updates", "two workers, evaluation"],
 )
-def test_other_features_go_with_environments(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_other_features_go_with_environments(tmp_path, words):
     run = finished(tmp_path / "run", *GUESS, "--iterations", "2", *words)
     assert on_policy(run)["groups_trained"] == 12
 
 
 @pytest.mark.long
-def test_a_lost_worker_loses_no_episode(tmp_path: Path) -> None:
+def test_a_lost_worker_loses_no_episode(tmp_path):
     """A rollout worker is killed in the middle of its episodes."""
     words = (*GUESS, "--iterations", "4", "--infer-devices", "cpu:2", "runtime.deterministic=true")
     whole = finished(tmp_path / "whole", *words)
@@ -264,7 +264,7 @@ def test_a_lost_worker_loses_no_episode(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_with_environments_is_scaled(tmp_path: Path) -> None:
+def test_a_run_with_environments_is_scaled(tmp_path):
     folder = tmp_path / "run"
     words = (*GUESS, "--iterations", "500", "devices.max_rollout_workers=2")
     process = start(*words, "--output", str(folder), "--infer-devices", "cpu")
@@ -286,7 +286,7 @@ def test_a_run_with_environments_is_scaled(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
+def test_an_evaluation_plays_the_held_out_rows(tmp_path):
     words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live")
     limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01")
     command = [sys.executable, "-m", "easyrl", "eval", *words, *limits]

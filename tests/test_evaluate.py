@@ -37,11 +37,7 @@ from mistakes import TINY, change_json, make_run
 from runs import descendants, lines_of, wait_until_gone
 
 NUM_PROBLEMS = 6
-SMALL = (
-    "--infer-devices=cpu",
-    f"data.num_held_out={NUM_PROBLEMS}",
-    "eval.max_completion_length=9",
-)
+SMALL = ("--infer-devices=cpu", f"data.num_held_out={NUM_PROBLEMS}", "eval.max_completion_length=9")
 
 
 def call(folder: Path, *words: str, code: int = 0) -> str:
@@ -112,8 +108,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 
 def test_a_newer_checkpoint_is_taken_where_a_live_run_removes_the_chosen_one(
-    workers: Workers, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    workers, run, tmp_path, monkeypatch
+):
     def export(checkpoint: Path, folder: Path, **options: bool) -> None:
         if checkpoint.name == "10":  # the run writes the next one, and removes this one
             checkpoint.rename(checkpoint.with_name("20"))
@@ -134,7 +130,7 @@ def eval_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "easyrl", "eval", "--no-live", *words]
 
 
-def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
+def test_model_is_evaluated_by_several_engines(tmp_path):
     """As a process, with workers that generate."""
     words = eval_command("--output", str(tmp_path), "--num-samples", "2", "--infer-devices=cpu:2")
     words += ["data.num_held_out=8", "eval.max_completion_length=100"]
@@ -155,7 +151,7 @@ def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".model*"))
 
 
-def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path) -> None:
+def test_figures_cover_problems_and_completions(workers, tmp_path):
     results = evaluated(tmp_path / "ev", "--num-samples", "4", *SMALL)
     means = [count / 4 for count in (2, 1, 1, 2, 1, 1)]  # multiples of 3 in 0 … 3, 1 … 4, …
     accuracy = sum(means) / 6
@@ -186,9 +182,7 @@ def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path
         (OSError(28, "No space left on device"), 1, "No space left on device"),
     ],
 )
-def test_stopped_evaluation_continues(
-    workers: Workers, tmp_path: Path, error: BaseException, code: int, message: str
-) -> None:
+def test_stopped_evaluation_continues(workers, tmp_path, error, code, message):
     words, folder = ("--num-samples", "2", *SMALL), tmp_path / "ev"
     whole = evaluated(tmp_path / "whole", *words)
     workers.errors[4] = error
@@ -203,9 +197,7 @@ def test_stopped_evaluation_continues(
 
 
 @pytest.mark.parametrize("num_lines", [0.5, 2, 4])
-def test_incomplete_problem_is_answered_again(
-    workers: Workers, tmp_path: Path, num_lines: float
-) -> None:
+def test_incomplete_problem_is_answered_again(workers, tmp_path, num_lines):
     """A kill leaves half a line, or whole lines of a problem that lacks others."""
     folder, words = tmp_path / "ev", ("--num-samples", "3", *SMALL)
     before, file = evaluated(folder, *words), folder / "samples.jsonl"
@@ -217,9 +209,7 @@ def test_incomplete_problem_is_answered_again(
     assert sorted(map(json.dumps, lines_of(file))) == sorted(map(json.dumps, lines))
 
 
-def test_other_settings_are_refused_once_a_problem_is_answered(
-    workers: Workers, run: Path, tmp_path: Path
-) -> None:
+def test_other_settings_are_refused_once_a_problem_is_answered(workers, run, tmp_path):
     folder, words = tmp_path / "ev", ("--num-samples", "2", *SMALL)
     workers.errors[0] = WorkerFailure("rollout-0 was killed by SIGKILL")
     call(folder, "--model", str(run), *SMALL, code=1)
@@ -244,9 +234,7 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
     assert len(workers.asked) == 2
 
 
-def test_a_folder_that_only_looks_like_an_evaluation_is_left_alone(
-    workers: Workers, run: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_only_looks_like_an_evaluation_is_left_alone(workers, run, tmp_path):
     for text in ('{"editor.tabSize": 4}', "{broken"):
         files = {"settings.json": text, "config.yaml": "mine: 1", "samples.jsonl": ""}
         for name, content in files.items():
@@ -255,7 +243,7 @@ def test_a_folder_that_only_looks_like_an_evaluation_is_left_alone(
         assert {name: (tmp_path / name).read_text() for name in files} == files
 
 
-def test_an_edited_reward_is_another_evaluation(workers: Workers, tmp_path: Path) -> None:
+def test_an_edited_reward_is_another_evaluation(workers, tmp_path):
     file = tmp_path / "r.py"
     words = ("--reward", f"{file}:f", *SMALL)
     file.write_text("def f(completions, **_):\n    return [0] * len(completions)\n")
@@ -301,9 +289,7 @@ OF_PRESETS = [key for key in RUN if key.startswith(("data", "eval", "rew"))]
     ],
 )
 @pytest.mark.parametrize("name", ["run", "run/checkpoints/10"])
-def test_a_run_is_evaluated_as_it_was_trained(
-    tmp_path: Path, given: dict[str, Any], replaced: dict[str, Any], name: str
-) -> None:
+def test_a_run_is_evaluated_as_it_was_trained(tmp_path, given, replaced, name):
     """But for what is given, where it ran, and what opens a sandbox or runs a model's code."""
     make_run(tmp_path / "run", {10: {}})
     settings = {**RUN, **NOT_TAKEN, "reward.pattern": "x", "data.weights": [1, 2]}
@@ -317,9 +303,7 @@ def test_a_run_is_evaluated_as_it_was_trained(
     assert all(values[key] != value for key, value in NOT_TAKEN.items())
 
 
-def test_a_runs_model_is_evaluated_on_the_runs_data(
-    workers: Workers, run: Path, tmp_path: Path
-) -> None:
+def test_a_runs_model_is_evaluated_on_the_runs_data(workers, run, tmp_path):
     given = {"data.dataset": write_rows(tmp_path / "d.jsonl", ("1+1=", "2"))}
     given |= {"reward.functions": ["exact_match"], "model.dtype": "bfloat16"}
     (run / "config.yaml").write_text(to_commented_yaml(load_config(None, given)))
@@ -331,7 +315,7 @@ def test_a_runs_model_is_evaluated_on_the_runs_data(
 # What is evaluated.
 
 
-def test_each_row_of_a_file_is_evaluated_once(workers: Workers, tmp_path: Path) -> None:
+def test_each_row_of_a_file_is_evaluated_once(workers, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", *((f"{n}+1=", str(n + 1)) for n in (5, 3, 4, 3)))
     words = ("--dataset", data, "--infer-devices", "cpu", "--reward", "exact_match")
     results = evaluated(tmp_path / "ev", *words)
@@ -348,7 +332,7 @@ def test_each_row_of_a_file_is_evaluated_once(workers: Workers, tmp_path: Path) 
     assert results["num_problems"] == NUM_PROBLEMS
 
 
-def test_sampling_is_the_users_then_the_presets_then_that_of_training() -> None:
+def test_sampling_is_the_users_then_the_presets_then_that_of_training():
     of_preset = {"num_samples": 64, "temperature": 0.6, "top_p": 0.95, "max_completion_length": 999}
 
     def sampling(*words: str, preset: dict[str, Any] = of_preset) -> SamplingChoice:
@@ -363,7 +347,7 @@ def test_sampling_is_the_users_then_the_presets_then_that_of_training() -> None:
     assert sampling("eval.num_samples=3", preset={"temperature": 0.0}).temperature == 1.0
 
 
-def test_problems_in_flight_fit_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_in_flight_fit_the_memory(tmp_path, monkeypatch):
     model = str(shutil.copytree(TINY, tmp_path / "model"))
     change_json("config.json", max_position_embeddings=4096)(tmp_path / "model")
     words = ["devices.infer=cpu", "eval.max_completion_length=3584", f"model.path={model}"]
@@ -375,7 +359,7 @@ def test_problems_in_flight_fit_the_memory(tmp_path: Path, monkeypatch: pytest.M
     assert numbers[0] == 128 > numbers[1] > numbers[2] == 1
 
 
-def test_only_evaluated_rows_are_checked(workers: Workers, tmp_path: Path) -> None:
+def test_only_evaluated_rows_are_checked(workers, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", ("1+1=", "2"), ("1+" * 400, "3"))
     words = ("--dataset", data, "--reward", "exact_match", "--infer-devices", "cpu")
     assert "d.jsonl:2" in call(tmp_path / "ev", *words, code=2)
@@ -384,7 +368,7 @@ def test_only_evaluated_rows_are_checked(workers: Workers, tmp_path: Path) -> No
     assert (results["num_problems"], results["num_too_long"]) == (1, 1)
 
 
-def test_reward_is_configured_for_the_evaluations_longest_completion() -> None:
+def test_reward_is_configured_for_the_evaluations_longest_completion():
     flags = {"reward.functions": ["length_penalty"], "devices.infer": "cpu"}
     words = ["rollout.max_completion_length=10", "eval.max_completion_length=100"]
     made = check_evaluation(load_config(None, flags, words))
@@ -409,9 +393,7 @@ def long_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("name", "expected"), [("gsm8k", [2, 1, 0.0, 1.0]), ("math500", [6, 4, 0.6, 0.95])]
 )
-def test_preset_brings_its_prompt_and_sampling(
-    workers: Workers, tmp_path: Path, long_tiny: str, name: str, expected: list[float]
-) -> None:
+def test_preset_brings_its_prompt_and_sampling(workers, tmp_path, long_tiny, name, expected):
     words = ("--infer-devices", "cpu", "--reward", "exact_match", "data.chat=false")
     words += ("data.max_prompt_length=2000", "--model", long_tiny, "--dataset", name)
     results = evaluated(tmp_path / "ev", *words)
@@ -424,7 +406,7 @@ def test_preset_brings_its_prompt_and_sampling(
     assert "eval.max_completion_length" in too_small
 
 
-def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
+def test_preset_allows_its_longest_problems(long_tiny):
     flags = {"data.dataset": "math500", "model.path": long_tiny, "devices.infer": "cpu"}
     for words, expected in ([], 2048), (["data.max_prompt_length=512"], 512):
         made = check_evaluation(load_config(None, flags, ["data.chat=false", *words]))
@@ -449,9 +431,7 @@ def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
         ("--num-samples 100000000", "rollout.max_concurrent_groups"),
     ],
 )
-def test_mistake_is_reported_before_anything_starts(
-    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, key: str
-) -> None:
+def test_mistake_is_reported_before_anything_starts(workers, tmp_path, monkeypatch, words, key):
     monkeypatch.chdir(tmp_path)
     files = {"file": "", "folder/notes.txt": "mine"}
     files |= {"evaluation/config.yaml": "{}", "evaluation/settings.json": "{}"}
@@ -473,7 +453,7 @@ def answers(rewards: dict[str, list[float | None]]) -> dict[str, list[dict[str, 
     }
 
 
-def test_problems_are_matched_by_id() -> None:
+def test_problems_are_matched_by_id():
     here = answers({"x": [1, 1], "y": [0, 1], "z": [0, 0], "only here": [1, 1], "not whole": [1]})
     there = answers({"z": [1], "only there": [1], "y": [0], "x": [1], "bad": [None]})
     whole, problems = compare(here, there, 1.0)
@@ -486,7 +466,7 @@ def test_problems_are_matched_by_id() -> None:
         compare(here, answers({"w": [1]}), 1.0)
 
 
-def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> None:
+def test_comparison_is_printed_and_written(workers, tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     words = ("--num-samples", "2", *SMALL)
     call(first, *words)
@@ -505,9 +485,7 @@ def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> 
     assert "sampled is unknown" in call(*third)
 
 
-def test_evaluations_with_other_prompts_are_compared_with_a_warning(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp_path):
     """The warning comes before the answers too."""
     rows = [(f"{n}+1=", f"{n + 1}") for n in range(7)]
     words = ("--dataset", write_rows(tmp_path / "d.jsonl", *rows[:6]), "--reward", "exact_match")
@@ -525,7 +503,7 @@ def test_evaluations_with_other_prompts_are_compared_with_a_warning(
 # During training.
 
 
-def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival() -> None:
+def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
     answers = [events.PromptEvaluated(0, n, [value]) for n, value in enumerate([1.0, 0.1, 0.7])]
     answers.append(events.PromptEvaluated(0, 3, [math.nan]))
     found = evaluation_metrics(answers, 0.7)
@@ -540,7 +518,7 @@ def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["Ctrl-C", "kill a worker", "kill the command"])
-def test_stopped_evaluation_leaves_nothing_behind(tmp_path: Path, how: str) -> None:
+def test_stopped_evaluation_leaves_nothing_behind(tmp_path, how):
     words = ("--output", str(tmp_path / "ev"), "--num-samples", "4", "--infer-devices", "cpu:2")
     run = eval_command(*words, "data.num_held_out=64", "eval.max_completion_length=128")
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -50,9 +50,7 @@ def finished(folder: Path, *versions: int) -> Path:
 
 
 @pytest.mark.parametrize("versions", [(60,), (), (50,)])
-def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...]
-) -> None:
+def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypatch, versions):
     """A run with train.keep_checkpoints=0 has no checkpoint, and must not start over."""
     folder = finished(tmp_path / "run", *versions)
     there = sorted(folder.rglob("*"))
@@ -67,7 +65,7 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
     assert sorted(folder.rglob("*")) == there
 
 
-def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path: Path) -> None:
+def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path):
     """A line after the checkpoint is dropped, also if lines before it were lost."""
     folder = tmp_path / "run"
     make_run(folder, {5: {"file_sizes": {"metrics.jsonl": 10_000}}})
@@ -82,9 +80,7 @@ def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path: Path
         assert (folder / "metrics.jsonl").read_text() == "".join(lines[:-1])
 
 
-def test_limit_of_open_files_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_of_open_files_is_named_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
     with pytest.raises(ConfigError, match=r"devices.*ulimit -n \d+"):
         run.run(config_of(tmp_path / "run"))
@@ -94,7 +90,7 @@ def test_limit_of_open_files_is_named_before_anything_starts(
         run.run(config_of(tmp_path / "run"))
 
 
-def test_a_run_that_never_started_does_not_block_its_folder(tmp_path: Path) -> None:
+def test_a_run_that_never_started_does_not_block_its_folder(tmp_path):
     """Its workers could not start. One that has results is not overwritten."""
     received: list[Any] = []
     notes = tmp_path / "notes" / "config.yaml"
@@ -117,9 +113,7 @@ def test_a_run_that_never_started_does_not_block_its_folder(tmp_path: Path) -> N
 # -- paths ---------------------------------------------------------------------------------------
 
 
-def test_paths_of_a_run_become_absolute_and_other_names_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_of_a_run_become_absolute_and_other_names_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arithmetic").mkdir()  # the preset wins
     for name in ("own.py", "data.jsonl"):
@@ -136,7 +130,7 @@ def test_paths_of_a_run_become_absolute_and_other_names_stay(
 
 
 @pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset", "reward.functions"])
-def test_changed_rows_and_rewards_are_refused(tmp_path: Path, changed: str) -> None:
+def test_changed_rows_and_rewards_are_refused(tmp_path, changed):
     files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}
     for file in files.values():
         file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -162,9 +156,7 @@ def test_changed_rows_and_rewards_are_refused(tmp_path: Path, changed: str) -> N
         check()
 
 
-def test_identity_has_the_users_files_and_the_modules_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = {
         "rewards.py": ("reward.functions", "# 3\nfrom helper import score as f\n"),

@@ -147,7 +147,7 @@ def at_work(fleet: StubFleet) -> StubLedger:
 # -- exchanges ------------------------------------------------------------------------------------
 
 
-def test_channel_is_made_once_and_again_when_its_members_change() -> None:
+def test_channel_is_made_once_and_again_when_its_members_change():
     fleet = StubFleet("cpu:2", "cpu:2")
     fleet.go(7)
     assert fleet.states() == {"rollout-0": "working", "rollout-1": "working"}
@@ -163,7 +163,7 @@ def test_channel_is_made_once_and_again_when_its_members_change() -> None:
     assert fleet.taken()["rollout-0"] == FIRST
 
 
-def test_version_that_all_have_is_not_sent_again() -> None:
+def test_version_that_all_have_is_not_sent_again():
     fleet = StubFleet("cpu:2")
     fleet.go(7)
     at_work(fleet)
@@ -177,7 +177,7 @@ def test_version_that_all_have_is_not_sent_again() -> None:
     assert fleet.taken()["rollout-1"] == FIRST
 
 
-def test_death_of_a_member_cancels_the_exchange_and_it_is_repeated_without_it() -> None:
+def test_death_of_a_member_cancels_the_exchange_and_it_is_repeated_without_it():
     fleet = StubFleet("cpu:3")
     repeated = [(name, DONE) for name in ("train-0", "rollout-0", "rollout-2")]
     fleet.go(
@@ -196,13 +196,13 @@ def test_death_of_a_member_cancels_the_exchange_and_it_is_repeated_without_it() 
     assert fleet._limits == {}
 
 
-def test_death_after_all_others_have_the_weights_costs_nothing() -> None:
+def test_death_after_all_others_have_the_weights_costs_nothing():
     fleet = StubFleet("cpu:2")
     fleet.go(7, ("train-0", DONE), ("rollout-0", DONE), ("rollout-1", LOST))
     assert fleet.taken()["train-0"] == FIRST
 
 
-def test_once_the_trainer_is_done_a_silent_member_has_limited_time() -> None:
+def test_once_the_trainer_is_done_a_silent_member_has_limited_time():
     fleet = StubFleet("cpu:2")
     seen: list[list[str]] = []
 
@@ -213,14 +213,14 @@ def test_once_the_trainer_is_done_a_silent_member_has_limited_time() -> None:
     assert seen == [[], ["rollout-1"]] and fleet._limits == {}
 
 
-def test_exchange_that_fails_again_and_again_though_nobody_died_ends_the_run() -> None:
+def test_exchange_that_fails_again_and_again_though_nobody_died_ends_the_run():
     fleet = StubFleet("cpu")
     with pytest.raises(WorkerFailure, match="connection lost"):
         fleet.go(7, *[("train-0", FAILED), ("rollout-0", FAILED)] * 3)
 
 
 @pytest.mark.parametrize("waits_for_all", [False, True])
-def test_replacement_is_awaited_by_a_deterministic_run_alone(waits_for_all: bool) -> None:
+def test_replacement_is_awaited_by_a_deterministic_run_alone(waits_for_all):
     words = ("runtime.deterministic=true",) if waits_for_all else ()
     fleet = StubFleet("cpu:2", "cpu", *words)
     fleet.follow(("rollout-1", LOST))
@@ -232,7 +232,7 @@ def test_replacement_is_awaited_by_a_deterministic_run_alone(waits_for_all: bool
 # -- admissions -----------------------------------------------------------------------------------
 
 
-def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0() -> None:
+def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0():
     fleet = StubFleet("cpu:3")
     fleet.go(7)
     at_work(fleet)
@@ -248,7 +248,7 @@ def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0() -> None:
     assert [*fleet.states().values()] == ["working", "working", "joining"]
 
 
-def test_newcomer_that_is_too_late_waits_for_the_next_exchange() -> None:
+def test_newcomer_that_is_too_late_waits_for_the_next_exchange():
     fleet = StubFleet("cpu:2")
     fleet.go(7)
     at_work(fleet)
@@ -262,7 +262,7 @@ def test_newcomer_that_is_too_late_waits_for_the_next_exchange() -> None:
     assert fleet.states()["rollout-1"] == "working"
 
 
-def test_newcomer_that_cannot_get_the_weights_is_killed() -> None:
+def test_newcomer_that_cannot_get_the_weights_is_killed():
     fleet = StubFleet("cpu:2")
     fleet.go(7)
     at_work(fleet)
@@ -271,7 +271,7 @@ def test_newcomer_that_cannot_get_the_weights_is_killed() -> None:
     assert "connection lost" in fleet.workers["rollout-1"].killed
 
 
-def test_admission_ends_with_the_newcomer_and_not_with_another_worker() -> None:
+def test_admission_ends_with_the_newcomer_and_not_with_another_worker():
     fleet = StubFleet("cpu:3")
     fleet.go(7)
     at_work(fleet)
@@ -287,7 +287,7 @@ def test_admission_ends_with_the_newcomer_and_not_with_another_worker() -> None:
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-def test_of_workers_that_die_together_the_slots_are_reclaimed_together() -> None:
+def test_of_workers_that_die_together_the_slots_are_reclaimed_together():
     fleet = StubFleet("cpu:2")
     fleet.go(7)
     ledger = at_work(fleet)
@@ -303,7 +303,7 @@ def test_of_workers_that_die_together_the_slots_are_reclaimed_together() -> None
     assert fleet.num_restarts == {"rollout-0": 1, "rollout-1": 1}
 
 
-def test_too_many_deaths_end_the_run_with_their_history() -> None:
+def test_too_many_deaths_end_the_run_with_their_history():
     fleet = StubFleet("cpu", "cpu", "runtime.max_restarts=1")
     fleet.follow(("rollout-0", LOST))
     with pytest.raises(WorkerFailure, match=r"(?s)SIGKILL.*max_restarts=1.*SIGKILL"):
@@ -316,7 +316,7 @@ SPARE = ("devices.max_rollout_workers=4",)
 
 
 @pytest.mark.parametrize("last", [READY, events.Lost("failed: no such device")])
-def test_workers_leave_once_new_ones_are_ready_or_stay(last: events.WorkerEvent) -> None:
+def test_workers_leave_once_new_ones_are_ready_or_stay(last):
     fleet = StubFleet("cpu:2", "cpu", *SPARE)
     fleet.go(7)
     ledger = at_work(fleet)
@@ -345,7 +345,7 @@ def test_workers_leave_once_new_ones_are_ready_or_stay(last: events.WorkerEvent)
         assert fleet.workers["rollout-1"].taken() == ["Stop"]
 
 
-def test_the_replacement_of_a_worker_that_was_to_leave_leaves() -> None:
+def test_the_replacement_of_a_worker_that_was_to_leave_leaves():
     fleet = StubFleet("cpu:2", "cpu", *SPARE)
     fleet.scale(replace(fleet.infer_devices, indices=(2, 3)))
     fleet.follow(*[(f"rollout-{n}", LOST if n == 1 else READY) for n in (1, 2, 3)])
@@ -359,7 +359,7 @@ def test_the_replacement_of_a_worker_that_was_to_leave_leaves() -> None:
     ("cpu:1", "cpu:1"),
     ("cpu:4", "cpu:2"),  # one more process can be started
 ])  # fmt: skip
-def test_all_workers_of_a_change_start_or_nothing_changes(wanted: str, staying: str) -> None:
+def test_all_workers_of_a_change_start_or_nothing_changes(wanted, staying):
     fleet = StubFleet("cpu:2", "cpu", *SPARE)
     fleet.stubs.most = 1
     is_refused = wanted != staying
@@ -368,7 +368,7 @@ def test_all_workers_of_a_change_start_or_nothing_changes(wanted: str, staying: 
     assert fleet.infer_devices == parse_device_set(staying)
 
 
-def test_workers_of_an_evaluation_work_with_the_weights_that_they_loaded() -> None:
+def test_workers_of_an_evaluation_work_with_the_weights_that_they_loaded():
     fleet = StubFleet("cpu:2", is_ready=False)
     fleet.train = []
     fleet.follow(("rollout-0", READY))

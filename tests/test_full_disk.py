@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long
-def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk: Path) -> None:
+def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk):
     folder, filler = disk / "run", disk / "filler"
     process = start("--output", str(folder), "--iterations", "1000000", *WORDS)
     wait_for_line(process, "checkpoint of iteration 2:")
@@ -49,7 +49,7 @@ def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk: Pat
 
 
 @pytest.mark.long
-def test_checkpoints_that_do_not_fit_do_not_end_a_run_and_a_model_does(tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_fit_do_not_end_a_run_and_a_model_does(tmp_path):
     """No file may have more than 2 MiB: neither a checkpoint nor the model can be written."""
     folder, limit = tmp_path / "run", (resource.RLIMIT_FSIZE, (2**21, 2**21))
     done = subprocess.run(

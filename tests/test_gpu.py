@@ -295,7 +295,7 @@ def test_missing_nccl_rank_is_waited_for_until_the_timeout():
     ],
     ids=" ".join,
 )
-def test_rollout_and_trainer_share_a_gpu(words, tmp_path: Path):
+def test_rollout_and_trainer_share_a_gpu(words, tmp_path):
     """The trainer's weights are float32. In bfloat16 a layer at a time is gathered as bfloat16."""
     segments = set(Path("/dev/shm").iterdir())
     more = ("--iterations", "3", *ANSWERS, "rollout.memory_fraction=0.4", *words)
@@ -309,7 +309,7 @@ def test_rollout_and_trainer_share_a_gpu(words, tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_offloading_does_not_change_training(dtype, tmp_path: Path):
+def test_offloading_does_not_change_training(dtype, tmp_path):
     """The reference and the old policy are loaded into the policy's weights. If the policy's were
     restored too early, the second update would have no KL."""
     lines = []
@@ -329,7 +329,7 @@ def test_offloading_does_not_change_training(dtype, tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_schedules_and_a_resumed_run_end_in_the_same_bits(dtype, tmp_path: Path):
+def test_both_schedules_and_a_resumed_run_end_in_the_same_bits(dtype, tmp_path):
     words = (*SHARED, *ANSWERS, f"model.dtype={dtype}", "runtime.deterministic=true")
     words += ("train.lr_scheduler_type=constant", "data.num_held_out=16")
     whole, other, parted = (tmp_path / name for name in ("whole", "other", "parted"))
@@ -350,7 +350,7 @@ def test_both_schedules_and_a_resumed_run_end_in_the_same_bits(dtype, tmp_path: 
         pytest.param("cpu", "0-1", marks=TWO_GPUS),
     ],
 )
-def test_a_run_with_devices_for_each_role(infer, train, tmp_path: Path):
+def test_a_run_with_devices_for_each_role(infer, train, tmp_path):
     where = ("--infer-devices", infer, "--train-devices", train)
     run(tmp_path / "run", *where, "--iterations", "3", *ANSWERS)
     summary = summary_of(tmp_path / "run")

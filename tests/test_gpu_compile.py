@@ -63,11 +63,11 @@ def compile_case(card: str, tokens: int, ratio: int, head_size: int, window: int
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
-def test_the_attention_of_a_packed_row_compiles(case: tuple[str, int, int, int, int]) -> None:
+def test_the_attention_of_a_packed_row_compiles(case):
     compile_case(*case)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", pairwise_cases(), ids=str)
-def test_every_pair_of_parameters_compiles(case: tuple[str, int, int, int, int]) -> None:
+def test_every_pair_of_parameters_compiles(case):
     compile_case(*case)

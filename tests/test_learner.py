@@ -28,9 +28,7 @@ def step(learner: Learner, iteration: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_dropped_and_counted(
-    learner: Learner, poison: float
-) -> None:
+def test_a_gradient_that_is_not_finite_is_dropped_and_counted(learner, poison):
     policy = learner.policy
     before = policy.weights_sha256()
     parameter = next(policy.model.parameters())
@@ -45,7 +43,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_counted(
     assert all(bool(p.isfinite().all()) for p in policy.model.parameters())
 
 
-def test_a_loss_that_is_not_finite_is_dropped_and_counted(learner: Learner) -> None:
+def test_a_loss_that_is_not_finite_is_dropped_and_counted(learner):
     before = learner.policy.weights_sha256()
     next(learner.policy.model.parameters()).grad.view(-1)[0] = 1.0
     learner._loss += math.nan
@@ -54,7 +52,7 @@ def test_a_loss_that_is_not_finite_is_dropped_and_counted(learner: Learner) -> N
     assert step(learner, 1)["num_updates_not_finite"] == 0  # nothing of that loss is left either
 
 
-def test_the_gradient_is_clipped_to_its_norm(learner: Learner) -> None:
+def test_the_gradient_is_clipped_to_its_norm(learner):
     for parameter in learner.policy.model.parameters():
         parameter.grad.fill_(1.0)
     norm = math.sqrt(learner.policy.model.num_parameters())

@@ -122,8 +122,8 @@ class Run:
 @given(st.integers(1, 8), st.integers(1, 3), st.sets(st.integers(FIRST, FIRST + 24)), st.integers())
 @settings(max_examples=300)
 def test_every_group_is_delivered_whatever_dies(
-    is_deterministic: str, num_groups: int, num_workers: int, rejected: set[int], seed: int
-) -> None:
+    is_deterministic, num_groups, num_workers, rejected, seed
+):
     """Also: no prompt is with two workers, the prompts depend on the rewards alone, and a
     deterministic worker's list does not change."""
     runs = []
@@ -163,7 +163,7 @@ def answer(ledger: Ledger, worker: str, *numbers: int) -> None:
 WORKERS = ["rollout-0", "rollout-1"]
 
 
-def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first() -> None:
+def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first():
     ledger = open_ledger(num_groups=20)
     one, two = WORKERS
     first = ledger.take(WORKERS)
@@ -182,7 +182,7 @@ def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first() -
     assert states == [State.ACCEPTED, State.REPORTED, State.GIVEN, State.WAITING]
 
 
-def test_rejected_groups_get_the_next_prompts_once_their_round_is_over() -> None:
+def test_rejected_groups_get_the_next_prompts_once_their_round_is_over():
     ledger = open_ledger(num_groups=4, num_workers=1)
     (first,) = ledger.take(["rollout-0"]).values()
     assert isinstance(first, events.Generate) and len(first.prompts) == 4
@@ -194,7 +194,7 @@ def test_rejected_groups_get_the_next_prompts_once_their_round_is_over() -> None
     assert [(i, prompt.index - FIRST) for i, prompt in second.prompts] == [(2, 4), (3, 5)]
 
 
-def test_a_group_that_the_trainer_has_is_not_replaced() -> None:
+def test_a_group_that_the_trainer_has_is_not_replaced():
     """Its report was lost with a node, and a second worker's completions have equal rewards."""
     ledger = open_ledger(num_groups=2)
     ledger.take(WORKERS)
@@ -206,7 +206,7 @@ def test_a_group_that_the_trainer_has_is_not_replaced() -> None:
     assert ledger.is_complete and group.state is State.ACCEPTED
 
 
-def test_a_late_duplicate_is_dropped() -> None:
+def test_a_late_duplicate_is_dropped():
     ledger = open_ledger(num_groups=2)
     ledger.take(WORKERS)
     ledger.lost("rollout-0", in_ring=())
@@ -217,7 +217,7 @@ def test_a_late_duplicate_is_dropped() -> None:
     assert ledger.is_complete and len(ledger.reports) == 2
 
 
-def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other() -> None:
+def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other():
     ledger = open_ledger("runtime.deterministic=true", num_groups=5)
     one, two = WORKERS
     assert [indices(each) for each in ledger.take(WORKERS).values()] == [[0, 2, 4], [1, 3]]
@@ -244,7 +244,7 @@ def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other(
     assert indices(ledger.take(WORKERS)[one]) == [5]
 
 
-def test_answers_of_an_evaluation_outlive_their_worker() -> None:
+def test_answers_of_an_evaluation_outlive_their_worker():
     config = load_config(words=["rollout.num_generations=4"])
     placement: Any = SimpleNamespace(
         max_concurrent_groups=2, max_rollout_workers=2, num_rollout_workers=2
@@ -279,7 +279,7 @@ def take(ledger: Ledger) -> list[Any]:
     return [*ledger.take(WORKERS).values()]
 
 
-def test_metrics_include_replaced_groups() -> None:
+def test_metrics_include_replaced_groups():
     ledger = open_ledger(num_groups=2, num_workers=1)
     (command,) = ledger.take(["rollout-0"]).values()
     assert isinstance(command, events.Generate)

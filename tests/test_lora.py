@@ -85,9 +85,7 @@ SEQUENCES = draw_sequences([3, 13, 1, 8])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
-    kind: str, tmp_path: Path
-) -> None:
+def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(kind, tmp_path):
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     path = saved(kind, tmp_path)
@@ -124,7 +122,7 @@ def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "deepseek_v3", "gpt2"])
-def test_gradients_equal_those_of_the_formula(kind: str, tmp_path: Path) -> None:
+def test_gradients_equal_those_of_the_formula(kind, tmp_path):
     """Two groups that share their prompts; against W + alpha / rank B A in float64."""
     path = saved(kind, tmp_path)
     policy = adapted(path, LoraConfig(rank=3, alpha=5))
@@ -172,7 +170,7 @@ def one_sequence() -> MicroBatch:
     return pack([Rollout(0, ids[:1], ids[1:], values, mask, 1.0)], shares_prompts=False)
 
 
-def test_reference_is_the_base_model_without_a_copy(tmp_path: Path) -> None:
+def test_reference_is_the_base_model_without_a_copy(tmp_path):
     path = saved("qwen3", tmp_path)
     policy, batch = adapted(path), one_sequence()
     models = TriModel(policy, temperature=1.0, has_old=True, has_reference=True)
@@ -191,7 +189,7 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path: Path) -> None:
     assert torch.equal(again.detach(), logprobs.detach())
 
 
-def test_initial_adapters_change_nothing_and_depend_on_the_seed() -> None:
+def test_initial_adapters_change_nothing_and_depend_on_the_seed():
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
@@ -225,9 +223,7 @@ def pieces_of(weights: list[Weight], size: int = 7) -> Iterator[WeightPiece]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gpt2"])
-def test_engine_merges_adapters_to_the_trainers_bits(
-    kind: str, dtype: DType, tmp_path: Path
-) -> None:
+def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
     path = saved(kind, tmp_path)
     policy, engine = adapted(path, dtype=dtype), Policy.load(str(path), dtype=dtype)
     frozen = dict(engine.model.named_parameters())
@@ -275,9 +271,7 @@ LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"}
         ("deepseek_v3", ["up_proj"], LATENT),  # peft treats it as an expert's
     ],
 )
-def test_unusable_target_is_refused_with_the_usable_ones(
-    kind: str, targets: list[str], usable: set[str]
-) -> None:
+def test_unusable_target_is_refused_with_the_usable_ones(kind, targets, usable):
     lora = LoraConfig(rank=2, target_modules=targets)
     config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind]))
     with pytest.raises(
@@ -287,7 +281,7 @@ def test_unusable_target_is_refused_with_the_usable_ones(
     assert set(str(error.value).partition("(")[2].partition(")")[0].split(", ")) == usable
 
 
-def test_preflight_counts_what_the_trainer_will_train() -> None:
+def test_preflight_counts_what_the_trainer_will_train():
     config = AutoConfig.from_pretrained(TINY)
     policy = Policy.load("tiny")
     policy.add_adapter(LORA, path="tiny", seed=0)
@@ -331,7 +325,7 @@ def assert_model_and_adapter_were_trained(folder: Path, dtype: DType = "float32"
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
-def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path: Path, devices: str) -> None:
+def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path, devices):
     """A reference, an old policy, two rollout workers, random delays everywhere."""
     ends = []
     for schedule in ("sync", "periodic"):
@@ -350,7 +344,7 @@ def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path: Path, devices: 
     assert_model_and_adapter_were_trained(folder)
 
 
-def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path: Path) -> None:
+def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path):
     folder = tmp_path / "run"
     code, _, err = finish(
         *("--output", str(folder), "--iterations", "3", "--train-devices", "cpu:2", *HARDER),
@@ -366,9 +360,7 @@ def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [("cpu:2", "cpu"), ("cpu", "cpu:2")])
-def test_lora_run_resumes_with_another_number_of_train_devices(
-    tmp_path: Path, devices: tuple[str, str]
-) -> None:
+def test_lora_run_resumes_with_another_number_of_train_devices(tmp_path, devices):
     words = (*HARDER, "runtime.deterministic=true", "train.lr_scheduler_type=constant")
     once, twice = tmp_path / "once", tmp_path / "twice"
     code, _, err = finish("--output", str(once), "--iterations", "6", *words)

@@ -345,7 +345,7 @@ def own_config(tmp_path: Path, source: str, name: str = "loss") -> Config:
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_copy_of_a_built_in_loss_gives_the_same_bits(loss_type: str, tmp_path: Path) -> None:
+def test_a_copy_of_a_built_in_loss_gives_the_same_bits(loss_type, tmp_path):
     own = load_loss(own_config(tmp_path, copy_of(loss_type), "policy_loss"))
     config = config_of(loss_type=loss_type, beta=0.3)
     found = []
@@ -358,7 +358,7 @@ def test_a_copy_of_a_built_in_loss_gives_the_same_bits(loss_type: str, tmp_path:
     assert all(map(torch.equal, *found)) and found[0][1].any()
 
 
-def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path: Path) -> None:
+def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path):
     file, folder = tmp_path / "my_loss.py", tmp_path / "run"
     file.write_text(REINFORCE)
     words = ("--output", str(folder), *WORDS, "--train-devices", "cpu:2")
@@ -372,7 +372,7 @@ def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path: 
     assert code == 2 and "algorithm.loss_type" in err and "changed" in err
 
 
-def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path: Path) -> None:
+def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path):
     config = own_config(tmp_path, REINFORCE)
     assert load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70) == 8.0
     (tmp_path / "other").mkdir()
@@ -398,7 +398,7 @@ OUTPUTS = "from easyrl.algorithm.losses import LossOutputs\ndef loss(inputs, con
         ("import no_such_module", "no_such_module"),
     ],
 )
-def test_a_loss_that_cannot_work_is_refused(source: str, shown: str, tmp_path: Path) -> None:
+def test_a_loss_that_cannot_work_is_refused(source, shown, tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm\.loss_type") as caught:
         load_loss(own_config(tmp_path, source))
     assert shown in str(caught.value)

@@ -68,9 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         *(pytest.param(seed, way, marks=pytest.mark.long) for way in WAYS for seed in range(2, 5)),
     ],
 )
-def test_a_run_that_lost_a_worker_ends_in_the_same_bits(
-    tmp_path: Path, undisturbed: Undisturbed, seed: int, way: str
-) -> None:
+def test_a_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path, undisturbed, seed, way):
     """A rollout worker is killed at a random moment of the first iterations."""
     folder, draw = tmp_path / "run", random.Random(seed)
     process = start("--output", str(folder), *WORDS, *WAYS[way], **DELAYS)
@@ -96,9 +94,7 @@ POINTS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", POINTS)
-def test_a_worker_lost_at_this_point_changes_no_bit(
-    tmp_path: Path, undisturbed: Undisturbed, point: str
-) -> None:
+def test_a_worker_lost_at_this_point_changes_no_bit(tmp_path, undisturbed, point):
     lose_at(tmp_path / "run", POINTS[point])
     assert bits_of(tmp_path / "run") == undisturbed()
 
@@ -110,7 +106,7 @@ def lose_at(folder: Path, points: str, *words: str) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_lost_in_an_evaluation_is_replaced(tmp_path: Path) -> None:
+def test_a_worker_lost_in_an_evaluation_is_replaced(tmp_path):
     """Every problem has one answer, also where the others may take the dead worker's."""
     folder = tmp_path / "run"
     words = ("runtime.deterministic=false", "data.num_held_out=40")
