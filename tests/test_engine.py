@@ -14,8 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -23,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from easyrl.engines import embedded, kv_cache, sampling
+from easyrl.engines import kv_cache, sampling
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
@@ -209,29 +207,6 @@ def test_finished_rows_are_refilled_and_prompts_prefilled_once_for_a_whole_group
     assert len(engine.cache.prompt_lengths) < 10 and not engine.cache.prompt_lengths.any()
 
 
-@pytest.mark.parametrize("bound", [15, 5], ids=["some prompts", "less than the longest"])
-def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
-    """A prompt that is longer than the bound is prefilled alone. They are served in order."""
-    monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", bound)
-    engine, lengths = make_engine(num_rows=16), [len(prompt) for prompt in draw_prompts(40)]
-    for request in requests(draw_prompts(40)):
-        engine.submit(request)
-    while engine.has_work:
-        before = engine.num_prompt_tokens
-        engine.step()
-        num_new, taken = engine.num_prompt_tokens - before, []
-        while sum(taken) < num_new:
-            taken.append(lengths.pop(0))
-        assert sum(taken) == num_new and (num_new <= bound or len(taken) == 1)
-    assert not lengths
-
-
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_layers_of_llamas_kind_are_decoded_with_fused_operations(name):
-    engine = make_engine(name)
-    assert (engine._run_model is engine._decoder) == (name != "gemma2")
-
-
 def test_fused_operations_are_checked_with_each_new_set_of_weights():
     """A difference may be hidden by the first weights: here what follows it is multiplied by 0."""
     policy, new = make_policy("qwen3"), make_policy("qwen3", seed=2)
@@ -258,24 +233,6 @@ def test_generation_config_of_the_model_is_ignored():
     )
     assert tokens_of(run(make_engine("mamba", policy), submitted)) == plain
     assert policy.model.generation_config is changed
-
-
-def test_group_is_generated_without_a_cache_if_the_cache_is_inexact(monkeypatch):
-    """RecurrentGemma's cache is, beyond its window."""
-    used = []
-    complete = GenerateEngine._complete
-
-    def watched(self, request, *, use_cache):
-        used.append(use_cache)
-        return complete(self, request, use_cache=use_cache)
-
-    monkeypatch.setattr(GenerateEngine, "_complete", watched)
-    run(make_engine("mamba"), requests(draw_prompts(4)))
-    assert used == [True] * 4
-    used.clear()
-    monkeypatch.setattr(GenerateEngine, "_is_exact", lambda *_: False)
-    run(make_engine("mamba"), requests(draw_prompts(4)))
-    assert used == [True, False] * 4
 
 
 # -- groups, ends and limits ----------------------------------------------------------------------
@@ -334,24 +291,18 @@ def pieces_of(policy, piece_size=100):
             yield WeightPiece(name, start, flat[start : start + piece_size].clone())
 
 
-@BOTH
-def test_new_weights_are_refused_while_a_group_waits_or_is_in_flight(name):
-    engine, other = make_engine(name, make_policy(name)), make_policy(name, seed=2)
-    before = engine.policy.weights_sha256()
-    engine.submit(requests(draw_prompts(1), 2)[0])
-    while engine.has_work:
-        with pytest.raises(RuntimeError, match="in flight"):
-            engine.load_weights(pieces_of(other))
-        engine.step()
-    assert engine.policy.weights_sha256() == before
-
-
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mamba"])
-def test_new_weights_replace_the_old_ones_completely(name):
+def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(name):
     """Tied and untied heads: the same bits as an engine that never saw the old weights."""
     engine, new = make_engine(name, make_policy(name)), make_policy(name, seed=2)
-    submitted = requests(draw_prompts(9), 3)
+    before, submitted = engine.policy.weights_sha256(), requests(draw_prompts(9), 3)
     old = run(engine, submitted)
+    engine.submit(submitted[0])
+    while engine.has_work:
+        with pytest.raises(RuntimeError, match="in flight"):
+            engine.load_weights(pieces_of(new))
+        engine.step()
+    assert engine.policy.weights_sha256() == before
     engine.load_weights(pieces_of(new))
     assert engine.policy.weights_sha256() == new.weights_sha256()
     got, expected = run(engine, submitted), run(make_engine(name, new), submitted)
@@ -391,76 +342,20 @@ def test_greedy_tokens_have_logprobs_at_temperature_1_and_ties_go_to_the_first()
     assert sample(torch.zeros(4, 5), uniforms, 1.0, top_k=2)[0].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_drawing_a_token_takes_4_passes_over_the_vocabulary_and_none_in_float64(temperature):
-    """Maximum, difference, exponential and sum; one more for a temperature. It took 9, of which 2
-    were in float64."""
-    num_rows, vocabulary = 4, 151_936
-    passes, float64 = [], []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            used = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
-            float64.extend(x.shape[-1] for x in used if x.dtype == torch.float64)
-            is_free = func.is_view or func is torch.ops.aten.gather.default  # reads what it returns
-            if not is_free and max(x.numel() for x in used) >= num_rows * vocabulary:
-                passes.append(str(func))
-            return result
-
-    logits = torch.randn(num_rows, vocabulary).bfloat16()
-    with Watch():
-        sample(logits, torch.rand(num_rows, dtype=torch.float64), temperature)
-    assert len(passes) == 4 + (temperature != 1.0), passes
-    assert max(float64) <= 1200
-
-
-@pytest.mark.parametrize("vocabulary", [99, 300])
-def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
-    """The run reports it then."""
-    logits = torch.full((1, vocabulary), torch.nan)
-    token, logprob = sample(logits, torch.tensor([0.5], dtype=torch.float64), 1.0)
-    assert 0 <= int(token) < vocabulary and logprob.isnan()
-
-
-def test_memory_of_an_evaluations_prompts_is_freed_for_training():
-    """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
-    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
-    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
-    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
-    run(engine, evaluation)
-    assert engine.cache.prompts_size[0] > 2 * size[0]
-    for _ in range(2):
-        engine.load_weights(pieces_of(make_policy("qwen3")))
-        assert bits_of(run(engine, training)) == expected
-    assert engine.cache.prompts_size == size
-    assert engine.cache.prompts[0][0].shape[0] == size[0]
-    engine.load_weights(pieces_of(make_policy("qwen3")))
-    assert engine.cache.prompts_size == size  # training needs as much again
-
-
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(0, 12), st.sampled_from([1.0, 0.95, 0.5, 0.05]))
-def test_top_k_and_top_p_equal_transformers_and_logprobs_are_of_the_whole_distribution(
-    seed, top_k, top_p
-):
+def test_top_k_and_top_p_equal_transformers_and_logprobs_are_of_all_tokens(seed, top_k, top_p):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(1, 9, generator=generator)
-    kept = logits / 0.7
-    if top_k:
-        kept = TopKLogitsWarper(top_k)(None, kept)
+    kept = TopKLogitsWarper(top_k)(None, logits / 0.7) if top_k else logits / 0.7
     if top_p < 1.0:
         kept = TopPLogitsWarper(top_p)(None, kept)
-    probabilities = kept[0].double().softmax(-1)
-    ends = probabilities.cumsum(0)
-    # The middle of every token's share, and a number beside each end.
-    wanted = probabilities.nonzero().flatten()
-    middles = (ends - probabilities / 2)[wanted]
-    uniforms = torch.cat([middles, middles.new_tensor([0.0, 1 - 2**-53])])
-    tokens, logprobs = sample(
-        logits.expand(len(uniforms), -1), uniforms, 0.7, top_k=top_k, top_p=top_p
-    )
-    assert tokens.tolist() == [*wanted.tolist(), int(wanted[0]), int(wanted[-1])]
+    shares = kept[0].double().softmax(-1)
+    wanted = shares.nonzero().flatten()
+    uniforms = (shares.cumsum(0) - shares / 2)[wanted]  # the middle of every token's share
+    settings = {"top_k": top_k, "top_p": top_p}
+    tokens, logprobs = sample(logits.expand(len(uniforms), -1), uniforms, 0.7, **settings)
+    assert tokens.tolist() == wanted.tolist()
     torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[0, tokens])
 
 
@@ -481,26 +376,6 @@ def bytes_tokenizer():
     )
 
 
-@cache
-def pieces_tokenizer():
-    """Like SentencePiece: words with their space, which the first word loses, and bytes."""
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xA8))]
-    names += [*"abc", "▁", "▁a", "▁b", "ab", "▁▁"]
-    vocabulary = {name: number for number, name in enumerate(names)}
-    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
 def first_stop(tokenizer, tokens, stops):
     """Number of tokens up to the first one that completes a stop string; None: no string."""
     for length in range(1, len(tokens) + 1):
@@ -513,29 +388,23 @@ def first_stop(tokenizer, tokens, stops):
 STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
-    st.sampled_from([bytes_tokenizer, pieces_tokenizer]),
     st.lists(st.integers(0, 20), min_size=1, max_size=25),
     st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True),
 )
-def test_stop_string_is_found_with_the_token_that_completes_it(tokenizer, tokens, stops):
-    tokens = [token % len(tokenizer()) for token in tokens]
-    finder = StopStrings(tokenizer(), stops)
-    found = None
-    for length in range(1, len(tokens) + 1):
-        if finder.is_complete(np.array(tokens[:length], dtype=np.int32)):
-            found = length
-            break
-    assert found == first_stop(tokenizer(), tokens, stops)
+def test_stop_string_is_found_with_the_token_that_completes_it(tokens, stops):
+    finder = StopStrings(bytes_tokenizer(), stops)
+    ends = range(1, len(tokens) + 1)
+    found = (n for n in ends if finder.is_complete(np.array(tokens[:n], dtype=np.int32)))
+    assert next(found, None) == first_stop(bytes_tokenizer(), tokens, stops)
 
 
 @BOTH
 def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
     stops, tokenizer = ["a", "é", "cd", "\n", "j", "p"], bytes_tokenizer()
     submitted = requests(draw_prompts(5), 6)
-    whole = run(make_engine(name), submitted)
-    num_stopped, lengths = 0, set()
+    whole, num_stopped = run(make_engine(name), submitted), 0
     for key, cut in run(make_engine(name, stop=stops, tokenizer=tokenizer), submitted).items():
         for short, long in zip(cut, whole[key], strict=True):
             tokens = long.token_ids.tolist()
@@ -546,5 +415,4 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
             is_stop = length is not None or expected[-1] == EOS
             assert short.finish_reason == ("stop" if is_stop else "length")
             num_stopped += length is not None
-            lengths.add(length)
-    assert num_stopped > 5 and (1 in lengths or name != "qwen3")  # also the first token
+    assert num_stopped > 5

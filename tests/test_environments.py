@@ -19,7 +19,7 @@ from easyrl.data.datasets import open_prompts
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.loading import Interface
-from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost, check_environments
+from easyrl.environments.pool import EnvironmentPool, HostLost, check_environments
 from easyrl.environments.tool_calls import BadCall, ToolCall, detect_format, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
@@ -58,12 +58,6 @@ class Own:
         """
         return eval(code)
 
-    @classmethod
-    def shout(cls) -> str:
-        """Print a MiB, and return a subclass of str."""
-        print("x" * 2**20)
-        return Odd("loud")
-
     @staticmethod
     def helper(): return "no tool, as in TRL"
 
@@ -95,18 +89,12 @@ class Game:
 
     def get_reward(self): return len(self.texts)
 
-class HalfHinted(Game):
-    def step(self, text: str): return "", True
 class NoReset: ...
 class NoHints:
     def reset(self): ...
     def move(self, direction): "Move."
 class BadInit(Game):
     def __init__(self): raise RuntimeError("no licence")
-class BadReset(Game):
-    def reset(self): raise RuntimeError("no board")
-class OddReset(Game):
-    def reset(self): return 3
 class OddStep:
     def reset(self, **columns): ...
     def step(self, text: str) -> tuple[str, bool]: return 3
@@ -115,7 +103,6 @@ def is_even(environments, completions, **columns):
     return [float(each.count % 2 == 0) for each in environments]
 '''
 KEY, OTHER = (0, 0, 0), (0, 0, 1)
-OpenPool = Callable[..., EnvironmentPool]
 
 
 def config_of(folder: Path, name: str, *words: str) -> Config:
@@ -124,7 +111,7 @@ def config_of(folder: Path, name: str, *words: str) -> Config:
 
 
 @pytest.fixture
-def open_pool(tmp_path: Path) -> Iterator[OpenPool]:
+def open_pool(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
     """Function that opens a pool for a class of ENVIRONMENTS, with an episode of the group KEY."""
     with ExitStack() as opened:
 
@@ -173,9 +160,8 @@ def act(pool: EnvironmentPool, *calls: Any, index: int = 0, key: tuple[int, ...]
 
 
 def run(pool: EnvironmentPool, code: str, index: int = 0, key: tuple[int, ...] = KEY) -> str:
-    return str(
-        act(pool, ToolCall("run", {"code": code}), index=index, key=key).messages[0]["content"]
-    )
+    acted = act(pool, ToolCall("run", {"code": code}), index=index, key=key)
+    return str(acted.messages[0]["content"])
 
 
 def play(pool: EnvironmentPool, text: str, key: tuple[int, ...] = KEY) -> Acted:
@@ -201,7 +187,7 @@ def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
     loaded = own.loaded()
     (interface,) = loaded.interfaces.values()
     names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == ["increment", "run", "shout"]
+    assert sorted(names) == ["increment", "run"]
     assert not interface.is_game and interface.has_reward and loaded.reward_functions == [0, 1]
     acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("run", {"code": "'done'"}))
     assert acted.messages == [
@@ -226,49 +212,16 @@ def test_errors_of_a_tool_are_results(own):
         assert error.startswith("{'error': ") and word in error
 
 
-def test_instances_are_used_again_and_the_kernel_ends_them_first(own):
-    """Where memory runs out, the kernel ends environments before other processes."""
-    assert run(own, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
-    made = run(own, "Own.num_made")
-    own.forget(KEY)
-    start(own, 2)
-    assert run(own, "Own.num_made") == made
-
-
-def test_output_is_counted_by_call(own):
-    shout = ToolCall("shout", {})
-    results = [act(own, shout).messages[0]["content"] for _ in range(20)]
-    assert results == ["loud"] * 20
-    assert act(own, *[shout] * 20).num_errors == 5  # the line ends count
-
-
-def test_functions_are_tools_without_an_environment(tmp_path):
-    """The example of docs/environments.md."""
-    (tmp_path / "calculator.py").write_text(example("calculator.py"))
-    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
-    with closing(EnvironmentPool(config, {})) as pool:
-        start(pool)
-        acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
-    assert acted.messages[0]["content"] == "42"
-
-
 SERVER = """
-import socket
-import uvicorn
+import socket, uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
-class Message(Action):
-    message: str
-
-class Echoed(Observation):
-    echoed_message: str
-
+class Message(Action): message: str
+class Echoed(Observation): echoed_message: str
 class Echo(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
     state = State()
-
     def reset(self, seed=None, episode_id=None, **more): return Echoed(echoed_message="ready")
-
     def step(self, action, timeout_s=None, **more):
         return Echoed(echoed_message=action.message, reward=1.0)
 
@@ -279,14 +232,19 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[port])
 """
 
 
-def test_an_openenv_server_is_used(tmp_path, monkeypatch):
-    """The example of docs/environments.md, with OpenEnv's own server."""
+def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
+    """Functions as tools, and a server of OpenEnv."""
+    for name in ("calculator.py", "my_openenv.py"):
+        (tmp_path / name).write_text(example(name))
+    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
+    with closing(EnvironmentPool(config, {})) as pool:
+        start(pool)
+        acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
+    assert acted.messages[0]["content"] == "42"
     pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
-    (tmp_path / "my_openenv.py").write_text(example("my_openenv.py"))
     flags = {"rollout.environment": f"{tmp_path}/my_openenv.py:Echo"}
     config = load_config(None, flags, ["reward.functions=[environment]"])
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=-1, text=True) as server:
-        assert server.stdout is not None
         monkeypatch.setenv("ENV_URL", f"http://localhost:{server.stdout.readline().strip()}")
         with closing(EnvironmentPool(config, {})) as pool:
             start(pool, 2)
@@ -295,11 +253,6 @@ def test_an_openenv_server_is_used(tmp_path, monkeypatch):
                 assert acted.messages[0]["content"] == f"hello {number}"
             assert scores(pool, 2, 0) == [[3.0, 0.0]]
         server.kill()
-
-
-def test_a_tool_may_use_signals_where_calls_run_one_by_one(open_pool):
-    pool = open_pool("Own", "rollout.concurrent_calls=1")
-    assert [run(pool, "alarm()"), run(pool, "7")] == ["{'error': 'rang'}", "7"]
 
 
 def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool):
@@ -363,26 +316,6 @@ def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool):
         scores(pool, 1, 0)
 
 
-def test_a_group_may_end_while_its_calls_are_repeated(open_pool):
-    pool = open_pool("Game")
-    play(pool, "draw")
-    host = pool._groups[KEY].host
-    kill(pool)
-    while pool._groups[KEY].host is host:
-        pool.poll()
-    pool.forget(KEY)
-    start(pool, key=OTHER)  # in the same process: its answer comes after the repeated ones
-    assert play(pool, "a", key=OTHER).messages[0]["content"] == "a"
-
-
-def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path):
-    config = config_of(tmp_path, "Game", "reward.functions=[environment]")
-    with closing(EnvironmentPool(config, {})) as pool:
-        kill(pool, ())
-        loaded = pool.loaded().interfaces[""]
-    assert loaded.has_reward and loaded.is_game
-
-
 @pytest.mark.parametrize("num", [1, 4])
 def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool, num):
     """With one call at a time, its process is killed and all other calls are repeated."""
@@ -395,20 +328,12 @@ def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool, num):
     assert play(pool, "end").is_done
 
 
-def test_an_odd_step_is_an_error(open_pool):
-    with pytest.raises(CallFailed, match=r"\(observation, done\), got 3"):
-        play(open_pool("OddStep", "reward.functions=[format]"), "abc")
-
-
 @pytest.mark.parametrize(
     ("name", "key", "word"),
     [
         ("NoReset", "rollout.environment", "reset"),
         ("NoHints", "rollout.environment", "type hint"),
-        ("BadReset", "rollout.environment", "no board"),
-        ("OddReset", "rollout.environment", "got 3"),
         ("BadInit", "rollout.environment", "no licence"),
-        ("HalfHinted", "rollout.environment", "tuple[str, bool]"),
         ("Missing", "rollout.environment", "own.py:Own"),
         ("OddStep", "reward.functions", "get_reward"),
     ],
@@ -421,14 +346,10 @@ def test_unusable_environments_are_refused(tmp_path, name, key, word):
 
 def test_each_row_names_one_of_several_environments(tmp_path):
     (tmp_path / "own.py").write_text(ENVIRONMENTS)
-    words = [
-        "rollout.environment={one: 'FILE:Own', two: 'FILE:Own'}".replace(
-            "FILE", f"{tmp_path}/own.py"
-        )
-    ]
-    interfaces, _ = check_environments(
-        load_config(None, {}, words), Prompt(0, "q", {"environment": "two"})
-    )
+    file = tmp_path / "own.py"
+    words = [f"rollout.environment={{one: '{file}:Own', two: '{file}:Own'}}"]
+    prompt = Prompt(0, "q", {"environment": "two"})
+    interfaces, _ = check_environments(load_config(None, {}, words), prompt)
     assert set(interfaces) == {"one", "two"}
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"environment": "one"}\n{"environment": "three"}\n')
@@ -442,9 +363,9 @@ def test_each_row_names_one_of_several_environments(tmp_path):
 TYPES = {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}
 SCHEMAS = [{"type": "function", "function": {"name": "f", "parameters": TYPES}}]
 HERMES = '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>'
-TAGS = '<think>a</think><tool_call>{"name": "f", "arguments": {"s": "TAGb"}}</tool_call>'
 CODER = (
     "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=s>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
 )
 BOTH = {"x": 1, "s": "2"}
 
@@ -452,45 +373,28 @@ BOTH = {"x": 1, "s": "2"}
 @pytest.mark.parametrize(
     ("tool_format", "text", "arguments"),
     [
-        (
-            "hermes",
-            'Well. <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
-            {"x": 1},
-        ),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1, \\"s\\": \\"2\\"}"}', BOTH),
+        ("hermes", f"Well. {HERMES % 1}", {"x": 1}),
         ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]', BOTH),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]ab[ARGS]{"x": 1, "s": "2"}', BOTH),
-        ("qwen3_coder", CODER + "</function>\n</tool_call>", BOTH),
+        ("qwen3_coder", CODER, BOTH),
         # What is only thought of is no call.
         ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
-        ("hermes", f"Hm <think>{HERMES % 9}</think>{HERMES % 1}<think>{HERMES % 9}", {"x": 1}),
         ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
-        ("qwen3_coder", f"<think>{CODER}</function></think>{CODER}</function>", BOTH),
+        ("qwen3_coder", f"<think>{CODER}</think>{CODER}", BOTH),
         ("llama3", '<think>{"name": "f"}</think>\n{"name": "f", "parameters": {"x": 1}}', {"x": 1}),
         ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS]{"x": 1}', {"x": 1}),
-        # Tags of thinking may be part of an argument.
-        ("hermes", TAGS.replace("TAG", "<think>"), {"s": "<think>b"}),
-        ("hermes", TAGS.replace("TAG", "</think>"), {"s": "</think>b"}),
         # What cannot be read.
         ("hermes", "<tool_call>{name: f}</tool_call>", None),
-        ("hermes", '<tool_call>["f"]</tool_call>', None),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
         ("llama3", '{"name": "f", "parameters": {"x": }', None),
         ("mistral", '[TOOL_CALLS] [{"name": "f"', None),
-        ("mistral", "[TOOL_CALLS] 3", None),
     ],
 )
 def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
     assert read_calls("no call", tool_format, SCHEMAS) == []
     (found,) = read_calls(text, tool_format, SCHEMAS)
     assert isinstance(found, BadCall) if arguments is None else found == ToolCall("f", arguments)
-
-
-def test_all_calls_of_a_turn_are_read():
-    text = call("f", '{"x": 1}') + "\n" + call("f", "{") + call("f", '{"x": 3}')
-    calls = read_calls(text, "hermes", SCHEMAS)
-    assert [type(each) for each in calls] == [ToolCall, BadCall, ToolCall]
 
 
 def test_the_format_follows_from_the_template():
@@ -542,17 +446,3 @@ def test_templates_that_cannot_continue_are_refused(template, word):
     with pytest.raises(ConfigError, match=r"data\.chat_template") as raised:
         conversations(template)
     assert word in str(raised.value)
-
-
-def test_thinking_that_a_template_drops_from_earlier_turns_does_not_matter():
-    dropped = TEMPLATE.replace(
-        "A{{ message['content'] }}",
-        "A{% if loop.last %}{{ message['content'] }}{% else %}"
-        "{{ message['content'].split('</think>')[-1] }}{% endif %}",
-    )
-    conversations(dropped)
-
-
-def test_a_tokenizer_without_a_template_is_refused():
-    with pytest.raises(ConfigError, match=r"rollout\.environment"):
-        conversations("")
