@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from easyrl.config import ConfigError, load_config
 from easyrl.data.hub import resolve_model
 from easyrl.events import CheckpointSaved, SaveCheckpoint
-from easyrl.model import checkpoint_files
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
 from easyrl.model.checkpoint_files import (
     checkpoints_in,
@@ -76,6 +75,9 @@ def test_restored_learner_continues_with_the_same_bits(tmp_path):
     step(one, 3)  # while the copy is written
     write_tensors(unfinished_name(tmp_path / "2"), state)
     publish(tmp_path / "2", {})
+    for file in (tmp_path / "2").iterdir():  # none has pickles
+        assert file.suffix in (".json", ".safetensors")
+        assert not file.read_bytes().startswith((b"\x80", b"PK"))
     other.restore(tmp_path / "2", 2)
     assert other.policy_version == 2
     assert other.policy.weights_sha256() != one.policy.weights_sha256()
@@ -165,36 +167,28 @@ def change_format(folder: Path) -> None:
     (folder / "state.json").write_text(json.dumps(content | {"format": 99}))
 
 
-def truncate(pattern: str) -> Callable[[Path], None]:
+def change_content(pattern: str, change: Callable[[bytearray], Any]) -> Callable[[Path], None]:
     def harm(folder: Path) -> None:
         (file,) = folder.glob(pattern)
-        os.truncate(file, file.stat().st_size - 1)
-
-    return harm
-
-
-def overwrite(position: int, mask: int) -> Callable[[Path], None]:
-    """Flip bits of a byte of the tensors; the size stays the same."""
-
-    def harm(folder: Path) -> None:
-        (file,) = folder.glob("*.safetensors")
         content = bytearray(file.read_bytes())
-        content[position] ^= mask
+        change(content)
         file.write_bytes(content)
 
     return harm
 
 
-flip_bit = overwrite(-9, 1)
+def flip_bit(content: bytearray) -> None:
+    content[-9] ^= 1
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no state": (lambda folder: (folder / "state.json").unlink(), "state.json"),
     "no tensors": (lambda folder: next(folder.glob("*.safetensors")).unlink(), "shard-00001"),
-    "empty state": (lambda folder: (folder / "state.json").write_text(""), "state.json"),
     "another format": (change_format, "expected format 1, got 99"),
-    "the end of the state": (truncate("state.json"), "state.json"),
-    "the end of the tensors": (truncate("*.safetensors"), "shard"),
-    "the header": (overwrite(8, 255), "shard"),
-    "a bit of the tensors": (flip_bit, "shard"),
+    "the end of the state": (change_content("state.json", bytearray.pop), "state.json"),
+    "a bit of the state": (change_content("state.json", flip_bit), "state.json"),
+    "the end of the tensors": (change_content("*.safetensors", bytearray.pop), "shard"),
+    "a bit of the tensors": (change_content("*.safetensors", flip_bit), "shard"),
 }
 
 
@@ -204,46 +198,12 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_taken(two, tmp_path, da
     harm, reason = DAMAGE[damage]
     harm(folder / "10")
     # The error of one that was named names the run's folder, too.
-    with pytest.raises(
-        ValueError, match=rf"(?s)checkpoints/10.*{reason}.*'{tmp_path}'|expected a checkpoint"
-    ):
+    expected = rf"(?s)checkpoints/10.*{reason}.*'{tmp_path}'|expected a checkpoint"
+    with pytest.raises(ValueError, match=expected):
         find_checkpoint(folder / "10")
     found, damaged = newest_checkpoint(folder)
     assert list(damaged) == [folder / "10"]
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
-
-
-def test_no_flipped_bit_of_the_state_is_accepted(tmp_path):
-    path = tmp_path / "3"
-    unfinished_name(path).mkdir()
-    (unfinished_name(path) / "shard.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    state = {"policy_version": 3, "accuracy_before": 0.1, "config": {"ü": [1e-6, None]}}
-    publish(path, state)
-    whole = (path / "state.json").read_bytes()
-    for position in range(len(whole)):
-        content = bytearray(whole)
-        content[position] ^= 1 << position % 8
-        (path / "state.json").write_bytes(content)
-        try:
-            # The same value in another notation (1e-6, 1E-6) is no damage.
-            assert read_checkpoint(path).state == state
-        except ValueError:
-            continue
-        assert json.loads(content) == json.loads(whole)
-
-
-def test_checkpoint_deleted_while_it_is_verified_is_not_called_damaged(two, tmp_path, monkeypatch):
-    copies(two, tmp_path, 9)
-
-    def publish_another(file: Path) -> str:
-        monkeypatch.undo()
-        copies(two, tmp_path, 12)
-        shutil.rmtree(tmp_path / "9")
-        raise FileNotFoundError(file)
-
-    monkeypatch.setattr(checkpoint_files, "_sha256", publish_another)
-    found, damaged = newest_checkpoint(tmp_path)
-    assert found is not None and found.path.name == "12" and not damaged
 
 
 def copies(of: Path, folder: Path, *versions: int) -> None:
@@ -269,17 +229,6 @@ def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_pat
     name_best(tmp_path, 100)
     name_best(tmp_path, 101)  # it could not be written
     assert kept(1) == {"100", "best"}
-
-
-def test_checkpoint_of_version_0_1_has_no_checksums_and_none_has_pickles(two, tmp_path):
-    copies(two, tmp_path, 9)
-    for file in (tmp_path / "9").iterdir():
-        assert file.suffix in (".json", ".safetensors")
-        assert not file.read_bytes().startswith((b"\x80", b"PK"))
-    content = json.loads((tmp_path / "9" / "state.json").read_text())
-    older = {key: content[key] for key in ("format", "files", "state")}
-    (tmp_path / "9" / "state.json").write_text(json.dumps(older))
-    assert read_checkpoint(tmp_path / "9").state["note"] == "ü"
 
 
 # -- export --------------------------------------------------------------------------------------
@@ -323,9 +272,6 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path, kind):
     path, policy = make_checkpoint(tmp_path, family, **changes)
     message = export_checkpoint(path.parent.parent, tmp_path / "exported")
     assert str(path) in message and policy.weights_sha256() in message
-    export_checkpoint(path, tmp_path / "again")
-    modes = {file.stat().st_mode for file in (tmp_path / "exported").iterdir()}
-    assert modes == {(path / "state.json").stat().st_mode}  # that of the umask
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     ids = torch.arange(3, 20)[None]
     trained = AutoModelForCausalLM.from_config(policy.model.config)  # in transformers' own code
@@ -337,19 +283,18 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path, kind):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert tokenizer("12")["input_ids"] == AutoTokenizer.from_pretrained(TINY)("12")["input_ids"]
     assert (tmp_path / "exported" / "generation_config.json").is_file()
-    assert names_in(tmp_path / "exported") == names_in(tmp_path / "model")
-    if family == "qwen3_moe":
-        assert any("experts.3.gate_proj.weight" in name for name in names_in(tmp_path / "again"))
+    exported, initial = (
+        safe_open(tmp_path / name / "model.safetensors", framework="pt").keys()
+        for name in ("exported", "model")
+    )
+    assert {*exported} == {*initial}
 
 
 def test_fingerprint_covers_tokenizer_and_configuration(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(TINY, folder)
-    assert fingerprint(str(folder)) == fingerprint("tiny")
+    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
     (folder / "notes.txt").write_text("changes nothing")
-    (folder / "tokenizer_before").mkdir()
-    assert fingerprint(str(folder)) == fingerprint("tiny")
-    seen = {fingerprint("tiny")}
+    seen = {fingerprint("tiny"), fingerprint(str(folder))}
+    assert len(seen) == 1
     for name in ("chat_template.jinja", "tokenizer.json", "config.json"):
         (folder / name).write_text((TINY / "config.json").read_text() + " ")
         seen.add(fingerprint(str(folder)))
@@ -358,34 +303,28 @@ def test_fingerprint_covers_tokenizer_and_configuration(tmp_path):
 
 def test_impossible_export_is_refused_and_removes_nothing(tmp_path):
     path, _ = make_checkpoint(tmp_path, "qwen3")
-    folders = [tmp_path / name for name in ("out.old", "out.unfinished", "out.new", "notes")]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "mine").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    before = {*tmp_path.iterdir()}
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine").touch()
+    before = {*tmp_path.rglob("*")}
     export_checkpoint(path, tmp_path / "out")
-
-    def assert_refused(name: str, reason: str, source: Path = path, force: bool = False) -> None:
-        with pytest.raises(ConfigError, match=reason):
-            export_checkpoint(source, tmp_path / name, force=force)
-
-    for name, force in (("out", False), ("notes", False), ("notes", True), ("link", True)):
-        assert_refused(name, f"/{name}'", force=force)
+    for name, force in (("out", False), ("notes", False), ("notes", True)):
+        with pytest.raises(ConfigError, match=f"/{name}'"):
+            export_checkpoint(path, tmp_path / name, force=force)
     (tmp_path / "out" / "config.json").write_text("{}")
     export_checkpoint(path, tmp_path / "out", force=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
-    assert_refused("new", "expected a checkpoint", tmp_path / "nowhere")
-    assert_refused("new", "expected a checkpoint", tmp_path / "model")
     newer = Path(shutil.copytree(path, path.with_name("8")))
-    flip_bit(newer)
-    assert_refused("new", "checkpoints/8.*shard", newer)
-    (path.parent.parent / "config.yaml").touch()
-    assert find_model(str(path.parent.parent)).path == str(path)
-    flip_bit(tmp_path / "model")
-    assert_refused("new", r"model\.path")
-    assert {*tmp_path.iterdir()} == before | {tmp_path / "out"}
-    assert all((folder / "mine").exists() for folder in folders)
+    harm = change_content("*.safetensors", flip_bit)
+    harm(newer)
+    for source, reason in ((newer, "checkpoints/8.*shard"), (tmp_path / "model", "a checkpoint")):
+        with pytest.raises(ConfigError, match=reason):
+            export_checkpoint(source, tmp_path / "new")
+    shutil.rmtree(newer)
+    harm(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        export_checkpoint(path, tmp_path / "new")
+    out = tmp_path / "out"
+    assert {*tmp_path.rglob("*")} == before | {out, *out.iterdir()}
 
 
 def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path):
@@ -412,21 +351,3 @@ def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path):
     with pytest.raises(ConfigError):  # the code makes a configuration, but no model
         export_checkpoint(path, tmp_path / "out", trust=True)
     assert (tmp_path / "was_run").exists()
-
-
-def test_export_takes_the_next_checkpoint_where_the_run_deletes_one(tmp_path, monkeypatch):
-    path, policy = make_checkpoint(tmp_path, "qwen3")
-
-    def load_while_the_run_goes_on(*arguments: Any, **named: Any) -> Policy:
-        if path.exists():
-            shutil.copytree(path, path.with_name("8"))
-            shutil.rmtree(path)
-        return policy
-
-    monkeypatch.setattr(Policy, "load", load_while_the_run_goes_on)
-    assert "checkpoints/8" in export_checkpoint(path.parent.parent, tmp_path / "exported")
-
-
-def names_in(folder: Path) -> set[str]:
-    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
-        return set(tensors.keys())

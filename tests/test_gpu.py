@@ -1,17 +1,12 @@
 """Tests that need an NVIDIA GPU: compiled FlexAttention, half precision, a shared device, NCCL.
 
-One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests that need two
-GPUs are skipped if there is one. For figures: `easyrl bench loop`, `engine`, `weights`
-and `attention`.
+One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests that need two GPUs
+are skipped if there is one.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +14,8 @@ import pytest
 import torch
 from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 
-from benchmarks import attention as bench
 from benchmarks import weights as bench_weights
 from easyrl.bench.harness import QWEN3_06B
-from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines import step_graphs
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
@@ -31,7 +24,7 @@ from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
 from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
-from easyrl.types import Weight, WeightPiece
+from easyrl.types import WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
 
 pytestmark = [
@@ -104,42 +97,6 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
     assert gap <= 1e-5
 
 
-def test_bfloat16_with_shared_prompts_is_as_exact_as_with_repeated_ones():
-    """Compared with float64. The row with repeated prompts shows the error of bfloat16 itself."""
-    size = QWEN3_06B | {"num_hidden_layers": 4, "vocab_size": 1000}
-    row = bench.compare(bench.Shape(200, 30, 90, 6), size, torch.bfloat16, "cuda", 1)
-    for error in ("max_logprob_error", "max_grad_error"):
-        assert row[error] <= 1.5 * row[f"{error}_repeated"]
-
-
-def test_worker_sees_one_gpu_and_its_part_of_the_memory():
-    last = torch.cuda.device_count() - 1
-    script = """
-import sys
-from easyrl.config import load_config
-from easyrl.runtime import launch
-from easyrl.workers.settings import WorkerSettings
-settings = WorkerSettings(
-    name="rollout-0", owner_id=0, device="cuda:0", weights_cross_on_cpu=False, num_threads=1,
-    config=load_config(), max_concurrent_groups=1, store="", log_file=None,
-    device_indices=(int(sys.argv[1]),), memory_fraction=0.01,
-)
-launch._set_up_environment(launch.with_environment(settings))
-import torch
-print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid)
-try:
-    torch.empty(torch.cuda.get_device_properties(0).total_memory // 50, device="cuda:0",
-                dtype=torch.uint8)
-except torch.OutOfMemoryError as error:
-    print("out of memory")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(last)], capture_output=True, text=True, check=True
-    )
-    uuid = torch.cuda.get_device_properties(last).uuid
-    assert done.stdout.splitlines() == [f"1 {uuid}", "out of memory"]
-
-
 # -- decoding --------------------------------------------------------------------------------------
 
 
@@ -206,37 +163,6 @@ def test_replayed_decode_steps_give_the_bits_of_plain_ones(
     assert engines["replayed"].graphs.num_replays > engines["replayed"].num_steps / 2
 
 
-def test_long_rows_and_deterministic_sampling_of_the_likeliest(monkeypatch):
-    """Some steps have too much padding. `scatter_` has another kernel in deterministic mode."""
-    inputs = draw_inputs((200, 70, 10))
-    policy = tiny_policy("qwen3", torch.float32)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        monkeypatch.setattr(step_graphs, "MAX_PADDING", 2000 * 16)  # cells
-        engine = make_engine(policy, *inputs, top_k=5, top_p=0.9)
-        assert generate(engine, *inputs) == generate(engine, *inputs)
-        assert 0 < engine.graphs.num_replays < engine.num_steps / 2
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_a_model_that_cannot_be_captured_leaves_the_gpu_usable():
-    policy, inputs = tiny_policy("qwen3", torch.float32), draw_inputs((3, 9, 5))
-    expected = generate(make_engine(policy, *inputs), *inputs)
-    hook = policy.model.model.layers[0].register_forward_hook(lambda *a: a[2].max().item() and None)
-    with pytest.warns(UserWarning, match="without CUDA graphs"):
-        engine = make_engine(policy, *inputs)
-        generate(engine, *inputs)
-    assert engine.graphs.num_replays == 0
-    hook.remove()
-    torch.cuda.empty_cache()
-    torch.rand(1000, device="cuda")
-    engine = make_engine(policy, *inputs)
-    assert generate(engine, *inputs) == expected
-    assert engine.graphs.num_replays > 0
-
-
 # -- weights: device to device, and over NCCL ------------------------------------------------------
 
 
@@ -255,33 +181,6 @@ def test_every_bit_of_the_weights_arrives_on_a_gpu(train, size, dtype):
         assert row["share_of_bare"] >= 0.7, row  # the goal in docs/benchmarks.md
 
 
-def trainer_channel(size: int, timeout_seconds: float) -> WeightChannel:
-    store = f"/proc/{os.getpid()}/fd/{os.memfd_create('test-store')}"
-    return WeightChannel(
-        WeightEndpoint(store, 0, size, "train-0", "cuda:0", timeout_seconds, bucket_bytes=2**22)
-    )
-
-
-def test_the_channel_broadcasts_over_nccl():
-    """NCCL supports one rank per GPU. Weights in buckets, direct, cast, repeated."""
-    channel = trainer_channel(1, 10.0)
-    big = torch.randn(3 * 2**20, device="cuda")
-    tensors = {"big": big, "half": big[:999].bfloat16(), "scalar": torch.tensor(1.0).cuda()}
-    every = [Weight.stored(*each, is_trained=True) for each in tensors.items()]
-    sizes = sum(tensor.nbytes for tensor in tensors.values())
-    assert channel.send(0, every) == channel.send(1, every) == sizes
-    num_elements = sum(tensor.numel() for tensor in tensors.values())
-    assert channel.send(2, every, dtype=torch.bfloat16) == 2 * num_elements
-    started = time.monotonic()
-    del channel
-    assert time.monotonic() - started < 2.0
-
-
-def test_missing_nccl_rank_is_waited_for_until_the_timeout():
-    with pytest.raises(TimeoutError, match=r"train-0 \(rank 0 of 2\), making the process group"):
-        trainer_channel(2, 1.0)
-
-
 # -- whole runs ------------------------------------------------------------------------------------
 
 
@@ -291,7 +190,6 @@ def test_missing_nccl_rank_is_waited_for_until_the_timeout():
         ("--schedule", "sync", "model.dtype=bfloat16"),
         ("--schedule", "periodic", "model.dtype=bfloat16"),
         pytest.param(("rollout.engine=vllm", "model.dtype=bfloat16"), marks=NEEDS_VLLM),
-        pytest.param(("rollout.engine=vllm", "model.dtype=float32"), marks=NEEDS_VLLM),
     ],
     ids=" ".join,
 )

@@ -182,18 +182,6 @@ def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first():
     assert states == [State.ACCEPTED, State.REPORTED, State.GIVEN, State.WAITING]
 
 
-def test_rejected_groups_get_the_next_prompts_once_their_round_is_over():
-    ledger = open_ledger(num_groups=4, num_workers=1)
-    (first,) = ledger.take(["rollout-0"]).values()
-    assert isinstance(first, events.Generate) and len(first.prompts) == 4
-    for number in (3, 0, 2, 1):
-        assert ledger.take(["rollout-0"]) == {} and ledger.round == 0
-        ledger.on_event("rollout-0", report(first.prompts[number], is_rejected=number > 1))
-    (second,) = ledger.take(["rollout-0"]).values()
-    assert isinstance(second, events.Generate)
-    assert [(i, prompt.index - FIRST) for i, prompt in second.prompts] == [(2, 4), (3, 5)]
-
-
 def test_a_group_that_the_trainer_has_is_not_replaced():
     """Its report was lost with a node, and a second worker's completions have equal rewards."""
     ledger = open_ledger(num_groups=2)
@@ -225,7 +213,6 @@ def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other(
     answer(ledger, one, 0)
     ledger.lost(one, in_ring={0, 1, 3})
     (again,) = ledger.take(WORKERS).values()
-    assert isinstance(again, events.Generate)
     assert (indices(again), again.known) == ([0, 2, 4], {FIRST: 7 * FIRST})
     last = ledger.groups[FIRST + 4]
     answer(ledger, one, 2)
@@ -235,7 +222,6 @@ def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other(
     assert ledger.round == 1 and indices(ledger.take(WORKERS)[one]) == [5]
     ledger.lost(one, in_ring={0, 1, 3})  # 2 of round 0 was reported, and is lost as well
     (again,) = ledger.take(WORKERS).values()
-    assert isinstance(again, events.Generate)
     assert indices(again) == [0, 2, 4] and {*again.known} == {FIRST, FIRST + 4}
     answer(ledger, one, 2)
     for number in (0, 4):
@@ -246,48 +232,40 @@ def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other(
 
 def test_answers_of_an_evaluation_outlive_their_worker():
     config = load_config(words=["rollout.num_generations=4"])
-    placement: Any = SimpleNamespace(
-        max_concurrent_groups=2, max_rollout_workers=2, num_rollout_workers=2
-    )
+    numbers = {"max_concurrent_groups": 2, "max_rollout_workers": 2, "num_rollout_workers": 2}
     problems = [Prompt(index, "", {}) for index in (3, 5, 8, 9)]
+    placement: Any = SimpleNamespace(**numbers)
     ledger = ledger_of_evaluation(config, placement, 1, problems, num_samples=6)
-    fleet: Any = SimpleNamespace(ledger=None)
-    given = [[p.index for p in each.prompts] for each in take(ledger)]
-    assert given == [[3, 8], [5, 9]]
+
+    def taken() -> list[list[int]]:
+        return [[p.index for p in each.prompts] for each in ledger.take(WORKERS).values()]
+
+    def answered(worker: str, index: int) -> events.PromptEvaluated:
+        answer = events.PromptEvaluated(1, index, [1.0])
+        ledger.on_event(worker, answer)
+        return answer
 
     def steps() -> Iterator[events.WorkerEvent]:
-        assert fleet.ledger is ledger
-        for worker, index in ((WORKERS[0], 3), (None, 0), (WORKERS[1], 5), (WORKERS[1], 9)):
-            if worker is None:
-                ledger.lost(WORKERS[0], in_ring=())
-                (again,) = take(ledger)
-                assert [prompt.index for prompt in again.prompts] == [8]
-                continue
-            answer = events.PromptEvaluated(1, index, [1.0])
-            ledger.on_event(worker, answer)
-            yield answer
-        holder = ledger.groups[8].worker
-        last = events.PromptEvaluated(1, 8, [1.0])
-        ledger.on_event(holder, last)
-        yield last
+        yield answered(WORKERS[0], 3)
+        ledger.lost(WORKERS[0], in_ring=())
+        assert taken() == [[8]]
+        yield answered(WORKERS[1], 5)
+        yield answered(WORKERS[1], 9)
+        yield answered(ledger.groups[8].worker, 8)
 
+    fleet: Any = SimpleNamespace(ledger=None)
+    assert taken() == [[3, 8], [5, 9]]
     found = [each.prompt_index for each in answers_of(fleet, ledger, steps().__next__)]
     assert found == [3, 5, 9, 8] and fleet.ledger is None
-
-
-def take(ledger: Ledger) -> list[Any]:
-    return [*ledger.take(WORKERS).values()]
 
 
 def test_metrics_include_replaced_groups():
     ledger = open_ledger(num_groups=2, num_workers=1)
     (command,) = ledger.take(["rollout-0"]).values()
-    assert isinstance(command, events.Generate)
     zero, one = command.prompts
     ledger.on_event("rollout-0", report(one, is_rejected=True, busy_seconds=3.0))
     ledger.on_event("rollout-0", report(zero, busy_seconds=2.0))  # it had to wait for a slot
     (command,) = ledger.take(["rollout-0"]).values()
-    assert isinstance(command, events.Generate)
     equal = {"rewards": [1.0, 1.0], "is_unwanted": True, "busy_seconds": 4.0}
     ledger.on_event("rollout-0", report(command.prompts[0], **equal))
     ledger.on_event("train-0", events.IterationTrained(0, 1, 2, 16, 0.0, {}))

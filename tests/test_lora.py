@@ -257,38 +257,16 @@ def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
 # -- which layers ---------------------------------------------------------------------------------
 
 
-ATTENTION = {"k_proj", "o_proj", "q_proj", "v_proj"}
-LAYERS = ATTENTION | {"down_proj", "gate_proj", "up_proj"}
-LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "targets", "usable"),
-    [
-        ("qwen2", ["q_proj", "query"], LAYERS),  # no such module
-        ("qwen2", ["lm_head"], LAYERS),  # the head
-        ("qwen3_moe", ["experts"], ATTENTION),  # fused into one tensor
-        ("deepseek_v3", ["up_proj"], LATENT),  # peft treats it as an expert's
-    ],
-)
-def test_unusable_target_is_refused_with_the_usable_ones(kind, targets, usable):
-    lora = LoraConfig(rank=2, target_modules=targets)
-    config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind]))
-    with pytest.raises(
-        ConfigError, match=rf"model\.lora\.target_modules.*'{targets[-1]}'"
-    ) as error:
-        check_lora(lora, "m", config)
-    assert set(str(error.value).partition("(")[2].partition(")")[0].split(", ")) == usable
-
-
-def test_preflight_counts_what_the_trainer_will_train():
-    config = AutoConfig.from_pretrained(TINY)
+def test_unusable_target_is_refused_and_the_preflight_counts_what_will_be_trained():
+    for kind, targets in [("qwen2", ["q_proj", "query"]), ("qwen3_moe", ["experts"])]:
+        lora = LoraConfig(rank=2, target_modules=targets)
+        config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind]))
+        with pytest.raises(ConfigError, match=rf"model\.lora\.target_modules.*'{targets[-1]}'"):
+            check_lora(lora, "m", config)
     policy = Policy.load("tiny")
     policy.add_adapter(LORA, path="tiny", seed=0)
-    expected = sum(parameter.numel() for parameter in policy.trained_parameters())
-    assert check_lora(LORA, "tiny", config) == expected
-    trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
-    assert {name.split(".")[-4] for name in trained} == LAYERS
+    num_trained = sum(parameter.numel() for parameter in policy.trained_parameters())
+    assert check_lora(LORA, "tiny", AutoConfig.from_pretrained(TINY)) == num_trained
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -356,24 +334,3 @@ def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path):
     assert_model_and_adapter_were_trained(folder, "bfloat16")
     message = export_checkpoint(folder, tmp_path / "exported")
     assert summary_of(folder)["weights_sha256"] in message  # merged from the stored adapters
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("devices", [("cpu:2", "cpu"), ("cpu", "cpu:2")])
-def test_lora_run_resumes_with_another_number_of_train_devices(tmp_path, devices):
-    words = (*HARDER, "runtime.deterministic=true", "train.lr_scheduler_type=constant")
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    code, _, err = finish("--output", str(once), "--iterations", "6", *words)
-    assert (code, err) == (0, "")
-    first = ("--output", str(twice), "--iterations", "3", "--train-devices", devices[0])
-    assert finish(*first, *words)[::2] == (0, "")
-    again = ("--resume", str(twice), "--iterations", "6", "--train-devices", devices[1])
-    assert finish(*again)[::2] == (0, "")
-    one, two = (load_file(folder / "model/model.safetensors") for folder in (once, twice))
-    before = load_file(TINY / "model.safetensors")
-    for name, weight in one.items():
-        gap = float((two[name] - weight).norm() / weight.norm())
-        moved = float((before[name] - weight).norm() / weight.norm())
-        is_frozen = not name.endswith("_proj.weight")
-        assert gap <= 1e-5 and (gap < moved / 100 or (is_frozen and moved == gap == 0.0)), name
-    assert_model_and_adapter_were_trained(twice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.algorithm import losses
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominator, policy_loss
 from easyrl.config import Config, ConfigError, load_config
@@ -167,23 +165,13 @@ TENSORS = (
 @pytest.mark.parametrize("name", TENSORS)
 def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
     """A tool's token may be one that the policy would never have sampled."""
-    chosen = config_of(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        beta=0.1,
-        entropy_coef=0.1,
-        importance_sampling_correction="truncate",
-        importance_sampling_cap=1.5,
-    )
+    correction = {"importance_sampling_correction": "truncate", "importance_sampling_cap": 1.5}
+    terms = {"beta": 0.1, "entropy_coef": 0.1, **correction}
+    chosen = config_of(loss_type=loss_type, importance_sampling_level=level, **terms)
+    others = {"mask": [True, False, True], "ref_ratios": [1.5, 1, 1], "weights": [2.0, 1.0, 0.7]}
     found = []
     for value in (-0.5, math.nan, math.inf, -math.inf, -1e4, 1e4):
-        inputs = make_inputs(
-            [1.1, 1.0, 0.9],
-            [1.0, 1.0, 1.0],
-            mask=[True, False, True],
-            ref_ratios=[1.5, 1.0, 1.0],
-            weights=[2.0, 1.0, 0.7],
-        )
+        inputs = make_inputs([1.1, 1.0, 0.9], [1.0, 1.0, 1.0], **others)
         tensor = getattr(inputs, name).detach().clone()
         tensor[1] = value
         tensor.requires_grad_(name in ("logprobs", "entropy"))
@@ -327,35 +315,11 @@ def loss(inputs):
 WORDS = (*SMALL, "rollout.max_completion_length=80", "train.iterations=2", "data.num_held_out=0")
 
 
-def copy_of(loss_type: str) -> str:
-    """The source of the built-in losses, for one of them."""
-    functions = inspect.getsource(losses.policy_loss) + inspect.getsource(losses.loss_denominator)
-    functions = functions.replace("config.algorithm.loss_type", repr(loss_type))
-    return (
-        "from easyrl.algorithm.losses import *\n"
-        "from easyrl.algorithm.losses import _surrogate, _sum_over_completion, _zero_masked\n"
-        + functions.replace("algorithm.loss_type", repr(loss_type))
-    )
-
-
-def own_config(tmp_path: Path, source: str, name: str = "loss") -> Config:
+def own_config(tmp_path: Path, source: str) -> Config:
+    tmp_path.mkdir(exist_ok=True)
     file = tmp_path / "my_loss.py"
     file.write_text(source)
-    return load_config(None, {"algorithm.loss_type": f"{file}:{name}", "algorithm.beta": 0.3})
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_copy_of_a_built_in_loss_gives_the_same_bits(loss_type, tmp_path):
-    own = load_loss(own_config(tmp_path, copy_of(loss_type), "policy_loss"))
-    config = config_of(loss_type=loss_type, beta=0.3)
-    found = []
-    for loss in (own, load_loss(config)):
-        inputs = random_inputs([3, 5, 1], seed=0)
-        outputs = loss.policy_loss(inputs, config)
-        outputs.loss.backward()
-        found.append([outputs.loss, inputs.logprobs.grad, *outputs.metrics.values()])
-        assert loss.loss_denominator(config, num_completions=3, num_tokens=7) in (3.0, 7.0)
-    assert all(map(torch.equal, *found)) and found[0][1].any()
+    return load_config(None, {"algorithm.loss_type": f"{file}:loss"})
 
 
 def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path):
@@ -373,27 +337,20 @@ def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path):
 
 
 def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path):
-    config = own_config(tmp_path, REINFORCE)
-    assert load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70) == 8.0
-    (tmp_path / "other").mkdir()
     own = "\ndef loss_denominator(config, num_completions, num_tokens): return 2 * num_tokens"
-    config = own_config(tmp_path / "other", REINFORCE + own)
-    assert load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70) == 140.0
-
-
-OUTPUTS = "from easyrl.algorithm.losses import LossOutputs\ndef loss(inputs, config): return "
+    for number, (source, expected) in enumerate([(REINFORCE, 8.0), (REINFORCE + own, 140.0)]):
+        config = own_config(tmp_path / str(number), source)
+        found = load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70)
+        assert found == expected
 
 
 @pytest.mark.parametrize(
     ("source", "shown"),
     [
         ("def other(inputs): pass", "loss"),
-        ("def loss(): return 1", "loss()"),
         ("def loss(inputs): return inputs.logits", "logits"),
         ("def loss(inputs): return inputs.logprobs.sum()", "LossOutputs"),
-        (f"{OUTPUTS}LossOutputs(inputs.logprobs, {{}})", "scalar"),
-        (f"{OUTPUTS}LossOutputs(inputs.logprobs.sum(), {{'a': inputs.logprobs}})", "scalar"),
-        (f"{OUTPUTS}LossOutputs(inputs.advantages.sum(), {{}})", "gradient"),
+        (REINFORCE.replace("inputs.logprobs", "inputs.advantages"), "gradient"),
         (f"{REINFORCE}def loss_denominator(config, **numbers): return 0", "loss_denominator"),
         ("import no_such_module", "no_such_module"),
     ],
@@ -407,10 +364,6 @@ def test_a_loss_that_cannot_work_is_refused(source, shown, tmp_path):
 # -- advantages and learning rate ------------------------------------------------------------------
 
 
-def rewards(*values):
-    return np.array(values, dtype=np.float32)
-
-
 @pytest.mark.parametrize(
     ("values", "scale", "estimator", "expected"),
     [
@@ -419,31 +372,20 @@ def rewards(*values):
         ([0, 0, 0, 1], "group", "group", np.array([-0.25, -0.25, -0.25, 0.75]) / 0.5001),
         # 1 - (2 + 6) / 2; 2 - (1 + 6) / 2; 6 - (1 + 2) / 2.
         ([1, 2, 6], "none", "rloo", [-3, -1.5, 4.5]),
-        # Exactly zero: a rounding error divided by a tiny deviation would be large.
-        *(
-            ([value] * 7, scale, estimator, [0] * 7)
-            for value in (1.0, 0.1, -1e6, 1e-8)
-            for scale in ("group", "none")
-            for estimator in ("group", "rloo")
-        ),
         # The others' means are 1/3 and 0.
         ([0, 0, 0, 1], "group", "rloo", np.array([-1, -1, -1, 3]) / 3 / 0.5001),
+        # Exactly zero: a rounding error divided by a tiny deviation would be large.
+        *(
+            ([value] * 7, "group", name, [0] * 7)
+            for value in (0.1, -1e6)
+            for name in ("group", "rloo")
+        ),
     ],
 )
 def test_advantages(values, scale, estimator, expected):
-    got = group_advantages(rewards(*values), scale, estimator)
+    got = group_advantages(np.array(values, dtype=np.float32), scale, estimator)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=0.0)
     assert got.dtype == np.float32
-
-
-@given(
-    st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16), st.floats(-50, 50, width=32)
-)
-def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
-    got = group_advantages(rewards(*values), "none")
-    assert abs(got.astype(np.float64).sum()) <= 1e-4
-    moved = group_advantages((rewards(*values) + np.float32(shift)).astype(np.float32), "none")
-    np.testing.assert_allclose(moved, got, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -451,10 +393,8 @@ def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
     [
         ("constant", 0, [1, 1, 1, 1]),
         ("constant", 3, [0.25, 0.5, 0.75, 1]),
-        ("linear", 0, [1, 0.75, 0.5, 0.25]),
         ("linear", 2, [1 / 3, 2 / 3, 1, 0.5]),
         ("cosine", 0, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
-        ("linear", 4, [0.2, 0.4, 0.6, 0.8]),
         ("cosine", 9, [0.1, 0.2, 0.3, 0.4]),  # the run ends before its warm-up does
     ],
 )
