@@ -72,23 +72,20 @@ def checked(*words: str) -> Preflight:
     return check_run(load_config(None, {"reward.functions": ["exact_match"]}, words))
 
 
-def test_a_missing_chat_template_is_found_without_the_tokenizer(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)  # it takes seconds to import
-    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template") as error:
-        checked(f"data.dataset={folder}/chat.jsonl")
-    assert "data.chat=false" not in str(error.value)  # the rows are chats
-    with pytest.raises(ValueError, match=r"good\.jsonl:1: .*data\.chat=false"):
-        checked(f"data.dataset={folder}/good.jsonl", "data.chat=true")
-    monkeypatch.undo()
-    word = shlex.split(chat.NO_CHAT_TEMPLATE[chat.NO_CHAT_TEMPLATE.index("'data.") :])[0]
-    assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
-
-
 def test_long_prompts_are_skipped_and_counted(folder):
     words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
     preflight = checked(*words, "data.long_prompts=skip")
     assert preflight.num_prompts_skipped == 1
     assert {preflight.prompts.prompt(index).content for index in range(5)} == {"1+1="}
+
+
+def test_a_chat_template_is_named_where_the_tokenizer_has_none(folder):
+    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template"):
+        checked(f"data.dataset={folder}/chat.jsonl")
+    with pytest.raises(ValueError, match=r"good\.jsonl:1: .*data\.chat=false"):
+        checked(f"data.dataset={folder}/good.jsonl", "data.chat=true")
+    word = shlex.split(chat.NO_CHAT_TEMPLATE[chat.NO_CHAT_TEMPLATE.index("'data.") :])[0]
+    assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
 
 
 # Weights that are whole as files, but not the model's: found when they are loaded.
@@ -151,80 +148,35 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "parent" / "run").exists()
 
 
-# GPUs, of a machine that has none.
+def test_facts_about_gpus_are_warnings_or_errors(monkeypatch, tmp_path):
+    """Of a machine that has none."""
+    facts: dict[str, Any] = {
+        "accelerator": lambda *, is_asked: ("cuda", 2),
+        "total_memory_bytes": lambda kind, index: 2**36,
+        "memory_in_use": functools.cache(lambda kind, index: (0, "")),
+        "has_peer_access": lambda kind, *pair: True,
+        "has_c_compiler": lambda: True,
+    }
+    for name, fact in facts.items():
+        monkeypatch.setattr(devices, name, fact)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
+    shared = ("devices.train=0", "model.dtype=bfloat16")
 
+    def check(*words: str) -> Preflight:
+        apart = f"output.dir={tmp_path}/run", "devices.infer=0", "devices.train=1"
+        return check_run(load_config(words=[*apart, *words]))
 
-class Gpus:
-    """Two GPUs, of which tests change facts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def in_use(kind: str, index: int) -> tuple[int, str]:
-            return self.in_use
-
-        self.total, self.in_use, self.has_peer_access = 2**36, (0, ""), True
-        self.set = monkeypatch.setattr
-        self.set(devices, "accelerator", lambda *, is_asked: ("cuda", 2))
-        self.set(devices, "total_memory_bytes", lambda kind, index: self.total)
-        self.set(devices, "memory_in_use", functools.cache(in_use))
-        self.set(devices, "has_peer_access", lambda kind, *pair: self.has_peer_access)
-        self.set(devices, "has_c_compiler", lambda: True)
-        self.set(memory, "available_memory_bytes", lambda: 2**40)
-        self.output = ""
-
-    def check(self, *words: str) -> Preflight:
-        apart = "devices.infer=0", "devices.train=1"
-        return check_run(load_config(words=[f"output.dir={self.output}", *apart, *words]))
-
-
-SHARED = ("devices.train=0", "model.dtype=bfloat16")
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpus:
-    made = Gpus(monkeypatch)
-    made.output = str(tmp_path / "run")
-    return made
-
-
-def test_facts_about_gpus_are_warnings_or_errors(gpus):
-    assert not gpus.check("model.dtype=bfloat16").warnings
-    assert not gpus.check(*SHARED).warnings
-    gpus.has_peer_access = False
-    (warning,) = gpus.check().warnings
-    assert "0 and 1" in warning
-    assert not gpus.check(*SHARED).warnings  # it uses one
-    gpus.set(devices, "has_c_compiler", lambda: False)
-    gpus.check()  # in float32
+    assert not check("model.dtype=bfloat16").warnings and not check(*shared).warnings
+    monkeypatch.setattr(devices, "has_peer_access", lambda kind, *pair: False)
+    (warning,) = check().warnings
+    assert "0 and 1" in warning and not check(*shared).warnings  # the latter uses one
+    monkeypatch.setattr(devices, "has_c_compiler", lambda: False)
     with pytest.raises(ValueError, match="C compiler"):
-        gpus.check("model.dtype=bfloat16")
-    gpus.total, gpus.in_use = 2**34, (2**34 - 2**20, "blender (pid 77, 16383 MiB)")
+        check("model.dtype=bfloat16")
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 2**32)
+    with pytest.raises(ValueError, match=r"fits, by estimate: .*memory_fraction"):
+        check("devices.train=0", "rollout.memory_fraction=0.998")
+    in_use = functools.cache(lambda kind, index: (2**32 - 2**20, "blender (pid 77, 4095 MiB)"))
+    monkeypatch.setattr(devices, "memory_in_use", in_use)
     with pytest.raises(ValueError, match=r"blender \(pid 77"):
-        gpus.check()
-
-
-def test_a_shared_device_that_is_too_small_gets_settings_that_fit(gpus):
-    gpus.total = 2**32
-    tight = (*SHARED, "rollout.memory_fraction=0.998")
-    with pytest.raises(ValueError, match=r"fits, by estimate: .*memory_fraction") as refused:
-        gpus.check(*tight)
-    words = shlex.split(str(refused.value).partition("fits, by estimate: ")[2])
-    assert not gpus.check(*SHARED, *words).warnings
-
-
-def test_nvidia_smi_tells_which_programs_hold_memory(monkeypatch, tmp_path):
-    properties = SimpleNamespace(uuid="8a-9b")
-    module = SimpleNamespace(get_device_properties=lambda index: properties)
-    monkeypatch.setattr(devices, "device_module", lambda kind: module)
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        '#!/bin/sh\ntest "$1" = --id=GPU-8a-9b || exit 6\n'
-        'case "$*" in *.used) echo 3000;; *) printf "12, python, 2900\\n13, X, 90\\n";; esac\n'
-    )
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    devices.memory_in_use.cache_clear()
-    assert devices.memory_in_use("cuda", 0) == (0, "")  # it may not be run
-    devices.memory_in_use.cache_clear()
-    program.chmod(0o755)
-    found = 3000 * 2**20, "python (pid 12, 2900 MiB), X (pid 13, 90 MiB)"
-    assert devices.memory_in_use("cuda", 0) == found
-    devices.memory_in_use.cache_clear()
+        check()

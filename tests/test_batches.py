@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,13 @@ from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import (
-    MIN_FILL,
     GroupReader,
-    Rows,
     UpdateEnd,
     micro_steps,
     pack_share,
-    share_out,
 )
 from easyrl.workers.learner import Learner
-from easyrl.workers.packing import EMPTY, Rollout, pack, split_group
+from easyrl.workers.packing import EMPTY, pack, split_group
 from own_workers import (
     FIRST,
     ITERATION,
@@ -298,40 +294,6 @@ def test_loss_tokens_count_whether_they_are_computed_or_not(feed, mask_truncated
     assert end == UpdateEnd(sum(int(mask.sum()) for mask in masks))
 
 
-LENGTHS = st.lists(
-    st.tuples(st.integers(1, 15), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
-    min_size=1,
-    max_size=3,
-)
-"""The lengths of each group's prompt and of its completions."""
-
-
-@given(LENGTHS, st.integers(1, 4), st.booleans())
-def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
-    lengths, num_ranks, shares_prompts
-):
-    rows = Rows(40, shares_prompts=shares_prompts)
-    for index, (prompt, completions) in enumerate(lengths):
-        for length in completions:
-            ids, values = np.zeros(length, np.int32), np.zeros(length, np.float32)
-            each = Rollout(index, np.zeros(prompt, np.int32), ids, values, values == 0, 1.0)
-            rows.add(each, max_rows=num_ranks)
-    rollouts = [each for row in rows.rows for each in row]
-    shares = share_out(rows, num_ranks)
-    assert len(shares) == num_ranks
-    assert [id(each) for share in shares for each in share] == [id(each) for each in rollouts]
-
-    def largest(parts: Sequence[Sequence[Rollout]]) -> int:
-        packed = (pack(part, shares_prompts=shares_prompts) for part in parts if part)
-        return max(len(batch.input_ids) for batch in packed)
-
-    best = min(
-        largest([rollouts[a:b] for a, b in zip((0, *cuts), (*cuts, len(rollouts)), strict=True)])
-        for cuts in combinations_with_replacement(range(len(rollouts) + 1), num_ranks - 1)
-    )
-    assert largest(shares) == best <= rows.max_tokens
-
-
 # -- reading and checking --------------------------------------------------------------------------
 
 
@@ -427,16 +389,6 @@ def test_periodic_trains_what_has_arrived(feed, monkeypatch):
     source.arrive()
     assert next(batches).num_completions == 2 * NUM_GENERATIONS  # both that arrived meanwhile
     assert list(batches) == [] and source.num_waits == 3
-
-
-def test_periodic_waits_while_a_micro_batch_is_small(feed):
-    groups = [make_group(FIRST + index) for index in range(4)]
-    tokens = [len(group.prompt_ids) + group.num_completion_tokens for group in groups]
-    source = feed(groups)
-    budget = round((tokens[0] + tokens[1]) / MIN_FILL)
-    batches = source.batches(4, max_tokens=budget)
-    assert next(batches).num_completions == 2 * NUM_GENERATIONS and source.num_waits == 2
-    assert sum(batch.num_completions for batch in batches) == 2 * NUM_GENERATIONS
 
 
 def test_periodic_never_waits_while_it_holds_every_slot(feed):

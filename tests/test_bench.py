@@ -15,8 +15,7 @@ import transformers
 from typer.testing import CliRunner
 
 import kernel_counts
-from benchmarks import attention, engine, performance_model, pipeline, ring, weights
-from benchmarks.measuring import peak_bytes
+from benchmarks import attention, engine, performance_model, pipeline, ring
 from benchmarks.performance_model import (
     CARDS,
     COPYING_KERNELS,
@@ -31,10 +30,6 @@ from easyrl.bench import loop, peer
 from easyrl.bench.harness import run_suite
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.config.devices import parse_device_set
-from easyrl.model.files import load_eos_token_ids, load_model_config
-from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.preflight import check_run
 from easyrl.runtime.self_test_part import SMALL
 from easyrl.runtime.supervisor import WorkerFailure
 
@@ -93,46 +88,6 @@ def test_attention_compares_the_same_work():
         assert 0 < row[error] < 1e-5 and 0 < row[f"{error}_repeated"] < 1e-5
 
 
-def test_peak_memory_counts_tensors_that_live_at_the_same_time():
-    def action() -> torch.Tensor:
-        for _ in range(3):
-            torch.zeros(2000)
-        first = torch.zeros(1000)
-        return first + first[:500].repeat(2)  # beside a copy and a sum
-
-    assert peak_bytes(action, torch.device("cpu")) == 12000
-
-
-@pytest.mark.long
-def test_weights_counts_the_bytes_of_an_update():
-    """The weights are cast to bfloat16. The suite itself compares every bit."""
-    size = SMALL | {"num_hidden_layers": 2, "vocab_size": 40_000}
-    (row,) = weights.run("cpu", "cpu", "bfloat16", repetitions=1, size=size)
-    layer = 256 * (256 + 2 * 128 + 256 + 3 * 768) + 2 * 256 + 2 * 64
-    assert row["weight_bytes"] == 2 * (2 * 40_000 * 256 + 2 * layer + 256)
-    rate = row["weight_bytes"] / 1e9 / row["seconds_per_update"]
-    assert row["gigabytes_per_second"] == pytest.approx(rate)
-    bare = row["bare_broadcast_gigabytes_per_second"]
-    assert row["share_of_bare"] == pytest.approx(rate / bare)
-    assert 2**20 <= row["peak_extra_bytes"] <= 3 * row["bucket_bytes"]
-    with pytest.raises(ValueError, match=r"devices\.train"):
-        list(weights.run("cpu", "cpu:2"))
-
-
-def test_pipeline_takes_ratios_within_a_round(monkeypatch):
-    seconds = iter([4.0, 3.0, 2.0, 1.0, 8.0, 6.0, 4.0, 2.0])  # the machine slows down
-
-    def measure(mode: str, prompts: int, iterations: int) -> dict[str, float]:
-        phases = {"infer_seconds": 2, "train_seconds": 1, "weights_seconds": 0.5}
-        return {"iteration_seconds": next(seconds), **phases}
-
-    monkeypatch.setattr(pipeline, "measure", measure)
-    rows = {row["mode"]: row for row in pipeline.run(rounds=2)}
-    assert [row["over_sync"] for row in rows.values()] == [1, 4 / 3, 2, 4]
-    assert rows["apart"]["ceiling"] == 3.5 / 2.5 and rows["periodic"]["ceiling"] == 3.5 / 2
-    assert rows["periodic"]["share_of_ceiling"] == pytest.approx(4 / (3.5 / 2))
-
-
 @pytest.mark.long
 def test_pipeline_does_the_same_work_in_every_mode():
     runs = [pipeline.measure(mode, prompts=4, iterations=1) for mode in pipeline.MODES]
@@ -140,16 +95,6 @@ def test_pipeline_does_the_same_work_in_every_mode():
     for run in runs:
         for phase in ("infer", "train"):
             assert 0 < run[f"{phase}_seconds"] < run["iteration_seconds"]
-
-
-def test_loop_makes_a_run_that_passes_every_check(tmp_path):
-    size = loop.SIZES["small"] | {"num_hidden_layers": 1}
-    flags = {"devices.infer": "cpu", "devices.train": "cpu", **loop.ON_CPU}
-    flags |= loop.write_inputs(tmp_path, size, load_config(None, flags))
-    config = load_config(None, {**flags, "output.dir": str(tmp_path / "run")})
-    assert check_run(config).prompts.epoch_length == config.train.prompts_per_iteration
-    ends = load_eos_token_ids(config.model.path, load_model_config(config.model.path))
-    assert len(ends) == 256 // 24 and max(ends) < 256
 
 
 def test_loop_counts_six_operations_per_weight_and_token():
@@ -186,30 +131,6 @@ def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, 
     monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
     result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
     assert result.exit_code == 2 and named in result.stderr, result.output
-
-
-def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch):
-    monkeypatch.setattr(peer, "metadata", SimpleNamespace(version=lambda package: "1.16.0"))
-    of_easyrl = [(1000.0, 50.0), (500.0, 52.0), (1200.0, 54.0)]
-    tuned, reference = [(200.0, 49.0)] * 3, [(250.0, 51.0), (100.0, 51.0), (400.0, 51.0)]
-    row = peer.compare({"easyrl": of_easyrl, "tuned": tuned, "reference": reference})
-    assert row["peer"] == "TRL 1.16.0, reference" and row["peer_tokens_per_second"] == 250
-    assert row["easyrl_tokens_per_second"] == 1000 and row["ratio"] == 4
-    assert (row["easyrl_mean_length"], row["peer_mean_length"]) == (52, 51)
-
-
-def test_peer_does_the_same_work_on_several_accelerators():
-    placement = resolve_placement(load_config(None, {"devices.infer": "cpu"}))
-
-    def settings(infer: str, train: str) -> list[dict[str, Any]]:
-        sets = {"infer": parse_device_set(infer), "train": parse_device_set(train)}
-        return peer.peer_settings(peer.ROWS["mid_1k"], dataclasses.replace(placement, **sets))
-
-    colocated, server = settings("0-5", "6-7")
-    assert (colocated["micro-batch"], server["micro-batch"]) == (8, 16)  # of 64 completions
-    assert [colocated["devices"], server["devices"]] == [list(range(8)), [6, 7]]
-    with pytest.raises(ValueError, match="--train-devices"):
-        settings("0-1", "2")
 
 
 @pytest.mark.long
@@ -271,15 +192,3 @@ def test_performance_model_counts_the_work_of_the_code(model):
     expected = TRAIN_HIDDEN_BYTES[model.family] * model.hidden * tokens
     assert of_layer == pytest.approx(expected, rel=0.1)
     assert of_head == pytest.approx(TRAIN_LOGIT_BYTES * model.vocabulary * tokens, rel=0.1)
-
-
-def test_measured_speed_is_shown_beside_expected_speed(tmp_path):
-    files = {
-        "engine": {"load": "equal lengths", "engine_tokens_per_second": 12345.0},
-        "loop": {"model": "1.7B", "mfu": 0.12345, "infer_devices": "0", "train_devices": "1"},
-    }
-    for suite, row in files.items():
-        rows = [row | {"device": "NVIDIA H100 80GB HBM3"}]
-        run_suite(suite, rows, file := tmp_path / f"gpu-{suite}.json")
-        (line,) = performance_model.compare(file)
-        assert ("12,345" in line or "12%" in line) and "expected" in line

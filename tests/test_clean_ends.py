@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import time
@@ -14,12 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from easyrl.cli import app
-from easyrl.events import SaveModel
 from easyrl.model.checkpoint_files import checkpoints_in
 from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked
-from easyrl.runtime.supervisor import Supervisor
-from mistakes import change_json
 from runs import SMALL, descendants, finish, lines_of, start, wait_for_line, wait_until_gone
 
 pytestmark = pytest.mark.alone
@@ -138,6 +134,15 @@ def log_of(process: psutil.Process) -> Path:
 
 
 @pytest.mark.long
+def test_an_exception_in_a_reward_is_reported_once_with_its_traceback(tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    words = ("--output", str(tmp_path / "run"), *ENDLESS)
+    code, _, err = finish(*words, "--reward", f"{tmp_path}/r.py:fails")
+    assert err.count("KeyError: 'no such thing'") == 1 and "for the prompt" in err
+    assert code == 1 and err.count("easyrl: ") == 1
+
+
+@pytest.mark.long
 def test_ctrl_c_while_the_workers_start(tmp_path):
     process = start("--output", str(tmp_path / "run"), *ENDLESS)
     wait_for_line(process, "groups in flight")
@@ -197,39 +202,3 @@ def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path):
     processes = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     assert end(process, processes)[0] == 130 and (tmp_path / "under_way").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("what", ["reward", "model"])
-def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(tmp_path, what):
-    """The errors are those of a reward function, and of a model that its own class refuses."""
-    (tmp_path / "r.py").write_text(REWARDS)
-    words = ["--output", str(tmp_path / "run"), *ENDLESS]
-    if what == "reward":
-        code, _, err = finish(*words, "--reward", f"{tmp_path}/r.py:fails")
-        assert err.count("KeyError: 'no such thing'") == 1 and "for the prompt" in err
-    else:
-        built_in = Path(__file__).parent.parent / "easyrl" / "model" / "built_in" / "tiny"
-        shutil.copytree(built_in, tmp_path / "model")
-        change_json("config.json", hidden_act="frobnicate")(tmp_path / "model")
-        code, _, err = finish(*words, "--model", str(tmp_path / "model"))
-        assert err.count("Traceback (most recent call last)") >= 1
-        last = err.partition("to start again")[0].strip().splitlines()[-1]
-        assert "Error" in last and err.count(last) == 1
-    assert code == 1 and err.count("easyrl: ") == 1
-
-
-def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody():
-    began = time.monotonic()
-    with Supervisor() as supervisor:
-        worker = supervisor.spawn("deaf", sleep_for_ever)
-        for _ in range(3):
-            worker.send(SaveModel("x" * 2**20))
-        assert time.monotonic() - began < SECONDS
-        supervisor.wait(timeout_seconds=0.5)
-    assert time.monotonic() - began < SECONDS + 2
-    assert not worker.process.is_alive()
-
-
-def sleep_for_ever(control: object) -> None:
-    time.sleep(1000)

@@ -93,23 +93,9 @@ def test_every_named_flag_reaches_its_key(runs):
     assert runs == [load_config(None, settings | {"train.learning_rate": 1e-6})]
 
 
-def test_a_run_resumes_with_its_own_settings_in_its_own_folder(runs, tmp_path):
-    config = load_config(None, {"output.dir": "where/it/was", "train.iterations": 7})
-    (tmp_path / "config.yaml").write_text(to_commented_yaml(config))
-    for words in ((), ("--iterations", "9")):
-        assert call("grpo", "--resume", str(tmp_path), *words).exit_code == 0
-    assert {run.output.dir for run in runs} == {str(tmp_path)}
-    assert [run.train.iterations for run in runs] == [7, 9]
-
-
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (KeyboardInterrupt(), 130),
-        (ConfigError("a\x1b[2J"), 2),
-        *((kind("a bug"), 1) for kind in (ValueError, KeyError)),
-    ],
+    ("error", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a\x1b[2J"), 2), (KeyError(), 1)]
 )
 def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
@@ -133,36 +119,25 @@ def test_a_dry_run_prints_no_escapes_of_a_name():
     ("words", "shown"),
     [
         (["train.iterations"], {"train": {"iterations": 60}}),
-        (["model.lora"], {"model": {"lora": dict.fromkeys(("rank", "alpha", "target_modules"))}}),
         (["runtime.seed", "runtime.seed=3"], {"runtime": {"seed": 3}}),
         (["--search", "KL divergence"], {"algorithm": {"beta": 0.0}}),
-        (["--search", "warmup"], {"train": {"warmup_iterations": 2}}),
     ],
 )
 def test_config_prints_the_settings_that_are_named_or_found(words, shown):
-    for unknown in (["train.lr"], ["--search", "unicorn"], ["model", "--diff", "."]):
+    for unknown in (["train.lr"], ["--search", "unicorn"]):
         assert call("config", *unknown).exit_code == 2
     result = call("config", *words)
     assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, shown)
     assert "# Default: " in result.stdout
 
 
-# config --diff
-
-
 def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path):
-    words = ["train.iterations=7", "output.log_to=[tensorboard]", "train.learning_rate=1e-6"]
-    config = load_config(words=words)
+    config = load_config(words=["train.iterations=7", "output.log_to=[tensorboard]"])
     (tmp_path / "config.yaml").write_text(to_commented_yaml(config))
-    for path in (tmp_path, tmp_path / "config.yaml"):
-        result = call("config", "--diff", str(path))
-        assert result.exit_code == 0, result.output
-        shown = yaml.safe_load(result.stdout)
-        assert set(shown) == {"train", "output"} and set(shown["output"]) == {"log_to"}
-        assert "  # Default: 60\n  iterations: 7\n" in result.stdout
-        (tmp_path / "again.yaml").write_text(result.stdout)
-        assert load_config(tmp_path / "again.yaml") == config
+    result = call("config", "--diff", str(tmp_path))
+    assert yaml.safe_load(result.stdout).keys() == {"train", "output"}
+    assert "  # Default: 60\n  iterations: 7\n" in result.stdout
+    (tmp_path / "again.yaml").write_text(result.stdout)
+    assert load_config(tmp_path / "again.yaml") == config
     default = str(ROOT / "configs" / "default.yaml")
     assert yaml.safe_load(call("config", "--diff", default).stdout) is None
-    shown = yaml.safe_load(call("config", "--diff", default, "runtime.seed=3").stdout)
-    assert shown == {"runtime": {"seed": 3}}

@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config.devices import DeviceSet
-from easyrl.events import Event
 from easyrl.runtime.control import MAX_BYTES, ControlSocket, request, serving
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Supervisor
@@ -121,30 +119,6 @@ def test_the_folder_of_no_live_run_is_named(tmp_path):
             assert problem in result.stderr and str(run) in result.stderr
 
 
-def test_a_run_that_does_not_answer_is_not_waited_for(folder, control):
-    with pytest.raises(ValueError, match="does not answer"):
-        request(folder, STATUS, timeout_seconds=0.1)
-    end = threading.Timer(0.2, control.close)  # while a client waits
-    end.start()
-    began = time.monotonic()
-    with pytest.raises(ValueError, match="does not answer"):
-        request(folder, STATUS, timeout_seconds=30)
-    assert time.monotonic() - began < 10
-    end.join()
-
-
-def test_a_client_that_sends_nothing_keeps_nobody_waiting(folder, control):
-    silent, other = connect(folder), connect(folder)
-    other.send(b"{}")
-    began = time.monotonic()
-    control.serve()
-    control.serve()
-    assert time.monotonic() - began < 1.0
-    assert silent.recv(1) == b"" and json.loads(other.recv(1000)).keys() == {"error"}
-    silent.close()
-    other.close()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(folder, control):
     """Even where the file's mode lets it connect."""
@@ -169,51 +143,28 @@ def test_another_user_is_refused(folder, control):
     os.close(reached)
 
 
-def test_without_sockets_the_run_continues(folder):
-    (folder / "control.sock").mkdir()  # bind fails, as on a file system without sockets
-    notes: list[Event] = []
-    with (
-        Supervisor() as supervisor,
-        serving(folder, supervisor, notes.append, status=dict, scale=refuse_all),
-    ):
-        assert supervisor.wait(timeout_seconds=0.0) == []
-    assert len(notes) == 1
-
-
-def invalid(number: int, rng: random.Random) -> bytes:
-    """Something that is no valid request."""
+def test_random_inputs_are_refused_and_counted(folder, control):
+    rng, process, num_inputs = random.Random(0), psutil.Process(), 1000
     whole = json.dumps({"command": "scale", "infer_devices": "0-3"}).encode()
-    at = rng.randrange(len(whole))
-    kinds = [
-        rng.randbytes(rng.randrange(200)),
-        whole[:at],
-        whole[:at] + rng.randbytes(1 + rng.randrange(3)) + whole[at:],
-        json.dumps(rng.choice([None, [], 1, "status", [STATUS], {"command": {}}])).encode(),
-        json.dumps({"command": "scale", "infer_devices": rng.random()}).encode(),
-        b"[" * rng.choice([10, 1000, MAX_BYTES]),
-        b"1" * rng.randrange(MAX_BYTES),
-        b'"\\ud800"',
-        rng.randbytes(1) * (MAX_BYTES + rng.randrange(3)),
-    ]
-    return kinds[number % len(kinds)]
-
-
-@pytest.mark.parametrize("num_inputs", [1000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_random_inputs_are_refused_and_counted(num_inputs, folder, control):
-    rng, process = random.Random(0), psutil.Process()
-    memory, descriptors = 0, process.num_fds()
+    descriptors = process.num_fds()
     for number in range(num_inputs):
-        client = connect(folder)
-        client.send(invalid(number, rng))
-        is_gone = rng.random() < 0.1  # before the reply
+        client, at = connect(folder), rng.randrange(len(whole))
+        kinds = [
+            rng.randbytes(rng.randrange(200)),
+            whole[:at] + rng.randbytes(1 + rng.randrange(3)) + whole[at:],
+            json.dumps(rng.choice([None, [], 1, "status", {"command": {}}])).encode(),
+            b"[" * rng.choice([10, 1000, MAX_BYTES]),
+            rng.randbytes(1) * (MAX_BYTES + rng.randrange(3)),
+        ]
+        if number % 100:
+            client.send(kinds[number % len(kinds)])
+        is_gone = rng.random() < 0.1  # before the reply; some clients send nothing
         if is_gone:
             client.close()
         control.serve()
         if not is_gone:
-            assert json.loads(client.recv(1000)).keys() == {"error"}
+            reply = client.recv(1000)
+            assert json.loads(reply).keys() == {"error"} if number % 100 else reply == b""
             client.close()
-        if number == num_inputs // 2:
-            memory = process.memory_info().rss
-    assert control.num_refused == num_inputs
+    assert control.num_refused >= num_inputs - num_inputs // 100
     assert process.num_fds() <= descriptors
-    assert process.memory_info().rss < memory * 1.02 + 2**20

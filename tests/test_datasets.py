@@ -3,8 +3,6 @@ file and line."""
 
 from __future__ import annotations
 
-import csv
-import datetime
 import gzip
 import json
 import time
@@ -21,16 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from easyrl.api.inputs import Inputs
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
-from easyrl.data import streams
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
-from hub_rows import DEEPSCALER, GSM8K, put_in_place_of_the_hub
+from hub_rows import GSM8K, put_in_place_of_the_hub
 
 CHAT = [{"role": "user", "content": "What is 1+1?"}]
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(20)]
@@ -88,26 +84,6 @@ def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path):
     assert in_order.prompt(23) == Prompt(23, "3+1=", {"answer": "4", "level": 3})
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "rows"])
-def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
-    values = {"prompt": ["a", "b"], "answer": ["x", None], "level": [1.0, None], "hint": ["y", ""]}
-    frame, file = pandas.DataFrame(values), tmp_path / f"data.{kind}"
-    if kind == "jsonl":
-        jsonl(tmp_path, *frame.to_dict("records"))
-    elif kind == "csv":
-        frame.to_csv(file, index=False)
-    elif kind == "parquet":
-        frame.to_parquet(file)
-    else:
-        rows = frame.convert_dtypes().to_dict("records")
-        texts = Inputs({"data.dataset": rows})._texts["data.jsonl"].splitlines()
-        file = jsonl(tmp_path, *texts)
-    hint = None if kind == "csv" else ""  # elsewhere an empty text may be meant
-    (_, first), (_, second) = rows_of(file)
-    assert first["answer"] == "x" and second == {"answer": None, "level": None, "hint": hint}
-    assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
-
-
 @pytest.mark.parametrize("name", ["data.parquet", "data.jsonl.gz", "splits"])
 def test_the_same_rows_are_the_same_prompts_in_every_format(name, tmp_path):
     import datasets
@@ -135,12 +111,8 @@ def test_the_same_rows_are_the_same_prompts_in_every_format(name, tmp_path):
 FORMS = [
     ("jsonl", '\ufeff{"prompt": "1+1=", "answer": "2"}\n\n   \n{"prompt": "2+2=", "answer": "4"}'),
     ("csv", ",prompt,answer\n0,1+1=,2\n1,2+2=,4\n"),  # DataFrame.to_csv
-    ("csv", ",,prompt,answer\na,0,1+1=,2\na,1,2+2=,4\n"),
-    ("csv", "prompt,answer,\n1+1=,2,\n2+2=,4\n"),
     ("csv", "prompt,answer,,\n1+1=,2,,\n,,,\n2+2=,4,,\n"),
-    ("csv", "prompt,answer\n1+1=,2,\n2+2=,4,,\n"),
     ("csv", "\ufeffprompt,answer\r\n1+1=,2\r\n\r\nprompt,answer\r\n2+2=,4\r\n"),  # joined files
-    ("csv", ",prompt,answer,\n0,1+1=,2,\n,,,\n,prompt,answer,\n0,2+2=,4,\n"),
 ]
 
 
@@ -150,13 +122,20 @@ def test_files_of_pandas_and_spreadsheets(kind, text, tmp_path):
     assert rows_of(tmp_path / f"data.{kind}") == TWO
 
 
-def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path):
-    limit, long = csv.field_size_limit(), "x" * 140_000
-    text = f'prompt,answer\r\n"1,000+1=",007\r\n"two\nlines",NA\r\na,{long}\r\n'
-    (tmp_path / "data.csv").write_text(text, newline="")
-    values = {"1,000+1=": "007", "two\nlines": "NA", "a": long}
-    assert rows_of(tmp_path / "data.csv") == [(k, {"answer": v}) for k, v in values.items()]
-    assert csv.field_size_limit() == limit
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
+    values = {"prompt": ["a", "b"], "answer": ["x", None], "level": [1.0, None], "hint": ["y", ""]}
+    frame, file = pandas.DataFrame(values), tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        jsonl(tmp_path, *frame.to_dict("records"))
+    elif kind == "csv":
+        frame.to_csv(file, index=False)
+    else:
+        frame.to_parquet(file)
+    hint = None if kind == "csv" else ""  # elsewhere an empty text may be meant
+    (_, first), (_, second) = rows_of(file)
+    assert first["answer"] == "x" and second == {"answer": None, "level": None, "hint": hint}
+    assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
 
 
 def write_two(folder: Path, *names: str) -> None:
@@ -173,22 +152,19 @@ def write_two(folder: Path, *names: str) -> None:
             part.to_json(folder / name, orient="records", lines=True)
 
 
-TRAIN = ("train-00000-of-00002", "train-00001-of-00002")
+SHARDS = [f"train-0000{number}-of-00002.parquet" for number in (0, 1)]
 
 
 @pytest.mark.parametrize(
     ("path", "names"),
     [
         # Characters of patterns are part of a name.
-        *((name, [name]) for name in ("train[1].parquet", "all*.parquet", "UP.PARQUET")),
-        *((name, [name]) for name in ("[a]?.csv", "*.jsonl")),
-        ("[set]/train.parquet", ["train.parquet"]),
+        *((name, [name]) for name in ("train[1].parquet", "[a]?.csv", "*.jsonl")),
         # Folders of files.
-        ("shards", [f"{each}.parquet" for each in TRAIN]),
-        ("[all]*", [f"{each}.parquet" for each in (*TRAIN, "test-00000-of-00001")]),
+        ("shards", SHARDS),
+        ("[all]*", [*SHARDS, "test-00000-of-00001.parquet"]),
         ("jsonl", ["part-0.jsonl", "part-1.jsonl", ".part-1.jsonl", "_README.jsonl"]),
         ("gz", ["latest-0.csv.gz", "latest-1.csv.gz"]),
-        ("spark.parquet", ["part-0.snappy.parquet", "part-1.snappy.parquet", "._x.parquet"]),
         ("test", ["test.jsonl"]),
     ],
 )
@@ -214,25 +190,14 @@ def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path):
     assert len({fingerprint, fewer.fingerprint(), *prints}) == 2 + len(changed)
 
 
-class Point:
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda k: Image.new("RGB", (4, 4), (k, 0, 0)),
-        lambda k: Image.new("L", (4 + k, 4)),
         lambda k: {"nested": [Image.new("P", (4, 4), k)]},
         lambda k: np.arange(5000) == 2500 + k,
-        lambda k: np.full((2, 1500), 0.5 + k, dtype=np.float16),
         lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
-        lambda k: Point(1, [Point(k)]),
-        lambda k: b"bytes" * k,
-        lambda k: [float("nan"), 0.1 + k, None],
-        lambda k: datetime.datetime(2020, 1, 1 + k),
-        np.int64,
+        lambda k: [float("nan"), 0.1 + k, None, b"bytes" * k],
     ],
 )
 def test_identity_is_of_the_content_of_values(make):
@@ -242,28 +207,17 @@ def test_identity_is_of_the_content_of_values(make):
         assert first == second != other
 
 
-def test_fingerprint_of_many_rows_reads_some(tmp_path, monkeypatch):
-    monkeypatch.setattr(streams, "NUM_DIGESTED", 5)
-    fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
-    for number, is_seen in ((4, True), (5, False)):
-        rows = [*ROWS[:number], {**ROWS[number], "answer": "another"}, *ROWS[number + 1 :]]
-        assert (opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint) == is_seen
-
-
 # -- mistakes -------------------------------------------------------------------------------------
 
 
-MISSING = ("none.jsonl", "train.tsv", "", "empty.parquet", "empty.csv", "broken.jsonl.gz")
-
-
-@pytest.mark.parametrize("name", [*MISSING, "kinds", "splits", "others"])
+@pytest.mark.parametrize(
+    "name", ["none.jsonl", "train.tsv", "", "empty.parquet", "broken.jsonl.gz", "kinds", "splits"]
+)
 def test_missing_or_unreadable_file_is_named(name, tmp_path):
-    for empty in ("empty.parquet", "empty.csv"):
-        (tmp_path / empty).touch()
+    (tmp_path / "empty.parquet").touch()
     (tmp_path / "broken.jsonl.gz").write_bytes(b'{"prompt": "a"}')
     write_two(tmp_path / "kinds", "a.csv", "b.jsonl")
     write_two(tmp_path / "splits", "test.jsonl", "validation.jsonl")
-    write_two(tmp_path / "others", "README.md")
     message = error_of(tmp_path / name)
     assert message.startswith("data.dataset") and str(tmp_path / name) in message
 
@@ -272,15 +226,11 @@ BROKEN = [
     ("jsonl", b'{"prompt": "a"}\n\n{"prompt": "a"', ":3: "),
     ("jsonl", b'{"prompt": "a"}\n["a"]\n', ":2: "),
     ("jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ": expected UTF-8"),
-    ("jsonl", b'{"prompt": %s}' % (b"[" * 99_999 + b"]" * 99_999), ":1: expected a JSON object"),
     ("csv", b"prompt,answer\na,b\nc\n", ":3: "),
-    ("csv", b'prompt,answer\na,b\n"c"d,e\n', ":3: "),
     ("csv", b"prompt,answer\na,b\nc,d,e\n", ":3: "),
     ("csv", b"prompt,answer,answer\na,b,c\n", ":1: "),
-    *(
-        ("jsonl", b'{"prompt": "a"}\n{"prompt": %s}' % content, ":2: column 'prompt'")
-        for content in (b"null", b'""', b"[]", b'[{"role": "user"}]')
-    ),
+    ("jsonl", b'{"prompt": "a"}\n{"prompt": null}', ":2: column 'prompt'"),
+    ("jsonl", b'{"prompt": "a"}\n{"prompt": [{"role": "user"}]}', ":2: column 'prompt'"),
 ]
 
 
@@ -357,14 +307,13 @@ def test_every_preset_brings_prompts_and_a_reward(name):
     stream = opened(name, "data.shuffle=false")
     assert stream.held_out() and len(stream.examples()) >= len(stream.held_out())
     assert reward_specs(load_config(None, {"data.dataset": name})) == [PRESETS[name].reward]
-    rows, column = {"gsm8k": (GSM8K, "question"), "math": (DEEPSCALER, "problem")}.get(
-        name, ([], "")
-    )
-    if rows:
-        assert stream.epoch_length == len(rows)
-        assert stream.prompt(0).content == [{"role": "user", "content": rows[0][column] + BOXED}]
-        assert stream.prompt(0).columns == {"answer": rows[0]["answer"]}
-        assert stream.held_out()[0].columns["answer"] in (GSM8K[0]["answer"], "2")
+    if name == "gsm8k":
+        question, answer = GSM8K[0].values()
+        assert stream.epoch_length == len(GSM8K)
+        assert stream.prompt(0).content == [{"role": "user", "content": question + BOXED}]
+        assert stream.prompt(0).columns == stream.held_out()[0].columns == {"answer": answer}
+        plain = opened(name, "data.prompt_template=Q: {question}", "data.chat=false")
+        assert plain.held_out()[0].content == f"Q: {question}"
 
 
 @pytest.mark.parametrize(
@@ -381,66 +330,21 @@ def test_an_evaluation_opens_what_is_held_out_and_has_its_sampling(name, tempera
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(
-    ("words", "content"),
-    [
-        (["data.prompt_template=Q: {question}", "data.chat=false"], "Q: " + GSM8K[0]["question"]),
-        (["data.prompt_column=answer", "data.chat=false"], GSM8K[0]["answer"]),
-        (
-            ["data.system_prompt=Be brief."],
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": GSM8K[0]["question"] + BOXED},
-            ],
-        ),
-    ],
-)
-def test_what_the_user_sets_wins(words, content):
-    stream = opened("gsm8k", "data.shuffle=false", *words)
-    assert stream.prompt(0).content == stream.held_out()[0].content == content
-
-
-@pytest.mark.usefixtures("hub")
 def test_rows_of_ones_own_are_asked_and_scored_as_a_presets(gsm8k_rows, tmp_path):
     config = load_config(None, {"data.dataset": gsm8k_rows, "data.preset": "gsm8k"})
     stream, of_hub = open_prompts(config), opened("gsm8k")
     assert [stream.prompt(i) for i in range(8)] == [of_hub.prompt(i) for i in range(8)]
     assert stream.held_out() == [] and reward_specs(config) == ["gsm8k"]
-    assert eval_sampling(config.data)["temperature"] == 0.0
     assert opened("openai/gsm8k:main:test", "data.preset=gsm8k").epoch_length == 2
     file = jsonl(tmp_path, {"target": 28, "nums": [95, 11, 56]})  # as on the hub
     prompt = opened(file, "data.preset=countdown").prompt(0)
     assert "Numbers: [95, 11, 56]. Target: 28." in str(prompt.content)
 
 
-@pytest.mark.usefixtures("hub")
-def test_a_preset_for_ones_own_rows_leaves_presets_as_they_are(gsm8k_rows):
-    mixed = opened([gsm8k_rows, "countdown"], "data.preset=gsm8k")
-    prompts = map(mixed.prompt, range(4))
-    asked = {prompt.columns["data_source"]: str(prompt.content) for prompt in prompts}
-    assert "boxed" in asked[gsm8k_rows] and "Numbers:" in asked["countdown"]
-    flags = {"data.dataset": gsm8k_rows, "data.preset": "gsm8k", "eval.dataset": "math500"}
-    measured = with_eval_data(load_config(None, flags))
-    assert "of $14$" in str(open_prompts(measured, is_trained=False).prompt(0).content)
-    flags["eval.dataset"] = gsm8k_rows
-    assert with_eval_data(load_config(None, flags)).data.preset == "gsm8k"
-
-
 def test_an_unknown_preset_or_one_for_other_rows_is_refused(gsm8k_rows):
     assert "gsm8k" in error_of(gsm8k_rows, "data.preset=gsm8") and "gsm8k?" in error_of("gsm8")
     assert error_of("math", "data.preset=gsm8k").startswith("data.preset")
     assert error_of(gsm8k_rows, "data.preset=math500").startswith("data.prompt_template")
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_held_out_row_that_is_too_long_is_left_out():
-    stream = opened("math", "data.shuffle=false")
-    third = len(DEEPSCALER) + 2
-    locations = list(stream.examples())
-    assert locations[third] == "HuggingFaceH4/MATH-500::test, row 2"
-    fewer = stream.without([locations[0], locations[third]])
-    assert fewer.epoch_length == len(DEEPSCALER) - 1
-    assert [prompt.columns["answer"] for prompt in fewer.held_out()] == ["2", "4", "8", "10", "12"]
 
 
 # -- mixtures -------------------------------------------------------------------------------------
@@ -478,13 +382,6 @@ def test_each_data_set_has_its_part_and_its_own_epochs(files):
     assert opened(files).fingerprint() != stream.fingerprint()
 
 
-def test_a_data_set_that_names_its_own_sources_keeps_them(tmp_path, files):
-    own = jsonl(tmp_path, {"prompt": "a", "data_source": "theirs"}, {"prompt": "b"})
-    stream = opened([str(own), *files])
-    sources = {p.content: p.columns["data_source"] for p in map(stream.prompt, range(20))}
-    assert sources["a"] == "theirs" and sources["b"] == str(own)
-
-
 @given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
 @settings(deadline=None, max_examples=50)
 def test_no_data_set_is_ever_far_from_its_part(weights):
@@ -502,17 +399,6 @@ def test_no_data_set_is_ever_far_from_its_part(weights):
         for number, weight in enumerate(weights):
             part = weight / sum(weights)
             assert abs(counts[str(number)] - part * (index + 1)) <= 2 + BLOCK * 1e-3
-
-
-def test_generated_problems_can_be_part_of_a_mixture(files):
-    stream = opened(["arithmetic", *files], "data.shuffle=false")
-    prompts = [stream.prompt(index) for index in range(30)]
-    own = [p.content for p in prompts if p.columns["data_source"] == "arithmetic"]
-    assert own == contents(opened("arithmetic"), 0, 10)
-    assert stream.epoch_length is None and stream.fingerprint() is not None
-    held_out = stream.held_out()
-    assert [prompt.index for prompt in held_out] == list(range(512))
-    assert held_out[3].columns["data_source"] == "arithmetic"
 
 
 @pytest.mark.usefixtures("hub")

@@ -6,11 +6,8 @@ Needs no accelerator: the channel is on torch's `meta` device, with a stand-in f
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,20 +104,6 @@ def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(tmp_path, back
     assert backend.log[-2:] == ["5 done", "5 waited"]
 
 
-def test_a_direct_broadcast_ends_before_the_next_weight_is_gathered(tmp_path, backend):
-    channel = join(tmp_path)
-    made: list[str] = []
-
-    def make(number: int) -> torch.Tensor:
-        made.append(f"{number} after {backend.log[-1]}")
-        return torch.empty(2**19, device="meta")
-
-    some = [replace(w, materialize=partial(make, n)) for n, w in enumerate(weights(3))]
-    channel.send(0, some)
-    assert made == ["0 after 1 waited", "1 after 2 waited", "2 after 3 waited"]
-    assert backend.log[-1] == "4 waited"
-
-
 @pytest.mark.parametrize(
     ("cancelled", "kind", "bounds"),
     [
@@ -139,14 +122,6 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
         channel.send(1, weights(1))
     assert bounds[0] <= time.monotonic() - started <= bounds[1]
     assert backend.num_aborts == 1, "its group is not awaited"
-
-
-def test_a_backend_that_hangs_when_it_connects_is_left_behind(tmp_path, backend):
-    connected = threading.Event()
-    backend.connect = connected.wait
-    with pytest.raises(TimeoutError, match="making the process group"):
-        join(tmp_path)
-    connected.set()
 
 
 @pytest.mark.parametrize(

@@ -165,21 +165,21 @@ def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(inst
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "vllm", "ascend", "words", "reason"),
+    ("accelerator", "installed", "words", "reason"),
     [
-        ("cuda", None, None, (), r"vLLM is not installed: pip install 'easyrl-train\[vllm\]'"),
-        ("cuda", "0.27.1", None, (), r"expected vLLM .*, got 0\.27\.1"),
-        ("cuda", "0.32.0", None, ("runtime.deterministic=true",), "deterministic=true"),
-        ("npu", "0.30.0", "0.30.0.post1", (), ""),
-        ("npu", "0.30.0", None, (), "expected vllm-ascend"),
-        ("npu", "0.30.0", "0.29.0rc1", (), "expected vLLM 0.29.0 for vllm-ascend 0.29.0rc1"),
-        ("npu", "0.30.0", "0.30.0rc2", ("model.dtype=float32",), "model.dtype=bfloat16"),
+        ("cuda", [None], (), r"vLLM is not installed: pip install 'easyrl-train\[vllm\]'"),
+        ("cuda", ["0.27.1"], (), r"expected vLLM .*, got 0\.27\.1"),
+        ("cuda", ["0.32.0"], ("runtime.deterministic=true",), "deterministic=true"),
+        ("npu", ["0.30.0", "0.30.0.post1"], (), ""),
+        ("npu", ["0.30.0"], (), "expected vllm-ascend"),
+        ("npu", ["0.30.0", "0.29.0rc1"], (), "expected vLLM 0.29.0 for vllm-ascend 0.29.0rc1"),
+        ("npu", ["0.30.0", "0.30.0rc2"], ("model.dtype=float32",), "model.dtype=bfloat16"),
     ],
 )
 def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
-    install, accelerator, vllm, ascend, words, reason
+    install, accelerator, installed, words, reason
 ):
-    install(vllm, ascend)
+    install(*installed)
     kind = devices.ASCEND if accelerator == "npu" else accelerator
     words = ("model.dtype=bfloat16", *words)
     chosen = choose_engine(of(*words), GPUS, accelerator=kind)

@@ -73,21 +73,6 @@ def test_a_healthy_machine_has_no_remedies(machine):
     assert all(line.status == "ok" for line in check())
 
 
-def test_a_gpu_without_a_compiler_or_with_an_old_driver_gets_a_warning(machine):
-    machine.set(devices, "num_device_nodes", lambda kind: 1)
-    machine.set(devices, "has_driver", lambda kind: True)
-
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
-
-    machine.set("torch.cuda.init", init)
-    assert "too old (found version 11040)" in machine.line("accelerators").text
-    machine.set(devices, "has_c_compiler", lambda: False)
-    assert all(line.name != "C compiler" for line in check())
-    machine.set(devices, "accelerator", lambda: ("cuda", 1))
-    assert machine.line("C compiler").status == "warning"
-
-
 CASES: list[tuple[str, str, Callable[[Machine], object]]] = [
     ("torch", "failed", lambda m: m.versions.update(torch=None)),
     ("torch", "failed", lambda m: m.versions.update(torch="2.16.0")),

@@ -152,16 +152,6 @@ def test_tools_are_called_and_their_errors_counted(tmp_path):
 
 
 @pytest.mark.long
-def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
-    words = (*GUESS, "runtime.deterministic=true", "train.save_every=1")
-    whole = finished(tmp_path / "whole", *words, "--iterations", "3")
-    part = finished(tmp_path / "part", *words, "--iterations", "2")
-    code, out, err = finish("--resume", str(part), "--iterations", "3", "--no-live")
-    assert code == 0, out + err
-    assert summary_of(part)["weights_sha256"] == summary_of(whole)["weights_sha256"]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("word", ["broken", "fatal", "long"])
 def test_a_broken_environment_is_handled_as_rewards_are(tmp_path, word):
     words = tool_run(tmp_path, ["one", word])
@@ -230,27 +220,26 @@ def test_nothing_is_left_when_a_run_is_killed(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--train-devices", "cpu:2", "model.lora.rank=4"),
-        ("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
-        ("--infer-devices", "cpu:2", "train.eval_every=1", "data.num_held_out=4"),
-    ],
-    ids=["LoRA, two train ranks", "dynamic sampling, two updates", "two workers, evaluation"],
-)
-def test_other_features_go_with_environments(tmp_path, words):
-    run = finished(tmp_path / "run", *GUESS, "--iterations", "2", *words)
+def test_other_features_go_with_environments(tmp_path):
+    run = finished(
+        tmp_path / "run",
+        *(*GUESS, "--iterations", "2", "--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
+        *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2", "model.lora.rank=4"),
+        *("train.eval_every=1", "data.num_held_out=4"),
+    )
     assert on_policy(run)["groups_trained"] == 12
 
 
 @pytest.mark.long
-def test_a_lost_worker_loses_no_episode(tmp_path):
+def test_a_lost_worker_loses_no_episode_and_a_resumed_run_ends_in_the_same_bits(tmp_path):
     """A rollout worker is killed in the middle of its episodes."""
-    words = (*GUESS, "--iterations", "4", "--infer-devices", "cpu:2", "runtime.deterministic=true")
-    whole = finished(tmp_path / "whole", *words)
+    words = (*GUESS, "--infer-devices", "cpu:2", "runtime.deterministic=true")
+    words += ("train.save_every=1",)
+    whole = finished(tmp_path / "whole", *words, "--iterations", "4")
     folder = tmp_path / "lost"
-    process = start(*words, "--output", str(folder), EASYRL_RANDOM_DELAYS="0.02")
+    process = start(
+        *(*words, "--iterations", "3", "--output", str(folder)), EASYRL_RANDOM_DELAYS="0.02"
+    )
     try:
         wait_for_line(process, "iteration 1/")
         workers = request(folder, {"command": "status"})["workers"]
@@ -260,29 +249,9 @@ def test_a_lost_worker_loses_no_episode(tmp_path):
         process.kill()
         process.communicate()
     assert summary_of(folder)["worker_restarts"] == 1
+    code, out, err = finish("--resume", str(folder), "--iterations", "4", "--no-live")
+    assert code == 0, out + err
     assert summary_of(folder)["weights_sha256"] == summary_of(whole)["weights_sha256"]
-
-
-@pytest.mark.long
-def test_a_run_with_environments_is_scaled(tmp_path):
-    folder = tmp_path / "run"
-    words = (*GUESS, "--iterations", "500", "devices.max_rollout_workers=2")
-    process = start(*words, "--output", str(folder), "--infer-devices", "cpu")
-    try:
-        wait_for_line(process, "iteration 1/")
-        request(folder, {"command": "scale", "infer_devices": "cpu:2"})
-        ends = time.monotonic() + 120
-        while [w["state"] for w in request(folder, {"command": "status"})["workers"]].count(
-            "working"
-        ) < 3:
-            assert time.monotonic() < ends
-            time.sleep(0.2)
-        num_done = len(lines_of(folder / "metrics.jsonl"))
-        wait_for_line(process, f"iteration {num_done + 3}/")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-    assert err == ""
 
 
 @pytest.mark.long

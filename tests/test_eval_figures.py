@@ -1,12 +1,11 @@
 """The figures of an evaluation against enumeration and simulation."""
 
 from itertools import combinations, product
-from math import isnan
 
 import numpy as np
 import pytest
 
-from easyrl.evaluation.figures import NUM_RESAMPLES, paired, pass_at_k
+from easyrl.evaluation.figures import paired, pass_at_k
 from easyrl.runtime.metrics import is_correct, mean_and_error
 
 
@@ -35,11 +34,6 @@ def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples):
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(accuracies), rel=0.04)
 
 
-def test_undefined_figures_are_nan():
-    assert all(map(isnan, mean_and_error([])))
-    assert mean_and_error([0.5])[0] == 0.5 and isnan(mean_and_error([0.5])[1])
-
-
 def by_enumeration(first: np.ndarray, second: np.ndarray) -> float:
     differences = first.mean(axis=1) - second.mean(axis=1)
     observed = abs(differences.sum())
@@ -56,21 +50,6 @@ def test_paired_test_counts_all_sign_flips(samples):
         assert result["test"].endswith("exact")
         assert result["p_value"] == pytest.approx(by_enumeration(first, second))
         assert paired(second, first)["p_value"] == pytest.approx(result["p_value"])
-
-
-def test_paired_test_draws_sign_flips_for_many_problems():
-    """Against the normal approximation, which is close for hundreds of problems."""
-    rng = np.random.default_rng(4)
-    chances = rng.beta(0.5, 0.5, size=(400, 1))
-    first, second = rng.random((400, 8)) < chances, rng.random((400, 7)) < chances + 0.015
-    result = paired(first, second)
-    differences = first.mean(axis=1) - second.mean(axis=1)
-    z = abs(differences.sum()) / np.sqrt(np.square(differences).sum())
-    from scipy import stats
-
-    assert f"{NUM_RESAMPLES:,} random" in result["test"]
-    assert 0.001 < result["p_value"] < 0.9
-    assert result["p_value"] == pytest.approx(2 * stats.norm.sf(z), rel=0.05)
 
 
 def test_reward_just_below_the_bound_by_rounding_is_correct():

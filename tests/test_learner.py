@@ -27,12 +27,13 @@ def step(learner: Learner, iteration: int) -> dict[str, float]:
     return metrics
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_dropped_and_counted(learner, poison):
+@pytest.mark.parametrize(("what", "poison"), [("gradient", math.inf), ("loss", math.nan)])
+def test_a_loss_or_gradient_that_is_not_finite_is_dropped_and_counted(learner, what, poison):
     policy = learner.policy
     before = policy.weights_sha256()
     parameter = next(policy.model.parameters())
-    parameter.grad.view(-1)[0] = poison
+    parameter.grad.view(-1)[0] = poison if what == "gradient" else 1.0
+    learner._loss += poison if what == "loss" else 0.0
     assert step(learner, 0)["num_updates_not_finite"] == 1
     assert policy.weights_sha256() == before
     assert learner.policy_version == 1  # everything stays in step
@@ -41,15 +42,6 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_counted(learner, poison):
     assert step(learner, 1)["num_updates_not_finite"] == 0
     assert policy.weights_sha256() != before
     assert all(bool(p.isfinite().all()) for p in policy.model.parameters())
-
-
-def test_a_loss_that_is_not_finite_is_dropped_and_counted(learner):
-    before = learner.policy.weights_sha256()
-    next(learner.policy.model.parameters()).grad.view(-1)[0] = 1.0
-    learner._loss += math.nan
-    assert step(learner, 0)["num_updates_not_finite"] == 1
-    assert learner.policy.weights_sha256() == before
-    assert step(learner, 1)["num_updates_not_finite"] == 0  # nothing of that loss is left either
 
 
 def test_the_gradient_is_clipped_to_its_norm(learner):

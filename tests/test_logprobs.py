@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring import peak_bytes
 from easyrl.engines.base import SamplingSettings
@@ -158,65 +157,6 @@ def test_entropy_bonus_raises_the_entropy_with_an_impossible_token(weight):
 
 
 # -- the head's weight ----------------------------------------------------------------------------
-
-
-class HeadReads(TorchDispatchMode):
-    """Counts the matrix products with a weight of this many elements."""
-
-    def __init__(self, num_elements: int) -> None:
-        super().__init__()
-        self.num_elements, self.count = num_elements, 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        self.count += is_product and any(each.numel() == self.num_elements for each in args)
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("trains_head", [True, False])
-def test_head_of_qwen3_is_read_10_times_per_16384_tokens(trains_head):
-    """Qwen3-1.7B on an accelerator, where nothing is computed here."""
-    vocabulary, width, num_tokens = 151_936, 2048, 16_384
-    with torch.device("meta"):
-        hidden = torch.empty(num_tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, requires_grad=trains_head)
-        targets = torch.empty(num_tokens, dtype=torch.int64)
-    with HeadReads(vocabulary * width) as forward:
-        logprobs, _ = chunked_token_logprobs(
-            head_alone(lambda rows: rows @ weight.T, vocabulary, [weight] if trains_head else []),
-            hidden,
-            targets,
-            1.0,
-        )
-    with HeadReads(vocabulary * width) as backward:
-        logprobs.sum().backward()
-    assert forward.count == 10  # chunks of at most a gibibyte
-    assert backward.count == 20  # for the logits, and for the gradient of the hidden states
-    assert (weight.grad is not None) == trains_head
-
-
-def test_many_chunks_add_the_gradient_of_a_bfloat16_head_without_rounding(monkeypatch):
-    """Autograd's own sum over 149 chunks is four times as far off."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(149 * 8, 64, generator=generator).bfloat16()
-    head = (torch.randn(512, 64, generator=generator) / 8).bfloat16()
-    targets = torch.randint(512, (len(hidden),), generator=generator)
-    wanted = torch.randn(len(hidden), generator=generator)
-
-    def gradient(weight, num_rows):
-        monkeypatch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", num_rows * 512 * 4)
-        weight.requires_grad_()
-        logprobs, _ = chunked_token_logprobs(
-            head_alone(lambda rows: rows.to(weight.dtype) @ weight.T, 512, [weight]),
-            hidden,
-            targets,
-            1.0,
-        )
-        (logprobs * wanted).sum().backward()
-        return weight.grad.double()
-
-    expected = gradient(head.float(), len(hidden))
-    assert gap(gradient(head.clone(), 8), expected) <= 0.004
 
 
 # -- the model's own head -------------------------------------------------------------------------
