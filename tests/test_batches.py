@@ -54,18 +54,15 @@ GROUPS = st.lists(
 
 def config_of(num_groups: int, *, max_tokens: int = 10**6, **flags: Any) -> Config:
     """`flags`: deterministic, sync, mask_truncated, num_updates."""
-    names = {
-        "deterministic": "runtime.deterministic",
-        "mask_truncated": "algorithm.mask_truncated_completions",
-        "num_updates": "train.updates_per_iteration",
-    }
-    settings = {names[name]: value for name, value in flags.items() if name in names}
-    schedule = "sync" if flags.get("sync") else "periodic"
-    numbers = {
+    settings = {
         "train.prompts_per_iteration": num_groups,
         "rollout.num_generations": NUM_GENERATIONS,
+        "runtime.schedule": "sync" if flags.get("sync") else "periodic",
+        "runtime.deterministic": flags.get("deterministic", False),
+        "algorithm.mask_truncated_completions": flags.get("mask_truncated", False),
+        "train.updates_per_iteration": flags.get("num_updates", 1),
     }
-    config = load_config(None, {**settings, **numbers, "runtime.schedule": schedule})
+    config = load_config(None, settings)
     # A budget smaller than a config may have: rollouts longer than it.
     train = config.train.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
     return config.model_copy(update={"train": train})
@@ -189,17 +186,6 @@ def expected_sequences(groups):
     ]
 
 
-@pytest.mark.parametrize("zeros", [[], [1, 2]], ids=["three rollouts", "one rollout"])
-def test_micro_batch_has_its_own_memory(zeros):
-    """The ring slots of its rollouts are released and overwritten."""
-    group = zeroed(make_group(FIRST), zeros)
-    arrays = [
-        [value for value in vars_of(each).values() if isinstance(value, np.ndarray)]
-        for each in (group, pack(split_group(group)))
-    ]
-    assert not any(np.shares_memory(a, b) for a in arrays[0] for b in arrays[1])
-
-
 def vars_of(instance):
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
@@ -253,12 +239,6 @@ def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, num_
         assert num_ranks > 1 or len(batch.input_ids) <= budget or batch.num_completions == 1
 
 
-@given(GROUPS)
-def test_a_micro_batch_is_filled_up_to_the_budget(groups):
-    num_tokens = sum(len(batch.input_ids) for batch in batches_of(groups, 10**6))
-    assert len(batches_of(groups, max(1, num_tokens), deterministic=True)) == (num_tokens > 0)
-
-
 @settings(max_examples=60)
 @given(GROUPS, st.integers(1, 120), st.integers(1, 3), st.booleans(), st.randoms())
 def test_deterministic_batches_follow_from_the_groups_alone(
@@ -274,14 +254,6 @@ def test_deterministic_batches_follow_from_the_groups_alone(
         for name, value in vars_of(one).items():
             np.testing.assert_equal(getattr(other, name), value)
             assert name == "groups" or getattr(other, name).dtype == value.dtype
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_groups_without_a_gradient_free_their_slots(feed, deterministic):
-    groups = [zeroed(make_group(FIRST + index), [0, 1, 2]) for index in range(3)]
-    source = feed(groups, num_slots=1)
-    batches = source.batches(3, max_tokens=50, deterministic=deterministic, num_ranks=2)
-    assert list(batches) == [] and source.num_free == 1
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
@@ -391,18 +363,10 @@ def test_periodic_trains_what_has_arrived(feed, monkeypatch):
     assert list(batches) == [] and source.num_waits == 3
 
 
-def test_periodic_never_waits_while_it_holds_every_slot(feed):
-    source = feed([make_group(FIRST + index) for index in range(5)], num_slots=2)
-    sizes = [batch.num_completions // NUM_GENERATIONS for batch in source.batches(5)]
-    assert sizes == [2, 2, 1]
-
-
 @pytest.mark.parametrize(
     ("num_groups", "max_tokens", "num_free_slots"),
-    [
-        pytest.param(4, 10**6, [1] * 4, id="taken by the next group while this one is trained"),
-        pytest.param(1, 1, [0, 0, 1], id="kept by a group that is cut, until its last rollout"),
-    ],
+    # Taken by the next group while this one is trained; kept by a group that is cut.
+    [(4, 10**6, [1] * 4), (1, 1, [0, 0, 1])],
 )
 def test_a_slot_is_free_before_its_last_micro_batch_is_trained(
     feed, num_groups, max_tokens, num_free_slots

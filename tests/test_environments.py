@@ -20,7 +20,7 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.loading import Interface
 from easyrl.environments.pool import EnvironmentPool, HostLost, check_environments
-from easyrl.environments.tool_calls import BadCall, ToolCall, detect_format, read_calls
+from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
@@ -60,9 +60,6 @@ class Own:
 
     @staticmethod
     def helper(): return "no tool, as in TRL"
-
-    @property
-    def broken(self): raise RuntimeError("not to be evaluated")
 
     def get_reward(self) -> float: return float(self.count)
 
@@ -257,9 +254,8 @@ def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
 
 def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool):
     """Their calls run one by one: signals work, too."""
-    pool = open_pool("Own", "runtime.deterministic=true", num_episodes=2)
+    pool, draws = open_pool("Own", "runtime.deterministic=true", num_episodes=2), []
     assert run(pool, "alarm()") == "{'error': 'rang'}"
-    draws = []
     for order in ([0, 1, 0, 1], [1, 1, 0, 0]):
         drawn: dict[int, list[str]] = {0: [], 1: []}
         for index in order:
@@ -276,12 +272,9 @@ def test_a_slow_call_fails_and_others_go_on(open_pool):
     assert run(pool, "7", index=1) == "7"
     with pytest.raises(TimeoutError):
         result(pool, slow)
-    assert run(pool, "8", index=1) == "8"
-    # The process is not used for another group, and ends with its last one.
     (stuck,) = (host.process for host in pool._hosts)
-    start(pool, key=OTHER)
     pool.forget(KEY)
-    assert not stuck.is_alive() and len(pool._hosts) == 1
+    assert not stuck.is_alive()
 
 
 def test_a_dead_process_ends_its_groups_only(open_pool):
@@ -345,13 +338,11 @@ def test_unusable_environments_are_refused(tmp_path, name, key, word):
 
 
 def test_each_row_names_one_of_several_environments(tmp_path):
-    (tmp_path / "own.py").write_text(ENVIRONMENTS)
-    file = tmp_path / "own.py"
+    file, rows = tmp_path / "own.py", tmp_path / "rows.jsonl"
+    file.write_text(ENVIRONMENTS)
     words = [f"rollout.environment={{one: '{file}:Own', two: '{file}:Own'}}"]
     prompt = Prompt(0, "q", {"environment": "two"})
-    interfaces, _ = check_environments(load_config(None, {}, words), prompt)
-    assert set(interfaces) == {"one", "two"}
-    rows = tmp_path / "rows.jsonl"
+    assert {*check_environments(load_config(None, {}, words), prompt)[0]} == {"one", "two"}
     rows.write_text('{"environment": "one"}\n{"environment": "three"}\n')
     config = load_config(None, {}, [*words, f"data.dataset={rows}", "data.shuffle=false"])
     with pytest.raises(ConfigError, match=r"2: column 'environment'.*'three'"):
@@ -376,13 +367,10 @@ BOTH = {"x": 1, "s": "2"}
         ("hermes", f"Well. {HERMES % 1}", {"x": 1}),
         ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]', BOTH),
-        ("mistral", '[TOOL_CALLS]f[CALL_ID]ab[ARGS]{"x": 1, "s": "2"}', BOTH),
         ("qwen3_coder", CODER, BOTH),
         # What is only thought of is no call.
         ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
         ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
-        ("qwen3_coder", f"<think>{CODER}</think>{CODER}", BOTH),
-        ("llama3", '<think>{"name": "f"}</think>\n{"name": "f", "parameters": {"x": 1}}', {"x": 1}),
         ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS]{"x": 1}', {"x": 1}),
         # What cannot be read.
         ("hermes", "<tool_call>{name: f}</tool_call>", None),
@@ -395,12 +383,6 @@ def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
     assert read_calls("no call", tool_format, SCHEMAS) == []
     (found,) = read_calls(text, tool_format, SCHEMAS)
     assert isinstance(found, BadCall) if arguments is None else found == ToolCall("f", arguments)
-
-
-def test_the_format_follows_from_the_template():
-    assert detect_format(TEMPLATE) == "hermes"
-    with pytest.raises(ConfigError, match=r"rollout\.tool_format"):
-        detect_format("{{ messages }}")
 
 
 # -- tokens ---------------------------------------------------------------------------------------
@@ -426,23 +408,15 @@ def test_tokens_of_a_conversation_are_the_templates_own():
     assert talk.suffix([message], 50) == [1, *talk.suffix([message], 1)]
 
 
-def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_ends():
-    talk, tokenizer = conversations(), chat_tokenizer()
-    text = "hm " + call("f", '{"x": 1}')
-    for prefix, num_calls in (("q", 1), ("q<think>\n", 0), ("q<think>\n\n</think>\n\n", 1)):
-        _, calls = talk.read_turn(tokenizer.encode(text), tokenizer.encode(prefix))
-        assert len(calls) == num_calls
-
-
 @pytest.mark.parametrize(
     ("template", "word"),
     [
         (TEMPLATE.replace("T{{", "T{{ loop.index }}{{"), "behind"),
         (TEMPLATE.replace("<eos>\n", "\n"), "end token"),
-        (TEMPLATE.replace("T{{", "{{ raise_exception('no tools here') }}T{{"), "no tools here"),
+        ("{{ messages }}", "rollout.tool_format"),
     ],
 )
 def test_templates_that_cannot_continue_are_refused(template, word):
-    with pytest.raises(ConfigError, match=r"data\.chat_template") as raised:
+    with pytest.raises(ConfigError) as raised:
         conversations(template)
     assert word in str(raised.value)
