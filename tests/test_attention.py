@@ -20,14 +20,12 @@ from easyrl.model.attention import (
 )
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings, Block, SharedPrompt, attend_block
+from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
 from tiny_models import (
     FAMILIES,
-    LENGTHS,
     draw_sequences,
     largest_gradient_gap,
     lay_out,
-    packed_logits,
     separate_logits,
     tiny_model,
 )
@@ -107,19 +105,6 @@ def test_any_shared_row_equals_its_sequences_alone(shapes, seed, family):
     # Gradients of queries and keys that cancel (those of `(1, [1])` alone are 0) are rounding.
     reference, policy = reference_and_policy(family)
     assert_shared_same_as_alone(reference, policy, shapes, seed)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch, dtype):
-    """Rounded to bfloat16 they gave an error of 0.8 % instead of 0.2 %."""
-    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 99, 64, generator=generator) for _ in range(3))
-    tensors = [x.to(dtype) for x in (8 * query, key, value)]
-    layer = AttentionSettings(layer=0, scaling=64**-0.5, sliding_window=None, softcap=None)
-    output, _ = attend_block(Block(*tensors, is_causal=True, bias=None), layer)
-    expected = F.scaled_dot_product_attention(*(x.double() for x in tensors), is_causal=True)
-    assert (output - expected).norm() < 0.003 * expected.norm()
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -238,14 +223,6 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
 def saved(tmp_path, family, dtype=torch.float32, **changes):
     tiny_model(family, **changes).to(dtype).save_pretrained(tmp_path)
     return str(tmp_path)
-
-
-def test_model_is_loaded_in_float32_without_dropout(tmp_path):
-    policy = Policy.load(saved(tmp_path, "llama", torch.bfloat16, attention_dropout=0.5))
-    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
-    sequences = draw_sequences(LENGTHS)
-    with torch.no_grad():
-        assert torch.equal(packed_logits(policy, sequences), packed_logits(policy, sequences))
 
 
 def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import transformers
 from typer.testing import CliRunner
 
 import kernel_counts
-from benchmarks import attention, engine, performance_model, pipeline, ring
+from benchmarks import performance_model, ring
 from benchmarks.performance_model import (
     CARDS,
     COPYING_KERNELS,
@@ -26,11 +23,10 @@ from benchmarks.performance_model import (
     TRAIN_LOGIT_BYTES,
     Load,
 )
-from easyrl.bench import loop, peer
+from easyrl.bench import loop
 from easyrl.bench.harness import run_suite
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.runtime.self_test_part import SMALL
 from easyrl.runtime.supervisor import WorkerFailure
 
 
@@ -69,34 +65,6 @@ def test_ring_compares_both_ways_to_send_a_group():
     assert 0 < row["wakeup_p50_seconds"] <= row["wakeup_p99_seconds"] < 1
 
 
-def test_engine_generates_the_given_lengths():
-    row = engine.compare(
-        "ragged", [[5, 6, 7], [8, 9], [10]], [3, 9, 1], repetitions=1, device=torch.device("cpu")
-    )
-    assert row["completion_tokens"] == 13
-    rates = row["engine_tokens_per_second"], row["generate_tokens_per_second"]
-    assert row["speedup"] == pytest.approx(rates[0] / rates[1])
-
-
-def test_attention_compares_the_same_work():
-    size = SMALL | {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 50}
-    shape = attention.Shape(prompt_len=40, shortest=7, longest=7, num_generations=4)
-    row = attention.compare(shape, size, torch.float32, "cpu", repetitions=1)
-    assert row["token_ratio"] == 4 * (40 + 7) / (40 + 4 * 7)
-    assert row["memory_ratio"] > 1.5 and row["speedup"] > 0
-    for error in ("max_logprob_error", "max_grad_error"):
-        assert 0 < row[error] < 1e-5 and 0 < row[f"{error}_repeated"] < 1e-5
-
-
-@pytest.mark.long
-def test_pipeline_does_the_same_work_in_every_mode():
-    runs = [pipeline.measure(mode, prompts=4, iterations=1) for mode in pipeline.MODES]
-    assert len({run["completion_tokens"] for run in runs}) == 1
-    for run in runs:
-        for phase in ("infer", "train"):
-            assert 0 < run[f"{phase}_seconds"] < run["iteration_seconds"]
-
-
 def test_loop_counts_six_operations_per_weight_and_token():
     """The operations of attention are added."""
     words = ["train.prompts_per_iteration=32", "rollout.num_generations=16"]
@@ -105,47 +73,6 @@ def test_loop_counts_six_operations_per_weight_and_token():
     tokens = 32 * (256 + 300 * 16)
     of_layers = 28 * (2048 * 128 * (2 * 16 + 2 * 8) + 3 * 2048 * 6144)
     assert 6 * of_layers * tokens < flops < 8 * 1.72e9 * tokens
-
-
-@pytest.mark.long
-def test_loop_measures_both_schedules():
-    (row,) = loop.run("cpu", "cpu", iterations=1)
-    assert row["model"] == "small" and row["mfu"] is None
-    assert 0.0 < row["both_busy"] <= min(row["infer_busy"], row["train_busy"]) <= 1.0
-    assert row["tokens_per_second"] > 0 and row["weight_gigabytes_per_second"] > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--rows", "tiny_short, large"], "'large'"),
-        (["--rows", "tiny_short,"], "''"),
-        (["--infer-devices", "gpu"], "devices.infer"),
-        (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
-        (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
-        ([], "easyrl-train[peer]"),
-    ],
-)
-def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, named):
-    find_spec = str if words else lambda name: None  # installed or not
-    monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
-    result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
-    assert result.exit_code == 2 and named in result.stderr, result.output
-
-
-@pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs easyrl-train[peer]")
-def test_peer_samples_the_same_lengths_on_both_sides(tmp_path, monkeypatch):
-    work = dataclasses.replace(peer.ROWS["tiny_short"], iterations=2)
-    monkeypatch.setattr(peer, "ROWS", {"tiny_short": work})
-    file = tmp_path / "peer.json"
-    assert run_suite("peer", peer.run(rounds=1), file) == 0
-    row = json.loads(file.read_text())["results"]["tiny_short"]
-    rates = row["easyrl_tokens_per_second"], row["peer_tokens_per_second"]
-    assert row["ratio"] == pytest.approx(rates[0] / rates[1]) and row["ratio"] > 0
-    # 99 tokens, one of which ends a completion, and 256 of them at most: 92 on average.
-    for side in ("easyrl", "peer"):
-        assert 75 < row[f"{side}_mean_length"] < 110, row
 
 
 # The performance model (docs/devices.md, Expected speed).

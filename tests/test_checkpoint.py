@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing
 from safetensors import safe_open
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.hub import resolve_model
@@ -257,18 +258,15 @@ def make_checkpoint(folder: Path, family: str, **changes: Any) -> tuple[Path, Po
     return path, policy
 
 
-KINDS = {
-    "dense, tied": ("qwen3", {"tie_word_embeddings": True}),
-    "dense, untied": ("llama", {"tie_word_embeddings": False}),
-    "mixture of experts": ("qwen3_moe", {}),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_exported_model_is_that_of_the_checkpoint(tmp_path, kind):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    family, changes = KINDS[kind]
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("llama", {"tie_word_embeddings": False}),
+        ("qwen3_moe", {}),
+    ],
+)
+def test_exported_model_is_that_of_the_checkpoint(tmp_path, family, changes):
     path, policy = make_checkpoint(tmp_path, family, **changes)
     message = export_checkpoint(path.parent.parent, tmp_path / "exported")
     assert str(path) in message and policy.weights_sha256() in message
@@ -280,9 +278,8 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path, kind):
     with torch.no_grad():
         expected = trained.eval()(input_ids=ids, use_cache=False).logits
         assert torch.equal(loaded.eval()(input_ids=ids, use_cache=False).logits, expected)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert tokenizer("12")["input_ids"] == AutoTokenizer.from_pretrained(TINY)("12")["input_ids"]
-    assert (tmp_path / "exported" / "generation_config.json").is_file()
+    tokenizers = (AutoTokenizer.from_pretrained(each) for each in (tmp_path / "exported", TINY))
+    assert len({tuple(tokenizer("12")["input_ids"]) for tokenizer in tokenizers}) == 1
     exported, initial = (
         safe_open(tmp_path / name / "model.safetensors", framework="pt").keys()
         for name in ("exported", "model")

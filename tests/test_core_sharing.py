@@ -54,13 +54,6 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(board, aske
     assert asked[8:] == [4]
 
 
-def test_a_worker_is_busy_again_after_an_interrupted_wait(board):
-    with pytest.raises(KeyboardInterrupt), WorkerCores(1, (), CoreSharing(board, 1, {})).idle():
-        assert board[1]
-        raise KeyboardInterrupt
-    assert not board[1]
-
-
 # -- who shares with whom -------------------------------------------------------------------------
 
 

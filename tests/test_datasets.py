@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from PIL import Image
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
-from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
+from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
-from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
+from easyrl.data.streams import BLOCK, PromptStream
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
 from hub_rows import GSM8K, put_in_place_of_the_hub
@@ -173,23 +167,6 @@ def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path):
     assert opened(jsonl(tmp_path, "", *ROWS), "runtime.seed=1").fingerprint() == fingerprint
     for rows in ([{**ROWS[0], "answer": "another"}, *ROWS[1:]], ROWS[::-1], ROWS[:-1]):
         assert opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda k: Image.new("RGB", (4, 4), (k, 0, 0)),
-        lambda k: {"nested": [Image.new("P", (4, 4), k)]},
-        lambda k: np.arange(5000) == 2500 + k,
-        lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
-        lambda k: [float("nan"), 0.1 + k, None, b"bytes" * k],
-    ],
-)
-def test_identity_is_of_the_content_of_values(make):
-    kept = [[make(k) for k in (1, 1, 2)] for _ in range(2)]  # all have addresses of their own
-    for values in kept:
-        first, second, other = (problem_ids([Prompt(0, "p", {"x": v})])[0] for v in values)
-        assert first == second != other
 
 
 # -- mistakes -------------------------------------------------------------------------------------
@@ -352,25 +329,6 @@ def test_each_data_set_has_its_part_and_its_own_epochs(files):
     assert stream.fingerprint() == again.fingerprint()
     Path(files[1]).write_text(json.dumps(SHORT[0]))
     assert opened(files).fingerprint() != stream.fingerprint()
-
-
-@given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
-@settings(deadline=None, max_examples=50)
-def test_no_data_set_is_ever_far_from_its_part(weights):
-    form = RowForm(load_config().data, None)
-    rows = [{"prompt": str(row)} for row in range(BLOCK)]
-    mixture = PromptStream(
-        {str(n): DataSet(str(n), rows, form) for n in range(len(weights))}, weights
-    )
-    counts: Counter[str] = Counter()
-    for index in range(BLOCK):
-        prompt = mixture.prompt(index)
-        name = prompt.columns["data_source"]
-        assert prompt.content == str(counts[name])  # its next one, none left out
-        counts[name] += 1
-        for number, weight in enumerate(weights):
-            part = weight / sum(weights)
-            assert abs(counts[str(number)] - part * (index + 1)) <= 2 + BLOCK * 1e-3
 
 
 @pytest.mark.usefixtures("hub")

@@ -10,8 +10,6 @@ import pytest
 from easyrl import devices, processes
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.devices import parse_device_set
-from easyrl.engines.vllm import platforms
-from easyrl.model.files import ModelFiles
 from easyrl.runtime.placement import (
     EngineChoice,
     Placement,
@@ -21,34 +19,6 @@ from easyrl.runtime.placement import (
     resolve_placement,
 )
 from own_workers import spawned_settings
-
-
-def test_num_cores_respects_a_containers_quota(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    files = (tmp_path / "quota", tmp_path / "period")
-    version_1, version_2 = tuple(map(str, files)), (str(files[0]),)
-    for name, quota, expected in (
-        (version_2, "150000 100000", 2),  # a part of a core is a core that threads can use
-        (version_2, "max 100000", 8),
-        (version_2, "1600000 100000", 8),  # more than there is
-        (version_1, "100000", 1),
-    ):
-        for file, text in zip(files, (quota, "100000"), strict=True):
-            file.write_text(text + "\n")
-        monkeypatch.setattr(processes, "CPU_QUOTAS", (("/no/such/file",), name))
-        assert processes.num_cores() == expected
-
-
-def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(tmp_path, monkeypatch):
-    """Some systems have the driver where only torch's libraries find it."""
-    monkeypatch.setattr(devices, "DEVICE_NODES", tmp_path)
-    monkeypatch.setattr(devices, "CUDA_DRIVER", "libnone.so")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert devices.accelerator() == devices.accelerator(is_asked=True) == ("cpu", 0)
-    (tmp_path / "nvidia0").touch()
-    assert devices.accelerator() == ("cuda", 2)
-
 
 # Cores of a worker.
 
@@ -67,6 +37,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     return monkeypatch
 
 
+def test_num_cores_respects_a_containers_quota(machine, tmp_path):
+    for quota, expected in (("150000", 2), ("max", 8), ("1600000", 8)):  # 1.5 cores serve 2 threads
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        machine.setattr(processes, "CPU_QUOTAS", (("/none",), (str(tmp_path / "cpu.max"),)))
+        assert processes.num_cores() == expected
+
+
 def test_workers_get_disjoint_physical_cores_of_the_process(machine, tmp_path):
     assert processes.split_cores(2) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert processes.split_cores(3) == ((0, 4), (1, 5), (2, 6))
@@ -81,20 +58,6 @@ def test_workers_get_disjoint_physical_cores_of_the_process(machine, tmp_path):
 
 def of(*words: str) -> Config:
     return load_config(None, {}, words)
-
-
-def placed(*words: str) -> Placement:
-    return resolve_placement(of(*words))
-
-
-def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(machine):
-    placement = placed("devices.infer=cpu:2", "devices.train=cpu")
-    assert [placement.cores_of("rollout", n) for n in (0, 1)] == [(0, 4), (1, 5)]
-    assert placement.cores_of("train", 0) == (2, 6)
-    assert placement.num_threads == 2
-    assert "rollout-1: cpu, 2 CPU thread(s)" in describe(placement)
-    chosen = placed("devices.infer=cpu", "devices.train=cpu", "devices.threads=8")
-    assert chosen.cores_of("rollout", 0) == chosen.cores_of("train", 0) == ()
 
 
 # Accelerators, by the numbers that the user sees.
@@ -187,21 +150,6 @@ def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
     if reason:
         with pytest.raises(ConfigError, match=rf"^rollout.engine: .*{reason}"):
             choose_engine(of("rollout.engine=vllm", *words), GPUS, accelerator=kind)
-
-
-def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch):
-    """vLLM would count what the trainer allocates meanwhile as its own."""
-    config = {"num_hidden_layers": 16, "num_attention_heads": 16, "hidden_size": 2048}
-    files = ModelFiles("m", config | {"vocab_size": 32_000}, 2**28, "bfloat16")
-    monkeypatch.setattr(platforms, "read_model_files", lambda model: files)
-    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 40 * 2**30)
-    sizes = [
-        platforms.cache_bytes("m", "bfloat16", 64, 1024, device="cuda:0", shared_part=part)
-        for part in (None, 0.5, 0.2)
-    ]
-    # 16 layers x 2 x 2048 in bfloat16 are 128 KiB a token; without a trainer it measures.
-    rows, available = 8 * 2**30, int(0.85 * 0.2 * 40 * 2**30) - 2**29
-    assert sizes == [None, rows + platforms.EXTRA_CACHE_BYTES, available]
 
 
 def test_tensor_parallel_engines_take_their_devices_in_turn(install, monkeypatch):

@@ -63,12 +63,6 @@ class Own:
 
     def get_reward(self) -> float: return float(self.count)
 
-def alarm():
-    def ring(*_): raise TimeoutError("rang")
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    time.sleep(20)
-
 class Odd(str):
     def __reduce__(self): return os._exit, (1,)
     def __str__(self): return self
@@ -79,8 +73,6 @@ class Game:
         return Odd("go")
 
     def step(self, action):  # type hints are not needed
-        if action == "hang":
-            time.sleep(1000)
         self.texts.append(str(time.time_ns()) if action == "draw" else action)
         return Odd(self.texts[-1][::-1]), action == "end"
 
@@ -252,20 +244,6 @@ def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
         server.kill()
 
 
-def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool):
-    """Their calls run one by one: signals work, too."""
-    pool, draws = open_pool("Own", "runtime.deterministic=true", num_episodes=2), []
-    assert run(pool, "alarm()") == "{'error': 'rang'}"
-    for order in ([0, 1, 0, 1], [1, 1, 0, 0]):
-        drawn: dict[int, list[str]] = {0: [], 1: []}
-        for index in order:
-            drawn[index].append(run(pool, "random.randrange(10**9)", index))
-        draws.append(drawn)
-        pool.forget(KEY)
-        start(pool, 2)
-    assert draws[0] == draws[1] and draws[0][0] != draws[0][1]
-
-
 def test_a_slow_call_fails_and_others_go_on(open_pool):
     pool = open_pool("Own", "rollout.tool_timeout_seconds=1", num_episodes=2)
     slow = pool.act(KEY, 0, [ToolCall("run", {"code": "time.sleep(60)"})])
@@ -307,18 +285,6 @@ def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool):
     kill(pool)
     with pytest.raises(GroupLost):
         scores(pool, 1, 0)
-
-
-@pytest.mark.parametrize("num", [1, 4])
-def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool, num):
-    """With one call at a time, its process is killed and all other calls are repeated."""
-    pool = open_pool("Game", "rollout.tool_timeout_seconds=1", f"rollout.concurrent_calls={num}")
-    assert play(pool, "a").is_done is False
-    for _ in range(2):
-        with pytest.raises(TimeoutError):
-            play(pool, "hang")
-        assert scores(pool, 1, 0) == [[1.0]]
-    assert play(pool, "end").is_done
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ class Adder:
 '''
 
 
-def finished(folder: Path, *arguments: str, **environment: str) -> Path:
-    code, out, err = finish(*arguments, "--output", str(folder), **environment)
+def finished(folder: Path, *arguments: str) -> Path:
+    code, out, err = finish(*arguments, "--output", str(folder))
     assert code == 0, out + err
     return folder
 
@@ -136,16 +136,14 @@ def test_tools_are_called_and_their_errors_counted(tmp_path):
     words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
     run = finished(tmp_path / "run", *words)
     on_policy(run)
-    metrics = lines_of(run / "metrics.jsonl")
+    metrics, contents = lines_of(run / "metrics.jsonl"), set[str]()
     calls, errors = (sum(line[f"tools/{name}"] for line in metrics) for name in ("calls", "errors"))
     assert calls > errors
-    contents = set()
     for sample in lines_of(run / "samples.jsonl"):
         messages = sample["messages"]
         results = [message["content"] for message in messages if message["role"] == "tool"]
         contents |= {*results}
-        question, word = messages[0]["content"].split()
-        assert question == "q" and word in ("one", "three")
+        _, word = messages[0]["content"].split()
         assert sum(message["role"] == "assistant" for message in messages) <= 3
         assert sample["reward"] == pytest.approx(results.count("5") + len(word) / 10)
     assert "5" in contents and any("fly" in content for content in contents)
@@ -166,7 +164,6 @@ def test_a_broken_environment_is_handled_as_rewards_are(tmp_path, word):
 UNLUCKY = """
 import os, random, signal, time
 from pathlib import Path
-from typing import Any
 
 
 class Game:
@@ -188,22 +185,18 @@ class Game:
 
 
 def once(name):
-    try:
-        Path(__file__).with_name(name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+    is_first = not Path(__file__).with_name(name).exists()
+    Path(__file__).with_name(name).touch()
+    return is_first
 """
 
 
 @pytest.mark.long
 def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
     (tmp_path / "unlucky.py").write_text(UNLUCKY)
-    run = finished(
-        tmp_path / "run",
-        *(*GUESS, "--iterations", "2", "--environment", f"{tmp_path}/unlucky.py:Game"),
-        *("rollout.tool_timeout_seconds=3", "reward.check=false"),
-    )
+    words = ("--iterations", "2", "--environment", f"{tmp_path}/unlucky.py:Game")
+    words += ("rollout.tool_timeout_seconds=3", "reward.check=false")
+    run = finished(tmp_path / "run", *GUESS, *words)
     assert all((tmp_path / name).exists() for name in ("reset", "kill", "hang"))
     assert summary_of(run)["groups_trained"] == 12
 
@@ -221,13 +214,23 @@ def test_nothing_is_left_when_a_run_is_killed(tmp_path):
 
 @pytest.mark.long
 def test_other_features_go_with_environments(tmp_path):
-    run = finished(
-        tmp_path / "run",
-        *(*GUESS, "--iterations", "2", "--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
+    """LoRA, two train ranks, replaced groups, two updates, evaluations, and a third engine."""
+    folder = tmp_path / "run"
+    process = start(
+        *(*GUESS, "--iterations", "30", "--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
         *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2", "model.lora.rank=4"),
-        *("train.eval_every=1", "data.num_held_out=4"),
+        *("train.eval_every=10", "data.num_held_out=4", "devices.max_rollout_workers=3"),
+        *("--output", str(folder)),
     )
-    assert on_policy(run)["groups_trained"] == 12
+    try:
+        wait_for_line(process, "iteration 1/")
+        request(folder, {"command": "scale", "infer_devices": "cpu:3"})
+        assert process.wait(timeout=400) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert on_policy(folder)["groups_trained"] == 180
+    assert (folder / "logs" / "rollout-2.log").exists()
 
 
 @pytest.mark.long
@@ -257,14 +260,10 @@ def test_a_lost_worker_loses_no_episode_and_a_resumed_run_ends_in_the_same_bits(
 @pytest.mark.long
 def test_an_evaluation_plays_the_held_out_rows(tmp_path):
     words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live")
-    limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01")
-    command = [sys.executable, "-m", "easyrl", "eval", *words, *limits]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "eval")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01", "--output", str(tmp_path))
+    subprocess.run([sys.executable, "-m", "easyrl", "eval", *words, *limits], check=True)
+    results = json.loads((tmp_path / "eval.json").read_text())
+    samples = lines_of(tmp_path / "samples.jsonl")
     assert results["accuracy"] > 0.3
-    samples = lines_of(tmp_path / "eval" / "samples.jsonl")
     assert {line["ended_by"] for line in samples} <= {"done", "max_turns", "length"}
     assert all(line["messages"][0]["content"] == "0-99" for line in samples)

@@ -6,8 +6,6 @@ from functools import cache
 import pytest
 import torch
 
-from easyrl.config import ConfigError
-from easyrl.model import policy as policy_module
 from easyrl.model.attention import PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed
 from easyrl.model.files import max_positions
@@ -76,35 +74,6 @@ def test_what_cannot_be_trained_or_not_with_shared_prompts_is_refused(
 ):
     with pytest.raises(ValueError, match=rf"model\.(attention|path).*{reason}"):
         load(tmp_path, model_type, changes, attention="shared_prompt")
-
-
-def test_model_is_checked_once_unless_the_check_failed_or_weights_differ(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    outcomes = []
-
-    def check(model):
-        outcomes.append("failed" if not outcomes else attend_packed(model))
-        if outcomes[-1] == "failed":
-            raise ConfigError("transformers cannot run it")
-        return outcomes[-1]
-
-    monkeypatch.setattr(policy_module, "attend_packed", check)
-    folder, model = tmp_path / "model", tiny_model("bloom", None, **UNSHARED["bloom"][0])
-    model.save_pretrained(folder)
-    with pytest.raises(ConfigError, match="cannot run"):
-        Policy.load(str(folder))
-    for dtype in ("float32", "bfloat16"):
-        policy = Policy.load(str(folder), dtype=dtype)
-        assert policy.no_packing_reason is not None and not policy.shares_prompts
-    assert len(outcomes) == 2
-    next(model.parameters()).data += 1.0
-    model.save_pretrained(folder)
-    Policy.load(str(folder))
-    assert len(outcomes) == 3
-    for entry in (tmp_path / "cache/easyrl/checked").iterdir():
-        entry.write_text("[nul")  # its process was killed while it wrote
-    Policy.load(str(folder))
-    assert len(outcomes) == 4
 
 
 def test_wrong_result_is_reported(monkeypatch):

@@ -15,7 +15,7 @@ from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import differing, find_resume, with_absolute_paths
+from easyrl.runtime.resume import differing, find_resume
 from easyrl.runtime.run_folder import resume_hint
 from mistakes import make_run
 
@@ -83,22 +83,6 @@ def test_a_run_that_never_started_does_not_block_its_folder(tmp_path):
 
 
 # -- paths ---------------------------------------------------------------------------------------
-
-
-def test_paths_of_a_run_become_absolute_and_other_names_stay(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "arithmetic").mkdir()  # the preset wins
-    for name in ("own.py", "data.jsonl"):
-        (tmp_path / name).touch()
-    words = ["rollout.environment={a: own.py:A, b: guess}", "rollout.tools=own.py:f"]
-    words += ["data.dataset=[data.jsonl, arithmetic]", "reward.functions=[own.py:f, m.n:f, x.py:f]"]
-    config = with_absolute_paths(load_config(words=[*words, "model.path=owner/name"]))
-    assert config.rollout.environment == {"a": f"{tmp_path}/own.py:A", "b": "guess"}
-    assert config.rollout.tools == [f"{tmp_path}/own.py:f"]
-    assert config.reward.functions == [f"{tmp_path}/own.py:f", "m.n:f", "x.py:f"]
-    assert config.data.dataset == [f"{tmp_path}/data.jsonl", "arithmetic"]
-    assert config.model.path == "owner/name"
-    assert with_absolute_paths(load_config()) == load_config()
 
 
 @pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset", "reward.functions"])

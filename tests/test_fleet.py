@@ -198,16 +198,6 @@ def test_exchange_that_fails_again_and_again_though_nobody_died_ends_the_run():
         fleet.go(7, *[("train-0", FAILED), ("rollout-0", FAILED)] * 3)
 
 
-@pytest.mark.parametrize("waits_for_all", [False, True])
-def test_replacement_is_awaited_by_a_deterministic_run_alone(waits_for_all):
-    words = ("runtime.deterministic=true",) if waits_for_all else ()
-    fleet = StubFleet("cpu:2", "cpu", *words)
-    fleet.follow(("rollout-1", LOST))
-    steps = [("train-0", DONE), ("rollout-0", DONE)]
-    fleet.go(7, *([("rollout-1", READY), *steps, ("rollout-1", DONE)] if waits_for_all else steps))
-    assert bool(fleet.workers["rollout-1"].commands) == waits_for_all
-
-
 # -- admissions -----------------------------------------------------------------------------------
 
 
@@ -225,15 +215,6 @@ def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0():
     fleet.follow(("rollout-1", DONE), ("train-0", DONE))
     assert fleet.taken()["rollout-2"] == FIRST
     assert [*fleet.states().values()] == ["working", "working", "joining"]
-
-
-def test_newcomer_that_cannot_get_the_weights_is_killed():
-    fleet = StubFleet("cpu:2")
-    fleet.go(7)
-    at_work(fleet)
-    fleet.follow(("rollout-1", LOST), ("rollout-1", READY))
-    fleet.follow(*[("train-0", FAILED), ("rollout-1", FAILED)] * 3)
-    assert "connection lost" in fleet.workers["rollout-1"].killed
 
 
 # -- deaths ---------------------------------------------------------------------------------------

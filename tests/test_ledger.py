@@ -182,18 +182,6 @@ def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first():
     assert states == [State.ACCEPTED, State.REPORTED, State.GIVEN, State.WAITING]
 
 
-def test_a_group_that_the_trainer_has_is_not_replaced():
-    """Its report was lost with a node, and a second worker's completions have equal rewards."""
-    ledger = open_ledger(num_groups=2)
-    ledger.take(WORKERS)
-    ledger.lost("rollout-1", in_ring={1})
-    assert indices(ledger.take(["rollout-0"])["rollout-0"]) == [1]
-    group = ledger.groups[FIRST + 1]
-    ledger.on_event("rollout-0", report((1, group.prompt), is_rejected=True))
-    answer(ledger, "rollout-0", 0)
-    assert ledger.is_complete and group.state is State.ACCEPTED
-
-
 def test_a_late_duplicate_is_dropped():
     ledger = open_ledger(num_groups=2)
     ledger.take(WORKERS)
@@ -203,31 +191,6 @@ def test_a_late_duplicate_is_dropped():
     assert ledger.groups[FIRST].state is State.GIVEN
     answer(ledger, "rollout-1", 0, 0, 1)
     assert ledger.is_complete and len(ledger.reports) == 2
-
-
-def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other():
-    ledger = open_ledger("runtime.deterministic=true", num_groups=5)
-    one, two = WORKERS
-    assert [indices(each) for each in ledger.take(WORKERS).values()] == [[0, 2, 4], [1, 3]]
-    answer(ledger, two, 1, 3)
-    answer(ledger, one, 0)
-    ledger.lost(one, in_ring={0, 1, 3})
-    (again,) = ledger.take(WORKERS).values()
-    assert (indices(again), again.known) == ([0, 2, 4], {FIRST: 7 * FIRST})
-    last = ledger.groups[FIRST + 4]
-    answer(ledger, one, 2)
-    ledger.on_event(one, report((4, last.prompt), is_rejected=True))
-    assert not ledger.is_complete and ledger.round == 0, "one is generated again"
-    ledger.on_event(one, events.GroupRecomputed(FIRST))
-    assert ledger.round == 1 and indices(ledger.take(WORKERS)[one]) == [5]
-    ledger.lost(one, in_ring={0, 1, 3})  # 2 of round 0 was reported, and is lost as well
-    (again,) = ledger.take(WORKERS).values()
-    assert indices(again) == [0, 2, 4] and {*again.known} == {FIRST, FIRST + 4}
-    answer(ledger, one, 2)
-    for number in (0, 4):
-        assert ledger.take(WORKERS) == {}
-        ledger.on_event(one, events.GroupRecomputed(FIRST + number))
-    assert indices(ledger.take(WORKERS)[one]) == [5]
 
 
 def test_answers_of_an_evaluation_outlive_their_worker():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,11 @@ def make_inputs(
     ones = [1.0] * len(ratios)
     completions = completions or [0] * len(ratios)
     ref_ratio = torch.tensor(ref_ratios or ones, dtype=torch.float64)
+    rollout_logprobs = old - torch.tensor(weights or ones, dtype=torch.float64).log()
     return LossInputs(
         logprobs=logprobs,
         old_logprobs=old,
-        rollout_logprobs=old - torch.tensor(weights or ones, dtype=torch.float64).log(),
+        rollout_logprobs=rollout_logprobs,
         ref_logprobs=None if ref_ratios is None else logprobs.detach() + ref_ratio.log(),
         entropy=torch.linspace(0.5, 2.0, len(ratios), dtype=torch.float64).requires_grad_(),
         advantages=torch.tensor(advantages, dtype=torch.float64),
@@ -106,27 +106,6 @@ def test_one_token(*, level, loss_type, ratio, advantage, loss, gradient, clippe
 
 # Surrogates: -1.0, -1.2, -0.9; +2; -0.5, -0.5. Log-probabilities of the old policy: -3.0, -2.42,
 # -1.84, -1.26, -0.68, -0.1.
-THREE = {
-    "ratios": [1.0, 1.2, 0.9, 1.0, 1.0, 1.0],
-    "advantages": [1.0, 1.0, 1.0, -2.0, 0.5, 0.5],
-    "completions": [0, 0, 0, 1, 2, 2],
-}
-OF_CISPO = 3.0 + 1.2 * (2.42 - math.log(1.2)) + 0.9 * (1.84 - math.log(0.9)) - 2 * 1.26 + 0.39
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "loss", "scales"),
-    [
-        ("grpo", -3.1 / 3 + 2.0 - 0.5, [1 / 3] * 3 + [1.0] + [0.5] * 2),
-        ("dapo", -3.1 + 2.0 - 1.0, [1.0] * 6),
-        ("dr_grpo", -3.1 + 2.0 - 1.0, [1.0] * 6),
-        ("cispo", OF_CISPO, [1.0] * 6),
-    ],
-)
-def test_three_completions(loss_type, loss, scales):
-    each = [-1.0, -1.2, -0.9, 2.0, -0.5, -0.5]
-    gradient = [value * scale for value, scale in zip(each, scales, strict=True)]
-    check(THREE, {"loss_type": loss_type}, loss, gradient)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +133,8 @@ def test_a_small_kl_keeps_its_digits():
 
 # Masks.
 
-TENSORS = (
-    *("logprobs", "old_logprobs", "rollout_logprobs"),
-    *("ref_logprobs", "entropy", "advantages"),
-)
+
+TENSORS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "advantages")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -172,10 +149,8 @@ def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
     found = []
     for value in (-0.5, math.nan, math.inf, -math.inf, -1e4, 1e4):
         inputs = make_inputs([1.1, 1.0, 0.9], [1.0, 1.0, 1.0], **others)
-        tensor = getattr(inputs, name).detach().clone()
-        tensor[1] = value
-        tensor.requires_grad_(name in ("logprobs", "entropy"))
-        inputs = dataclasses.replace(inputs, **{name: tensor})
+        with torch.no_grad():
+            getattr(inputs, name)[1] = value
         outputs = policy_loss(inputs, chosen)
         outputs.loss.backward()
         gradients = inputs.logprobs.grad.tolist(), inputs.entropy.grad.tolist()
