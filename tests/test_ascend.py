@@ -1,7 +1,5 @@
 """The Ascend path without Ascend's hardware: a stand-in takes torch_npu's place."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,7 +7,6 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,7 +17,7 @@ from easyrl.engines.vllm import platforms
 ROOT, STAND_IN = Path(__file__).parent.parent, Path(__file__).parent / "stand_in"
 
 
-def python(*words: str, paths: tuple[Path, ...] = (), **environment: str | None) -> Any:
+def python(*words, paths=(), **environment):
     """Run Python, in which torch_npu is the stand-in."""
     path = os.pathsep.join(map(str, (ROOT, STAND_IN, *paths)))
     changed = {**os.environ, **devices.NO_AUTOLOAD, "PYTHONPATH": path, **environment}
@@ -34,7 +31,7 @@ def python(*words: str, paths: tuple[Path, ...] = (), **environment: str | None)
     )
 
 
-def printed(script: str, **environment: str) -> Any:
+def printed(script, **environment):
     done = python("-c", script, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -132,7 +129,7 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path):
     (installed / "METADATA").write_text(about)
     (installed / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload")
 
-    def run(*words: str) -> Any:
+    def run(*words):
         default = dict.fromkeys(devices.NO_AUTOLOAD)
         return python(*words, paths=(tmp_path,), STAND_IN_FAILS="1", **default)
 

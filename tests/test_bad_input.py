@@ -1,7 +1,5 @@
 """Mistakes at the command line: answered by name, before anything starts, with exit code 2."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import importlib.util
@@ -11,11 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from easyrl import devices
 from easyrl.cli import app
@@ -23,33 +20,33 @@ from easyrl.config import load_config
 from easyrl.data import chat
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
-from easyrl.runtime.preflight import Preflight, check_run
+from easyrl.runtime.preflight import check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     files = tmp_path_factory.mktemp("files")
     write_files(files)
     return files
 
 
 @pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_starts(monkeypatch):
     """A run that gets past the checks fails the test; nothing listens at the hub's address."""
 
-    def start(*arguments: Any, **options: Any) -> NoReturn:
+    def start(*arguments, **options):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(run, "_train", start)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
 
-def typed(*words: str) -> Result:
+def typed(*words):
     return CliRunner().invoke(app, ["grpo", *words])
 
 
-def assert_names(result: Result, key: str) -> None:
+def assert_names(result, key):
     message = " ".join(result.stderr.split())  # Typer draws boxes as wide as the terminal
     assert result.exit_code == 2, (result.output, result.exception)
     assert key in message
@@ -68,7 +65,7 @@ def test_a_mistake_is_named_before_anything_starts(tmp_path, folder, mistake):
     assert [p for p in sorted(folder.rglob("*")) if "__pycache__" not in p.parts] == before
 
 
-def checked(*words: str) -> Preflight:
+def checked(*words):
     return check_run(load_config(None, {"reward.functions": ["exact_match"]}, words))
 
 
@@ -136,7 +133,7 @@ def test_a_missing_package_or_compiler_is_named(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    def full(*arguments: Any, **options: Any) -> NoReturn:
+    def full(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     words = "--output", str(tmp_path / "parent" / "run")
@@ -150,7 +147,7 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 
 def test_facts_about_gpus_are_warnings_or_errors(monkeypatch, tmp_path):
     """Of a machine that has none."""
-    facts: dict[str, Any] = {
+    facts = {
         "accelerator": lambda *, is_asked: ("cuda", 2),
         "total_memory_bytes": lambda kind, index: 2**36,
         "memory_in_use": functools.cache(lambda kind, index: (0, "")),
@@ -162,7 +159,7 @@ def test_facts_about_gpus_are_warnings_or_errors(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
     shared = ("devices.train=0", "model.dtype=bfloat16")
 
-    def check(*words: str) -> Preflight:
+    def check(*words):
         apart = f"output.dir={tmp_path}/run", "devices.infer=0", "devices.train=1"
         return check_run(load_config(words=[*apart, *words]))
 

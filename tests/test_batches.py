@@ -1,10 +1,6 @@
 """Micro-batches from the ring: every group is checked, every rollout is in one, in any order."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +10,7 @@ from hypothesis import strategies as st
 
 from easyrl.config import Config, load_config
 from easyrl.model.policy import Policy
-from easyrl.types import MicroBatch, RolloutGroup
+from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import (
     GroupReader,
@@ -52,7 +48,7 @@ GROUPS = st.lists(
 )
 
 
-def config_of(num_groups: int, *, max_tokens: int = 10**6, **flags: Any) -> Config:
+def config_of(num_groups, *, max_tokens=10**6, **flags):
     """`flags`: deterministic, sync, mask_truncated, num_updates."""
     settings = {
         "train.prompts_per_iteration": num_groups,
@@ -71,22 +67,22 @@ def config_of(num_groups: int, *, max_tokens: int = 10**6, **flags: Any) -> Conf
 class Feed:
     """A ring in this process, filled with `arrivals` one by one as the reader waits."""
 
-    def __init__(self, arrivals: Sequence[RolloutGroup], num_slots: int | None = None) -> None:
+    def __init__(self, arrivals, num_slots=None):
         self.ring = make_ring(num_slots or max(1, len(arrivals)))
         self.producer, self.consumer = self.ring.attach(0), self.ring.attach(1)
         self.arrivals = list(arrivals)
         self.num_waits = 0
 
-    def arrive(self) -> None:
+    def arrive(self):
         assert self.arrivals, "waits for a group that never arrives"
         self.num_waits += 1
         assert self.producer.put(self.arrivals.pop(0), 0.0), "the ring is full: slots were kept"
 
-    def reader(self, num_groups: int, **config: Any) -> GroupReader:
+    def reader(self, num_groups, **config):
         own = config_of(num_groups, **config)
         return GroupReader(own, self.consumer, (ITERATION, VERSION), self.arrive)
 
-    def steps(self, num_groups: int, **how: Any) -> Iterator[MicroBatch | UpdateEnd]:
+    def steps(self, num_groups, **how):
         """What `num_ranks` ranks get, one rank's after the other's."""
         num_ranks, shares = how.pop("num_ranks", 1), how.pop("shares_prompts", True)
         self.last_reader, config = self.reader(num_groups, **how), config_of(num_groups, **how)
@@ -102,19 +98,19 @@ class Feed:
             packed = (pack_share(share, shares_prompts=shares) for share in others)
             yield from (batch for batch in packed if batch is not EMPTY)
 
-    def batches(self, num_groups: int, **how: Any) -> Iterator[MicroBatch]:
+    def batches(self, num_groups, **how):
         return (step for step in self.steps(num_groups, **how) if isinstance(step, MicroBatch))
 
     @property
-    def num_free(self) -> int:
+    def num_free(self):
         return num_free(self.ring)
 
 
 @pytest.fixture
-def feed() -> Iterator[Any]:
+def feed():
     feeds = []
 
-    def make(*arguments: Any, **options: Any) -> Feed:
+    def make(*arguments, **options):
         feeds.append(Feed(*arguments, **options))
         return feeds[-1]
 
@@ -123,13 +119,7 @@ def feed() -> Iterator[Any]:
         each.ring.close()
 
 
-def batches_of(
-    groups: Sequence[RolloutGroup],
-    max_tokens: int,
-    *,
-    order: Sequence[int] | None = None,
-    **how: Any,
-) -> list[MicroBatch]:
+def batches_of(groups, max_tokens, *, order=None, **how):
     """The micro-batches of these groups, which arrive in this order."""
     source = Feed([groups[i] for i in order or range(len(groups))])
     try:
@@ -140,7 +130,7 @@ def batches_of(
         assert source.last_reader.completion_tokens == tokens
         assert source.num_free == len(groups)  # every slot was freed
         assert all(isinstance(batch, MicroBatch) for batch in found)
-        return found  # type: ignore[return-value]
+        return found
     finally:
         source.ring.close()
 
@@ -269,11 +259,11 @@ def test_loss_tokens_count_whether_they_are_computed_or_not(feed, mask_truncated
 # -- reading and checking --------------------------------------------------------------------------
 
 
-def drain(reader: GroupReader, num_groups: int) -> list[int]:
+def drain(reader, num_groups):
     """Prompt indices in the order in which groups are handed out."""
     indices = []
     for _ in range(num_groups):
-        with reader.next(0, wait=True) as group:  # type: ignore[union-attr]
+        with reader.next(0, wait=True) as group:
             indices.append(group.prompt_index)
     return indices
 
@@ -381,14 +371,14 @@ def test_a_slot_is_free_before_its_last_micro_batch_is_trained(
 
 
 @pytest.fixture(scope="module")
-def learner() -> Learner:
+def learner():
     """A float64 learner: float32 rounding exceeds the bound below in 1 of 1,000 draws."""
     policy = Policy.load("tiny")
     policy.model.double()
     return Learner(policy, Config())
 
 
-def gradient_of(learner: Learner, batches: Sequence[MicroBatch]) -> Any:
+def gradient_of(learner, batches):
     """The sum of one backward per micro-batch."""
     learner._zero_gradients()
     for batch in batches:

@@ -1,10 +1,6 @@
 """The benchmarks on small sizes: they measure what their figures' names say."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +45,7 @@ def test_a_suite_prints_a_table_and_writes_json(tmp_path, monkeypatch):
     ("error", "exit_code"), [(KeyboardInterrupt(), 130), (WorkerFailure("train-0 was killed"), 1)]
 )
 def test_stopped_benchmark_shows_and_writes_the_rows_before(tmp_path, capsys, error, exit_code):
-    def suite() -> Iterator[dict[str, Any]]:
+    def suite():
         yield {"row": "first", "ratio": 2.0}
         raise error
 
@@ -78,7 +74,7 @@ def test_loop_counts_six_operations_per_weight_and_token():
 # The performance model (docs/devices.md, Expected speed).
 
 
-def at_zero_layers(two: float, four: float) -> tuple[float, float]:
+def at_zero_layers(two, four):
     """Return what a layer adds, and what there is besides, from figures of two and four layers."""
     return (four - two) / 2, 2 * two - four
 
@@ -91,7 +87,7 @@ def at_zero_layers(two: float, four: float) -> tuple[float, float]:
 def test_performance_model_counts_the_work_of_the_code(model):
     """Kernels exactly; bytes within 3 % of a decode step, and 10 % of training."""
 
-    def total(per_layer: float, besides: float) -> float:
+    def total(per_layer, besides):
         return per_layer * model.layers + besides
 
     for load, kernels in ((Load(256), KERNELS), (Load(1024), KERNELS), (Load(40), COPYING_KERNELS)):

@@ -1,7 +1,5 @@
 """Runs survive the death of any of their processes at any moment (`tests/chaos.py`)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

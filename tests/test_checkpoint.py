@@ -1,14 +1,10 @@
 """Checkpoints: restored to the same bits, never incomplete under their name, and exported."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.hub import resolve_model
-from easyrl.events import CheckpointSaved, SaveCheckpoint
+from easyrl.events import SaveCheckpoint
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
 from easyrl.model.checkpoint_files import (
     checkpoints_in,
@@ -43,22 +39,22 @@ TINY = Path(resolve_model("tiny"))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread():
     torch.set_num_threads(1)
 
 
-def learner() -> Learner:
+def learner():
     return Learner(Policy.load("tiny"), load_config(words=["train.learning_rate=1e-2"]))
 
 
-def step(learner: Learner, seed: int) -> None:
+def step(learner, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in learner.policy.model.parameters():
         parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
     learner.step(num_completions=1, num_tokens=1)
 
 
-def save(folder: Path, version: int, learner: Learner, **state: Any) -> Path:
+def save(folder, version, learner, **state):
     path = folder / str(version)
     write_tensors(unfinished_name(path), learner.state())
     publish(path, {"policy_version": version, **state})
@@ -86,7 +82,7 @@ def test_restored_learner_continues_with_the_same_bits(tmp_path):
     assert one.policy.weights_sha256() == other.policy.weights_sha256()
 
 
-def stepped(model: Any, ranks: Any = None) -> tuple[Any, torch.optim.Optimizer]:
+def stepped(model, ranks=None):
     """Take one step of AdamW with given gradients; shard the model over `ranks`, a mesh."""
     if ranks is not None:
         for layer in model.model.layers:
@@ -99,7 +95,7 @@ def stepped(model: Any, ranks: Any = None) -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def shard_and_save(rank: int, folder: str) -> None:
+def shard_and_save(rank, folder):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     ranks = TrainRanks.join(
@@ -121,7 +117,7 @@ def shard_and_save(rank: int, folder: str) -> None:
             moments = optimizer.state[a][kind], fresh.state[b][kind]
             assert torch.equal(moments[0].full_tensor(), moments[1].full_tensor())
     # The folder of the first of three further checkpoints cannot be created.
-    saved: list[CheckpointSaved] = []
+    saved = []
     saver = CheckpointSaver(saved.append, keep=2, ranks=ranks)
     tensors = {"model.weight": torch.zeros(8)}
     for path in ("file/1", "checkpoints/2", "checkpoints/3"):
@@ -152,7 +148,7 @@ def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(tmp
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tmp_path_factory):
     """A folder with the checkpoints 9 and 10."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -163,13 +159,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def change_format(folder: Path) -> None:
+def change_format(folder):
     content = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(content | {"format": 99}))
 
 
-def change_content(pattern: str, change: Callable[[bytearray], Any]) -> Callable[[Path], None]:
-    def harm(folder: Path) -> None:
+def change_content(pattern, change):
+    def harm(folder):
         (file,) = folder.glob(pattern)
         content = bytearray(file.read_bytes())
         change(content)
@@ -178,11 +174,11 @@ def change_content(pattern: str, change: Callable[[bytearray], Any]) -> Callable
     return harm
 
 
-def flip_bit(content: bytearray) -> None:
+def flip_bit(content):
     content[-9] ^= 1
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGE = {
     "no state": (lambda folder: (folder / "state.json").unlink(), "state.json"),
     "no tensors": (lambda folder: next(folder.glob("*.safetensors")).unlink(), "shard-00001"),
     "another format": (change_format, "expected format 1, got 99"),
@@ -207,13 +203,13 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_taken(two, tmp_path, da
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
 
 
-def copies(of: Path, folder: Path, *versions: int) -> None:
+def copies(of, folder, *versions):
     for version in versions:
         shutil.copytree(of / "9", folder / str(version))
 
 
 def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_path):
-    def kept(number: int) -> set[str]:
+    def kept(number):
         keep_newest(tmp_path, number)
         return {path.name for path in tmp_path.iterdir()}
 
@@ -235,7 +231,7 @@ def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_pat
 # -- export --------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path, family: str, **changes: Any) -> tuple[Path, Policy]:
+def make_checkpoint(folder, family, **changes):
     """Write a checkpoint that differs in every weight from the run's model."""
     model = tiny_model(family, **changes)
     model.save_pretrained(folder / "model")

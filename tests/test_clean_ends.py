@@ -1,9 +1,6 @@
 """However a run ends, nothing is left behind, and the cause is reported once."""
 
-from __future__ import annotations
-
 import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,11 +21,11 @@ ENDLESS = ("--iterations", "100000", *SMALL)
 SECONDS = 5.0  # the bound of a clean end
 
 
-def is_worker(process: psutil.Process) -> bool:
+def is_worker(process):
     return "resource_tracker" not in " ".join(process.cmdline())
 
 
-def started(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+def started(tmp_path, *arguments):
     """A run in its iterations, and all its processes."""
     process = start("--output", str(tmp_path / "run"), *ENDLESS, *arguments)
     try:
@@ -41,13 +38,13 @@ def started(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], lis
     return process, processes
 
 
-def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+def shared_memory(processes):
     """Named shared memory (semaphores) that these processes have open."""
     paths = {Path(mapped.path) for process in processes for mapped in process.memory_maps()}
     return {path for path in paths if path.is_relative_to("/dev/shm")}
 
 
-def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tuple[int, str, str]:
+def end(process, processes):
     """Wait for the run's end; all of its processes must be gone in time."""
     began = time.monotonic()
     out, err = process.communicate(timeout=SECONDS)
@@ -76,9 +73,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
         request(run, {"command": "status"})
 
 
-def interrupt(
-    process: subprocess.Popen[str], processes: list[psutil.Process], signum: signal.Signals
-) -> None:
+def interrupt(process, processes, signum):
     semaphores = shared_memory(processes)
     assert semaphores
     process.send_signal(signum)
@@ -129,7 +124,7 @@ def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path):
     assert not half.exists()
 
 
-def log_of(process: psutil.Process) -> Path:
+def log_of(process):
     return Path(f"/proc/{process.pid}/fd/1").readlink()
 
 
@@ -166,7 +161,7 @@ def test_a_killed_controller_or_trainer_ends_everything(tmp_path):
     assert wait_until_gone(processes, SECONDS) == []
 
 
-def kill(process: subprocess.Popen[str], name: str) -> None:
+def kill(process, name):
     """Kill the worker of this name, once it runs."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:

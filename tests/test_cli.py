@@ -1,7 +1,5 @@
 """The command line: quick help, the printed config, and exit codes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,21 +10,21 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import easyrl
 from easyrl import cli
-from easyrl.config import Config, ConfigError, load_config, options_by_key, to_commented_yaml
+from easyrl.config import ConfigError, load_config, options_by_key, to_commented_yaml
 from easyrl.runtime.launch import _describe
 
 ROOT = Path(__file__).parent.parent
 
 
-def call(*words: str) -> Result:
+def call(*words):
     return CliRunner().invoke(cli.app, words)
 
 
-def python(*words: str, **environment: str) -> str:
+def python(*words, **environment):
     """The output of a program that ends without an error."""
     environment = {**os.environ, **environment}
     command = [sys.executable, *words]
@@ -34,9 +32,9 @@ def python(*words: str, **environment: str) -> str:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def runs(monkeypatch):
     """The configs that `grpo` would run; the run itself is left out."""
-    configs: list[Config] = []
+    configs = []
     module = SimpleNamespace(run=lambda config, observers, resume: configs.append(config))
     monkeypatch.setitem(sys.modules, "easyrl.runtime.run", module)
     return configs

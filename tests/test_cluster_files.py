@@ -1,8 +1,6 @@
 """The files in `configs/cluster/` and the commands in `docs/cluster.md`: every command exists, and
 every run of them would be placed on a cluster of 24 GPUs."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -13,9 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -41,11 +37,11 @@ SBATCH_OPTIONS = {
 }
 
 
-def manifest() -> Any:
+def manifest():
     return yaml.safe_load(RAY_JOB.read_text())
 
 
-def easyrl_commands() -> Iterator[list[str]]:
+def easyrl_commands():
     """Words behind `easyrl` of each command."""
     page = "\n".join(re.findall(r"^```bash\n.*?^```|^    .*?$", PAGE.read_text(), re.M | re.S))
     text = "\n".join((SLURM.read_text(), page)).replace("\\\n", " ")
@@ -65,9 +61,9 @@ def test_a_command_exists_and_its_run_would_be_placed(words, monkeypatch):
     resources = cluster.Resources("cuda", 24, (64, 64, 64))
     monkeypatch.setattr(cluster, "connect", lambda config, num_workers: resources)
     monkeypatch.setattr(placement, "unsupported_reason", lambda kind, dtype: None)  # of vLLM
-    placed: list[placement.Placement] = []
+    placed = []
 
-    def place(config: Any, *_: Any, **__: Any) -> int:
+    def place(config, *_, **__):
         placed.append(placement.resolve_placement(config))
         return 0
 
@@ -77,7 +73,7 @@ def test_a_command_exists_and_its_run_would_be_placed(words, monkeypatch):
         assert result.exit_code == 0, result.output
         assert "--infer-devices" not in words or placed[0].is_ray
         return
-    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands[words[0]]
     parsed = command.make_context(words[0], words[1:]).params
     if words[0] == "scale":
         assert parse_device_set(parsed["infer_devices"]).is_ray

@@ -1,10 +1,7 @@
 """The config: four layers, YAML and words to values, and errors that name the key."""
 
-from __future__ import annotations
-
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,17 +23,17 @@ from easyrl.config.hints import INSTEAD, SYNONYMS
 ROOT = Path(__file__).parent.parent
 
 
-def of(*words: str) -> Config:
+def of(*words):
     return load_config(words=words)
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     file = folder / "config.yaml"
     file.write_text(text, encoding="utf-8")
     return file
 
 
-def error_of(*words: str) -> str:
+def error_of(*words):
     with pytest.raises(ConfigError) as caught:
         of(*words)
     return str(caught.value)
@@ -86,7 +83,7 @@ def test_every_synonym_and_advice_names_settings_that_exist():
 # YAML to values.
 
 
-def value_of(config: Config, key: str) -> Any:
+def value_of(config, key):
     return reduce(getattr, key.split("."), config)
 
 

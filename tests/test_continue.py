@@ -1,7 +1,5 @@
 """`easyrl grpo --model RUN`: a new run from the weights of another one."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

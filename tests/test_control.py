@@ -1,16 +1,11 @@
 """A live run answers `easyrl status` and `easyrl scale`, and nobody else."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +22,7 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path):
     """A run folder, locked as that of a live run. Its path is too long for a Unix socket."""
     run = tmp_path / ("x" * 200)
     run.mkdir()
@@ -37,18 +32,18 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     os.close(lock)
 
 
-def refuse_all(message: object) -> dict[str, Any]:
+def refuse_all(message):
     raise ValueError(f"expected nothing, got {message!r:.100}")
 
 
 @pytest.fixture
-def control(folder: Path) -> Iterator[ControlSocket]:
+def control(folder):
     server = ControlSocket(folder, refuse_all)
     yield server
     server.close()
 
 
-def connect(folder: Path) -> socket.socket:
+def connect(folder):
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = os.open(folder, os.O_RDONLY)
     connection.connect(f"/proc/self/fd/{descriptor}/control.sock")
@@ -57,14 +52,14 @@ def connect(folder: Path) -> socket.socket:
 
 
 @contextlib.contextmanager
-def live_run(folder: Path, scaled: list[DeviceSet]) -> Iterator[None]:
+def live_run(folder, scaled):
     """A controller that waits, in a thread."""
 
-    def scale(wanted: DeviceSet) -> dict[str, Any]:
+    def scale(wanted):
         scaled.append(wanted)
         return {"message": "done"}
 
-    def wait() -> None:
+    def wait():
         while not stop.is_set():
             supervisor.wait(0.05)
 
@@ -83,11 +78,11 @@ def live_run(folder: Path, scaled: list[DeviceSet]) -> Iterator[None]:
 
 def test_requests_are_checked_before_they_reach_the_run(folder):
     """Also in the place of the socket that a killed run has left."""
-    scaled: list[DeviceSet] = []
+    scaled = []
     ControlSocket(folder, refuse_all)._listener.close()
     with pytest.raises(ValueError, match="does not answer"):
         request(folder, STATUS)
-    wrong: list[Any] = [
+    wrong = [
         {"command": "scale", "infer_devices": "3-1"},
         {"command": "scale", "infer_devices": 3},
         {"command": ["status"]},

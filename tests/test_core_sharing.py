@@ -1,31 +1,28 @@
 """Cores of a worker that waits serve workers of the other role; freed memory is kept."""
 
-from __future__ import annotations
-
 import os
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
 from easyrl import processes
 from easyrl.config import load_config
-from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.placement import resolve_placement
 from easyrl.workers import core_sharing
-from easyrl.workers.core_sharing import CoreSharing, IdleBoard, WorkerCores, make_idle_board
-from easyrl.workers.settings import WorkerSettings
+from easyrl.workers.core_sharing import CoreSharing, WorkerCores, make_idle_board
 from own_workers import spawned_settings
 
 
 @pytest.fixture
-def board() -> IdleBoard:
+def board():
     return make_idle_board(3)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def asked(monkeypatch):
     """Recorded requests of a worker: cores, then threads."""
-    asked: list[Any] = []
+    asked = []
     monkeypatch.setattr(core_sharing, "pin", lambda mask: asked.append(sorted(mask)))
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     return asked
@@ -58,16 +55,16 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(board, aske
 
 
 @pytest.fixture
-def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def eight_cores(monkeypatch):
     monkeypatch.setattr(processes, "CPU_QUOTAS", ())
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
 
 
-def placed(*words: str) -> Placement:
+def placed(*words):
     return resolve_placement(load_config(None, {}, words))
 
 
-def sharing_of(settings: WorkerSettings) -> CoreSharing:
+def sharing_of(settings):
     return cast(CoreSharing, settings.core_sharing)
 
 

@@ -1,13 +1,10 @@
 """Data sets, presets and mixtures: every source gives the same kind of prompts, and errors name
 file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pandas
 import pytest
@@ -16,7 +13,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
-from easyrl.data.streams import BLOCK, PromptStream
+from easyrl.data.streams import BLOCK
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
 from hub_rows import GSM8K, put_in_place_of_the_hub
@@ -26,28 +23,28 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(2
 TWO = [("1+1=", {"answer": "2"}), ("2+2=", {"answer": "4"})]
 
 
-def opened(dataset: object, *words: str) -> PromptStream:
+def opened(dataset, *words):
     name = dataset if isinstance(dataset, list) else str(dataset)
     return open_prompts(load_config(None, {"data.dataset": name}, words))
 
 
-def error_of(dataset: object, *words: str) -> str:
+def error_of(dataset, *words):
     with pytest.raises(ConfigError) as caught:
         opened(dataset, *words)
     return str(caught.value)
 
 
-def jsonl(folder: Path, *lines: Any, name: str = "data.jsonl") -> Path:
+def jsonl(folder, *lines, name="data.jsonl"):
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / name).write_text("\n".join(texts), encoding="utf-8")
     return folder / name
 
 
-def contents(stream: PromptStream, start: int, stop: int) -> list[Any]:
+def contents(stream, start, stop):
     return [stream.prompt(index).content for index in range(start, stop)]
 
 
-def rows_of(path: Path) -> list[tuple[Any, Any]]:
+def rows_of(path):
     """The prompts and columns of an epoch, in the data's own order."""
     stream = opened(path, "data.shuffle=false")
     prompts = [stream.prompt(i) for i in range(stream.epoch_length or 0)]
@@ -124,7 +121,7 @@ def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
     assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
 
 
-def write_two(folder: Path, *names: str) -> None:
+def write_two(folder, *names):
     """Write the two rows: one in each file, or both in the only one."""
     folder.mkdir(parents=True, exist_ok=True)
     frame = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
@@ -220,9 +217,9 @@ def test_one_string_among_chats_is_named(tmp_path):
 def test_hub_id_may_name_subset_and_split(monkeypatch):
     import datasets
 
-    loaded: list[tuple[Any, ...]] = []
+    loaded = []
 
-    def load(*names: Any, split: str) -> Any:
+    def load(*names, split):
         loaded.append((*names, split))
         return datasets.Dataset.from_list(ROWS)
 
@@ -243,10 +240,10 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hub(monkeypatch):
     """Rows in place of the hub's; the ids that have been opened."""
     put_in_place_of_the_hub(monkeypatch)
-    opened_ids, open_hub = list[str](), own_datasets.open_hub
+    opened_ids, open_hub = [], own_datasets.open_hub
     monkeypatch.setattr(
         own_datasets, "open_hub", lambda name: opened_ids.append(name) or open_hub(name)
     )
@@ -254,7 +251,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def gsm8k_rows(tmp_path: Path) -> str:
+def gsm8k_rows(tmp_path):
     return str(jsonl(tmp_path, *GSM8K, name="gsm8k.jsonl"))
 
 
@@ -303,7 +300,7 @@ SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
+def files(tmp_path):
     """A long and a short data set."""
     return [
         str(jsonl(tmp_path, *rows, name=f"{name}.jsonl"))

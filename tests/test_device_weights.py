@@ -3,13 +3,8 @@
 Needs no accelerator: the channel is on torch's `meta` device, with a stand-in for its backend.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,17 +23,17 @@ class Backend:
     never (None)."""
 
     num_aborts, error = 0, ""
-    polls: int | None = 3
+    polls = 3
 
-    def __init__(self) -> None:
-        self.connect: Callable[[], Any] = lambda: None
-        self.log: list[str] = []
+    def __init__(self):
+        self.connect = lambda: None
+        self.log = []
         self._number = 0
 
-    def abort(self) -> None:
+    def abort(self):
         self.num_aborts += 1
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+    def broadcast(self, tensors, options=None):
         if options is None:  # the first one, which connects
             return SimpleNamespace(wait=self.connect)
         self.log.append(f"{self._number} begun")
@@ -49,10 +44,10 @@ class Backend:
 class Work:
     """Stub of a broadcast."""
 
-    def __init__(self, backend: Backend, number: int) -> None:
+    def __init__(self, backend, number):
         self._backend, self._number, self._polls = backend, number, backend.polls
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         if self._polls is None:
             return False
         self._polls -= 1
@@ -60,7 +55,7 @@ class Work:
             self._backend.log.append(f"{self._number} done")
         return self._polls < 0
 
-    def wait(self, *timeout: Any) -> bool:
+    def wait(self, *timeout):
         assert not timeout, "with one, a backend rests a millisecond between two polls"
         self._backend.log.append(f"{self._number} waited")
         if self._backend.error:
@@ -69,24 +64,18 @@ class Work:
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+def backend(monkeypatch):
     backend = Backend()
     monkeypatch.setattr(devices, "make_process_group", lambda *arguments: (backend, backend.abort))
     return backend
 
 
-def join(
-    folder: Path,
-    rank: int = 0,
-    size: int = 1,
-    bucket_bytes: int = 2**21,
-    is_cancelled: Callable[[], bool] = lambda: False,
-) -> WeightChannel:
+def join(folder, rank=0, size=1, bucket_bytes=2**21, is_cancelled=lambda: False):
     where = (str(folder / "store"), rank, size, f"worker-{rank}", "meta", TIMEOUT_SECONDS)
     return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes), is_cancelled)
 
 
-def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
+def weights(number, num_elements=2**19):
     values = torch.empty(num_elements, device="meta")
     return [Weight(f"w{n}", values, lambda: values, is_trained=True) for n in range(number)]
 

@@ -1,18 +1,14 @@
 """Cores, devices and memory of a machine, and each worker's part of them."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
 from easyrl import devices, processes
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.placement import (
     EngineChoice,
-    Placement,
     choose_engine,
     describe,
     device_names,
@@ -24,7 +20,7 @@ from own_workers import spawned_settings
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def machine(tmp_path, monkeypatch):
     """Four physical cores of two hyperthreads: 0 and 4, 1 and 5, …; no quota."""
     for core in range(8):
         folder = tmp_path / f"cpu{core}" / "topology"
@@ -56,14 +52,14 @@ def test_workers_get_disjoint_physical_cores_of_the_process(machine, tmp_path):
     assert processes.split_cores(2) == ((1, 5), (3, 7))
 
 
-def of(*words: str) -> Config:
+def of(*words):
     return load_config(None, {}, words)
 
 
 # Accelerators, by the numbers that the user sees.
 
 
-def of_gpus(infer: str, train: str) -> Placement:
+def of_gpus(infer, train):
     config = load_config(None, {"devices.infer": infer, "devices.train": train})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
@@ -101,10 +97,10 @@ GPUS, CPU = parse_device_set("0-3"), parse_device_set("cpu")
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def install(monkeypatch, tmp_path):
     """Function that makes versions of vLLM and vllm-ascend look installed."""
 
-    def make(vllm: str | None, ascend: str | None = None) -> None:
+    def make(vllm, ascend=None):
         for name, version in (("vllm", vllm), ("vllm_ascend", ascend)):
             if version is not None:
                 folder = tmp_path / f"{name}-{version}.dist-info"

@@ -1,14 +1,11 @@
 """`easyrl doctor`: each check on machines that fail it, and this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from easyrl import devices
 from easyrl.cli import doctor
-from easyrl.cli.doctor import GIB, SUPPORTED, Line, check
+from easyrl.cli.doctor import GIB, SUPPORTED, check
 from easyrl.engines.vllm import platforms
 from easyrl.rewards import sandbox
 from easyrl.rewards.sandbox import find_variant
@@ -24,17 +21,17 @@ from easyrl.rewards.sandbox import find_variant
 ROOT = Path(__file__).parent.parent
 
 
-def no_cann() -> None:
+def no_cann():
     raise OSError("CANN")
 
 
 class Machine:
     """A healthy machine without accelerators, of which tests change facts."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.versions: dict[str, str | None] = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+    def __init__(self, monkeypatch):
+        self.versions = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
         self.free_bytes = {"/dev/shm": GIB // 16}
-        self.vllm: str | None = None
+        self.vllm = None
         self.set = monkeypatch.setattr
         self.set(platforms, "package_version", self.versions.get)
         self.set(doctor, "_free_bytes", lambda path: self.free_bytes.get(str(path), 100 * GIB))
@@ -48,21 +45,21 @@ class Machine:
         self.set(platforms, "vllm_version", lambda: self.vllm)
         self.set(platforms, "unsupported_reason", lambda kind: None)
 
-    def without_bwrap(self) -> None:
+    def without_bwrap(self):
         self.set(sandbox, "find_variant", find_variant.__wrapped__)
         self.set(sandbox, "_bwrap_command", lambda variant: ["no-such-bwrap"])
 
-    def with_unusable_vllm(self) -> None:
+    def with_unusable_vllm(self):
         self.vllm = "0.34.1"
         reason = f"expected vLLM >=0.28,<0.34, got 0.34.1: {platforms.INSTALL_ASCEND}"
         self.set(platforms, "unsupported_reason", lambda kind: reason)
 
-    def line(self, name: str) -> Line:
+    def line(self, name):
         return {line.name: line for line in check()}[name]
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     return Machine(monkeypatch)
 
 
@@ -73,7 +70,7 @@ def test_a_healthy_machine_has_no_remedies(machine):
     assert all(line.status == "ok" for line in check())
 
 
-CASES: list[tuple[str, str, Callable[[Machine], object]]] = [
+CASES = [
     ("torch", "failed", lambda m: m.versions.update(torch=None)),
     ("torch", "failed", lambda m: m.versions.update(torch="2.16.0")),
     ("transformers", "failed", lambda m: m.versions.update(transformers="5.9.0")),
@@ -113,7 +110,7 @@ def test_supported_versions_are_those_of_the_package():
             assert re.search(rf"^{name}=={oldest}\.", lowest.read_text(), re.MULTILINE)
 
 
-def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_doctor(*words, **environment):
     return subprocess.run(
         [sys.executable, "-m", "easyrl", "doctor", *words],
         capture_output=True,

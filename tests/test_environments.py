@@ -1,20 +1,15 @@
 """Environments: what they are, the processes that run them, and the tokens of a conversation."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
@@ -94,17 +89,17 @@ def is_even(environments, completions, **columns):
 KEY, OTHER = (0, 0, 0), (0, 0, 1)
 
 
-def config_of(folder: Path, name: str, *words: str) -> Config:
+def config_of(folder, name, *words):
     (folder / "own.py").write_text(ENVIRONMENTS)
     return load_config(None, {"rollout.environment": f"{folder}/own.py:{name}"}, words)
 
 
 @pytest.fixture
-def open_pool(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
+def open_pool(tmp_path):
     """Function that opens a pool for a class of ENVIRONMENTS, with an episode of the group KEY."""
     with ExitStack() as opened:
 
-        def make(name: str, *words: str, num_episodes: int = 1) -> EnvironmentPool:
+        def make(name, *words, num_episodes=1):
             words = ("reward.functions=[environment]", *words)
             pool = EnvironmentPool(config_of(tmp_path, name, *words), {})
             opened.callback(pool.close)
@@ -116,7 +111,7 @@ def open_pool(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
+def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     words = f"reward.functions=[environment, '{folder}/own.py:is_even']", "rollout.tools=[]"
     with closing(EnvironmentPool(config_of(folder, "Own", *words), {})) as pool:
@@ -124,14 +119,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool
 
 
 @pytest.fixture
-def own(shared: EnvironmentPool) -> Iterator[EnvironmentPool]:
+def own(shared):
     """A pool of `Own`, with two episodes of the group KEY, which start at 5."""
     assert start(shared, 2, start=5) == [" from 5", " from 5"]
     yield shared
     shared.forget(KEY)
 
 
-def result(pool: EnvironmentPool, future: Any) -> Any:
+def result(pool, future):
     end = time.monotonic() + 30
     while not future.done():
         assert time.monotonic() < end
@@ -140,24 +135,24 @@ def result(pool: EnvironmentPool, future: Any) -> Any:
     return future.result()
 
 
-def start(pool: EnvironmentPool, num: int = 1, key: tuple[int, ...] = KEY, **row: Any) -> list[Any]:
+def start(pool, num=1, key=KEY, **row):
     return [result(pool, future) for future in pool.start(key, "", row, [*range(num)])]
 
 
-def act(pool: EnvironmentPool, *calls: Any, index: int = 0, key: tuple[int, ...] = KEY) -> Acted:
+def act(pool, *calls, index=0, key=KEY):
     return Acted(*result(pool, pool.act(key, index, [*calls])))
 
 
-def run(pool: EnvironmentPool, code: str, index: int = 0, key: tuple[int, ...] = KEY) -> str:
+def run(pool, code, index=0, key=KEY):
     acted = act(pool, ToolCall("run", {"code": code}), index=index, key=key)
     return str(acted.messages[0]["content"])
 
 
-def play(pool: EnvironmentPool, text: str, key: tuple[int, ...] = KEY) -> Acted:
+def play(pool, text, key=KEY):
     return Acted(*result(pool, pool.act(key, 0, text)))
 
 
-def scores(pool: EnvironmentPool, num: int, *functions: int) -> Any:
+def scores(pool, num, *functions):
     messages = [[{"role": "assistant", "content": "x"}]] * num
     asked = Call([{"role": "user", "content": "q"}], messages, [[1]] * num, {}, functions=functions)
     scored = Scored(*result(pool, pool.judge(KEY, asked)))
@@ -165,7 +160,7 @@ def scores(pool: EnvironmentPool, num: int, *functions: int) -> Any:
     return scored.scores
 
 
-def kill(pool: EnvironmentPool, key: tuple[int, ...] = KEY) -> None:
+def kill(pool, key=KEY):
     os.kill(pool._groups[key].host.process.pid or 0, signal.SIGKILL)
 
 
@@ -267,7 +262,7 @@ def test_a_dead_process_ends_its_groups_only(open_pool):
 
 @pytest.mark.parametrize("word", ["rollout.concurrent_calls=4", "runtime.deterministic=true"])
 def test_calls_of_a_killed_process_are_repeated_once(open_pool, word, monkeypatch):
-    pool, reports = open_pool("Game", word), list[str]()
+    pool, reports = open_pool("Game", word), []
     monkeypatch.setattr(pool, "report", reports.append)
     play(pool, "a")
     play(pool, "b")
@@ -354,7 +349,7 @@ def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-def conversations(template: str = TEMPLATE) -> Conversations:
+def conversations(template=TEMPLATE):
     interface = Interface(SCHEMAS, is_game=False, has_reward=False)
     return Conversations(load_config(), chat_tokenizer(template=template), interface, [1])
 

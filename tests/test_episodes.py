@@ -1,15 +1,11 @@
 """Whole runs with environments: games and tools, exact and reproducible, whatever fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -64,13 +60,13 @@ class Adder:
 '''
 
 
-def finished(folder: Path, *arguments: str) -> Path:
+def finished(folder, *arguments):
     code, out, err = finish(*arguments, "--output", str(folder))
     assert code == 0, out + err
     return folder
 
 
-def tool_run(folder: Path, words: list[str], *arguments: str) -> tuple[str, ...]:
+def tool_run(folder, words, *arguments):
     """Arguments of a run in which a random model calls `Adder.add`, one row for each word."""
     model = chat_model(folder / "model", CALLS)
     (folder / "own.py").write_text(OWN)
@@ -85,7 +81,7 @@ def tool_run(folder: Path, words: list[str], *arguments: str) -> tuple[str, ...]
     )
 
 
-def on_policy(folder: Path) -> dict[str, Any]:
+def on_policy(folder):
     """Return the summary of a run whose groups were all sampled by the policy trained."""
     summary = summary_of(folder)
     assert summary["groups_off_policy"] == 0
@@ -93,7 +89,7 @@ def on_policy(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def hosts_of(process: subprocess.Popen[str]) -> dict[int, int]:
+def hosts_of(process):
     """Wait for processes of environments; return their parents by pid."""
     ends = time.monotonic() + 60
     while True:
@@ -136,7 +132,7 @@ def test_tools_are_called_and_their_errors_counted(tmp_path):
     words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
     run = finished(tmp_path / "run", *words)
     on_policy(run)
-    metrics, contents = lines_of(run / "metrics.jsonl"), set[str]()
+    metrics, contents = lines_of(run / "metrics.jsonl"), set()
     calls, errors = (sum(line[f"tools/{name}"] for line in metrics) for name in ("calls", "errors"))
     assert calls > errors
     for sample in lines_of(run / "samples.jsonl"):

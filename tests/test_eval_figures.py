@@ -34,7 +34,7 @@ def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples):
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(accuracies), rel=0.04)
 
 
-def by_enumeration(first: np.ndarray, second: np.ndarray) -> float:
+def by_enumeration(first, second):
     differences = first.mean(axis=1) - second.mean(axis=1)
     observed = abs(differences.sum())
     sums = [abs(np.dot(signs, differences)) for signs in product((1, -1), repeat=len(differences))]

@@ -3,8 +3,6 @@
 A stub replaces the rollout workers, except in the tests of whole commands.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -13,9 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -37,25 +33,24 @@ NUM_PROBLEMS = 6
 SMALL = ("--infer-devices=cpu", f"data.num_held_out={NUM_PROBLEMS}", "eval.max_completion_length=9")
 
 
-def call(folder: Path, *words: str, code: int = 0) -> str:
+def call(folder, *words, code=0):
     """Run the command in this process; return its output."""
     done = CliRunner().invoke(cli.app, ["eval", "--no-live", "--output", str(folder), *words])
     assert done.exit_code == code, done.output
     return done.output
 
 
-def evaluated(folder: Path, *words: str) -> dict[str, Any]:
+def evaluated(folder, *words):
     """Run the command; return its results."""
     call(folder, *words)
     return read_results(folder)
 
 
-def read_results(folder: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads((folder / "eval.json").read_text())
-    return results
+def read_results(folder):
+    return json.loads((folder / "eval.json").read_text())
 
 
-def write_rows(file: Path, *rows: tuple[str, str]) -> str:
+def write_rows(file, *rows):
     lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
     file.write_text("".join(lines))
     return str(file)
@@ -64,15 +59,13 @@ def write_rows(file: Path, *rows: tuple[str, str]) -> str:
 class Workers:
     """A stub of the rollout workers."""
 
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-        self.errors: dict[int, BaseException] = {}
+    def __init__(self):
+        self.asked = []
+        self.errors = {}
         """Raised once this many problems are answered."""
-        self.rewards: Callable[[int, int], float] = lambda n, sample: float((n + sample) % 3 == 0)
+        self.rewards = lambda n, sample: float((n + sample) % 3 == 0)
 
-    def __call__(
-        self, plan: Any, model: str, problems: Any, *more: Any
-    ) -> Iterator[tuple[float, events.PromptEvaluated]]:
+    def __call__(self, plan, model, problems, *more):
         count = plan.sampling.num_samples
         self.asked.append([problem.index for problem in problems])
         for number, problem in enumerate(reversed(problems)):  # any order is allowed
@@ -87,7 +80,7 @@ class Workers:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     """A training run with a checkpoint, whose export is a stub."""
     monkeypatch.setattr(
         "easyrl.model.export.export_checkpoint",
@@ -98,17 +91,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+def workers(monkeypatch):
     workers = Workers()
     monkeypatch.setattr(command, "answers_of_workers", workers)
     return workers
 
 
-def without_time(results: dict[str, Any]) -> dict[str, Any]:
+def without_time(results):
     return {k: v for k, v in results.items() if k not in ("wall_seconds", "tokens_per_second")}
 
 
-def eval_command(*words: str) -> list[str]:
+def eval_command(*words):
     return [sys.executable, "-m", "easyrl", "eval", "--no-live", *words]
 
 

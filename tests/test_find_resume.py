@@ -1,16 +1,12 @@
 """The checkpoint that a run resumes from, and refusals before anything starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
-from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
@@ -27,18 +23,18 @@ class Started(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def _no_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(controller: Controller) -> NoReturn:
+def _no_run_starts(monkeypatch):
+    def start(controller):
         raise Started
 
     monkeypatch.setattr(Controller, "run", start)
 
 
-def config_of(folder: Path, *words: str) -> Config:
+def config_of(folder, *words):
     return load_config(None, {"output.dir": str(folder)}, words)
 
 
-def finished(folder: Path, *versions: int) -> Path:
+def finished(folder, *versions):
     """The folder of a run of the default number of iterations, with these checkpoints."""
     make_run(folder, {version: {} for version in versions})
     summary = {"iterations": config_of(folder).train.iterations}
@@ -53,7 +49,7 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypa
     there = sorted(folder.rglob("*"))
     monkeypatch.setattr(hashlib, "file_digest", None)  # large checkpoints are not verified
     for words, resume in ((AUTO, None), ((), folder)):
-        received: list[Any] = []
+        received = []
         assert run.run(config_of(folder, *words), [received.append], resume) == 0
         assert "has finished its 60 iterations" in received[-1].message
         if not versions:
@@ -64,7 +60,7 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypa
 
 def test_a_run_that_never_started_does_not_block_its_folder(tmp_path):
     """Its workers could not start. One that has results is not overwritten."""
-    received: list[Any] = []
+    received = []
     notes = tmp_path / "notes" / "config.yaml"
     notes.parent.mkdir()
     notes.write_text("# of the user\n")
@@ -99,7 +95,7 @@ def test_changed_rows_and_rewards_are_refused(tmp_path, changed):
     identity = check_run(config).identity
     make_run(folder, {10: {"identity": identity, "config": config.model_dump(mode="json")}})
 
-    def check() -> None:
+    def check():
         found = find_resume(config, None)
         assert found is not None
         os.close(found.lock)

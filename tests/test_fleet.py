@@ -1,13 +1,10 @@
 """Who gets weights and groups, who is replaced and who leaves: without processes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,17 +23,17 @@ FIRST = ["InitWeightChannel", "ExchangeWeights"]
 class StubWorker:
     remote_device, is_placed, local_pid, killed = "", True, 0, ""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.number, self.state = name, int(name[-1]), "starting"
-        self.commands: list[events.Command] = []
+        self.commands = []
 
-    def send(self, command: events.Command) -> None:
+    def send(self, command):
         self.commands.append(command)
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason):
         self.killed = reason
 
-    def taken(self) -> list[str]:
+    def taken(self):
         """Names of the commands since the last call."""
         names = [type(command).__name__ for command in self.commands]
         self.commands.clear()
@@ -48,70 +45,70 @@ class Stubs:
 
     store = ""
 
-    def __init__(self) -> None:
-        self.steps: list[Any] = []
+    def __init__(self):
+        self.steps = []
         self.most = 99  # processes that can be started
-        self.newest: dict[str, StubWorker] = {}
-        self.reclaimed: list[Sequence[int]] = []
-        self.in_ring: set[int] = set()
+        self.newest = {}
+        self.reclaimed = []
+        self.in_ring = set()
 
-    def start_rollout(self, supervisor: object, settings: Any) -> Any:
+    def start_rollout(self, supervisor, settings):
         if self.most == 0:
             raise OSError(errno.EMFILE, "Too many open files")
         self.most -= 1
         self.newest[settings.name] = StubWorker(settings.name)
         return self.newest[settings.name]
 
-    def start_train(self, supervisor: object, settings: Sequence[Any]) -> Any:
+    def start_train(self, supervisor, settings):
         return [self.start_rollout(supervisor, each) for each in settings]
 
-    def wait(self, *_: object, **__: object) -> list[tuple[StubWorker, events.WorkerEvent]]:
+    def wait(self, *_, **__):
         """The next step: the event of a worker, those of several at once, or a function to call."""
         step = self.steps.pop(0)
-        if isinstance(step, Callable):  # type: ignore[arg-type]
+        if isinstance(step, Callable):
             step()
             return []
         step = step if isinstance(step, list) else [step]
         return [(self.newest[name], event) for name, event in step]
 
-    def reclaim(self, numbers: Sequence[int]) -> None:
+    def reclaim(self, numbers):
         self.reclaimed.append(numbers)
 
-    def delivered(self, iteration: int) -> set[int]:
+    def delivered(self, iteration):
         return self.in_ring
 
 
 class StubFleet(Fleet):
     """A fleet whose events a test gives."""
 
-    def __init__(self, infer: str, train: str = "cpu", *words: str, is_ready: bool = True) -> None:
+    def __init__(self, infer, train="cpu", *words, is_ready=True):
         words = (f"devices.infer={infer}", f"devices.train={train}", *words)
         config, self.stubs, self.notes = load_config(words=words), Stubs(), list[events.Event]()
         placement = replace(resolve_placement(config), lends_cores=False)
-        stubs: Any = self.stubs
+        stubs = self.stubs
         super().__init__(config, placement, stubs, stubs, log_of=Path, notify=self.notes.append)
         self.workers = self.stubs.newest
         if is_ready:
             self.follow(*[(name, READY) for name in self.workers])
 
-    def follow(self, *steps: Any) -> None:
+    def follow(self, *steps):
         """Let these events happen, one after the other."""
         self.stubs.steps += steps
         num_events = len([step for step in steps if not callable(step)])
         for _ in range(num_events):
             self.next_event()
 
-    def go(self, version: int, *steps: Any) -> None:
+    def go(self, version, *steps):
         """Exchange weights, while these events happen. By default all is well."""
         done = [(name, DONE) for name in self.workers]
         self.stubs.steps = [*(steps or done)]
         self.exchange(version, self.next_event)
         assert self.stubs.steps == []
 
-    def states(self) -> dict[str, str]:
+    def states(self):
         return {worker.name: worker.state for worker in self.rollout}
 
-    def taken(self) -> dict[str, list[str]]:
+    def taken(self):
         return {name: worker.taken() for name, worker in self.workers.items()}
 
 
@@ -120,28 +117,28 @@ class StubLedger:
 
     is_complete, iteration = False, 3
 
-    def __init__(self) -> None:
-        self.open: dict[str, int] = {}
-        self.lost_with: list[tuple[str, set[int]]] = []
+    def __init__(self):
+        self.open = {}
+        self.lost_with = []
 
-    def take(self, workers: Sequence[str]) -> dict[str, events.Command]:
+    def take(self, workers):
         return {}
 
-    def num_open(self, worker: str) -> int:
+    def num_open(self, worker):
         return self.open.get(worker, 0)
 
-    def on_event(self, worker: str, event: events.WorkerEvent) -> None:
+    def on_event(self, worker, event):
         pass
 
-    def lost(self, worker: str, in_ring: set[int]) -> None:
+    def lost(self, worker, in_ring):
         self.lost_with.append((worker, in_ring))
 
 
-def at_work(fleet: StubFleet) -> StubLedger:
+def at_work(fleet):
     """Let an iteration go on."""
-    ledger: Any = StubLedger()
+    ledger = StubLedger()
     fleet.ledger = ledger
-    return ledger  # type: ignore[no-any-return]
+    return ledger
 
 
 # -- exchanges ------------------------------------------------------------------------------------
@@ -183,9 +180,9 @@ def test_death_of_a_member_cancels_the_exchange_and_it_is_repeated_without_it():
 
 
 def test_once_the_trainer_is_done_a_silent_member_has_limited_time():
-    fleet, seen = StubFleet("cpu:2"), list[list[str]]()
+    fleet, seen = StubFleet("cpu:2"), []
 
-    def look() -> None:
+    def look():
         seen.append([worker.name for worker in fleet._limits])
 
     fleet.go(7, ("rollout-0", DONE), look, ("train-0", DONE), look, ("rollout-1", DONE))

@@ -1,11 +1,7 @@
 """A disk that is full during a run: one message, nothing corrupted, and the run can be resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +13,7 @@ WORDS = ("train.save_every=2", "train.keep_checkpoints=1", *SMALL)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     """A disk of 40 MiB: a checkpoint of the built-in model takes 9."""
     folder = tmp_path / "disk"
     folder.mkdir()

@@ -4,8 +4,6 @@ One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests th
 are skipped if there is one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -45,7 +43,7 @@ GROUPS = [(70, [33, 200, 1]), (300, [5, 128]), (3, [9])]
 NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions in GROUPS)
 
 
-def run(folder: Path, *words: str, timeout: float = 240) -> str:
+def run(folder, *words, timeout=240):
     """Run to the end without an error; return what was printed."""
     code, out, err = finish("--output", str(folder), "--no-live", *words, timeout=timeout)
     assert code == 0, out + err
@@ -100,7 +98,7 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
 # -- decoding --------------------------------------------------------------------------------------
 
 
-def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
+def make_engine(policy, prompts, lengths, **sampling):
     settings = SamplingSettings(
         max_prompt_length=max(map(len, prompts)),
         max_completion_length=int(lengths.max()),
@@ -110,7 +108,7 @@ def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
     return EmbeddedEngine(policy, settings, num_rows=30, ignore_eos=True)
 
 
-def generate(engine, prompts, lengths) -> list:
+def generate(engine, prompts, lengths):
     """Generate completions of these lengths; return their bits."""
     for number, prompt in enumerate(prompts):
         engine.submit(GroupRequest((number,), prompt, 4, lengths[number].tolist()))
@@ -121,13 +119,13 @@ def generate(engine, prompts, lengths) -> list:
     return [(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions]
 
 
-def draw_inputs(prompt_lengths) -> tuple[list[list[int]], np.ndarray]:
+def draw_inputs(prompt_lengths):
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 60, length).tolist() for length in prompt_lengths * 6]
     return prompts, generator.integers(1, 200, (len(prompts), 4))
 
 
-def tiny_policy(family, dtype, seed=1) -> Policy:
+def tiny_policy(family, dtype, seed=1):
     register_attention()
     model = tiny_model(family, ATTENTION_NAME, seed=seed, max_position_embeddings=512)
     return Policy(model.to("cuda", dtype), torch.device("cuda"))

@@ -1,7 +1,5 @@
 """The trainer's step, without a run around it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,13 +11,13 @@ from easyrl.workers.learner import Learner
 
 
 @pytest.fixture
-def learner() -> Learner:
+def learner():
     torch.set_num_threads(1)
     config = load_config(words=["train.learning_rate=1e-2", "train.max_grad_norm=1.0"])
     return Learner(Policy.load("tiny"), config)
 
 
-def step(learner: Learner, iteration: int) -> dict[str, float]:
+def step(learner, iteration):
     """The iteration's only update, and its metrics."""
     learner.step(num_completions=1, num_tokens=1)
     metrics = learner.metrics()

@@ -1,12 +1,8 @@
 """The book about the groups of an iteration, under any order of reports and deaths."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,27 +11,27 @@ from hypothesis import strategies as st
 from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
-from easyrl.runtime.ledger import Ledger, State, ledger_of_iteration
+from easyrl.runtime.ledger import State, ledger_of_iteration
 from easyrl.runtime.metrics import iteration_metrics
-from easyrl.types import IndexedPrompt, Prompt
+from easyrl.types import Prompt
 
 FIRST = 100
 """Index in the stream of an iteration's first prompt."""
 MAX_ROUNDS = 4
 
 
-def open_ledger(*words: str, num_groups: int = 6, num_workers: int = 2) -> Ledger:
-    placement: Any = SimpleNamespace(
+def open_ledger(*words, num_groups=6, num_workers=2):
+    placement = SimpleNamespace(
         max_concurrent_groups=2, max_rollout_workers=num_workers, num_rollout_workers=num_workers
     )
     config = load_config(words=[f"train.prompts_per_iteration={num_groups}", *words])
-    stream: Any = SimpleNamespace(prompt=lambda index: Prompt(index, "", {}))
+    stream = SimpleNamespace(prompt=lambda index: Prompt(index, "", {}))
     return ledger_of_iteration(config, placement, 0, stream, FIRST)
 
 
-def report(indexed: IndexedPrompt, *, is_rejected: bool = False, **changes: Any) -> Any:
+def report(indexed, *, is_rejected=False, **changes):
     group_index, prompt = indexed
-    fields: dict[str, Any] = {
+    fields = {
         "rewards": [1.0, 1.0] if is_rejected else [0.0, 1.0],
         "completion_lengths": [3, 5],
         "num_truncated": 0,
@@ -52,20 +48,18 @@ def report(indexed: IndexedPrompt, *, is_rejected: bool = False, **changes: Any)
 class Run:
     """An iteration with workers and a ring that follow the protocol, in a random order."""
 
-    def __init__(self, ledger: Ledger, num_workers: int, rejected: set[int]) -> None:
+    def __init__(self, ledger, num_workers, rejected):
         self.ledger, self.rejected = ledger, rejected
-        self.has: dict[str, dict[int, tuple[int, bool]]] = {
-            f"rollout-{number}": {} for number in range(num_workers)
-        }
+        self.has = {f"rollout-{number}": {} for number in range(num_workers)}
         """By worker, its prompts in progress: group index, and whether it may be rejected."""
-        self.known: dict[str, set[int]] = {name: set() for name in self.has}
-        self.reported: dict[str, dict[int, int]] = {name: {} for name in self.has}
+        self.known = {name: set() for name in self.has}
+        self.reported = {name: {} for name in self.has}
         """By worker, what it has reported and not put into the ring."""
-        self.ring: Counter[int] = Counter()  # by group index: also late duplicates
-        self.prompts: dict[int, int] = {}  # of the first group of each index in the ring
-        self.lists: dict[tuple[str, int], list[int]] = {}  # by worker and first prompt
+        self.ring = Counter()  # by group index: also late duplicates
+        self.prompts = {}  # of the first group of each index in the ring
+        self.lists = {}  # by worker and first prompt
 
-    def hand_out(self) -> None:
+    def hand_out(self):
         for name, command in self.ledger.take([*self.has]).items():
             assert isinstance(command, events.Generate)
             indices = [prompt.index for _, prompt in command.prompts]
@@ -77,7 +71,7 @@ class Run:
                 before = self.lists.setdefault((name, indices[0]), indices)
                 assert before == indices, "a replacement generates the same list"
 
-    def report(self, name: str, prompt_index: int) -> None:
+    def report(self, name, prompt_index):
         group_index, may_reject = self.has[name].pop(prompt_index)
         if prompt_index in self.known[name]:
             self.ledger.on_event(name, events.GroupRecomputed(prompt_index))
@@ -88,12 +82,12 @@ class Run:
         if not is_rejected:
             self.reported[name][group_index] = prompt_index
 
-    def put(self, name: str, group_index: int) -> None:
+    def put(self, name, group_index):
         prompt_index = self.reported[name].pop(group_index)
         self.ring[group_index] += 1
         assert self.prompts.setdefault(group_index, prompt_index) == prompt_index
 
-    def die(self, name: str, *, is_report_lost: bool = False) -> None:
+    def die(self, name, *, is_report_lost=False):
         """End a worker. The report of its last group may be lost with its node, although that group
         is in the ring."""
         if is_report_lost and self.has[name]:
@@ -106,10 +100,10 @@ class Run:
             own.clear()
         self.ledger.lost(name, {*self.ring})
 
-    def play(self, order: random.Random, death_rate: float) -> None:
+    def play(self, order, death_rate):
         while not self.ledger.is_complete or any(self.reported.values()):
             self.hand_out()
-            choices: list[Any] = [(self.report, n, p) for n, has in self.has.items() for p in has]
+            choices = [(self.report, n, p) for n, has in self.has.items() for p in has]
             choices += [(self.put, n, g) for n, own in self.reported.items() for g in own]
             act, name, number = order.choice(choices)
             if order.random() < death_rate:
@@ -150,11 +144,11 @@ def test_every_group_is_delivered_whatever_dies(
 # -- single steps ---------------------------------------------------------------------------------
 
 
-def indices(command: Any) -> list[int]:
+def indices(command):
     return [prompt.index - FIRST for _, prompt in command.prompts]
 
 
-def answer(ledger: Ledger, worker: str, *numbers: int) -> None:
+def answer(ledger, worker, *numbers):
     for number in numbers:
         group = ledger.groups[FIRST + number]
         ledger.on_event(worker, report((group.index, group.prompt)))
@@ -197,18 +191,18 @@ def test_answers_of_an_evaluation_outlive_their_worker():
     config = load_config(words=["rollout.num_generations=4"])
     numbers = {"max_concurrent_groups": 2, "max_rollout_workers": 2, "num_rollout_workers": 2}
     problems = [Prompt(index, "", {}) for index in (3, 5, 8, 9)]
-    placement: Any = SimpleNamespace(**numbers)
+    placement = SimpleNamespace(**numbers)
     ledger = ledger_of_evaluation(config, placement, 1, problems, num_samples=6)
 
-    def taken() -> list[list[int]]:
+    def taken():
         return [[p.index for p in each.prompts] for each in ledger.take(WORKERS).values()]
 
-    def answered(worker: str, index: int) -> events.PromptEvaluated:
+    def answered(worker, index):
         answer = events.PromptEvaluated(1, index, [1.0])
         ledger.on_event(worker, answer)
         return answer
 
-    def steps() -> Iterator[events.WorkerEvent]:
+    def steps():
         yield answered(WORKERS[0], 3)
         ledger.lost(WORKERS[0], in_ring=())
         assert taken() == [[8]]
@@ -216,7 +210,7 @@ def test_answers_of_an_evaluation_outlive_their_worker():
         yield answered(WORKERS[1], 9)
         yield answered(ledger.groups[8].worker, 8)
 
-    fleet: Any = SimpleNamespace(ledger=None)
+    fleet = SimpleNamespace(ledger=None)
     assert taken() == [[3, 8], [5, 9]]
     found = [each.prompt_index for each in answers_of(fleet, ledger, steps().__next__)]
     assert found == [3, 5, 9, 8] and fleet.ledger is None

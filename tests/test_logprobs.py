@@ -1,9 +1,6 @@
 """Log-probabilities in chunks: the same numbers and gradients, without all logits at once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +16,8 @@ from tiny_models import largest_gradient_gap, tiny_model
 torch.set_num_threads(1)
 
 VOCABULARY = 37
-SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8}
-HEADS: dict[str, dict[str, Any]] = {
+SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8}
+HEADS = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
     "gemma2": {"final_logit_softcapping": 0.5},  # small enough to matter
@@ -39,7 +36,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_policy(family: str) -> Policy:
+def make_policy(family):
     register_attention()
     ends = {"bos_token_id": 0, "eos_token_id": 0, "num_key_value_heads": 2}
     model = tiny_model(family, ATTENTION_NAME, 0.3, 0, **(SIZES | ends | HEADS[family]))
@@ -157,7 +154,7 @@ def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
 
 def test_a_model_whose_logits_need_more_than_hidden_states_is_refused():
     policy = make_policy("llama")
-    model: Any = policy.model
+    model = policy.model
     forward = model.forward
 
     def also_the_tokens(input_ids=None, **rest):

@@ -1,31 +1,26 @@
 """LoRA: adapters in the trainer, merged weights everywhere else."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.config import ConfigError
-from easyrl.config.model import DType, LoraConfig
+from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import TriModel
-from easyrl.types import MicroBatch, Weight, WeightPiece
+from easyrl.types import WeightPiece
 from easyrl.workers.packing import Rollout, pack
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 from tiny_models import (
@@ -51,16 +46,16 @@ KINDS = [
 ]
 
 
-def changes_of(kind: str) -> dict[str, Any]:
+def changes_of(kind):
     return OLD_SIZES if kind in ("gpt2", "bloom") else {}
 
 
-def saved(kind: str, folder: Path) -> Path:
+def saved(kind, folder):
     tiny_model(kind, **changes_of(kind)).save_pretrained(folder / kind)
     return folder / kind
 
 
-def adapted(path: Path, lora: LoraConfig = LORA, seed: int = 0, dtype: DType = "float32") -> Policy:
+def adapted(path, lora=LORA, seed=0, dtype="float32"):
     """A policy whose adapters differ from their initial values."""
     policy = Policy.load(str(path), dtype=dtype)
     policy.add_adapter(lora, path=str(path), seed=seed)
@@ -71,9 +66,9 @@ def adapted(path: Path, lora: LoraConfig = LORA, seed: int = 0, dtype: DType = "
     return policy
 
 
-def plain_model(path: Path, weights: dict[str, Tensor] | None = None) -> Any:
+def plain_model(path, weights=None):
     """transformers' own model, with other weights if given."""
-    how: Any = {"attn_implementation": "eager", "dtype": torch.float32}
+    how = {"attn_implementation": "eager", "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(path, **how)
     if weights is not None:
         missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -104,7 +99,7 @@ def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(kind, tmp
     # Saving leaves the policy as it was.
     assert all(torch.equal(trained[id(weight)], weight) for weight in policy.trained_parameters())
     assert policy.weights_sha256() == sha256
-    found: Any = AutoModelForCausalLM.from_pretrained(
+    found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True, attn_implementation="eager"
     )
     model, info = found
@@ -141,7 +136,7 @@ def test_gradients_equal_those_of_the_formula(kind, tmp_path):
 
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     assert all(".lora_" in name for name in trained)
-    leaves: dict[str, Tensor] = {
+    leaves = {
         name: parameter.detach().double().requires_grad_() for name, parameter in trained.items()
     }
     plain = plain_model(path).double()
@@ -154,7 +149,7 @@ def test_gradients_equal_those_of_the_formula(kind, tmp_path):
         ids = tokens[sequence][None]
         out = functional_call(plain, state, kwargs={"input_ids": ids, "use_cache": False})
         (out.logits[0] * weights[sequence]).sum().backward(retain_graph=True)
-    norm = torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm()  # type: ignore[union-attr]
+    norm = torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm()
     for name, leaf in leaves.items():
         expected, got = leaf.grad, trained[name].grad
         assert expected is not None and got is not None
@@ -164,7 +159,7 @@ def test_gradients_equal_those_of_the_formula(kind, tmp_path):
 # -- the trainer ----------------------------------------------------------------------------------
 
 
-def one_sequence() -> MicroBatch:
+def one_sequence():
     ids = draw_sequences([12])[0].numpy().astype(np.int32)
     values, mask = np.zeros(11, np.float32), np.ones(11, np.bool_)
     return pack([Rollout(0, ids[:1], ids[1:], values, mask, 1.0)], shares_prompts=False)
@@ -202,7 +197,7 @@ def test_initial_adapters_change_nothing_and_depend_on_the_seed():
 # -- what is sent ---------------------------------------------------------------------------------
 
 
-def pieces_of(weights: list[Weight], size: int = 7) -> Iterator[WeightPiece]:
+def pieces_of(weights, size=7):
     """Each weight in pieces of `size` elements, in memory that is overwritten by the next."""
     for weight in weights:
         for number, values in enumerate(weight.materialize().detach().flatten().split(size)):
@@ -218,7 +213,7 @@ def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
     policy, engine = adapted(path, dtype=dtype), Policy.load(str(path), dtype=dtype)
     frozen = dict(engine.model.named_parameters())
 
-    def check() -> None:
+    def check():
         expected = dict(policy.named_weights())
         assert frozen.keys() == expected.keys()
         for name, weight in frozen.items():
@@ -268,7 +263,7 @@ HARDER = (
 )
 
 
-def assert_model_and_adapter_were_trained(folder: Path, dtype: DType = "float32") -> None:
+def assert_model_and_adapter_were_trained(folder, dtype="float32"):
     """Check `model/` by its hash, and `adapter/` by its logits on the run's initial model."""
     from peft import PeftModel
 

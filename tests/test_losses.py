@@ -1,10 +1,6 @@
 """Losses, advantages and learning rates, against numbers computed by hand and definitions."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,22 +20,14 @@ LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 LEVELS = ("token", "sequence")
 
 
-def config_of(**algorithm: Any) -> Config:
+def config_of(**algorithm):
     """Clipped at 0.8 and 1.3, corrected at most by 3."""
     high = 5.0 if algorithm.get("loss_type") == "cispo" else 0.3
     algorithm = {"epsilon_high": high, "importance_sampling_correction": "none", **algorithm}
     return Config.model_validate({"algorithm": algorithm, "rollout": {"max_completion_length": 8}})
 
 
-def make_inputs(
-    ratios: list[float],
-    advantages: list[float],
-    *,
-    completions: list[int] | None = None,
-    mask: list[bool] | None = None,
-    ref_ratios: list[float] | None = None,
-    weights: list[float] | None = None,
-) -> LossInputs:
+def make_inputs(ratios, advantages, *, completions=None, mask=None, ref_ratios=None, weights=None):
     """Tokens at these probability ratios of the policy to the old policy, of the reference to the
     policy, and of the trainer to the engine (old policy)."""
     old = torch.linspace(-3.0, -0.1, len(ratios), dtype=torch.float64)
@@ -61,9 +49,7 @@ def make_inputs(
     )
 
 
-def check(
-    given: dict[str, Any], algorithm: dict[str, Any], loss: float, gradient: list[float], **others
-) -> None:
+def check(given, algorithm, loss, gradient, **others):
     """The loss, its gradient by log-probability, and `others`: metrics, or the gradient by
     entropy."""
     inputs = make_inputs(**given)
@@ -164,7 +150,7 @@ def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
 # By definition, and in pieces.
 
 
-def by_definition(inputs: LossInputs, config: Config) -> torch.Tensor:
+def by_definition(inputs, config):
     """Completion by completion, token by token, as in the formula."""
     chosen, high = config.algorithm, config.algorithm.resolved_epsilon_high
     total = torch.zeros((), dtype=torch.float64)
@@ -198,11 +184,11 @@ def by_definition(inputs: LossInputs, config: Config) -> torch.Tensor:
     return total
 
 
-def random_inputs(lengths: list[int], seed: int) -> LossInputs:
+def random_inputs(lengths, seed):
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
 
-    def near(values: torch.Tensor) -> torch.Tensor:
+    def near(values):
         noise = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
         return values + 0.4 * noise
 
@@ -237,7 +223,7 @@ LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
 SEEDS = st.integers(0, 2**31)
 
 
-def gradients(inputs: LossInputs, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(inputs, loss):
     found = torch.autograd.grad(loss, (inputs.logprobs, inputs.entropy), materialize_grads=True)
     return found[0], found[1]
 
@@ -252,7 +238,7 @@ def test_loss_and_gradient_are_those_of_the_definition(lengths, chosen, seed):
         torch.testing.assert_close(gradients(inputs, got), gradients(inputs, expected))
 
 
-def part_of(inputs: LossInputs, completions: list[int]) -> LossInputs:
+def part_of(inputs, completions):
     """These completions alone, renumbered, as another micro-batch would hold them."""
     tokens = torch.isin(inputs.completion_of_token, torch.tensor(completions))
     index_of = torch.zeros(inputs.num_completions, dtype=torch.int64)
@@ -290,7 +276,7 @@ def loss(inputs):
 WORDS = (*SMALL, "rollout.max_completion_length=80", "train.iterations=2", "data.num_held_out=0")
 
 
-def own_config(tmp_path: Path, source: str) -> Config:
+def own_config(tmp_path, source):
     tmp_path.mkdir(exist_ok=True)
     file = tmp_path / "my_loss.py"
     file.write_text(source)

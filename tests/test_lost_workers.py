@@ -1,12 +1,7 @@
 """Runs that lose rollout workers: the same bits in deterministic mode, and no group lost."""
 
-from __future__ import annotations
-
 import random
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +28,7 @@ DELAYS = {"EASYRL_RANDOM_DELAYS": "0.05"}
 """Iterations take about a second, most of it in the rollout workers."""
 
 
-def bits_of(folder: Path) -> tuple[Any, ...]:
+def bits_of(folder):
     """Return results that are equal in equal runs, whatever they lost."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
@@ -41,15 +36,12 @@ def bits_of(folder: Path) -> tuple[Any, ...]:
     return [summary[name] for name in names], metrics, lines_of(folder / "samples.jsonl")
 
 
-Undisturbed = Callable[..., tuple[Any, ...]]
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(tmp_path_factory):
     """Bits of a run with these words that loses nothing; made once for all tests of this file."""
-    known: dict[tuple[str, ...], tuple[Any, ...]] = {}
+    known = {}
 
-    def run(*words: str) -> tuple[Any, ...]:
+    def run(*words):
         if words not in known:
             folder = tmp_path_factory.mktemp("whole") / "run"
             code, _, err = finish("--output", str(folder), *WORDS, *words)
@@ -99,7 +91,7 @@ def test_a_worker_lost_at_this_point_changes_no_bit(tmp_path, undisturbed, point
     assert bits_of(tmp_path / "run") == undisturbed()
 
 
-def lose_at(folder: Path, points: str, *words: str) -> None:
+def lose_at(folder, points, *words):
     code, _, err = finish("--output", str(folder), *WORDS, *words, altered=True, LOSE=points)
     assert (code, err) == (0, "")
     assert summary_of(folder)["worker_restarts"] == len(points.split(","))
