@@ -12,12 +12,7 @@ from easyrl.config import Config, load_config
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
-from easyrl.workers.batches import (
-    GroupReader,
-    UpdateEnd,
-    micro_steps,
-    pack_share,
-)
+from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps, pack_share
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import EMPTY, pack, split_group
 from own_workers import (

@@ -90,8 +90,7 @@ def test_wrong_result_is_reported(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("no_rope_layers", "floor_scale", "shares"),
-    [([1, 0, 1], 8192, False), ([1, 1, 1], 4, True)],
+    ("no_rope_layers", "floor_scale", "shares"), [([1, 0, 1], 8192, False), ([1, 1, 1], 4, True)]
 )
 def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(
     no_rope_layers, floor_scale, shares, tmp_path
