@@ -54,13 +54,6 @@ def test_stopped_benchmark_shows_and_writes_the_rows_before(tmp_path, capsys, er
     assert str(error) in capsys.readouterr().err
 
 
-def test_ring_compares_both_ways_to_send_a_group():
-    (row,) = ring.run(group_bytes=(65536,), repetitions=1, num_wakeups=20)
-    rates = row["ring_groups_per_second"], row["queue_groups_per_second"]
-    assert row["speedup"] == pytest.approx(rates[0] / rates[1])
-    assert 0 < row["wakeup_p50_seconds"] <= row["wakeup_p99_seconds"] < 1
-
-
 def test_loop_counts_six_operations_per_weight_and_token():
     """The operations of attention are added."""
     words = ["train.prompts_per_iteration=32", "rollout.num_generations=16"]

@@ -1,6 +1,5 @@
 """A live run answers `easyrl status` and `easyrl scale`, and nobody else."""
 
-import contextlib
 import json
 import os
 import random
@@ -51,52 +50,40 @@ def connect(folder):
     return connection
 
 
-@contextlib.contextmanager
-def live_run(folder, scaled):
-    """A controller that waits, in a thread."""
+def test_requests_are_checked_before_they_reach_the_run(folder):
+    """Also in the place of the socket that a killed run has left."""
+    scaled, file, stop = [], folder / "control.sock", threading.Event()
+    ControlSocket(folder, refuse_all)._listener.close()
+    with pytest.raises(ValueError, match="does not answer"):
+        request(folder, STATUS)
 
     def scale(wanted):
         scaled.append(wanted)
         return {"message": "done"}
 
-    def wait():
-        while not stop.is_set():
-            supervisor.wait(0.05)
+    def live_run():
+        with (
+            Supervisor() as supervisor,
+            serving(folder, supervisor, lambda event: None, status=dict, scale=scale),
+        ):
+            is_served.set()
+            while not stop.is_set():
+                supervisor.wait(0.05)
 
-    stop, thread = threading.Event(), threading.Thread(target=wait)
-    with (
-        Supervisor() as supervisor,
-        serving(folder, supervisor, lambda event: None, status=dict, scale=scale),
-    ):
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-
-def test_requests_are_checked_before_they_reach_the_run(folder):
-    """Also in the place of the socket that a killed run has left."""
-    scaled = []
-    ControlSocket(folder, refuse_all)._listener.close()
-    with pytest.raises(ValueError, match="does not answer"):
-        request(folder, STATUS)
-    wrong = [
-        {"command": "scale", "infer_devices": "3-1"},
-        {"command": "scale", "infer_devices": 3},
-        {"command": ["status"]},
-        [],
-    ]
-    file = folder / "control.sock"
-    with live_run(folder, scaled):
+    is_served, run = threading.Event(), threading.Thread(target=live_run)
+    run.start()
+    try:
+        assert is_served.wait(30)
         assert file.is_socket() and file.stat().st_mode & 0o777 == 0o600
-        for message in wrong:
+        for wanted in ("3-1", 3, None):
             with pytest.raises(ValueError, match="expected"):
-                request(folder, message)
-        assert request(folder, STATUS) == {"requests_refused": len(wrong)}
+                request(folder, {"command": "scale", "infer_devices": wanted})
+        assert request(folder, STATUS) == {"requests_refused": 3}
         asked = ["scale", str(folder), "--infer-devices", "0,2-3"]
         assert CliRunner().invoke(app, asked).stdout == "done\n"
+    finally:
+        stop.set()
+        run.join()
     assert scaled == [DeviceSet("accelerator", (0, 2, 3))] and not file.exists()
 
 

@@ -1,7 +1,6 @@
 """Cores of a worker that waits serve workers of the other role; freed memory is kept."""
 
 import os
-from typing import cast
 
 import pytest
 import torch
@@ -14,21 +13,10 @@ from easyrl.workers.core_sharing import CoreSharing, WorkerCores, make_idle_boar
 from own_workers import spawned_settings
 
 
-@pytest.fixture
-def board():
-    return make_idle_board(3)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Recorded requests of a worker: cores, then threads."""
-    asked = []
+def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(monkeypatch):
+    board, asked = make_idle_board(3), []  # of a worker: cores, then threads
     monkeypatch.setattr(core_sharing, "pin", lambda mask: asked.append(sorted(mask)))
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    return asked
-
-
-def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(board, asked):
     shared = {1: (2, 3), 2: (4, 5)}
     ours = WorkerCores(2, (0, 1), CoreSharing(board, 0, shared))
     theirs = WorkerCores(2, (2, 3), CoreSharing(board, 1, {}))
@@ -46,9 +34,6 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(board, aske
     board[2] = False
     ours.use_available()
     assert asked[6:] == [[0, 1], 2]
-    board[1] = True
-    WorkerCores(2, (), CoreSharing(board, 0, {1: ()})).use_available()  # not pinned
-    assert asked[8:] == [4]
 
 
 # -- who shares with whom -------------------------------------------------------------------------
@@ -64,25 +49,17 @@ def placed(*words):
     return resolve_placement(load_config(None, {}, words))
 
 
-def sharing_of(settings):
-    return cast(CoreSharing, settings.core_sharing)
-
-
 @pytest.mark.parametrize(("infer", "train"), [(1, 1), (3, 2), (2, 5)])
 @pytest.mark.usefixtures("eight_cores")
 def test_every_worker_shares_with_one_of_the_other_role(infer, train):
     words = (f"devices.infer=cpu:{infer}", f"devices.train=cpu:{train}")
-    spawned = spawned_settings(placed(*words, "train.prompts_per_iteration=8"))
-    names = list(spawned)
-    assert [sharing_of(each).worker for each in spawned.values()] == [*range(len(names))]
-    used = [
-        (user, *each) for user, own in spawned.items() for each in sharing_of(own).shared.items()
-    ]
-    assert sorted(names[worker] for _, worker, _ in used) == sorted(names)
-    for user, worker, cores in used:
-        owner = spawned[names[worker]]
-        assert owner.name.partition("-")[0] != user.partition("-")[0]
-        assert (spawned[user].num_threads, cores) == (owner.num_threads, owner.cores)
+    spawned = [*spawned_settings(placed(*words, "train.prompts_per_iteration=8")).values()]
+    pairs = [(user, *each) for user in spawned for each in user.core_sharing.shared.items()]
+    assert sorted(worker for _, worker, _ in pairs) == [*range(len(spawned))]
+    for user, worker, cores in pairs:
+        owner = spawned[worker]
+        assert owner.name.partition("-")[0] != user.name.partition("-")[0]
+        assert (user.num_threads, cores) == (owner.num_threads, owner.cores)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -95,6 +72,3 @@ def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed():
         assert all(settings.core_sharing is None for settings in spawned_settings(apart).values())
     # More workers than cores: none is free when one is idle.
     assert not placed("devices.infer=cpu:8", "devices.train=cpu").lends_cores
-
-
-# -- memory ---------------------------------------------------------------------------------------

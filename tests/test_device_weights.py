@@ -19,48 +19,37 @@ TIMEOUT_SECONDS = 0.4
 
 
 class Backend:
-    """Stub of a process group on an accelerator. A broadcast is done after `polls` polls, or
-    never (None)."""
+    """Stub of a process group on an accelerator, and of its broadcasts."""
 
-    num_aborts, error = 0, ""
-    polls = 3
+    num_aborts, error, is_stuck = 0, "", False
 
     def __init__(self):
-        self.connect = lambda: None
         self.log = []
-        self._number = 0
+        self.number = 0
 
     def abort(self):
         self.num_aborts += 1
 
     def broadcast(self, tensors, options=None):
         if options is None:  # the first one, which connects
-            return SimpleNamespace(wait=self.connect)
-        self.log.append(f"{self._number} begun")
-        self._number += 1
-        return Work(self, self._number - 1)
+            return SimpleNamespace(wait=lambda: None)
+        number, polls = self.number, 3
+        self.number += 1
 
+        def is_completed():
+            nonlocal polls
+            polls -= not self.is_stuck
+            if polls < 0:
+                self.log.append(f"{number} done")
+            return polls < 0
 
-class Work:
-    """Stub of a broadcast."""
+        def wait():  # with a timeout, a backend would rest a millisecond between two polls
+            self.log.append(f"{number} waited")
+            if self.error:
+                raise RuntimeError(self.error)
 
-    def __init__(self, backend, number):
-        self._backend, self._number, self._polls = backend, number, backend.polls
-
-    def is_completed(self):
-        if self._polls is None:
-            return False
-        self._polls -= 1
-        if self._polls < 0:
-            self._backend.log.append(f"{self._number} done")
-        return self._polls < 0
-
-    def wait(self, *timeout):
-        assert not timeout, "with one, a backend rests a millisecond between two polls"
-        self._backend.log.append(f"{self._number} waited")
-        if self._backend.error:
-            raise RuntimeError(self._backend.error)
-        return True
+        self.log.append(f"{number} begun")
+        return SimpleNamespace(is_completed=is_completed, wait=wait)
 
 
 @pytest.fixture
@@ -70,8 +59,8 @@ def backend(monkeypatch):
     return backend
 
 
-def join(folder, rank=0, size=1, bucket_bytes=2**21, is_cancelled=lambda: False):
-    where = (str(folder / "store"), rank, size, f"worker-{rank}", "meta", TIMEOUT_SECONDS)
+def join(folder, bucket_bytes=2**21, is_cancelled=lambda: False):
+    where = (str(folder / "store"), 0, 1, "worker-0", "meta", TIMEOUT_SECONDS)
     return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes), is_cancelled)
 
 
@@ -104,8 +93,7 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
 ):
     channel = join(tmp_path, is_cancelled=lambda: cancelled)
     channel.send(0, weights(1))
-    backend.polls = None
-    started = time.monotonic()
+    backend.is_stuck, started = True, time.monotonic()
     with pytest.raises(kind, match=r"worker-0 \(rank 0 of 1\), announcing a version"):
         channel.send(1, weights(1))
     assert bounds[0] <= time.monotonic() - started <= bounds[1]
@@ -122,7 +110,6 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
 def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
     error, kind, tmp_path, backend
 ):
-    """The broadcast may have begun long before the wait."""
     channel = join(tmp_path)
     channel.send(0, weights(1))
     backend.error = error

@@ -89,23 +89,6 @@ def test_wrong_result_is_reported(monkeypatch):
     assert attend_packed(tiny_model("llama", None)).startswith("a packed row gives other results")
 
 
-@pytest.mark.parametrize(
-    ("no_rope_layers", "floor_scale", "shares"), [([1, 0, 1], 8192, False), ([1, 1, 1], 4, True)]
-)
-def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(
-    no_rope_layers, floor_scale, shares, tmp_path
-):
-    """Llama 4 scales the queries of layers without RoPE, from place `floor_scale` on."""
-    changes = UNSHARED["llama4_text"][0] | {"layer_types": ["full_attention"] * 3}
-    changes |= {"no_rope_layers": no_rope_layers, "floor_scale": floor_scale, "attn_scale": 0.5}
-    reference = tiny_model("llama4_text", "eager", SPREAD, **changes)
-    reference.save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
-    assert policy.shares_prompts is shares
-    assert shares or "index in the row" in policy.no_packing_reason
-    assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
-
-
 # -- trained exactly ------------------------------------------------------------------------------
 
 

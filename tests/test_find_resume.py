@@ -12,7 +12,6 @@ from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import differing, find_resume
-from easyrl.runtime.run_folder import resume_hint
 from mistakes import make_run
 
 AUTO = ("runtime.resume=auto",)
@@ -56,26 +55,6 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypa
             with pytest.raises(ConfigError, match=r"has no whole checkpoint"):
                 find_resume(config_of(folder, *words, "train.iterations=70"), resume)
     assert sorted(folder.rglob("*")) == there
-
-
-def test_a_run_that_never_started_does_not_block_its_folder(tmp_path):
-    """Its workers could not start. One that has results is not overwritten."""
-    received = []
-    notes = tmp_path / "notes" / "config.yaml"
-    notes.parent.mkdir()
-    notes.write_text("# of the user\n")
-    with pytest.raises(ConfigError, match=r"output.dir.*exists"):
-        run.run(config_of(notes.parent, *AUTO))
-    for words in ((), ("train.learning_rate=0.1",)):
-        with pytest.raises(Started):
-            run.run(config_of(tmp_path / "run", *words), [received.append])
-    assert "started again" in received[-1].description
-    assert "learning_rate: 0.1" in (tmp_path / "run" / "config.yaml").read_text()
-    assert resume_hint(tmp_path / "run").endswith(f"--output {tmp_path}/run")
-    (tmp_path / "run" / "samples.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"output.dir.*exists"):
-        run.run(config_of(tmp_path / "run"))
-    assert resume_hint(tmp_path / "run").endswith(f"--output {tmp_path}/run-2")
 
 
 # -- paths ---------------------------------------------------------------------------------------
