@@ -126,8 +126,6 @@ def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window)
     assert peak < heads * max(lengths) ** 2 * 4  # of one sequence alone
 
 
-# -- FlexAttention: its mask, and when it is chosen (checked on the CPU) ---------------------------
-
 GROUPS = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=4
 )
@@ -215,9 +213,6 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
             got = PackedGroups([(2, [2, 1])]).attend(query, key, key, settings)
     assert torch.equal(got, SharedPrompt([(2, [2, 1])], "cpu").attend(query, key, key, settings))
     assert notes.pop().endswith("FlexAttention, exact but slower: no C compiler") and not notes
-
-
-# -- loading and saving ---------------------------------------------------------------------------
 
 
 def saved(tmp_path, family, dtype=torch.float32, **changes):

@@ -101,9 +101,6 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
         Policy.load(str(model))
 
 
-# Devices.
-
-
 def test_accelerators_that_a_machine_lacks_are_answered_without_torch(monkeypatch):
     monkeypatch.setattr(devices, "has_driver", lambda kind: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -112,9 +109,6 @@ def test_accelerators_that_a_machine_lacks_are_answered_without_torch(monkeypatc
         result = typed(f"--{key}-devices", text)
         assert_names(result, f"devices.{key}")
         assert f"'{text}'" in result.stderr and "--assume" in result.stderr
-
-
-# Programs and packages.
 
 
 def test_a_missing_package_or_compiler_is_named(tmp_path, monkeypatch):
@@ -127,9 +121,6 @@ def test_a_missing_package_or_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert_names(typed(*words, "train.compile=true"), "train.compile")
     assert list(tmp_path.iterdir()) == []
-
-
-# The disk and the memory.
 
 
 def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

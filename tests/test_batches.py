@@ -130,9 +130,6 @@ def batches_of(groups, max_tokens, *, order=None, **how):
         source.ring.close()
 
 
-# -- rollouts -----------------------------------------------------------------------------
-
-
 def sequences_of(batch):
     """Return what each sequence of a micro-batch is trained on, as the trainer reads it."""
     found, end = [], 0
@@ -202,9 +199,6 @@ def test_only_rollouts_with_a_gradient_are_trained(keywords, kept):
         assert (group.loss_mask == before).all()  # the ring's
 
 
-# -- boundaries of micro-batches -------------------------------------------------------------------
-
-
 @settings(max_examples=60)
 @given(
     GROUPS, st.integers(1, 150), st.integers(1, 3), st.tuples(*[st.booleans()] * 2), st.randoms()
@@ -249,9 +243,6 @@ def test_loss_tokens_count_whether_they_are_computed_or_not(feed, mask_truncated
     *_, end = feed(groups).steps(2, mask_truncated=mask_truncated)
     masks = [group.trained_mask(mask_truncated=mask_truncated) for group in groups]
     assert end == UpdateEnd(sum(int(mask.sum()) for mask in masks))
-
-
-# -- reading and checking --------------------------------------------------------------------------
 
 
 def drain(reader, num_groups):
@@ -334,9 +325,6 @@ def test_the_first_update_does_not_wait_for_groups_of_the_second(feed):
     assert source.num_waits == 4
 
 
-# -- periodic schedule -----------------------------------------------------------------------------
-
-
 def test_periodic_trains_what_has_arrived(feed, monkeypatch):
     source = feed([make_group(FIRST + index) for index in range(3)])
     monkeypatch.setattr(batches_module, "MIN_FILL", 0.0)
@@ -360,9 +348,6 @@ def test_a_slot_is_free_before_its_last_micro_batch_is_trained(
     batches = source.batches(num_groups, max_tokens=max_tokens)
     assert [source.num_free for _ in batches] == num_free_slots
     assert source.num_waits == num_groups
-
-
-# -- the gradient ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

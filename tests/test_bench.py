@@ -64,9 +64,6 @@ def test_loop_counts_six_operations_per_weight_and_token():
     assert 6 * of_layers * tokens < flops < 8 * 1.72e9 * tokens
 
 
-# The performance model (docs/devices.md, Expected speed).
-
-
 def at_zero_layers(two, four):
     """Return what a layer adds, and what there is besides, from figures of two and four layers."""
     return (four - two) / 2, 2 * two - four

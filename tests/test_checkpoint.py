@@ -61,9 +61,6 @@ def save(folder, version, learner, **state):
     return path
 
 
-# -- tensors -------------------------------------------------------------------------------------
-
-
 def test_restored_learner_continues_with_the_same_bits(tmp_path):
     one, other = learner(), learner()
     step(one, 1)
@@ -142,9 +139,6 @@ def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(tmp
         assert torch.allclose(a, b, atol=1e-7)
         for kind in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.allclose(optimizer.state[a][kind], reference.state[b][kind])
-
-
-# -- folders -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +220,6 @@ def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_pat
     name_best(tmp_path, 100)
     name_best(tmp_path, 101)  # it could not be written
     assert kept(1) == {"100", "best"}
-
-
-# -- export --------------------------------------------------------------------------------------
 
 
 def make_checkpoint(folder, family, **changes):

@@ -112,8 +112,6 @@ def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
     assert extras and "ray-jobs" in extras[1].split(",")
 
 
-# -- the Slurm file, run --------------------------------------------------------------------------
-
 SRUN = """#!/bin/bash
 # Every node is this machine.
 while [[ "$1" == --* ]]; do shift; done

@@ -39,9 +39,6 @@ def error_of(*words):
     return str(caught.value)
 
 
-# The layers.
-
-
 def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
     file = write(tmp_path, "train: {iterations: 1, prompts_per_iteration: 11, learning_rate: 1e-6}")
     settings = {"train.iterations": 2, "train.prompts_per_iteration": 22}
@@ -50,9 +47,6 @@ def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
     assert options_by_key({"seed": None, "iterations": 0}) == {"train.iterations": 0}
     for text in ("", "train:\n  # iterations: 3\nmodel:\n  lora:\n"):
         assert load_config(write(tmp_path, text)) == load_config() == Config()
-
-
-# Names and values of other trainers.
 
 
 @pytest.mark.parametrize(
@@ -78,9 +72,6 @@ def test_every_synonym_and_advice_names_settings_that_exist():
     for (name, value), instead in INSTEAD.items():
         assert instead in error_of(f"{name}={value}")
         of(instead)
-
-
-# YAML to values.
 
 
 def value_of(config, key):
@@ -125,9 +116,6 @@ def test_a_word_has_the_value_that_was_meant_and_yaml_keeps_it(key, typed, expec
     assert load_config(write(tmp_path, to_commented_yaml(config))) == config
 
 
-# YAML out.
-
-
 def test_generated_files_are_current():
     assert all(field.description for field in KEYS.values()) and len(KEYS) <= 100
     yaml, markdown = ROOT / "configs" / "default.yaml", ROOT / "docs" / "settings.md"
@@ -153,9 +141,6 @@ def test_commented_yaml_loads_again_to_an_equal_config(text, number, texts, tmp_
     config = load_config(None, flags)
     file = write(tmp_path_factory.getbasetemp(), to_commented_yaml(config))
     assert load_config(file) == config
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(
@@ -237,9 +222,6 @@ def test_keys_that_must_agree():
     for word in ("runtime.schedule=sync", "runtime.deterministic=true"):  # else a deadlock
         assert error_of(word, *small).startswith("rollout.ring_slots")
         of(word, *small, "rollout.ring_slots=32")
-
-
-# Device sets.
 
 
 def test_device_sets_are_disjoint_or_one_shared_accelerator():

@@ -36,9 +36,6 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(monkeypatch
     assert asked[6:] == [[0, 1], 2]
 
 
-# -- who shares with whom -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def eight_cores(monkeypatch):
     monkeypatch.setattr(processes, "CPU_QUOTAS", ())

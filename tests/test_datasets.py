@@ -51,9 +51,6 @@ def rows_of(path):
     return [(prompt.content, prompt.columns) for prompt in prompts]
 
 
-# -- files ----------------------------------------------------------------------------------------
-
-
 def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path):
     file = jsonl(tmp_path, *ROWS)
     stream = opened(file)
@@ -166,9 +163,6 @@ def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path):
         assert opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint
 
 
-# -- mistakes -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name", ["none.jsonl", "train.tsv", "", "empty.parquet", "broken.jsonl.gz", "kinds", "splits"]
 )
@@ -209,9 +203,6 @@ def test_one_string_among_chats_is_named(tmp_path):
     assert opened(file, "data.chat=true").epoch_length == 2
     message = error_of(jsonl(tmp_path, {"q": "a"}))
     assert message.startswith("data.prompt_column") and " q" in message
-
-
-# -- the hub, and presets -------------------------------------------------------------------------
 
 
 def test_hub_id_may_name_subset_and_split(monkeypatch):
@@ -292,8 +283,6 @@ def test_an_unknown_preset_or_one_for_other_rows_is_refused(gsm8k_rows):
     assert error_of("math", "data.preset=gsm8k").startswith("data.preset")
     assert error_of(gsm8k_rows, "data.preset=math500").startswith("data.prompt_template")
 
-
-# -- mixtures -------------------------------------------------------------------------------------
 
 LONG = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(30)]
 SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]

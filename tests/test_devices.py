@@ -56,9 +56,6 @@ def of(*words):
     return load_config(None, {}, words)
 
 
-# Accelerators, by the numbers that the user sees.
-
-
 def of_gpus(infer, train):
     config = load_config(None, {"devices.infer": infer, "devices.train": train})
     with pytest.MonkeyPatch.context() as patch:
@@ -89,8 +86,6 @@ def test_every_worker_sees_its_device_as_number_0(
     assert names[last] == f"cuda:{infer[-1]}"
     assert ("50% of its memory" in describe(placement)) == (memory_fraction is not None)
 
-
-# -- the engine; vLLM itself is not needed here ----------------------------------------------------
 
 TWO = "rollout.tensor_parallel_size=2"
 GPUS, CPU = parse_device_set("0-3"), parse_device_set("cpu")

@@ -23,8 +23,6 @@ def test_an_iteration_with_a_wrong_count_ends_the_run(num_trained):
     assert controller.state == SavedState()
 
 
-# -- runs -----------------------------------------------------------------------------------------
-
 NUM_GROUPS = 10
 REWARD = """
 import os, zlib

@@ -112,9 +112,6 @@ def bits_of(completions):
     ]
 
 
-# -- what is generated ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "temperature", "prompts_are"),
     [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.6, 0.0)]
@@ -192,9 +189,6 @@ def test_new_and_used_engines_give_the_same_bits_in_the_same_order():
     assert one == other and sorted(again) == sorted(one)
 
 
-# -- how the embedded engine computes it ----------------------------------------------------------
-
-
 def test_fused_operations_are_checked_with_each_new_set_of_weights():
     """A difference may be hidden by the first weights: here what follows it is multiplied by 0."""
     policy, new = make_policy("qwen3"), make_policy("qwen3", seed=2)
@@ -208,9 +202,6 @@ def test_fused_operations_are_checked_with_each_new_set_of_weights():
     assert engine._run_model == policy.forward
 
 
-# -- how `GenerateEngine` computes it -------------------------------------------------------------
-
-
 def test_generation_config_of_the_model_is_ignored():
     """Penalties and minimum lengths would change the distribution."""
     submitted = requests(draw_prompts(4), 3)
@@ -221,9 +212,6 @@ def test_generation_config_of_the_model_is_ignored():
     )
     assert tokens_of(run(make_engine("mamba", policy), submitted)) == plain
     assert policy.model.generation_config is changed
-
-
-# -- groups, ends and limits ----------------------------------------------------------------------
 
 
 @BOTH
@@ -264,9 +252,6 @@ def test_impossible_prompt_is_refused(name, prompt_length):
     assert not engine.has_work and engine.step() == []
 
 
-# -- new weights ----------------------------------------------------------------------------------
-
-
 def pieces_of(policy, piece_size=100):
     for name, tensor in policy.named_weights():
         flat = tensor.detach().reshape(-1)
@@ -291,9 +276,6 @@ def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(nam
     got, expected = run(engine, submitted), run(make_engine(name, new), submitted)
     assert sorted(bits_of(got)) == sorted(bits_of(expected))
     assert tokens_of(got) != tokens_of(old)
-
-
-# -- the sampling distribution --------------------------------------------------------------------
 
 
 def sample(logits, uniforms, temperature, **settings):
@@ -340,9 +322,6 @@ def test_top_k_and_top_p_equal_transformers_and_logprobs_are_of_all_tokens(seed,
     tokens, logprobs = sample(logits.expand(len(uniforms), -1), uniforms, 0.7, **settings)
     assert tokens.tolist() == wanted.tolist()
     torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[0, tokens])
-
-
-# -- stop strings ----------------------------------------------------------------------------------
 
 
 @cache

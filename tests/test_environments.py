@@ -164,9 +164,6 @@ def kill(pool, key=KEY):
     os.kill(pool._groups[key].host.process.pid or 0, signal.SIGKILL)
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
 def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
     loaded = own.loaded()
     (interface,) = loaded.interfaces.values()
@@ -310,8 +307,6 @@ def test_each_row_names_one_of_several_environments(tmp_path):
         open_prompts(config).examples()
 
 
-# -- tool calls -----------------------------------------------------------------------------------
-
 TYPES = {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}
 SCHEMAS = [{"type": "function", "function": {"name": "f", "parameters": TYPES}}]
 HERMES = '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>'
@@ -344,9 +339,6 @@ def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
     assert read_calls("no call", tool_format, SCHEMAS) == []
     (found,) = read_calls(text, tool_format, SCHEMAS)
     assert isinstance(found, BadCall) if arguments is None else found == ToolCall("f", arguments)
-
-
-# -- tokens ---------------------------------------------------------------------------------------
 
 
 def conversations(template=TEMPLATE):

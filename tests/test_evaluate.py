@@ -141,9 +141,6 @@ def test_figures_cover_problems_and_completions(workers, tmp_path):
     assert (results["num_problems"], results["num_skipped"], results["accuracy"]) == (5, 1, 1.0)
 
 
-# Continuing.
-
-
 def test_stopped_evaluation_continues(workers, tmp_path):
     """After Ctrl-C, and after a kill, which leaves half a line or half a problem."""
     words, folder = ("--num-samples", "2", *SMALL), tmp_path / "ev"
@@ -224,9 +221,6 @@ def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
         assert all(values[key] != value for key, value in not_taken.items())
 
 
-# What is evaluated.
-
-
 def test_each_row_of_a_file_is_evaluated_once(workers, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", *((f"{n}+1=", str(n + 1)) for n in (5, 3, 4, 3)))
     words = ("--dataset", data, "--infer-devices", "cpu", "--reward", "exact_match")
@@ -266,9 +260,6 @@ def test_preset_brings_its_prompt_and_sampling(workers, tmp_path, monkeypatch):
     assert "eval.max_completion_length" in too_small
 
 
-# Bad input.
-
-
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -294,9 +285,6 @@ def test_mistake_is_reported_before_anything_starts(workers, tmp_path, monkeypat
     assert {*tmp_path.rglob("*")} == before and not workers.asked
 
 
-# Comparing.
-
-
 def test_comparison_is_printed_and_written(workers, tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     words = ("--num-samples", "2", *SMALL)
@@ -315,9 +303,6 @@ def test_comparison_is_printed_and_written(workers, tmp_path):
     assert "temperature: 0.5 here, 1.0 there" in output
 
 
-# During training.
-
-
 def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
     answers = [events.PromptEvaluated(0, n, [value]) for n, value in enumerate([1.0, 0.1, 0.7])]
     answers.append(events.PromptEvaluated(0, 3, [math.nan]))
@@ -325,9 +310,6 @@ def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
     assert found == evaluation_metrics(answers[::-1], 0.7)
     expected = {"eval/accuracy": 2 / 3, "eval/standard_error": 1 / 3, "eval/reward": 0.6}
     assert found == (pytest.approx(expected), 3)
-
-
-# Whole commands that end badly.
 
 
 @pytest.mark.long

@@ -45,9 +45,6 @@ def load(tmp_path, model_type, changes, **options):
     return Policy.load(str(tmp_path), **options)
 
 
-# -- detection ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", UNSHARED)
 def test_unsupported_layer_is_named_with_its_reason(model_type):
     policy = policy_of(model_type)
@@ -89,9 +86,6 @@ def test_wrong_result_is_reported(monkeypatch):
     assert attend_packed(tiny_model("llama", None)).startswith("a packed row gives other results")
 
 
-# -- trained exactly ------------------------------------------------------------------------------
-
-
 def row_logits(policy, sequences):
     """Logits as in the trainer: the head on the hidden states of the packed row."""
     lengths = [len(sequence) for sequence in sequences]
@@ -125,8 +119,6 @@ def test_gradients_equal_those_of_separate_sequences(model_type):
     floor = 1e-3 if model_type == "qwen3_next" else 1e-4
     assert largest_gradient_gap(of_row, of_alone, floor) <= 1e-5
 
-
-# -- RoPE that depends on the longest position ----------------------------------------------------
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, **FACTORS}

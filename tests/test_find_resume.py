@@ -57,9 +57,6 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypa
     assert sorted(folder.rglob("*")) == there
 
 
-# -- paths ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset", "reward.functions"])
 def test_changed_rows_and_rewards_are_refused(tmp_path, changed):
     files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}

@@ -141,9 +141,6 @@ def at_work(fleet):
     return ledger
 
 
-# -- exchanges ------------------------------------------------------------------------------------
-
-
 def test_channel_is_made_once_and_again_when_its_members_change():
     fleet = StubFleet("cpu:2", "cpu:2")
     fleet.go(7)
@@ -195,9 +192,6 @@ def test_exchange_that_fails_again_and_again_though_nobody_died_ends_the_run():
         fleet.go(7, *[("train-0", FAILED), ("rollout-0", FAILED)] * 3)
 
 
-# -- admissions -----------------------------------------------------------------------------------
-
-
 def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0():
     fleet = StubFleet("cpu:3")
     fleet.go(7)
@@ -212,9 +206,6 @@ def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0():
     fleet.follow(("rollout-1", DONE), ("train-0", DONE))
     assert fleet.taken()["rollout-2"] == FIRST
     assert [*fleet.states().values()] == ["working", "working", "joining"]
-
-
-# -- deaths ---------------------------------------------------------------------------------------
 
 
 def test_of_workers_that_die_together_the_slots_are_reclaimed_together():
@@ -239,8 +230,6 @@ def test_too_many_deaths_end_the_run_with_their_history():
     with pytest.raises(WorkerFailure, match=r"(?s)SIGKILL.*max_restarts=1.*SIGKILL"):
         fleet.follow(("rollout-0", LOST))
 
-
-# -- scaling --------------------------------------------------------------------------------------
 
 SPARE = ("devices.max_rollout_workers=4",)
 

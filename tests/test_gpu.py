@@ -95,9 +95,6 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
     assert gap <= 1e-5
 
 
-# -- decoding --------------------------------------------------------------------------------------
-
-
 def make_engine(policy, prompts, lengths, **sampling):
     settings = SamplingSettings(
         max_prompt_length=max(map(len, prompts)),
@@ -161,9 +158,6 @@ def test_replayed_decode_steps_give_the_bits_of_plain_ones(
     assert engines["replayed"].graphs.num_replays > engines["replayed"].num_steps / 2
 
 
-# -- weights: device to device, and over NCCL ------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("train", "size"), [("0", FEW_LAYERS), pytest.param("1", QWEN3_06B, marks=TWO_GPUS)]
@@ -177,9 +171,6 @@ def test_every_bit_of_the_weights_arrives_on_a_gpu(train, size, dtype):
         assert row["unsupported_reason"] is None
     else:
         assert row["share_of_bare"] >= 0.7, row  # the goal in docs/benchmarks.md
-
-
-# -- whole runs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,6 @@ def report(indexed, *, is_rejected=False, **changes):
     return events.GroupScored(0, group_index, prompt.index, is_rejected=is_rejected, **fields)
 
 
-# -- any order of events and deaths ---------------------------------------------------------------
-
-
 class Run:
     """An iteration with workers and a ring that follow the protocol, in a random order."""
 
@@ -139,9 +136,6 @@ def test_every_group_is_delivered_whatever_dies(
     if ledger.round < MAX_ROUNDS - 1:  # the next prompts of the stream, without a gap
         expected = {*range(FIRST, ledger.next_index)} - rejected
         assert {*run.prompts.values()} == expected
-
-
-# -- single steps ---------------------------------------------------------------------------------
 
 
 def indices(command):

@@ -60,9 +60,6 @@ def gap(got, expected):
     return float((got - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-# -- the numbers ----------------------------------------------------------------------------------
-
-
 @settings(max_examples=40)
 @given(
     num_tokens=st.integers(1, 23),
@@ -120,9 +117,6 @@ def test_logits_in_bfloat16_are_reduced_in_float32(temperature):
     assert torch.equal(logits.detach(), before)  # the model's own tensor is unchanged
 
 
-# -- the head's weight ----------------------------------------------------------------------------
-
-
 # -- the model's own head -------------------------------------------------------------------------
 
 
@@ -165,9 +159,6 @@ def test_a_model_whose_logits_need_more_than_hidden_states_is_refused():
     model.forward = also_the_tokens
     with pytest.raises(ValueError, match=r"model\.path: the logits of LlamaForCausalLM \(mine\)"):
         policy._check_head("mine")
-
-
-# -- memory ---------------------------------------------------------------------------------------
 
 
 def test_vocabulary_of_151936_trains_within_half_a_gibibyte():

@@ -156,9 +156,6 @@ def test_gradients_equal_those_of_the_formula(kind, tmp_path):
         assert float((got - expected).norm() / max(expected.norm(), 1e-4 * norm)) <= 1e-5, name
 
 
-# -- the trainer ----------------------------------------------------------------------------------
-
-
 def one_sequence():
     ids = draw_sequences([12])[0].numpy().astype(np.int32)
     values, mask = np.zeros(11, np.float32), np.ones(11, np.bool_)
@@ -192,9 +189,6 @@ def test_initial_adapters_change_nothing_and_depend_on_the_seed():
         assert policy.weights_sha256() == before
         found.append(torch.cat([weight.flatten() for weight in policy.trained_parameters()]))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-
-
-# -- what is sent ---------------------------------------------------------------------------------
 
 
 def pieces_of(weights, size=7):
@@ -239,9 +233,6 @@ def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
     check()
 
 
-# -- which layers ---------------------------------------------------------------------------------
-
-
 def test_unusable_target_is_refused_and_the_preflight_counts_what_will_be_trained():
     for kind, targets in [("qwen2", ["q_proj", "query"]), ("qwen3_moe", ["experts"])]:
         lora = LoraConfig(rank=2, target_modules=targets)
@@ -252,9 +243,6 @@ def test_unusable_target_is_refused_and_the_preflight_counts_what_will_be_traine
     policy.add_adapter(LORA, path="tiny", seed=0)
     num_trained = sum(parameter.numel() for parameter in policy.trained_parameters())
     assert check_lora(LORA, "tiny", AutoConfig.from_pretrained(TINY)) == num_trained
-
-
-# -- runs ------------------------------------------------------------------------------------------
 
 
 HARDER = (

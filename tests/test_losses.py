@@ -64,9 +64,6 @@ def check(given, algorithm, loss, gradient, **others):
         assert got.get(name) == pytest.approx(value), name
 
 
-# By hand: one token.
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES[:3])
 @pytest.mark.parametrize(
@@ -142,9 +139,6 @@ def test_a_small_kl_keeps_its_digits():
     assert kl.item() == pytest.approx(0.5e-8, rel=1e-3)
 
 
-# Masks.
-
-
 TENSORS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "advantages")
 
 
@@ -170,9 +164,6 @@ def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
     assert all(each == found[0] for each in found)
     assert math.isfinite(found[0][0])
     assert found[0][1][0][1] == found[0][1][1][1] == 0.0
-
-
-# In pieces.
 
 
 def random_inputs(lengths, seed):
@@ -245,8 +236,6 @@ def test_any_split_into_micro_batches_has_the_same_sums(lengths, chosen, seed, r
         torch.testing.assert_close(sum(part.metrics[name] for part in parts), value)
 
 
-# -- a loss of the user's own ----------------------------------------------------------------------
-
 REINFORCE = """
 from easyrl.algorithm.losses import LossOutputs
 def loss(inputs):
@@ -301,9 +290,6 @@ def test_a_loss_that_cannot_work_is_refused(source, shown, tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm\.loss_type") as caught:
         load_loss(own_config(tmp_path, source))
     assert shown in str(caught.value)
-
-
-# -- advantages and learning rate ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
