@@ -4,15 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from easyrl import devices
-from easyrl.engines.vllm import platforms
 
 ROOT, STAND_IN = Path(__file__).parent.parent, Path(__file__).parent / "stand_in"
 
@@ -141,10 +138,3 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path):
     assert on_npus.returncode == 2 and "Traceback" not in on_npus.stderr
     for word in ("CANN", "libhccl.so", "set_env.sh", "--train-devices"):
         assert word in on_npus.stderr
-
-
-def test_bounds_are_those_of_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [line for extra in project["optional-dependencies"].values() for line in extra]
-    bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
-    assert bounds["vllm"] == platforms.VLLM and bounds["vllm-ascend"] == platforms.VLLM_ASCEND

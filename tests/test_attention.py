@@ -178,24 +178,26 @@ SIZE = SMALLEST_FLEX_HEAD_SIZE
 
 
 @pytest.mark.parametrize(
-    ("how", "is_chosen"),
+    ("trains_flex", "head_size", "softcap", "dtype"),
     [
-        ((True, SIZE, None, torch.bfloat16), True),
-        ((True, SIZE - 1, None, torch.bfloat16), False),
-        ((True, SIZE, None, torch.float32), False),
-        ((True, SIZE, 30.0, torch.bfloat16), False),
-        ((False, SIZE, None, torch.bfloat16), False),
+        (True, SIZE, None, torch.bfloat16),
+        (True, SIZE - 1, None, torch.bfloat16),
+        (True, SIZE, None, torch.float32),
+        (True, SIZE, 30.0, torch.bfloat16),
+        (False, SIZE, None, torch.bfloat16),
     ],
 )
-def test_it_is_chosen_where_it_can_train(monkeypatch, how, is_chosen):
-    trains_flex, head_size, softcap, dtype = how
+def test_it_is_chosen_where_it_can_train(monkeypatch, trains_flex, head_size, softcap, dtype):
+    """In the first case alone."""
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
     monkeypatch.setattr(FlexSharedPrompt, "attend", lambda *_: None)
     monkeypatch.setattr(flex_shared_prompt, "trains", lambda *_: True)
     row = torch.zeros(5, 2, head_size, dtype=dtype)
-    attention = AttentionSettings(0, 1.0, None, softcap)
-    output = PackedGroups([(2, [2, 1])]).attend(row, row, row, attention)
-    assert (output is None) == is_chosen
+    output = PackedGroups([(2, [2, 1])]).attend(
+        row, row, row, AttentionSettings(0, 1, None, softcap)
+    )
+    is_first = (trains_flex, head_size, softcap, dtype) == (True, SIZE, None, torch.bfloat16)
+    assert (output is None) == is_first
 
 
 def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypatch):

@@ -152,25 +152,13 @@ def test_ctrl_c_while_the_workers_start(tmp_path):
 @pytest.mark.long
 def test_a_killed_controller_or_trainer_ends_everything(tmp_path):
     process, processes = started(tmp_path)
-    kill(process, "train-0")
+    next(p for p in processes if log_of(p).stem == "train-0").kill()
     returned, _, err = end(process, processes)
     assert returned == 1 and err.count("train-0 was killed by SIGKILL") == 1
     process, processes = started(tmp_path / "second")
     process.kill()
     process.communicate()
     assert wait_until_gone(processes, SECONDS) == []
-
-
-def kill(process, name):
-    """Kill the worker of this name, once it runs."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        for worker in psutil.Process(process.pid).children():
-            if log_of(worker).stem == name:
-                worker.kill()
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"no {name}")
 
 
 REWARDS = """

@@ -221,12 +221,6 @@ def test_hub_id_may_name_subset_and_split(monkeypatch):
     assert loaded == [("a/b", None, "train"), ("a/b", "main", "train"), ("a/b", None, "test")]
 
 
-def test_unreachable_hub_says_what_to_do(monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    message = error_of("easyrl-no-such-owner/no-such-data")
-    assert message.startswith("data.dataset") and "HF_ENDPOINT" in message
-
-
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -326,16 +320,3 @@ def test_presets_mix_where_their_rewards_agree():
     assert sources == ["math", "gsm8k"] * 2 + ["math"] * 4
     both = {"data.dataset": ["countdown", "countdown-small"]}
     assert reward_specs(load_config(None, both)) == ["countdown"]
-
-
-def test_rows_are_named_by_and_left_out_of_their_own_data_set(files):
-    stream = opened(files)
-    locations = list(stream.examples())
-    assert stream.epoch_length == len(locations) == 37
-    assert locations[29:31] == [f"{files[0]}:30", f"{files[1]}:1"]
-    fewer = stream.without({locations[0], *locations[30:32]})
-    assert fewer.epoch_length == 34
-    kept = {row["prompt"] for row in [*LONG[1:], *SHORT[2:]]}
-    assert set(contents(fewer, 0, 2 * BLOCK)) == kept
-    with pytest.raises(ConfigError, match=r"data\.long_prompts: .*short\.jsonl"):
-        stream.without(locations[30:])

@@ -5,6 +5,7 @@ import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ FIRST = ["InitWeightChannel", "ExchangeWeights"]
 
 
 class StubWorker:
-    remote_device, is_placed, local_pid, killed = "", True, 0, ""
+    remote_device, is_placed, local_pid = "", True, 0
 
     def __init__(self, name):
         self.name, self.number, self.state = name, int(name[-1]), "starting"
@@ -29,9 +30,6 @@ class StubWorker:
 
     def send(self, command):
         self.commands.append(command)
-
-    def kill(self, reason):
-        self.killed = reason
 
     def taken(self):
         """Names of the commands since the last call."""
@@ -112,31 +110,12 @@ class StubFleet(Fleet):
         return {name: worker.taken() for name, worker in self.workers.items()}
 
 
-class StubLedger:
-    """Groups without end."""
-
-    is_complete, iteration = False, 3
-
-    def __init__(self):
-        self.open = {}
-        self.lost_with = []
-
-    def take(self, workers):
-        return {}
-
-    def num_open(self, worker):
-        return self.open.get(worker, 0)
-
-    def on_event(self, worker, event):
-        pass
-
-    def lost(self, worker, in_ring):
-        self.lost_with.append((worker, in_ring))
-
-
 def at_work(fleet):
-    """Let an iteration go on."""
-    ledger = StubLedger()
+    """Let an iteration go on: groups without end."""
+    ledger = SimpleNamespace(is_complete=False, iteration=3, open={}, lost_with=[])
+    ledger.take, ledger.on_event = lambda workers: {}, lambda worker, event: None
+    ledger.num_open = lambda worker: ledger.open.get(worker, 0)
+    ledger.lost = lambda worker, in_ring: ledger.lost_with.append((worker, in_ring))
     fleet.ledger = ledger
     return ledger
 
@@ -160,14 +139,8 @@ def test_channel_is_made_once_and_again_when_its_members_change():
 def test_death_of_a_member_cancels_the_exchange_and_it_is_repeated_without_it():
     fleet = StubFleet("cpu:3")
     repeated = [(name, DONE) for name in ("train-0", "rollout-0", "rollout-2")]
-    fleet.go(
-        7,
-        ("rollout-0", DONE),
-        ("rollout-1", LOST),
-        ("train-0", FAILED),
-        ("rollout-2", FAILED),
-        *repeated,
-    )
+    failed = [("train-0", FAILED), ("rollout-2", FAILED)]
+    fleet.go(7, ("rollout-0", DONE), ("rollout-1", LOST), *failed, *repeated)
     taken = fleet.taken()
     assert taken["train-0"] == [*FIRST, "CancelExchange", *FIRST]
     assert taken["rollout-0"] == [*FIRST, *FIRST], "it had answered"

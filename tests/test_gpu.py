@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_attention import FAMILIES, largest_gradient_gap, tiny_model
+from test_attention import tiny_model
 
 from benchmarks import weights as bench_weights
 from easyrl.bench.harness import QWEN3_06B
@@ -21,7 +21,6 @@ from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
-from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
 from easyrl.types import WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
 
@@ -78,21 +77,6 @@ def test_flex_attention_equals_the_blocks_in_float64(window, dtype):
     bound = 1e-5 if dtype == torch.float32 else 1e-2
     for a, b in zip(got, expected, strict=True):
         assert float((a.double() - b).norm() / b.norm()) <= bound
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
-    register_attention()
-    reference = tiny_model(family).to("cuda").double()
-    policy = Policy(tiny_model(family, ATTENTION_NAME).to("cuda"), torch.device("cuda"))
-    group = draw_rollouts(20, [2, 30, 17, 9, 24], 61)
-    expected = each_alone(group, Policy(reference, policy.device))
-    got = packed(group, policy)()
-    assert float((got.logprobs.double() - expected.logprobs).abs().max()) <= 1e-5
-    gap = largest_gradient_gap(
-        {name: g.double() for name, g in got.gradients.items()}, expected.gradients, floor=1e-4
-    )
-    assert gap <= 1e-5
 
 
 def make_engine(policy, prompts, lengths, **sampling):
