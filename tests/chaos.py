@@ -156,40 +156,31 @@ class Run:
             names = {line.partition("/dev/shm/")[2] for line in lines if " (deleted)" not in line}
             self.shared_memory |= {Path("/dev/shm", name) for name in names if name}
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """Every process of the run that has not ended, orphans too."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                is_ours = entry.name.isdecimal() and self.mark.encode() in (
-                    (entry / "environ").read_bytes().split(b"\0")
-                )
-                if is_ours:
+        found, mark = [], self.mark.encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(psutil.Process(int(entry.name)))
-            except (OSError, psutil.NoSuchProcess):
-                continue
         return found
 
     def victims(self, kind: str) -> list[psutil.Process]:
         """Processes of this kind, in the order in which they were started."""
         if kind == "controller":
             return [psutil.Process(self.process.pid)]
-        workers = self._children({self.process.pid})
+        workers = {"rollout": [], "train": []}
         # A worker writes to its log after a second; until then, its order tells what it is.
-        rollout = set()
-        for number, process in enumerate(workers):
+        for number, process in enumerate(self._children([psutil.Process(self.process.pid)])):
             name = _log_of(process) or ("train" if number == 2 else "rollout")
-            if name.startswith("rollout"):
-                rollout.add(process.pid)
+            workers[name.partition("-")[0]].append(process)
         if kind in ("reward", "environment"):
-            return self._children(rollout, are_environments=kind == "environment")
-        return [process for process in workers if (process.pid in rollout) == (kind == "rollout")]
+            return self._children(workers["rollout"], are_environments=kind == "environment")
+        return workers[kind]
 
-    def _children(
-        self, parents: set[int], *, are_environments: bool = False
-    ) -> list[psutil.Process]:
+    def _children(self, parents, *, are_environments=False):
         """Python processes that these have spawned."""
-        found = []
+        found, parents = [], {process.pid for process in parents}
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 is_spawned = "spawn_main" in " ".join(process.cmdline())

@@ -138,33 +138,21 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 
 def test_facts_about_gpus_are_warnings_or_errors(monkeypatch, tmp_path):
     """Of a machine that has none."""
-    facts = {
-        "accelerator": lambda *, is_asked: ("cuda", 2),
-        "total_memory_bytes": lambda kind, index: 2**36,
-        "memory_in_use": functools.cache(lambda kind, index: (0, "")),
-        "has_peer_access": lambda kind, *pair: True,
-        "has_c_compiler": lambda: True,
-    }
-    for name, fact in facts.items():
-        monkeypatch.setattr(devices, name, fact)
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
-    shared = ("devices.train=0", "model.dtype=bfloat16")
 
-    def check(*words):
+    def check(*words, **facts):
+        for name, fact in facts.items():
+            monkeypatch.setattr(devices, name, functools.cache(lambda *_, fact=fact, **__: fact))
         apart = f"output.dir={tmp_path}/run", "devices.infer=0", "devices.train=1"
-        return check_run(load_config(words=[*apart, *words]))
+        return check_run(load_config(words=[*apart, *words])).warnings
 
-    assert not check("model.dtype=bfloat16").warnings and not check(*shared).warnings
-    monkeypatch.setattr(devices, "has_peer_access", lambda kind, *pair: False)
-    (warning,) = check().warnings
-    assert "0 and 1" in warning and not check(*shared).warnings  # the latter uses one
-    monkeypatch.setattr(devices, "has_c_compiler", lambda: False)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
+    gpus = {"accelerator": ("cuda", 2), "total_memory_bytes": 2**36, "memory_in_use": (0, "")}
+    assert not check(**gpus, has_peer_access=True, has_c_compiler=True)
+    (warning,) = check(has_peer_access=False)
+    assert "0 and 1" in warning and not check("devices.train=0")  # the latter uses one
     with pytest.raises(ValueError, match="C compiler"):
-        check("model.dtype=bfloat16")
-    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 2**32)
+        check("model.dtype=bfloat16", has_c_compiler=False)
     with pytest.raises(ValueError, match=r"fits, by estimate: .*memory_fraction"):
-        check("devices.train=0", "rollout.memory_fraction=0.998")
-    in_use = functools.cache(lambda kind, index: (2**32 - 2**20, "blender (pid 77, 4095 MiB)"))
-    monkeypatch.setattr(devices, "memory_in_use", in_use)
+        check("devices.train=0", "rollout.memory_fraction=0.998", total_memory_bytes=2**32)
     with pytest.raises(ValueError, match=r"blender \(pid 77"):
-        check()
+        check(memory_in_use=(2**32 - 2**20, "blender (pid 77, 4095 MiB)"))

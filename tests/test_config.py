@@ -192,7 +192,6 @@ LONG = ("rollout.max_completion_length=4096", "data.max_prompt_length=100")
         ((), "learning_rate", 3e-4),
         (("model.lora.rank=1",), "learning_rate", 3e-3),
         (("model.path=m",), "learning_rate", 1e-6),
-        (("model.path=m", "model.lora.rank=1"), "learning_rate", 1e-5),
         (("model.lora.rank=1", "train.learning_rate=2e-6"), "learning_rate", 2e-6),
         ((), "max_tokens_per_micro_batch", 4096),
         (LONG, "max_tokens_per_micro_batch", 4196),
@@ -200,9 +199,7 @@ LONG = ("rollout.max_completion_length=4096", "data.max_prompt_length=100")
         (("model.dtype=bfloat16",), "importance_sampling_correction", "truncate"),
         (("algorithm.epsilon=0.1",), "algorithm.resolved_epsilon_high", 0.1),
         (("algorithm.loss_type=cispo",), "algorithm.resolved_epsilon_high", 5.0),
-        ((), "algorithm.trains_zero_advantages", False),
         (("algorithm.beta=0.01",), "algorithm.trains_zero_advantages", True),
-        (("algorithm.entropy_coef=0.01",), "algorithm.trains_zero_advantages", True),
     ],
 )
 def test_what_a_default_means(words, key, expected):

@@ -157,46 +157,6 @@ def test_a_broken_environment_is_handled_as_rewards_are(tmp_path, word):
     assert summary_of(run)["groups_trained"] == 8
 
 
-UNLUCKY = """
-import os, random, signal, time
-from pathlib import Path
-
-
-class Game:
-    def reset(self, **columns):
-        self.texts = []
-        if once("reset"):
-            time.sleep(1000)
-
-    def step(self, text):
-        self.texts.append(text)
-        if once("kill"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if once("hang"):
-            time.sleep(1000)
-        return f"{random.random()}", len(self.texts) > 1
-
-    def get_reward(self):
-        return len(self.texts)
-
-
-def once(name):
-    is_first = not Path(__file__).with_name(name).exists()
-    Path(__file__).with_name(name).touch()
-    return is_first
-"""
-
-
-@pytest.mark.long
-def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
-    (tmp_path / "unlucky.py").write_text(UNLUCKY)
-    words = ("--iterations", "2", "--environment", f"{tmp_path}/unlucky.py:Game")
-    words += ("rollout.tool_timeout_seconds=3", "reward.check=false")
-    run = finished(tmp_path / "run", *GUESS, *words)
-    assert all((tmp_path / name).exists() for name in ("reset", "kill", "hang"))
-    assert summary_of(run)["groups_trained"] == 12
-
-
 @pytest.mark.long
 def test_nothing_is_left_when_a_run_is_killed(tmp_path):
     process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
@@ -24,9 +23,7 @@ from easyrl.types import WeightPiece
 from easyrl.workers.packing import Rollout, pack
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 from tiny_models import (
-    FAMILIES,
     OLD_SIZES,
-    SIZES,
     VOCABULARY,
     draw_sequences,
     lay_out,
@@ -233,12 +230,7 @@ def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
     check()
 
 
-def test_unusable_target_is_refused_and_the_preflight_counts_what_will_be_trained():
-    for kind, targets in [("qwen2", ["q_proj", "query"]), ("qwen3_moe", ["experts"])]:
-        lora = LoraConfig(rank=2, target_modules=targets)
-        config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind]))
-        with pytest.raises(ConfigError, match=rf"model\.lora\.target_modules.*'{targets[-1]}'"):
-            check_lora(lora, "m", config)
+def test_preflight_counts_what_the_trainer_will_train():
     policy = Policy.load("tiny")
     policy.add_adapter(LORA, path="tiny", seed=0)
     num_trained = sum(parameter.numel() for parameter in policy.trained_parameters())
