@@ -29,7 +29,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -73,7 +72,7 @@ class Plan:
     stop_seconds: float  # 0: SIGKILL
 
     @classmethod
-    def of_trial(cls, seed: int, trial: int) -> Plan:
+    def of_trial(cls, seed, trial):
         draw = random.Random(f"{seed}/{trial}")
         (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
         number, moment, stop_seconds = draw.randrange(12), draw.random(), 0.0
@@ -84,12 +83,12 @@ class Plan:
         return cls(victim, number, moment, stop_seconds)
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def words(self):
         """Arguments of the run, besides SETTINGS."""
         return GAME if self.victim == "environment" else ()
 
     @property
-    def action(self) -> str:
+    def action(self):
         if not self.stop_seconds:
             return "killed"
         return "stopped past the limit" if self.stop_seconds > STALL_SECONDS else "stopped"
@@ -104,27 +103,24 @@ class Outcome:
     num_restarts: int = 0
     problems: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def __str__(self):
         ending = "resumed" if self.has_resumed else "finished"
         replaced = f", {self.num_restarts} replaced" if self.num_restarts else ""
         result = "FAILED: " + "; ".join(self.problems) if self.problems else ending + replaced
         return f"{self.plan.victim} {self.plan.action} in {self.phase}: {result}"
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
 class Run:
     """One `easyrl grpo` with a mark in the environment of all its processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         folder.mkdir(parents=True)
         self.folder, self.output, self.temporary = folder, folder / "run", folder / "tmp"
         self.temporary.mkdir()
         self.mark = f"EASYRL_CHAOS={folder.name}-{random.randbytes(8).hex()}"
         self.shared_memory: set[Path] = set()
 
-    def start(self, name: str, *words: str) -> None:
+    def start(self, name, *words):
         private = dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(self.temporary))
         private["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "torch")  # not in TMPDIR
         mark, _, value = self.mark.partition("=")
@@ -139,7 +135,7 @@ class Run:
             )
         self.started = time.monotonic()
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds):
         """Wait at most `seconds` for the end of the run; note its shared memory meanwhile."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -147,7 +143,7 @@ class Run:
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
         return self.process.poll() is not None
 
-    def note_shared_memory(self) -> None:
+    def note_shared_memory(self):
         for process in self.processes():
             try:
                 lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -165,7 +161,7 @@ class Run:
                     found.append(psutil.Process(int(entry.name)))
         return found
 
-    def victims(self, kind: str) -> list[psutil.Process]:
+    def victims(self, kind):
         """Processes of this kind, in the order in which they were started."""
         if kind == "controller":
             return [psutil.Process(self.process.pid)]
@@ -189,10 +185,10 @@ class Run:
                     found.append((process.create_time(), process.pid, process))
         return [process for *_, process in sorted(found, key=lambda each: each[:2])]
 
-    def leftovers(self) -> list[str]:
+    def leftovers(self):
         """Processes and shared memory that are still there after LEAVING_SECONDS."""
 
-        def left() -> list[Any]:
+        def left():
             return [*self.processes(), *(path for path in self.shared_memory if path.exists())]
 
         deadline = time.monotonic() + LEAVING_SECONDS
@@ -200,29 +196,26 @@ class Run:
             time.sleep(0.1)
         return [f"{each} left" for each in left()]
 
-    def files_left(self) -> list[str]:
+    def files_left(self):
         """Sockets and temporary files."""
         files = [path for path in self.output.rglob("*") if path.is_socket()]
         unfinished = [p for p in self.output.rglob("*") if p.name.endswith(".unfinished")]
         return [f"{path} left" for path in (*files, *unfinished, *self.temporary.iterdir())]
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
 
 
-def _log_of(process: psutil.Process) -> str:
+def _log_of(process):
     """The name of the worker whose log a process writes to."""
     try:
         log = Path(f"/proc/{process.pid}/fd/1").readlink()
     except OSError:
         return ""
     return log.stem if log.suffix == ".log" else ""
-
-
-# -- one trial ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -233,7 +226,7 @@ class Baseline:
     total: float
 
 
-def measure(folder: Path, jobs: int, words: tuple[str, ...]) -> Baseline:
+def measure(folder, jobs, words):
     """The times of undisturbed runs, as many at a time as there will be trials."""
     runs = [Run(folder / f"undisturbed-{len(words)}-{n}") for n in range(jobs)]
     try:
@@ -254,7 +247,7 @@ def measure(folder: Path, jobs: int, words: tuple[str, ...]) -> Baseline:
     return min(times, key=lambda baseline: baseline.total)
 
 
-def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
+def run_trial(plan, folder, baseline):
     """Run, act, and check. If the run ended before the moment, the moment is put forward."""
     outcome, run = Outcome(plan), Run(folder)
     try:
@@ -280,7 +273,7 @@ def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
     return outcome
 
 
-def _act(run: Run, plan: Plan, baseline: Baseline) -> float | None:
+def _act(run, plan, baseline):
     """Kill or stop the victim at its moment; returns the time, or None if the run has ended."""
     if plan.moment < STARTUP:
         run.wait(plan.moment / STARTUP * baseline.ready)
@@ -306,7 +299,7 @@ def _act(run: Run, plan: Plan, baseline: Baseline) -> float | None:
     return None
 
 
-def _check_end(run: Run, outcome: Outcome, limit: float) -> None:
+def _check_end(run, outcome, limit):
     plan, code, problems = outcome.plan, run.process.returncode, outcome.problems
     if code != 0:
         if plan.victim in MUST_FINISH:
@@ -334,7 +327,7 @@ def _check_end(run: Run, outcome: Outcome, limit: float) -> None:
             problems.append(f"{outcome.num_restarts} workers replaced, expected {low} to {high}")
 
 
-def ledger(output: Path) -> list[str]:
+def ledger(output):
     """Return faults in the files of a finished run: each iteration, group and sample is once."""
     problems = []
     summary, lines = summary_of(output), lines_of(output / "metrics.jsonl")
@@ -352,10 +345,7 @@ def ledger(output: Path) -> list[str]:
     return problems
 
 
-# -- the trace ------------------------------------------------------------------------------------
-
-
-def _trace(output: Path) -> list[dict[str, Any]]:
+def _trace(output):
     """The trace's lines by time, without one that is cut off."""
     found = []
     try:
@@ -370,18 +360,18 @@ def _trace(output: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: line["ts"])
 
 
-def _is_ready(output: Path) -> bool:
+def _is_ready(output):
     return any(line["ph"] == "B" for line in _trace(output))
 
 
-def trace_times(output: Path) -> tuple[float, float, float]:
+def trace_times(output):
     """Unix times of a run's start, of its first evaluation or iteration, and of its end."""
     lines = [line for line in _trace(output) if line["ph"] != "M"]
     ready = next(line["ts"] for line in lines if line["ph"] == "B")
     return lines[0]["ts"] / 1e6, ready / 1e6, lines[-1]["ts"] / 1e6
 
 
-def phase_at(output: Path, moment: float) -> str:
+def phase_at(output, moment):
     """Return the phase of the run at this Unix time."""
     phase = "startup"
     for line in _trace(output):
@@ -403,10 +393,7 @@ def phase_at(output: Path, moment: float) -> str:
     return phase
 
 
-# -- all trials -----------------------------------------------------------------------------------
-
-
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--trials", type=int, default=20)
@@ -424,7 +411,7 @@ def main() -> int:
     }
     print(f"undisturbed: {[*baselines.values()]}")
 
-    def one(number: int) -> Outcome:
+    def one(number):
         plan = plans[number]
         outcome = run_trial(plan, folder / f"trial-{number}", baselines[plan.words])
         print(f"trial {number}, {outcome.seconds:.1f} s: {outcome}", flush=True)

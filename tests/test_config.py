@@ -49,23 +49,6 @@ def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
         assert load_config(write(tmp_path, text)) == load_config() == Config()
 
 
-@pytest.mark.parametrize(
-    ("typed", "hint"),
-    [
-        ("train.lr=1", "train.learning_rate?"),
-        ("learning-rate=1", "train.learning_rate"),
-        ("rollout.n=1", "rollout.num_generations"),
-        ("trian.iterations=1", "did you mean train?"),
-        ("train.learning_rte=1", "did you mean train.learning_rate?"),
-        ("model.lra.rank=1", "did you mean model.lora?"),
-        ("xx.yy=1", "easyrl config"),
-        ("iterations", "section.key=value"),
-    ],
-)
-def test_an_unknown_name_is_answered_with_the_setting_that_it_may_mean(typed, hint):
-    assert hint in error_of(typed)
-
-
 def test_every_synonym_and_advice_names_settings_that_exist():
     last_parts = {name.rpartition(".")[2] for name in KEYS}
     assert last_parts.issuperset(SYNONYMS.values())

@@ -25,8 +25,7 @@ from easyrl.runtime.metrics import evaluation_metrics
 from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
-from hub_rows import put_in_place_of_the_hub
-from mistakes import TINY, change_json, make_run
+from mistakes import TINY, make_run
 from runs import descendants, lines_of, wait_until_gone
 
 NUM_PROBLEMS = 6
@@ -174,20 +173,17 @@ def test_other_settings_are_refused_once_a_problem_is_answered(workers, run, tmp
         ("--reward", "exact_match"): "reward_functions",
     }.items():
         assert f"{key}: expected" in call(folder, *words, *more, code=2)
+    file = tmp_path / "r.py"  # a reward that is edited
+    for value, code in ((0, 0), (1, 2)):
+        file.write_text(f"def f(completions, **_):\n    return [{value}] * len(completions)\n")
+        out = call(tmp_path / "own", "--reward", f"{file}:f", *SMALL, code=code)
+    assert "reward.functions_identity" in out
     lock = lock_folder(folder)  # of another command
     assert "output.dir" in call(folder, *words, code=2)
     os.close(lock)
     # Settings that change no answer may differ, and so may spellings.
     call(folder, *words, "reward.num_workers=2", "eval.temperature=1.0")
-    assert len(workers.asked) == 2
-
-
-def test_an_edited_reward_is_another_evaluation(workers, tmp_path):
-    file = tmp_path / "r.py"
-    for value, code in ((0, 0), (1, 2)):
-        file.write_text(f"def f(completions, **_):\n    return [{value}] * len(completions)\n")
-        out = call(tmp_path / "ev", "--reward", f"{file}:f", *SMALL, code=code)
-    assert "reward.functions_identity" in out
+    assert len(workers.asked) == 3
 
 
 def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
@@ -243,21 +239,6 @@ def test_sampling_is_the_users_then_the_presets_then_that_of_training():
     ]:
         config = load_config(words=words)
         assert SamplingChoice.of_evaluation(config.eval, config.rollout, preset) == expected
-
-
-def test_preset_brings_its_prompt_and_sampling(workers, tmp_path, monkeypatch):
-    put_in_place_of_the_hub(monkeypatch)
-    model = shutil.copytree(TINY, tmp_path / "model")
-    change_json("config.json", max_position_embeddings=40000)(model)
-    words = ("--infer-devices", "cpu", "--reward", "exact_match", "data.chat=false")
-    words += ("data.max_prompt_length=2000", "--model", str(model), "--dataset", "math500")
-    results = evaluated(tmp_path / "ev", *words)
-    keys = ("num_problems", "num_samples", "temperature", "top_p")
-    assert [results[key] for key in keys] == [6, 4, 0.6, 0.95]
-    asked = lines_of(tmp_path / "ev" / "samples.jsonl")[0]["prompt"]
-    assert asked.endswith("within \\boxed{}.")
-    too_small = call(tmp_path / "small", *words, "--model", "tiny", code=2)
-    assert "eval.max_completion_length" in too_small
 
 
 @pytest.mark.parametrize(

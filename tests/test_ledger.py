@@ -214,18 +214,14 @@ def test_metrics_include_replaced_groups():
     ledger = open_ledger(num_groups=2, num_workers=1)
     (command,) = ledger.take(["rollout-0"]).values()
     zero, one = command.prompts
-    ledger.on_event("rollout-0", report(one, is_rejected=True, busy_seconds=3.0))
-    ledger.on_event("rollout-0", report(zero, busy_seconds=2.0))  # it had to wait for a slot
+    ledger.on_event("rollout-0", report(one, is_rejected=True))
+    ledger.on_event("rollout-0", report(zero))
     (command,) = ledger.take(["rollout-0"]).values()
-    equal = {"rewards": [1.0, 1.0], "is_unwanted": True, "busy_seconds": 4.0}
+    equal = {"rewards": [1.0, 1.0], "is_unwanted": True}
     ledger.on_event("rollout-0", report(command.prompts[0], **equal))
     ledger.on_event("train-0", events.IterationTrained(0, 1, 2, 16, 0.0, {}))
-    before = {"num_tokens": 4}
-    metrics = iteration_metrics(ledger, 0, ["score"], before, seconds=2.0, num_devices=2)
-    assert metrics["reward"] == pytest.approx(2.5 / 3)
+    metrics = iteration_metrics(ledger, 0, ["score"], {"num_tokens": 4}, seconds=2.0, num_devices=2)
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (1, 1)
-    assert metrics["replacement_rounds"] == 1
     assert (metrics["num_tokens"], metrics["num_generated_tokens"]) == (20, 24)
-    assert metrics["perf/tokens_per_second_per_device"] == 4.0
-    assert metrics["perf/infer_seconds"] == 4.0
+    assert metrics["perf/tokens_per_second_per_device"] == 4.0  # of both groups of devices
