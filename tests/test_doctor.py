@@ -17,72 +17,36 @@ from easyrl.cli import doctor
 from easyrl.cli.doctor import GIB, SUPPORTED, check
 from easyrl.engines.vllm import platforms
 from easyrl.rewards import sandbox
-from easyrl.rewards.sandbox import find_variant
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A healthy machine without accelerators; a function that changes facts of it."""
-    facts = {
-        platforms: {
-            "package_version": {"torch": "2.13.0+cpu", "transformers": "5.23.0"}.get,
-            "vllm_version": lambda: None,
-            "unsupported_reason": lambda kind: None,
-        },
-        doctor: {
-            "_free_bytes": lambda path: GIB // 16 if str(path) == "/dev/shm" else 100 * GIB,
-            "available_memory_bytes": lambda: 20 * GIB,
-        },
-        sandbox: {"find_variant": lambda kind: kind},
-        devices: {
-            "accelerator": lambda: ("cpu", 0),
-            "num_device_nodes": lambda kind: 0,
-            "has_c_compiler": lambda: True,
-            "total_memory_bytes": lambda kind, index: 140 * GIB,
-            "device_label": lambda kind, index: "H200",
-        },
-    }
-
-    def change(module, **changed):
-        for name, fact in changed.items():
-            monkeypatch.setattr(module, name, fact)
-
-    for module, of_module in facts.items():
-        change(module, **of_module)
-    return change
-
-
-def test_a_healthy_machine_has_no_remedies(machine):
-    assert all(line.status == "ok" and not line.remedy for line in check())
 
 
 def no_cann():
     raise OSError("CANN")
 
 
-NO_BWRAP = {"find_variant": find_variant.__wrapped__, "_bwrap_command": lambda kind: ["none"]}
-OLD_VLLM = {"vllm_version": lambda: "0.34.1", "unsupported_reason": lambda kind: "too new"}
+VLLM, UNUSABLE = {"vllm_version": lambda: "0.34.1"}, {"unsupported_reason": lambda kind: "too new"}
 
 
 @pytest.mark.parametrize(
     ("name", "status", "module", "facts"),
     [
-        ("torch", "failed", platforms, {"package_version": {"transformers": "5.23.0"}.get}),
+        ("torch", "failed", platforms, {"package_version": lambda name: None}),
         ("torch", "failed", platforms, {"package_version": lambda name: "2.16.0"}),
         ("memory", "failed", doctor, {"available_memory_bytes": lambda: GIB // 2}),
         ("disk", "failed", doctor, {"_free_bytes": lambda path: 0}),
-        ("shared memory", "warning", devices, {"accelerator": lambda: ("cuda", 2)}),
-        ("shared memory", "warning", platforms, {"vllm_version": lambda: "0.32.0"}),
-        ("vllm", "warning", platforms, OLD_VLLM),
-        ("code sandbox", "warning", sandbox, NO_BWRAP),
+        ("shared memory", "warning", doctor, {"_free_bytes": lambda path: GIB // 16}),
+        ("vllm", "warning", platforms, VLLM | UNUSABLE),
+        ("code sandbox", "warning", sandbox, {"_bwrap_command": lambda variant: ["no-such-bwrap"]}),
         ("accelerators", "warning", devices, {"num_device_nodes": lambda kind: 4}),
         ("accelerators", "failed", devices, {"accelerator": no_cann}),
     ],
 )
-def test_limited_machine_fails_or_warns_with_a_remedy(machine, name, status, module, facts):
-    machine(module, **facts)
+def test_limited_machine_fails_or_warns_with_a_remedy(monkeypatch, name, status, module, facts):
+    monkeypatch.setattr(platforms, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(sandbox, "find_variant", sandbox.find_variant.__wrapped__)
+    for fact, value in facts.items():
+        monkeypatch.setattr(module, fact, value)
     line = next(line for line in check() if line.name == name)
     assert line.status == status
     assert name != "torch" or line.remedy == f"pip install 'torch{SUPPORTED[name]}'"
