@@ -114,6 +114,10 @@ def test_three_completions(loss_type, loss, scales):
     each = [-1.0, -1.2, -0.9, 2.0, -0.5, -0.5]
     gradient = [value * scale for value, scale in zip(each, scales, strict=True)]
     check(THREE, {"loss_type": loss_type}, loss, gradient)
+    entropies = zip([0.5, 0.8, 1.1, 1.4, 1.7, 2.0], scales, strict=True)
+    with_bonus = loss - 0.3 * sum(entropy * scale for entropy, scale in entropies)
+    of_entropy = {"entropy_gradient": [-0.3 * scale for scale in scales]}
+    check(THREE, {"loss_type": loss_type, "entropy_coef": 0.3}, with_bonus, gradient, **of_entropy)
 
 
 @pytest.mark.parametrize(
