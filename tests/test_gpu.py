@@ -1,19 +1,28 @@
 """Tests that need an NVIDIA GPU: compiled FlexAttention, half precision, a shared device, NCCL.
 
-One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests that need two GPUs
-are skipped if there is one.
+One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests that need two
+GPUs are skipped if there is one. For figures: `easyrl bench loop`, `engine`, `weights`
+and `attention`.
 """
 
+from __future__ import annotations
+
 import importlib.util
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_attention import tiny_model
+from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 
+from benchmarks import attention as bench
 from benchmarks import weights as bench_weights
 from easyrl.bench.harness import QWEN3_06B
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines import step_graphs
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
@@ -21,7 +30,8 @@ from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
-from easyrl.types import WeightPiece
+from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
+from easyrl.types import Weight, WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
 
 pytestmark = [
@@ -42,7 +52,7 @@ GROUPS = [(70, [33, 200, 1]), (300, [5, 128]), (3, [9])]
 NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions in GROUPS)
 
 
-def run(folder, *words, timeout=240):
+def run(folder: Path, *words: str, timeout: float = 240) -> str:
     """Run to the end without an error; return what was printed."""
     code, out, err = finish("--output", str(folder), "--no-live", *words, timeout=timeout)
     assert code == 0, out + err
@@ -79,7 +89,61 @@ def test_flex_attention_equals_the_blocks_in_float64(window, dtype):
         assert float((a.double() - b).norm() / b.norm()) <= bound
 
 
-def make_engine(policy, prompts, lengths, **sampling):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
+    register_attention()
+    reference = tiny_model(family).to("cuda").double()
+    policy = Policy(tiny_model(family, ATTENTION_NAME).to("cuda"), torch.device("cuda"))
+    group = draw_rollouts(20, [2, 30, 17, 9, 24], 61)
+    expected = each_alone(group, Policy(reference, policy.device))
+    got = packed(group, policy)()
+    assert float((got.logprobs.double() - expected.logprobs).abs().max()) <= 1e-5
+    gap = largest_gradient_gap(
+        {name: g.double() for name, g in got.gradients.items()}, expected.gradients, floor=1e-4
+    )
+    assert gap <= 1e-5
+
+
+def test_bfloat16_with_shared_prompts_is_as_exact_as_with_repeated_ones():
+    """Compared with float64. The row with repeated prompts shows the error of bfloat16 itself."""
+    size = QWEN3_06B | {"num_hidden_layers": 4, "vocab_size": 1000}
+    row = bench.compare(bench.Shape(200, 30, 90, 6), size, torch.bfloat16, "cuda", 1)
+    for error in ("max_logprob_error", "max_grad_error"):
+        assert row[error] <= 1.5 * row[f"{error}_repeated"]
+
+
+def test_worker_sees_one_gpu_and_its_part_of_the_memory():
+    last = torch.cuda.device_count() - 1
+    script = """
+import sys
+from easyrl.config import load_config
+from easyrl.runtime import launch
+from easyrl.workers.settings import WorkerSettings
+settings = WorkerSettings(
+    name="rollout-0", owner_id=0, device="cuda:0", weights_cross_on_cpu=False, num_threads=1,
+    config=load_config(), max_concurrent_groups=1, store="", log_file=None,
+    device_indices=(int(sys.argv[1]),), memory_fraction=0.01,
+)
+launch._set_up_environment(launch.with_environment(settings))
+import torch
+print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid)
+try:
+    torch.empty(torch.cuda.get_device_properties(0).total_memory // 50, device="cuda:0",
+                dtype=torch.uint8)
+except torch.OutOfMemoryError as error:
+    print("out of memory")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(last)], capture_output=True, text=True, check=True
+    )
+    uuid = torch.cuda.get_device_properties(last).uuid
+    assert done.stdout.splitlines() == [f"1 {uuid}", "out of memory"]
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
     settings = SamplingSettings(
         max_prompt_length=max(map(len, prompts)),
         max_completion_length=int(lengths.max()),
@@ -89,7 +153,7 @@ def make_engine(policy, prompts, lengths, **sampling):
     return EmbeddedEngine(policy, settings, num_rows=30, ignore_eos=True)
 
 
-def generate(engine, prompts, lengths):
+def generate(engine, prompts, lengths) -> list:
     """Generate completions of these lengths; return their bits."""
     for number, prompt in enumerate(prompts):
         engine.submit(GroupRequest((number,), prompt, 4, lengths[number].tolist()))
@@ -100,13 +164,13 @@ def generate(engine, prompts, lengths):
     return [(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions]
 
 
-def draw_inputs(prompt_lengths):
+def draw_inputs(prompt_lengths) -> tuple[list[list[int]], np.ndarray]:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 60, length).tolist() for length in prompt_lengths * 6]
     return prompts, generator.integers(1, 200, (len(prompts), 4))
 
 
-def tiny_policy(family, dtype, seed=1):
+def tiny_policy(family, dtype, seed=1) -> Policy:
     register_attention()
     model = tiny_model(family, ATTENTION_NAME, seed=seed, max_position_embeddings=512)
     return Policy(model.to("cuda", dtype), torch.device("cuda"))
@@ -142,6 +206,40 @@ def test_replayed_decode_steps_give_the_bits_of_plain_ones(
     assert engines["replayed"].graphs.num_replays > engines["replayed"].num_steps / 2
 
 
+def test_long_rows_and_deterministic_sampling_of_the_likeliest(monkeypatch):
+    """Some steps have too much padding. `scatter_` has another kernel in deterministic mode."""
+    inputs = draw_inputs((200, 70, 10))
+    policy = tiny_policy("qwen3", torch.float32)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        monkeypatch.setattr(step_graphs, "MAX_PADDING", 2000 * 16)  # cells
+        engine = make_engine(policy, *inputs, top_k=5, top_p=0.9)
+        assert generate(engine, *inputs) == generate(engine, *inputs)
+        assert 0 < engine.graphs.num_replays < engine.num_steps / 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_model_that_cannot_be_captured_leaves_the_gpu_usable():
+    policy, inputs = tiny_policy("qwen3", torch.float32), draw_inputs((3, 9, 5))
+    expected = generate(make_engine(policy, *inputs), *inputs)
+    hook = policy.model.model.layers[0].register_forward_hook(lambda *a: a[2].max().item() and None)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        engine = make_engine(policy, *inputs)
+        generate(engine, *inputs)
+    assert engine.graphs.num_replays == 0
+    hook.remove()
+    torch.cuda.empty_cache()
+    torch.rand(1000, device="cuda")
+    engine = make_engine(policy, *inputs)
+    assert generate(engine, *inputs) == expected
+    assert engine.graphs.num_replays > 0
+
+
+# -- weights: device to device, and over NCCL ------------------------------------------------------
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("train", "size"), [("0", FEW_LAYERS), pytest.param("1", QWEN3_06B, marks=TWO_GPUS)]
@@ -157,16 +255,47 @@ def test_every_bit_of_the_weights_arrives_on_a_gpu(train, size, dtype):
         assert row["share_of_bare"] >= 0.7, row  # the goal in docs/benchmarks.md
 
 
+def trainer_channel(size: int, timeout_seconds: float) -> WeightChannel:
+    store = f"/proc/{os.getpid()}/fd/{os.memfd_create('test-store')}"
+    return WeightChannel(
+        WeightEndpoint(store, 0, size, "train-0", "cuda:0", timeout_seconds, bucket_bytes=2**22)
+    )
+
+
+def test_the_channel_broadcasts_over_nccl():
+    """NCCL supports one rank per GPU. Weights in buckets, direct, cast, repeated."""
+    channel = trainer_channel(1, 10.0)
+    big = torch.randn(3 * 2**20, device="cuda")
+    tensors = {"big": big, "half": big[:999].bfloat16(), "scalar": torch.tensor(1.0).cuda()}
+    every = [Weight.stored(*each, is_trained=True) for each in tensors.items()]
+    sizes = sum(tensor.nbytes for tensor in tensors.values())
+    assert channel.send(0, every) == channel.send(1, every) == sizes
+    num_elements = sum(tensor.numel() for tensor in tensors.values())
+    assert channel.send(2, every, dtype=torch.bfloat16) == 2 * num_elements
+    started = time.monotonic()
+    del channel
+    assert time.monotonic() - started < 2.0
+
+
+def test_missing_nccl_rank_is_waited_for_until_the_timeout():
+    with pytest.raises(TimeoutError, match=r"train-0 \(rank 0 of 2\), making the process group"):
+        trainer_channel(2, 1.0)
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ("--schedule", "sync", "model.dtype=bfloat16"),
         ("--schedule", "periodic", "model.dtype=bfloat16"),
         pytest.param(("rollout.engine=vllm", "model.dtype=bfloat16"), marks=NEEDS_VLLM),
+        pytest.param(("rollout.engine=vllm", "model.dtype=float32"), marks=NEEDS_VLLM),
     ],
     ids=" ".join,
 )
-def test_rollout_and_trainer_share_a_gpu(words, tmp_path):
+def test_rollout_and_trainer_share_a_gpu(words, tmp_path: Path):
     """The trainer's weights are float32. In bfloat16 a layer at a time is gathered as bfloat16."""
     segments = set(Path("/dev/shm").iterdir())
     more = ("--iterations", "3", *ANSWERS, "rollout.memory_fraction=0.4", *words)
@@ -180,7 +309,27 @@ def test_rollout_and_trainer_share_a_gpu(words, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_schedules_and_a_resumed_run_end_in_the_same_bits(dtype, tmp_path):
+def test_offloading_does_not_change_training(dtype, tmp_path: Path):
+    """The reference and the old policy are loaded into the policy's weights. If the policy's were
+    restored too early, the second update would have no KL."""
+    lines = []
+    for number, offload in enumerate(("[]", "[optimizer, reference, old]")):
+        folder = tmp_path / str(number)
+        run(
+            folder, *SHARED, "--iterations", "1", *ANSWERS, f"model.dtype={dtype}",
+            "runtime.deterministic=true", "algorithm.beta=0.1", "train.updates_per_iteration=2",
+            "train.learning_rate=0.001", "train.lr_scheduler_type=constant",
+            f"train.offload={offload}",
+        )  # fmt: skip
+        lines += lines_of(folder / "metrics.jsonl")
+    here, there = lines
+    assert here["kl"] > 0 and here["grad_norm"] > 0
+    for name in ("kl", "clip_ratio/high_mean", "grad_norm"):
+        assert there[name] == pytest.approx(here[name], rel=0.02, abs=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_schedules_and_a_resumed_run_end_in_the_same_bits(dtype, tmp_path: Path):
     words = (*SHARED, *ANSWERS, f"model.dtype={dtype}", "runtime.deterministic=true")
     words += ("train.lr_scheduler_type=constant", "data.num_held_out=16")
     whole, other, parted = (tmp_path / name for name in ("whole", "other", "parted"))
@@ -201,7 +350,7 @@ def test_both_schedules_and_a_resumed_run_end_in_the_same_bits(dtype, tmp_path):
         pytest.param("cpu", "0-1", marks=TWO_GPUS),
     ],
 )
-def test_a_run_with_devices_for_each_role(infer, train, tmp_path):
+def test_a_run_with_devices_for_each_role(infer, train, tmp_path: Path):
     where = ("--infer-devices", infer, "--train-devices", train)
     run(tmp_path / "run", *where, "--iterations", "3", *ANSWERS)
     summary = summary_of(tmp_path / "run")
