@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from easyrl.engines import kv_cache, sampling
+from easyrl.engines import embedded, kv_cache, sampling
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
@@ -189,8 +189,27 @@ def test_new_and_used_engines_give_the_same_bits_in_the_same_order():
     assert one == other and sorted(again) == sorted(one)
 
 
-def test_fused_operations_are_checked_with_each_new_set_of_weights():
+@pytest.mark.parametrize("bound", [15, 5], ids=["some prompts", "less than the longest"])
+def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
+    """A prompt that is longer than the bound is prefilled alone. They are served in order."""
+    monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", bound)
+    engine, lengths = make_engine(num_rows=16), [len(prompt) for prompt in draw_prompts(40)]
+    for request in requests(draw_prompts(40)):
+        engine.submit(request)
+    while engine.has_work:
+        before, taken = engine.num_prompt_tokens, []
+        engine.step()
+        while sum(taken) < engine.num_prompt_tokens - before:
+            taken.append(lengths.pop(0))
+        assert sum(taken) == engine.num_prompt_tokens - before
+        assert sum(taken) <= bound or len(taken) == 1
+    assert not lengths
+
+
+def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weights():
     """A difference may be hidden by the first weights: here what follows it is multiplied by 0."""
+    are_fused = [each._run_model is each._decoder for each in map(make_engine, EMBEDDED)]
+    assert are_fused == [True, True, True, False]  # Gemma 2 is of another kind
     policy, new = make_policy("qwen3"), make_policy("qwen3", seed=2)
     attention = policy.model.model.layers[1].self_attn
     attention.q_norm.register_forward_hook(lambda *a: 2 * a[2])
@@ -278,6 +297,21 @@ def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(nam
     assert tokens_of(got) != tokens_of(old)
 
 
+def test_memory_of_an_evaluations_prompts_is_freed_for_training():
+    """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
+    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
+    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
+    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
+    run(engine, evaluation)
+    assert engine.cache.prompts_size[0] > 2 * size[0]
+    for _ in range(2):
+        engine.load_weights(pieces_of(make_policy("qwen3")))
+        assert bits_of(run(engine, training)) == expected
+    engine.load_weights(pieces_of(make_policy("qwen3")))
+    assert engine.cache.prompts_size == size  # training needs as much again
+    assert engine.cache.prompts[0][0].shape[0] == size[0]
+
+
 def sample(logits, uniforms, temperature, **settings):
     settings = SamplingSettings(
         max_prompt_length=1, max_completion_length=1, temperature=temperature, **settings
@@ -298,6 +332,12 @@ def test_frequencies_are_the_probabilities(vocabulary):
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert (counts - number * expected).abs().max() <= 1.01
     np.testing.assert_allclose(logprobs, expected.log()[tokens], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [99, 300])
+def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
+    token, logprob = sample(torch.full((1, vocabulary), torch.nan), torch.ones(1).double() / 2, 1.0)
+    assert 0 <= int(token) < vocabulary and logprob.isnan()
 
 
 def test_greedy_tokens_have_logprobs_at_temperature_1_and_ties_go_to_the_first():

@@ -6,6 +6,8 @@ from functools import cache
 import pytest
 import torch
 
+from easyrl.config import ConfigError
+from easyrl.model import exactness
 from easyrl.model.attention import PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed
 from easyrl.model.files import max_positions
@@ -71,6 +73,62 @@ def test_what_cannot_be_trained_or_not_with_shared_prompts_is_refused(
 ):
     with pytest.raises(ValueError, match=rf"model\.(attention|path).*{reason}"):
         load(tmp_path, model_type, changes, attention="shared_prompt")
+
+
+def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):
+    """transformers 5.17 gave Gemma 2 one without soft-capping."""
+    for gap, expected in ((exactness._gap_to_eager, "sdpa"), (lambda *_: "wrong", "eager")):
+        model = policy_of("qwen2_moe").model
+        model.set_attn_implementation("sdpa")
+        monkeypatch.setattr(exactness, "_gap_to_eager", gap)
+        assert attend_packed(model) is not None
+        assert model.config._attn_implementation == expected
+
+
+@pytest.mark.parametrize(("no_rope", "scale"), [([1, 0, 1], 4), ([1, 0, 1], 8192), ([1, 1, 1], 4)])
+def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(no_rope, scale, tmp_path):
+    """Llama 4 scales the queries of layers without RoPE, from place `floor_scale` on."""
+    changes = UNSHARED["llama4_text"][0] | {"layer_types": ["full_attention"] * 3}
+    changes |= {"no_rope_layers": no_rope, "floor_scale": scale, "attn_scale": 0.5}
+    reference = tiny_model("llama4_text", "eager", SPREAD, **changes)
+    reference.save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path))
+    assert policy.shares_prompts is all(no_rope)
+    assert policy.shares_prompts or "index in the row" in policy.no_packing_reason
+    assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "bloom"])
+def test_model_is_checked_once_unless_the_check_failed_or_weights_differ(
+    family, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    changes = UNSHARED[family][0] if family in UNSHARED else {}
+    folder, model, checked = str(tmp_path / "model"), tiny_model(family, None, **changes), []
+    model.save_pretrained(folder)
+
+    def check(model):
+        checked.append(model)
+        if len(checked) == 1:
+            raise ConfigError("transformers cannot run it")
+        return attend_packed(model)
+
+    monkeypatch.setattr("easyrl.model.policy.attend_packed", check)
+    with pytest.raises(ConfigError, match="cannot run"):
+        Policy.load(folder)
+    one, other = (Policy.load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert one.shares_prompts is other.shares_prompts is (family == "qwen3")
+    assert one.no_packing_reason == other.no_packing_reason and len(checked) == 2
+    assert one.model.config._attn_implementation == other.model.config._attn_implementation
+    next(model.parameters()).data += 1.0
+    model.save_pretrained(folder)
+    Policy.load(folder)
+    for entry in (tmp_path / "cache/easyrl/checked").iterdir():
+        entry.write_text("[nul")  # its process was killed while it wrote
+    Policy.load(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no cache
+    Policy.load(folder)
+    assert len(checked) == 5
 
 
 def test_wrong_result_is_reported(monkeypatch):
