@@ -189,6 +189,9 @@ def test_only_rollouts_with_a_gradient_are_trained(keywords, kept):
     slices = group.completion_slices()
     assert got == [group.completion_ids[slices[number]].tolist() for number in kept]
     assert group.loss_mask.all()  # the ring's is as it was
+    batch = pack(split_group(group, **keywords))  # whose slot is overwritten while it is trained
+    memory = [[x for x in vars_of(y).values() if hasattr(x, "dtype")] for y in (group, batch)]
+    assert not any(np.shares_memory(a, b) for a in memory[0] for b in memory[1])
 
 
 @settings(max_examples=60)
@@ -326,6 +329,19 @@ def test_periodic_trains_what_has_arrived(feed, monkeypatch):
     source.arrive()
     assert next(batches).num_completions == 2 * NUM_GENERATIONS  # both that arrived meanwhile
     assert list(batches) == [] and source.num_waits == 3
+
+
+def test_periodic_never_waits_while_it_holds_every_slot(feed):
+    source = feed([make_group(FIRST + index) for index in range(5)], num_slots=2)
+    sizes = [batch.num_completions // NUM_GENERATIONS for batch in source.batches(5)]
+    assert sizes == [2, 2, 1]
+
+
+@IN_ORDER
+def test_groups_without_a_gradient_free_their_slots(feed, deterministic):
+    source = feed([zeroed(make_group(FIRST + n), [0, 1, 2]) for n in range(3)], num_slots=1)
+    assert not [*source.batches(3, max_tokens=50, deterministic=deterministic, num_ranks=2)]
+    assert source.num_free == 1
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,22 @@
 """Data sets, presets and mixtures: every source gives the same kind of prompts, and errors name
 file and line."""
 
+import csv
+import datetime
 import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
+import torch
+from PIL import Image
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
-from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
+from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK
 from easyrl.rewards.loading import reward_specs
@@ -116,6 +121,38 @@ def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
     (_, first), (_, second) = rows_of(file)
     assert first["answer"] == "x" and second == {"answer": None, "level": None, "hint": hint}
     assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
+
+
+def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path):
+    limit, long = csv.field_size_limit(), "x" * 140_000
+    text = f'prompt,answer\r\n"1,000+1=",007\r\n"two\nlines",NA\r\na,{long}\r\n'
+    (tmp_path / "data.csv").write_text(text, newline="")
+    values = {"1,000+1=": "007", "two\nlines": "NA", "a": long}
+    assert rows_of(tmp_path / "data.csv") == [(k, {"answer": v}) for k, v in values.items()]
+    assert csv.field_size_limit() == limit
+
+
+class Point:
+    def __init__(self, *values):
+        self.values = values
+
+
+VALUES = [
+    lambda k: Image.new("RGB", (4, 4), (k, 0, 0)),
+    lambda k: {"nested": [Image.new("P", (4, 4), k), b"bytes"]},
+    lambda k: np.arange(5000) == 2500 + k,
+    lambda k: np.full((2, 1500), 0.5 + k, dtype=np.float16),
+    lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
+    lambda k: Point(1, [Point(k)]),
+    lambda k: [float("nan"), None, datetime.datetime(2020, 1, k)],
+]
+
+
+@pytest.mark.parametrize("make", VALUES, ids=range(len(VALUES)))
+def test_identity_is_of_the_content_of_values(make):
+    values = [make(k) for k in (1, 1, 2)]  # all have addresses of their own
+    first, second, other = (problem_ids([Prompt(0, "p", {"x": v})])[0] for v in values)
+    assert first == second != other
 
 
 def write_two(folder, *names):

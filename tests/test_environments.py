@@ -193,6 +193,13 @@ def test_errors_of_a_tool_are_results(own):
         assert error.startswith("{'error': ") and word in error
 
 
+def test_output_is_counted_by_call(own):
+    """That is what it prints. Its result may be of a subclass of str."""
+    shout = ToolCall("run", {"code": "print('x' * 2**20) or Odd('loud')"})
+    assert [act(own, shout).messages[0]["content"] for _ in range(20)] == ["loud"] * 20
+    assert act(own, *[shout] * 20).num_errors == 5  # the line ends count
+
+
 SERVER = """
 import socket, uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
@@ -359,6 +366,13 @@ def test_tokens_of_a_conversation_are_the_templates_own():
     assert ids == talk.prompt_ids(prompt)
     # An answer without an end token gets one.
     assert talk.suffix([message], 50) == [1, *talk.suffix([message], 1)]
+
+
+def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_ends():
+    talk, tokenizer = conversations(), chat_tokenizer()
+    answer = tokenizer.encode("hm " + call("f", '{"x": 1}'))
+    for prefix, num_calls in (("q", 1), ("q<think>\n", 0), ("q<think>\n\n</think>\n\n", 1)):
+        assert len(talk.read_turn(answer, tokenizer.encode(prefix))[1]) == num_calls
 
 
 @pytest.mark.parametrize(

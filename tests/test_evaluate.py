@@ -173,17 +173,20 @@ def test_other_settings_are_refused_once_a_problem_is_answered(workers, run, tmp
         ("--reward", "exact_match"): "reward_functions",
     }.items():
         assert f"{key}: expected" in call(folder, *words, *more, code=2)
-    file = tmp_path / "r.py"  # a reward that is edited
+    file, own = tmp_path / "r.py", tmp_path / "own"  # a reward that is edited
+    more = ("--reward", f"{file}:f", *SMALL)
     for value, code in ((0, 0), (1, 2)):
         file.write_text(f"def f(completions, **_):\n    return [{value}] * len(completions)\n")
-        out = call(tmp_path / "own", "--reward", f"{file}:f", *SMALL, code=code)
+        out = call(own, *more, code=code)
     assert "reward.functions_identity" in out
+    out = call(tmp_path / "edited", *more, "--compare", str(own))
+    assert "not the same evaluation: reward.functions_identity" in out
     lock = lock_folder(folder)  # of another command
     assert "output.dir" in call(folder, *words, code=2)
     os.close(lock)
     # Settings that change no answer may differ, and so may spellings.
     call(folder, *words, "reward.num_workers=2", "eval.temperature=1.0")
-    assert len(workers.asked) == 3
+    assert len(workers.asked) == 4
 
 
 def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
