@@ -1,5 +1,6 @@
 """Checkpoints: restored to the same bits, never incomplete under their name, and exported."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -148,7 +149,7 @@ def two(tmp_path_factory):
     one = learner()
     step(one, 1)
     for version in (9, 10):
-        save(folder, version, one, note="ü")
+        save(folder, version, one, note="ü", shares=[1e-6, None])
     return folder
 
 
@@ -194,6 +195,19 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_taken(two, tmp_path, da
     found, damaged = newest_checkpoint(folder)
     assert list(damaged) == [folder / "10"]
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
+
+
+def test_no_flipped_bit_of_the_state_is_accepted(two, tmp_path):
+    """The same value in another notation (1e-6, 1E-6) is no damage."""
+    path = Path(shutil.copytree(two / "9", tmp_path / "9"))
+    whole, state = (path / "state.json").read_bytes(), read_checkpoint(path).state
+    for position, byte in enumerate(whole):
+        flipped = bytes([byte ^ 1 << position % 8])
+        content = flipped.join((whole[:position], whole[position + 1 :]))
+        (path / "state.json").write_bytes(content)
+        with contextlib.suppress(ValueError):
+            assert read_checkpoint(path).state == state
+            assert json.loads(content) == json.loads(whole)
 
 
 def copies(of, folder, *versions):

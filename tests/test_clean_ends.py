@@ -7,12 +7,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hanging_worker import hangs_before_its_first_event
 from typer.testing import CliRunner
 
 from easyrl.cli import app
+from easyrl.events import SaveModel
 from easyrl.model.checkpoint_files import checkpoints_in
 from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked
+from easyrl.runtime.supervisor import Supervisor
 from runs import SMALL, descendants, finish, lines_of, start, wait_for_line, wait_until_gone
 
 pytestmark = pytest.mark.alone
@@ -147,6 +150,17 @@ def test_ctrl_c_while_the_workers_start(tmp_path):
     process.send_signal(signal.SIGINT)
     returned, _, err = end(process, processes)
     assert returned == 130 and err == ""
+
+
+def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody():
+    began = time.monotonic()
+    with Supervisor() as supervisor:
+        worker = supervisor.spawn("deaf", hangs_before_its_first_event)
+        for _ in range(3):
+            worker.send(SaveModel("x" * 2**20))
+        assert time.monotonic() - began < SECONDS
+        supervisor.wait(timeout_seconds=0.5)
+    assert not worker.process.is_alive() and time.monotonic() - began < SECONDS + 2
 
 
 @pytest.mark.long

@@ -87,6 +87,14 @@ def test_requests_are_checked_before_they_reach_the_run(folder):
     assert scaled == [DeviceSet("accelerator", (0, 2, 3))] and not file.exists()
 
 
+def test_without_sockets_the_run_continues(folder):
+    (folder / "control.sock").mkdir()  # bind fails, as on a file system without sockets
+    notes, answers = [], {"status": dict, "scale": refuse_all}
+    with Supervisor() as supervisor, serving(folder, supervisor, notes.append, **answers):
+        assert supervisor.wait(timeout_seconds=0.0) == []
+    assert len(notes) == 1
+
+
 def test_the_folder_of_no_live_run_is_named(tmp_path):
     run = tmp_path / "run"
     for make, problem in (

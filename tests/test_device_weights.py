@@ -3,6 +3,7 @@
 Needs no accelerator: the channel is on torch's `meta` device, with a stand-in for its backend.
 """
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -24,15 +25,14 @@ class Backend:
     num_aborts, is_stuck = 0, False
 
     def __init__(self):
-        self.log = []
-        self.number = 0
+        self.log, self.number, self.connect = [], 0, lambda: None
 
     def abort(self):
         self.num_aborts += 1
 
     def broadcast(self, tensors, options=None):
         if options is None:  # the first one, which connects
-            return SimpleNamespace(wait=lambda: None)
+            return SimpleNamespace(wait=self.connect)
         number, polls = self.number, 3
         self.number += 1
 
@@ -96,3 +96,11 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
         channel.send(1, weights(1))
     assert bounds[0] <= time.monotonic() - started <= bounds[1]
     assert backend.num_aborts == 1, "its group is not awaited"
+
+
+def test_a_backend_that_hangs_when_it_connects_is_left_behind(tmp_path, backend):
+    connected = threading.Event()
+    backend.connect = connected.wait
+    with pytest.raises(TimeoutError, match="making the process group"):
+        join(tmp_path)
+    connected.set()

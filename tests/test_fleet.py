@@ -26,7 +26,8 @@ class StubWorker:
 
     def __init__(self, name):
         self.name, self.number, self.state = name, int(name[-1]), "starting"
-        self.commands = []
+        self.commands, self.killed = [], []
+        self.kill = self.killed.append
 
     def send(self, command):
         self.commands.append(command)
@@ -157,6 +158,8 @@ def test_once_the_trainer_is_done_a_silent_member_has_limited_time():
 
     fleet.go(7, ("rollout-0", DONE), look, ("train-0", DONE), look, ("rollout-1", DONE))
     assert seen == [[], ["rollout-1"]] and fleet._limits == {}
+    fleet.go(8, ("train-0", DONE), ("rollout-0", DONE), ("rollout-1", LOST))
+    assert fleet.taken()["train-0"] == [*FIRST, "ExchangeWeights"]  # the others have the weights
 
 
 def test_exchange_that_fails_again_and_again_though_nobody_died_ends_the_run():
@@ -179,6 +182,15 @@ def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0():
     fleet.follow(("rollout-1", DONE), ("train-0", DONE))
     assert fleet.taken()["rollout-2"] == FIRST
     assert [*fleet.states().values()] == ["working", "working", "joining"]
+
+
+def test_newcomer_that_cannot_get_the_weights_is_killed():
+    fleet = StubFleet("cpu:2")
+    fleet.go(7)
+    at_work(fleet)
+    fleet.follow(("rollout-1", LOST), ("rollout-1", READY))
+    fleet.follow(*[("train-0", FAILED), ("rollout-1", FAILED)] * 3)
+    assert "connection lost" in fleet.workers["rollout-1"].killed[0]
 
 
 def test_of_workers_that_die_together_the_slots_are_reclaimed_together():

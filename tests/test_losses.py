@@ -89,10 +89,6 @@ def test_one_token(*, level, loss_type, ratio, advantage, loss, gradient, clippe
 
 # Surrogates: -1.0, -1.2, -0.9; +2; -0.5, -0.5. Log-probabilities of the old policy: -3.0, -2.42,
 # -1.84, -1.26, -0.68, -0.1.
-
-
-# Surrogates: -1.0, -1.2, -0.9; +2; -0.5, -0.5. Log-probabilities of the old policy: -3.0, -2.42,
-# -1.84, -1.26, -0.68, -0.1.
 THREE = {
     "ratios": [1.0, 1.2, 0.9, 1.0, 1.0, 1.0],
     "advantages": [1.0, 1.0, 1.0, -2.0, 0.5, 0.5],
