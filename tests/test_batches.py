@@ -1,11 +1,12 @@
 """Micro-batches from the ring: every group is checked, every rollout is in one, in any order."""
 
 import dataclasses
+from itertools import chain, combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from easyrl.config import Config, load_config
@@ -238,6 +239,27 @@ def test_loss_tokens_count_whether_they_are_computed_or_not(feed, mask_truncated
     *_, end = feed(groups).steps(2, mask_truncated=mask_truncated)
     masks = [group.trained_mask(mask_truncated=mask_truncated) for group in groups]
     assert end == UpdateEnd(sum(int(mask.sum()) for mask in masks))
+
+
+@given(GROUPS, st.integers(1, 4), st.booleans())
+def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
+    groups, num_ranks, shares_prompts
+):
+    rows = batches_module.Rows(40, shares_prompts=shares_prompts)
+    for rollout in chain(*map(split_group, groups)):
+        rows.add(rollout, max_rows=num_ranks)
+    rollouts = [*chain(*rows.rows)]
+    assume(rollouts)
+    shares, number = batches_module.share_out(rows, num_ranks), len(rollouts)
+    assert [*map(id, chain(*shares))] == [*map(id, rollouts)] and len(shares) == num_ranks
+
+    def largest(parts):
+        packed = (pack(part, shares_prompts=shares_prompts) for part in parts if part)
+        return max(len(batch.input_ids) for batch in packed)
+
+    cuts = combinations_with_replacement(range(number + 1), num_ranks - 1)
+    parts = ([rollouts[a:b] for a, b in pairwise((0, *each, number))] for each in cuts)
+    assert largest(shares) == min(map(largest, parts)) <= rows.max_tokens
 
 
 def drain(reader, num_groups):
