@@ -5,6 +5,7 @@ import csv
 import datetime
 import gzip
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,13 +13,15 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
-from easyrl.data.streams import BLOCK
+from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
 from hub_rows import GSM8K, put_in_place_of_the_hub
@@ -346,6 +349,23 @@ def test_each_data_set_has_its_part_and_its_own_epochs(files):
     assert stream.fingerprint() == again.fingerprint()
     Path(files[1]).write_text(json.dumps(SHORT[0]))
     assert opened(files).fingerprint() != stream.fingerprint()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
+def test_no_data_set_is_ever_far_from_its_part(weights):
+    form = RowForm(load_config().data, None)
+    rows, names = [{"prompt": str(row)} for row in range(BLOCK)], "012345"[: len(weights)]
+    mixture = PromptStream({name: DataSet(name, rows, form) for name in names}, weights)
+    counts = Counter()
+    for index in range(BLOCK):
+        prompt = mixture.prompt(index)
+        name = prompt.columns["data_source"]
+        assert prompt.content == str(counts[name])  # its next one, none left out
+        counts[name] += 1
+        for each, weight in zip(names, weights, strict=True):
+            expected = weight / sum(weights) * (index + 1)
+            assert abs(counts[each] - expected) <= 2 + BLOCK * 1e-3
 
 
 @pytest.mark.usefixtures("hub")
