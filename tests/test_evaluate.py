@@ -287,6 +287,19 @@ def test_comparison_is_printed_and_written(workers, tmp_path):
     assert "temperature: 0.5 here, 1.0 there" in output
 
 
+def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp_path):
+    """The warning comes before the answers too."""
+    rows = [(f"{n}+1=", f"{n + 1}") for n in range(7)]
+    words = ("--dataset", write_rows(tmp_path / "d.jsonl", *rows[:6]), "--reward", "exact_match")
+    call(tmp_path / "a", *words, *SMALL)
+    words += ("--compare", str(tmp_path / "a"), "data.prompt_template=Add {prompt}", *SMALL)
+    output, warning = call(tmp_path / "b", *words), "data.prompt_template: Add {prompt} here, None"
+    assert "on 6 common problems" in output
+    assert output.index(warning) < output.index("6/6") < output.rindex(warning)
+    write_rows(tmp_path / "d.jsonl", *rows[1:])
+    assert "without a common problem" in " ".join(call(tmp_path / "c", *words, code=2).split())
+
+
 def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
     answers = [events.PromptEvaluated(0, n, [value]) for n, value in enumerate([1.0, 0.1, 0.7])]
     answers.append(events.PromptEvaluated(0, 3, [math.nan]))
