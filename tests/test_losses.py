@@ -316,6 +316,16 @@ def test_advantages(values, scale, estimator, expected):
     assert got.dtype == np.float32
 
 
+@given(
+    st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16), st.floats(-50, 50, width=32)
+)
+def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
+    rewards = np.array(values, dtype=np.float32)
+    got, moved = (group_advantages(each, "none") for each in (rewards, rewards + np.float32(shift)))
+    assert abs(got.astype(np.float64).sum()) <= 1e-4
+    np.testing.assert_allclose(moved, got, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kind", "warmup", "expected"),
     [
