@@ -1,6 +1,7 @@
 """The benchmarks on small sizes: they measure what their figures' names say."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from benchmarks.performance_model import (
     TRAIN_LOGIT_BYTES,
     Load,
 )
+from easyrl.bench import loop, peer
 from easyrl.bench.harness import run_suite
 from easyrl.cli import app
 from easyrl.runtime.supervisor import WorkerFailure
@@ -50,6 +52,42 @@ def test_stopped_benchmark_shows_and_writes_the_rows_before(tmp_path, capsys, er
     assert run_suite("peer", suite(), file := tmp_path / "rows.json") == exit_code
     assert json.loads(file.read_text())["results"]["first"]["ratio"] == 2.0
     assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_loop_measures_both_schedules():
+    (row,) = loop.run("cpu", "cpu", iterations=1)
+    assert row["model"] == "small" and row["mfu"] is None
+    assert 0.0 < row["both_busy"] <= min(row["infer_busy"], row["train_busy"]) <= 1.0
+    assert row["tokens_per_second"] > 0 and row["weight_gigabytes_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--rows", "tiny_short, large"], "'large'"),
+        (["--rows", "tiny_short,"], "''"),
+        (["--infer-devices", "gpu"], "devices.infer"),
+        (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
+        (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
+        ([], "easyrl-train[peer]"),
+    ],
+)
+def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, named):
+    find_spec = str if words else lambda name: None  # installed or not
+    monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
+    result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
+    assert result.exit_code == 2 and named in result.stderr, result.output
+
+
+def test_measured_speed_is_shown_beside_expected_speed(tmp_path):
+    loop_row = {"model": "1.7B", "mfu": 0.12345, "infer_devices": "0", "train_devices": "1"}
+    engine_row = {"load": "equal lengths", "engine_tokens_per_second": 12345.0}
+    for suite, row in {"engine": engine_row, "loop": loop_row}.items():
+        file = tmp_path / f"gpu-{suite}.json"
+        run_suite(suite, [row | {"device": "NVIDIA H100 80GB HBM3"}], file)
+        (line,) = performance_model.compare(file)
+        assert ("12,345" in line or "12%" in line) and "expected" in line
 
 
 def at_zero_layers(two, four):
