@@ -155,6 +155,40 @@ def test_broken_environments_are_handled_as_rewards_are(tmp_path):
     assert np.isfinite(rewards).all() and summary_of(run)["groups_trained"] == 8
 
 
+UNLUCKY = """
+import os, random, signal, time
+from pathlib import Path
+
+class Game:
+    def reset(self, **columns):
+        self.texts = []
+        once("reset", time.sleep, 1000)
+
+    def step(self, text):
+        self.texts.append(text)
+        once("kill", os.kill, os.getpid(), signal.SIGKILL)
+        once("hang", time.sleep, 1000)
+        return f"{random.random()}", len(self.texts) > 1
+
+    def get_reward(self): return len(self.texts)
+
+def once(name, function, *arguments):
+    try: Path(__file__).with_name(name).touch(exist_ok=False)
+    except FileExistsError: return
+    function(*arguments)
+"""
+
+
+@pytest.mark.long
+def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
+    (tmp_path / "unlucky.py").write_text(UNLUCKY)
+    words = ("--iterations", "2", "--environment", f"{tmp_path}/unlucky.py:Game")
+    words += ("rollout.tool_timeout_seconds=3", "reward.check=false")
+    run = finished(tmp_path / "run", *GUESS, *words)
+    assert all((tmp_path / name).exists() for name in ("reset", "kill", "hang"))
+    assert summary_of(run)["groups_trained"] == 12
+
+
 @pytest.mark.long
 def test_nothing_is_left_when_a_run_is_killed(tmp_path):
     process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
