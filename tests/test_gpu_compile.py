@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,25 @@ CASES = [  # card, tokens, query heads for each key head, head size, window
     ("5090", 70, 1, 256, 0),
     ("H100", 4096, 8, 128, 40),
 ]
+CARDS, TOKENS, HEAD_SIZES = ("A100", "4090", "H100", "5090"), (70, 100, 128, 4096), (64, 128, 256)
+
+
+def pairwise_cases():
+    """Cases among which every pair of values of two parameters occurs: greedily, the case with most
+    pairs that are missing."""
+    every = [*product(CARDS, TOKENS, (1, 2, 4, 7, 8), HEAD_SIZES, (0, 40))]
+    pairs = {case: {*combinations(enumerate(case), 2)} for case in every}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(every, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", pairwise_cases(), ids=str)
+def test_every_pair_of_parameters_compiles(case):
+    test_the_attention_of_a_packed_row_compiles(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
