@@ -29,7 +29,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -75,7 +74,7 @@ class Plan:
     stop_seconds: float  # 0: SIGKILL
 
     @classmethod
-    def of_trial(cls, seed: int, trial: int) -> Plan:
+    def of_trial(cls, seed, trial):
         draw = random.Random(f"{seed}/{trial}")
         (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
         number, moment, stop_seconds = draw.randrange(12), draw.random(), 0.0
@@ -86,12 +85,12 @@ class Plan:
         return cls(victim, number, moment, stop_seconds)
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def words(self):
         """Arguments of the run, besides SETTINGS."""
         return GAME if self.victim == "environment" else ()
 
     @property
-    def action(self) -> str:
+    def action(self):
         if not self.stop_seconds:
             return "killed"
         return "stopped past the limit" if self.stop_seconds > STALL_SECONDS else "stopped"
@@ -106,27 +105,24 @@ class Outcome:
     num_restarts: int = 0
     problems: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def __str__(self):
         ending = "resumed" if self.has_resumed else "finished"
         replaced = f", {self.num_restarts} replaced" if self.num_restarts else ""
         result = "FAILED: " + "; ".join(self.problems) if self.problems else ending + replaced
         return f"{self.plan.victim} {self.plan.action} in {self.phase}: {result}"
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
 class Run:
     """One `easyrl grpo` with a mark in the environment of all its processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         folder.mkdir(parents=True)
         self.folder, self.output, self.temporary = folder, folder / "run", folder / "tmp"
         self.temporary.mkdir()
         self.mark = f"EASYRL_CHAOS={folder.name}-{random.randbytes(8).hex()}"
         self.shared_memory: set[Path] = set()
 
-    def start(self, name: str, *words: str) -> None:
+    def start(self, name, *words):
         private = dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(self.temporary))
         private["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "torch")  # not in TMPDIR
         mark, _, value = self.mark.partition("=")
@@ -141,7 +137,7 @@ class Run:
             )
         self.started = time.monotonic()
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds):
         """Wait at most `seconds` for the end of the run; note its shared memory meanwhile."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -149,7 +145,7 @@ class Run:
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
         return self.process.poll() is not None
 
-    def note_shared_memory(self) -> None:
+    def note_shared_memory(self):
         for process in self.processes():
             try:
                 lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -158,21 +154,16 @@ class Run:
             names = {line.partition("/dev/shm/")[2] for line in lines if " (deleted)" not in line}
             self.shared_memory |= {Path("/dev/shm", name) for name in names if name}
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """Every process of the run that has not ended, orphans too."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                is_ours = entry.name.isdecimal() and self.mark.encode() in (
-                    (entry / "environ").read_bytes().split(b"\0")
-                )
-                if is_ours:
+        found, mark = [], self.mark.encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(psutil.Process(int(entry.name)))
-            except (OSError, psutil.NoSuchProcess):
-                continue
         return found
 
-    def victims(self, kind: str) -> list[psutil.Process]:
+    def victims(self, kind):
         """Processes of this kind, in the order in which they were started."""
         if kind == "controller":
             return [psutil.Process(self.process.pid)]
@@ -187,10 +178,10 @@ class Run:
                     found.append((process.create_time(), process.pid, process))
         return [process for *_, process in sorted(found, key=lambda each: each[:2])]
 
-    def leftovers(self) -> list[str]:
+    def leftovers(self):
         """Processes and shared memory that are still there after LEAVING_SECONDS."""
 
-        def left() -> list[Any]:
+        def left():
             return [*self.processes(), *(path for path in self.shared_memory if path.exists())]
 
         deadline = time.monotonic() + LEAVING_SECONDS
@@ -198,20 +189,17 @@ class Run:
             time.sleep(0.1)
         return [f"{each} left" for each in left()]
 
-    def files_left(self) -> list[str]:
+    def files_left(self):
         """Sockets and temporary files."""
         files = [path for path in self.output.rglob("*") if path.is_socket()]
         unfinished = [p for p in self.output.rglob("*") if p.name.endswith(".unfinished")]
         return [f"{path} left" for path in (*files, *unfinished, *self.temporary.iterdir())]
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-
-
-# -- one trial ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -222,7 +210,7 @@ class Baseline:
     total: float
 
 
-def measure(folder: Path, jobs: int, words: tuple[str, ...]) -> Baseline:
+def measure(folder, jobs, words):
     """The times of undisturbed runs, as many at a time as there will be trials."""
     runs = [Run(folder / f"undisturbed-{len(words)}-{n}") for n in range(jobs)]
     try:
@@ -243,7 +231,7 @@ def measure(folder: Path, jobs: int, words: tuple[str, ...]) -> Baseline:
     return min(times, key=lambda baseline: baseline.total)
 
 
-def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
+def run_trial(plan, folder, baseline):
     """Run, act, and check. If the run ended before the moment, the moment is put forward."""
     outcome, run = Outcome(plan), Run(folder)
     try:
@@ -269,7 +257,7 @@ def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
     return outcome
 
 
-def _act(run: Run, plan: Plan, baseline: Baseline) -> float | None:
+def _act(run, plan, baseline):
     """Kill or stop the victim at its moment; returns the time, or None if the run has ended."""
     if plan.moment < STARTUP:
         run.wait(plan.moment / STARTUP * baseline.ready)
@@ -295,7 +283,7 @@ def _act(run: Run, plan: Plan, baseline: Baseline) -> float | None:
     return None
 
 
-def _check_end(run: Run, outcome: Outcome, limit: float) -> None:
+def _check_end(run, outcome, limit):
     plan, code, problems = outcome.plan, run.process.returncode, outcome.problems
     if code != 0:
         if plan.victim in MUST_FINISH:
@@ -323,7 +311,7 @@ def _check_end(run: Run, outcome: Outcome, limit: float) -> None:
             problems.append(f"{outcome.num_restarts} workers replaced, expected {low} to {high}")
 
 
-def ledger(output: Path) -> list[str]:
+def ledger(output):
     """Return faults in the files of a finished run: each iteration, group and sample is once."""
     problems = []
     summary, lines = summary_of(output), lines_of(output / "metrics.jsonl")
@@ -341,10 +329,7 @@ def ledger(output: Path) -> list[str]:
     return problems
 
 
-# -- the trace ------------------------------------------------------------------------------------
-
-
-def _trace(output: Path) -> list[dict[str, Any]]:
+def _trace(output):
     """The trace's lines by time, without one that is cut off."""
     found = []
     try:
@@ -359,18 +344,18 @@ def _trace(output: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: line["ts"])
 
 
-def _is_ready(output: Path) -> bool:
+def _is_ready(output):
     return any(line["ph"] == "B" for line in _trace(output))
 
 
-def trace_times(output: Path) -> tuple[float, float, float]:
+def trace_times(output):
     """Unix times of a run's start, of its first evaluation or iteration, and of its end."""
     lines = [line for line in _trace(output) if line["ph"] != "M"]
     ready = next(line["ts"] for line in lines if line["ph"] == "B")
     return lines[0]["ts"] / 1e6, ready / 1e6, lines[-1]["ts"] / 1e6
 
 
-def phase_at(output: Path, moment: float) -> str:
+def phase_at(output, moment):
     """Return the phase of the run at this Unix time."""
     phase = "startup"
     for line in _trace(output):
@@ -392,10 +377,7 @@ def phase_at(output: Path, moment: float) -> str:
     return phase
 
 
-# -- all trials -----------------------------------------------------------------------------------
-
-
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--trials", type=int, default=20)
@@ -413,7 +395,7 @@ def main() -> int:
     }
     print(f"undisturbed: {[*baselines.values()]}")
 
-    def one(number: int) -> Outcome:
+    def one(number):
         plan = plans[number]
         outcome = run_trial(plan, folder / f"trial-{number}", baselines[plan.words])
         print(f"trial {number}, {outcome.seconds:.1f} s: {outcome}", flush=True)

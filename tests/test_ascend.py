@@ -1,26 +1,20 @@
 """The Ascend path without Ascend's hardware: a stand-in takes torch_npu's place."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
 from easyrl import devices
-from easyrl.engines.vllm import platforms
 
 ROOT, STAND_IN = Path(__file__).parent.parent, Path(__file__).parent / "stand_in"
 
 
-def python(*words: str, paths: tuple[Path, ...] = (), **environment: str | None) -> Any:
+def python(*words, paths=(), **environment):
     """Run Python, in which torch_npu is the stand-in."""
     path = os.pathsep.join(map(str, (ROOT, STAND_IN, *paths)))
     changed = {**os.environ, **devices.NO_AUTOLOAD, "PYTHONPATH": path, **environment}
@@ -34,7 +28,7 @@ def python(*words: str, paths: tuple[Path, ...] = (), **environment: str | None)
     )
 
 
-def printed(script: str, **environment: str) -> Any:
+def printed(script, **environment):
     done = python("-c", script, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -55,7 +49,7 @@ print(json.dumps(found))
 """
 
 
-def test_npus_are_found_by_number_among_those_that_the_user_shows() -> None:
+def test_npus_are_found_by_number_among_those_that_the_user_shows():
     names = {"rollout-0": "npu:0", "rollout-1": "npu:2", "train-0": "npu:3"}
     assert printed(PLACE)[1] == names
     error, _ = printed(PLACE, ASCEND_RT_VISIBLE_DEVICES="1,3")
@@ -118,14 +112,12 @@ VLLM = {
 
 
 @pytest.mark.parametrize(("engine", "expected"), [("embedded", EMBEDDED), ("vllm", VLLM)])
-def test_a_worker_sees_its_npu_alone_and_communicates_over_hccl(
-    engine: str, expected: dict[str, Any]
-) -> None:
+def test_a_worker_sees_its_npu_alone_and_communicates_over_hccl(engine, expected):
     shown = {"ASCEND_RT_VISIBLE_DEVICES": "1,2,3", "DYNAMIC_EPLB": "true"}
     assert printed(f"ENGINE = {engine!r}\n{WORKER}", **shown) == expected
 
 
-def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Path) -> None:
+def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path):
     """torch loads an installed torch_npu by itself, by its entry point, and fails."""
     version = metadata.version("torch").partition("+")[0]
     installed = tmp_path / f"torch_npu-{version}.dist-info"
@@ -134,7 +126,7 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Pat
     (installed / "METADATA").write_text(about)
     (installed / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload")
 
-    def run(*words: str) -> Any:
+    def run(*words):
         default = dict.fromkeys(devices.NO_AUTOLOAD)
         return python(*words, paths=(tmp_path,), STAND_IN_FAILS="1", **default)
 
@@ -146,10 +138,3 @@ def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Pat
     assert on_npus.returncode == 2 and "Traceback" not in on_npus.stderr
     for word in ("CANN", "libhccl.so", "set_env.sh", "--train-devices"):
         assert word in on_npus.stderr
-
-
-def test_bounds_are_those_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [line for extra in project["optional-dependencies"].values() for line in extra]
-    bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
-    assert bounds["vllm"] == platforms.VLLM and bounds["vllm-ascend"] == platforms.VLLM_ASCEND

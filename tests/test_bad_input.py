@@ -1,7 +1,5 @@
 """Mistakes at the command line: answered by name, before anything starts, with exit code 2."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import importlib.util
@@ -11,11 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from easyrl import devices
 from easyrl.cli import app
@@ -23,33 +20,33 @@ from easyrl.config import load_config
 from easyrl.data import chat
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
-from easyrl.runtime.preflight import Preflight, check_run
+from easyrl.runtime.preflight import check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     files = tmp_path_factory.mktemp("files")
     write_files(files)
     return files
 
 
 @pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_starts(monkeypatch):
     """A run that gets past the checks fails the test; nothing listens at the hub's address."""
 
-    def start(*arguments: Any, **options: Any) -> NoReturn:
+    def start(*arguments, **options):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(run, "_train", start)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
 
-def typed(*words: str) -> Result:
+def typed(*words):
     return CliRunner().invoke(app, ["grpo", *words])
 
 
-def assert_names(result: Result, key: str) -> None:
+def assert_names(result, key):
     message = " ".join(result.stderr.split())  # Typer draws boxes as wide as the terminal
     assert result.exit_code == 2, (result.output, result.exception)
     assert key in message
@@ -58,9 +55,7 @@ def assert_names(result: Result, key: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_before_anything_starts(
-    tmp_path: Path, folder: Path, mistake: str
-) -> None:
+def test_a_mistake_is_named_before_anything_starts(tmp_path, folder, mistake):
     words = shlex.split(mistake.replace("FOLDER", str(folder)))
     is_named = "--output" in words or NO_OUTPUT in words
     output = [] if is_named else ["--output", str(tmp_path / "parent" / "run")]
@@ -70,25 +65,11 @@ def test_a_mistake_is_named_before_anything_starts(
     assert [p for p in sorted(folder.rglob("*")) if "__pycache__" not in p.parts] == before
 
 
-def checked(*words: str) -> Preflight:
+def checked(*words):
     return check_run(load_config(None, {"reward.functions": ["exact_match"]}, words))
 
 
-def test_a_missing_chat_template_is_found_without_the_tokenizer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)  # it takes seconds to import
-    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template") as error:
-        checked(f"data.dataset={folder}/chat.jsonl")
-    assert "data.chat=false" not in str(error.value)  # the rows are chats
-    with pytest.raises(ValueError, match=r"good\.jsonl:1: .*data\.chat=false"):
-        checked(f"data.dataset={folder}/good.jsonl", "data.chat=true")
-    monkeypatch.undo()
-    word = shlex.split(chat.NO_CHAT_TEMPLATE[chat.NO_CHAT_TEMPLATE.index("'data.") :])[0]
-    assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
-
-
-def test_the_first_prompt_is_shown_as_the_model_sees_it(folder: Path) -> None:
+def test_the_first_prompt_is_shown_as_the_model_sees_it(folder):
     template = "data.chat_template={% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     words = f"data.dataset={folder}/chat.jsonl", template, "train.prompts_per_iteration=8"
     about = checked(*words, "train.iterations=3").about_prompts
@@ -98,17 +79,26 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(folder: Path) -> None:
     assert shown.startswith("  <user>")
 
 
-def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
+def test_long_prompts_are_skipped_and_counted(folder):
     words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
     preflight = checked(*words, "data.long_prompts=skip")
     assert preflight.num_prompts_skipped == 1
     assert {preflight.prompts.prompt(index).content for index in range(5)} == {"1+1="}
 
 
+def test_a_chat_template_is_named_where_the_tokenizer_has_none(folder):
+    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template"):
+        checked(f"data.dataset={folder}/chat.jsonl")
+    with pytest.raises(ValueError, match=r"good\.jsonl:1: .*data\.chat=false"):
+        checked(f"data.dataset={folder}/good.jsonl", "data.chat=true")
+    word = shlex.split(chat.NO_CHAT_TEMPLATE[chat.NO_CHAT_TEMPLATE.index("'data.") :])[0]
+    assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
+
+
 # Weights that are whole as files, but not the model's: found when they are loaded.
 
 
-def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
     model = shutil.copytree(TINY, tmp_path / "model")
     change_json("config.json", intermediate_size=380)(model)
     with pytest.raises(ValueError, match=r"model.path: .* \[128, 380\] .* \[128, 384\]"):
@@ -121,12 +111,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) 
         Policy.load(str(model))
 
 
-# Devices.
-
-
-def test_accelerators_that_a_machine_lacks_are_answered_without_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accelerators_that_a_machine_lacks_are_answered_without_torch(monkeypatch):
     monkeypatch.setattr(devices, "has_driver", lambda kind: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -136,12 +121,7 @@ def test_accelerators_that_a_machine_lacks_are_answered_without_torch(
         assert f"'{text}'" in result.stderr and "--assume" in result.stderr
 
 
-# Programs and packages.
-
-
-def test_a_missing_package_or_compiler_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_or_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     words = ("--output", str(tmp_path / "run"))
     result = typed(*words, "model.lora.rank=16")
@@ -153,13 +133,8 @@ def test_a_missing_package_or_compiler_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-# The disk and the memory.
-
-
-def test_a_disk_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any, **options: Any) -> NoReturn:
+def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     words = "--output", str(tmp_path / "parent" / "run")
@@ -171,82 +146,23 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(
     assert not (tmp_path / "parent" / "run").exists()
 
 
-# GPUs, of a machine that has none.
+def test_facts_about_gpus_are_warnings_or_errors(monkeypatch, tmp_path):
+    """Of a machine that has none."""
 
+    def check(*words, **facts):
+        for name, fact in facts.items():
+            monkeypatch.setattr(devices, name, functools.cache(lambda *_, fact=fact, **__: fact))
+        apart = f"output.dir={tmp_path}/run", "devices.infer=0", "devices.train=1"
+        return check_run(load_config(words=[*apart, *words])).warnings
 
-class Gpus:
-    """Two GPUs, of which tests change facts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def in_use(kind: str, index: int) -> tuple[int, str]:
-            return self.in_use
-
-        self.total, self.in_use, self.has_peer_access = 2**36, (0, ""), True
-        self.set = monkeypatch.setattr
-        self.set(devices, "accelerator", lambda *, is_asked: ("cuda", 2))
-        self.set(devices, "total_memory_bytes", lambda kind, index: self.total)
-        self.set(devices, "memory_in_use", functools.cache(in_use))
-        self.set(devices, "has_peer_access", lambda kind, *pair: self.has_peer_access)
-        self.set(devices, "has_c_compiler", lambda: True)
-        self.set(memory, "available_memory_bytes", lambda: 2**40)
-        self.output = ""
-
-    def check(self, *words: str) -> Preflight:
-        apart = "devices.infer=0", "devices.train=1"
-        return check_run(load_config(words=[f"output.dir={self.output}", *apart, *words]))
-
-
-SHARED = ("devices.train=0", "model.dtype=bfloat16")
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpus:
-    made = Gpus(monkeypatch)
-    made.output = str(tmp_path / "run")
-    return made
-
-
-def test_facts_about_gpus_are_warnings_or_errors(gpus: Gpus) -> None:
-    assert not gpus.check("model.dtype=bfloat16").warnings
-    assert not gpus.check(*SHARED).warnings
-    gpus.has_peer_access = False
-    (warning,) = gpus.check().warnings
-    assert "0 and 1" in warning
-    assert not gpus.check(*SHARED).warnings  # it uses one
-    gpus.set(devices, "has_c_compiler", lambda: False)
-    gpus.check()  # in float32
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
+    gpus = {"accelerator": ("cuda", 2), "total_memory_bytes": 2**36, "memory_in_use": (0, "")}
+    assert not check(**gpus, has_peer_access=True, has_c_compiler=True)
+    (warning,) = check(has_peer_access=False)
+    assert "0 and 1" in warning and not check("devices.train=0")  # the latter uses one
     with pytest.raises(ValueError, match="C compiler"):
-        gpus.check("model.dtype=bfloat16")
-    gpus.total, gpus.in_use = 2**34, (2**34 - 2**20, "blender (pid 77, 16383 MiB)")
+        check("model.dtype=bfloat16", has_c_compiler=False)
+    with pytest.raises(ValueError, match=r"fits, by estimate: .*memory_fraction"):
+        check("devices.train=0", "rollout.memory_fraction=0.998", total_memory_bytes=2**32)
     with pytest.raises(ValueError, match=r"blender \(pid 77"):
-        gpus.check()
-
-
-def test_a_shared_device_that_is_too_small_gets_settings_that_fit(gpus: Gpus) -> None:
-    gpus.total = 2**32
-    tight = (*SHARED, "rollout.memory_fraction=0.998")
-    with pytest.raises(ValueError, match=r"fits, by estimate: .*memory_fraction") as refused:
-        gpus.check(*tight)
-    words = shlex.split(str(refused.value).partition("fits, by estimate: ")[2])
-    assert not gpus.check(*SHARED, *words).warnings
-
-
-def test_nvidia_smi_tells_which_programs_hold_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    properties = SimpleNamespace(uuid="8a-9b")
-    module = SimpleNamespace(get_device_properties=lambda index: properties)
-    monkeypatch.setattr(devices, "device_module", lambda kind: module)
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        '#!/bin/sh\ntest "$1" = --id=GPU-8a-9b || exit 6\n'
-        'case "$*" in *.used) echo 3000;; *) printf "12, python, 2900\\n13, X, 90\\n";; esac\n'
-    )
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    devices.memory_in_use.cache_clear()
-    assert devices.memory_in_use("cuda", 0) == (0, "")  # it may not be run
-    devices.memory_in_use.cache_clear()
-    program.chmod(0o755)
-    found = 3000 * 2**20, "python (pid 12, 2900 MiB), X (pid 13, 90 MiB)"
-    assert devices.memory_in_use("cuda", 0) == found
-    devices.memory_in_use.cache_clear()
+        check(memory_in_use=(2**32 - 2**20, "blender (pid 77, 4095 MiB)"))

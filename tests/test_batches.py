@@ -1,33 +1,21 @@
 """Micro-batches from the ring: every group is checked, every rollout is in one, in any order."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator, Sequence
-from itertools import combinations_with_replacement
-from typing import Any
+from itertools import chain, combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from easyrl.config import Config, load_config
 from easyrl.model.policy import Policy
-from easyrl.types import MicroBatch, RolloutGroup
+from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
-from easyrl.workers.batches import (
-    MIN_FILL,
-    GroupReader,
-    Rows,
-    UpdateEnd,
-    micro_steps,
-    pack_share,
-    share_out,
-)
+from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps, pack_share
 from easyrl.workers.learner import Learner
-from easyrl.workers.packing import EMPTY, Rollout, pack, split_group
+from easyrl.workers.packing import EMPTY, pack, split_group
 from own_workers import (
     FIRST,
     ITERATION,
@@ -56,20 +44,17 @@ GROUPS = st.lists(
 )
 
 
-def config_of(num_groups: int, *, max_tokens: int = 10**6, **flags: Any) -> Config:
+def config_of(num_groups, *, max_tokens=10**6, **flags):
     """`flags`: deterministic, sync, mask_truncated, num_updates."""
-    names = {
-        "deterministic": "runtime.deterministic",
-        "mask_truncated": "algorithm.mask_truncated_completions",
-        "num_updates": "train.updates_per_iteration",
-    }
-    settings = {names[name]: value for name, value in flags.items() if name in names}
-    schedule = "sync" if flags.get("sync") else "periodic"
-    numbers = {
+    settings = {
         "train.prompts_per_iteration": num_groups,
         "rollout.num_generations": NUM_GENERATIONS,
+        "runtime.schedule": "sync" if flags.get("sync") else "periodic",
+        "runtime.deterministic": flags.get("deterministic", False),
+        "algorithm.mask_truncated_completions": flags.get("mask_truncated", False),
+        "train.updates_per_iteration": flags.get("num_updates", 1),
     }
-    config = load_config(None, {**settings, **numbers, "runtime.schedule": schedule})
+    config = load_config(None, settings)
     # A budget smaller than a config may have: rollouts longer than it.
     train = config.train.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
     return config.model_copy(update={"train": train})
@@ -78,22 +63,22 @@ def config_of(num_groups: int, *, max_tokens: int = 10**6, **flags: Any) -> Conf
 class Feed:
     """A ring in this process, filled with `arrivals` one by one as the reader waits."""
 
-    def __init__(self, arrivals: Sequence[RolloutGroup], num_slots: int | None = None) -> None:
+    def __init__(self, arrivals, num_slots=None):
         self.ring = make_ring(num_slots or max(1, len(arrivals)))
         self.producer, self.consumer = self.ring.attach(0), self.ring.attach(1)
         self.arrivals = list(arrivals)
         self.num_waits = 0
 
-    def arrive(self) -> None:
+    def arrive(self):
         assert self.arrivals, "waits for a group that never arrives"
         self.num_waits += 1
         assert self.producer.put(self.arrivals.pop(0), 0.0), "the ring is full: slots were kept"
 
-    def reader(self, num_groups: int, **config: Any) -> GroupReader:
+    def reader(self, num_groups, **config):
         own = config_of(num_groups, **config)
         return GroupReader(own, self.consumer, (ITERATION, VERSION), self.arrive)
 
-    def steps(self, num_groups: int, **how: Any) -> Iterator[MicroBatch | UpdateEnd]:
+    def steps(self, num_groups, **how):
         """What `num_ranks` ranks get, one rank's after the other's."""
         num_ranks, shares = how.pop("num_ranks", 1), how.pop("shares_prompts", True)
         self.last_reader, config = self.reader(num_groups, **how), config_of(num_groups, **how)
@@ -109,19 +94,19 @@ class Feed:
             packed = (pack_share(share, shares_prompts=shares) for share in others)
             yield from (batch for batch in packed if batch is not EMPTY)
 
-    def batches(self, num_groups: int, **how: Any) -> Iterator[MicroBatch]:
+    def batches(self, num_groups, **how):
         return (step for step in self.steps(num_groups, **how) if isinstance(step, MicroBatch))
 
     @property
-    def num_free(self) -> int:
+    def num_free(self):
         return num_free(self.ring)
 
 
 @pytest.fixture
-def feed() -> Iterator[Any]:
+def feed():
     feeds = []
 
-    def make(*arguments: Any, **options: Any) -> Feed:
+    def make(*arguments, **options):
         feeds.append(Feed(*arguments, **options))
         return feeds[-1]
 
@@ -130,13 +115,7 @@ def feed() -> Iterator[Any]:
         each.ring.close()
 
 
-def batches_of(
-    groups: Sequence[RolloutGroup],
-    max_tokens: int,
-    *,
-    order: Sequence[int] | None = None,
-    **how: Any,
-) -> list[MicroBatch]:
+def batches_of(groups, max_tokens, *, order=None, **how):
     """The micro-batches of these groups, which arrive in this order."""
     source = Feed([groups[i] for i in order or range(len(groups))])
     try:
@@ -147,12 +126,9 @@ def batches_of(
         assert source.last_reader.completion_tokens == tokens
         assert source.num_free == len(groups)  # every slot was freed
         assert all(isinstance(batch, MicroBatch) for batch in found)
-        return found  # type: ignore[return-value]
+        return found
     finally:
         source.ring.close()
-
-
-# -- rollouts -----------------------------------------------------------------------------
 
 
 def sequences_of(batch):
@@ -193,17 +169,6 @@ def expected_sequences(groups):
     ]
 
 
-@pytest.mark.parametrize("zeros", [[], [1, 2]], ids=["three rollouts", "one rollout"])
-def test_micro_batch_has_its_own_memory(zeros):
-    """The ring slots of its rollouts are released and overwritten."""
-    group = zeroed(make_group(FIRST), zeros)
-    arrays = [
-        [value for value in vars_of(each).values() if isinstance(value, np.ndarray)]
-        for each in (group, pack(split_group(group)))
-    ]
-    assert not any(np.shares_memory(a, b) for a in arrays[0] for b in arrays[1])
-
-
 def vars_of(instance):
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
@@ -213,29 +178,21 @@ def vars_of(instance):
     [
         ({}, [1, 2]),
         ({"mask_truncated": True}, [2]),
-        ({"keep_zero_advantages": True}, [0, 1, 2]),
         ({"mask_truncated": True, "keep_zero_advantages": True}, [0, 2]),
     ],
 )
 def test_only_rollouts_with_a_gradient_are_trained(keywords, kept):
     """The first has advantage 0, the second is truncated."""
-    group = dataclasses.replace(
-        make_group(FIRST),
-        advantages=np.array([0.0, 1.0, -1.0], dtype=np.float32),
-        truncated=np.array([False, True, False]),
-    )
+    truncated = np.array([False, True, False])
+    group = zeroed(make_group(FIRST, truncated=truncated), [0])
+    group.loss_mask[:] = True
+    got = [rollout.completion_ids.tolist() for rollout in split_group(group, **keywords)]
     slices = group.completion_slices()
-    for masked, left in ([], kept), ([2], kept[:-1]):
-        group.loss_mask[:] = True
-        for number in masked:
-            group.loss_mask[slices[number]] = False
-        before = group.loss_mask.copy()
-        got = [rollout.completion_ids.tolist() for rollout in split_group(group, **keywords)]
-        assert got == [group.completion_ids[slices[number]].tolist() for number in left]
-        assert (group.loss_mask == before).all()  # the ring's
-
-
-# -- boundaries of micro-batches -------------------------------------------------------------------
+    assert got == [group.completion_ids[slices[number]].tolist() for number in kept]
+    assert group.loss_mask.all()  # the ring's is as it was
+    batch = pack(split_group(group, **keywords))  # whose slot is overwritten while it is trained
+    memory = [[x for x in vars_of(y).values() if hasattr(x, "dtype")] for y in (group, batch)]
+    assert not any(np.shares_memory(a, b) for a in memory[0] for b in memory[1])
 
 
 @settings(max_examples=60)
@@ -257,12 +214,6 @@ def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, num_
         assert num_ranks > 1 or len(batch.input_ids) <= budget or batch.num_completions == 1
 
 
-@given(GROUPS)
-def test_a_micro_batch_is_filled_up_to_the_budget(groups):
-    num_tokens = sum(len(batch.input_ids) for batch in batches_of(groups, 10**6))
-    assert len(batches_of(groups, max(1, num_tokens), deterministic=True)) == (num_tokens > 0)
-
-
 @settings(max_examples=60)
 @given(GROUPS, st.integers(1, 120), st.integers(1, 3), st.booleans(), st.randoms())
 def test_deterministic_batches_follow_from_the_groups_alone(
@@ -280,18 +231,8 @@ def test_deterministic_batches_follow_from_the_groups_alone(
             assert name == "groups" or getattr(other, name).dtype == value.dtype
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_groups_without_a_gradient_free_their_slots(feed: Any, deterministic: bool) -> None:
-    groups = [zeroed(make_group(FIRST + index), [0, 1, 2]) for index in range(3)]
-    source = feed(groups, num_slots=1)
-    batches = source.batches(3, max_tokens=50, deterministic=deterministic, num_ranks=2)
-    assert list(batches) == [] and source.num_free == 1
-
-
 @pytest.mark.parametrize("mask_truncated", [False, True])
-def test_loss_tokens_count_whether_they_are_computed_or_not(
-    feed: Any, mask_truncated: bool
-) -> None:
+def test_loss_tokens_count_whether_they_are_computed_or_not(feed, mask_truncated):
     """Tokens of truncated completions count only where they are trained."""
     truncated = make_group(FIRST, truncated=np.array([False, True, False]))
     groups = [zeroed(truncated, [0]), make_group(FIRST + 1)]
@@ -300,48 +241,32 @@ def test_loss_tokens_count_whether_they_are_computed_or_not(
     assert end == UpdateEnd(sum(int(mask.sum()) for mask in masks))
 
 
-LENGTHS = st.lists(
-    st.tuples(st.integers(1, 15), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
-    min_size=1,
-    max_size=3,
-)
-"""The lengths of each group's prompt and of its completions."""
-
-
-@given(LENGTHS, st.integers(1, 4), st.booleans())
+@given(GROUPS, st.integers(1, 4), st.booleans())
 def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
-    lengths: list[tuple[int, list[int]]], num_ranks: int, shares_prompts: bool
-) -> None:
-    rows = Rows(40, shares_prompts=shares_prompts)
-    for index, (prompt, completions) in enumerate(lengths):
-        for length in completions:
-            ids, values = np.zeros(length, np.int32), np.zeros(length, np.float32)
-            each = Rollout(index, np.zeros(prompt, np.int32), ids, values, values == 0, 1.0)
-            rows.add(each, max_rows=num_ranks)
-    rollouts = [each for row in rows.rows for each in row]
-    shares = share_out(rows, num_ranks)
-    assert len(shares) == num_ranks
-    assert [id(each) for share in shares for each in share] == [id(each) for each in rollouts]
+    groups, num_ranks, shares_prompts
+):
+    rows = batches_module.Rows(40, shares_prompts=shares_prompts)
+    for rollout in chain(*map(split_group, groups)):
+        rows.add(rollout, max_rows=num_ranks)
+    rollouts = [*chain(*rows.rows)]
+    assume(rollouts)
+    shares, number = batches_module.share_out(rows, num_ranks), len(rollouts)
+    assert [*map(id, chain(*shares))] == [*map(id, rollouts)] and len(shares) == num_ranks
 
-    def largest(parts: Sequence[Sequence[Rollout]]) -> int:
+    def largest(parts):
         packed = (pack(part, shares_prompts=shares_prompts) for part in parts if part)
         return max(len(batch.input_ids) for batch in packed)
 
-    best = min(
-        largest([rollouts[a:b] for a, b in zip((0, *cuts), (*cuts, len(rollouts)), strict=True)])
-        for cuts in combinations_with_replacement(range(len(rollouts) + 1), num_ranks - 1)
-    )
-    assert largest(shares) == best <= rows.max_tokens
+    cuts = combinations_with_replacement(range(number + 1), num_ranks - 1)
+    parts = ([rollouts[a:b] for a, b in pairwise((0, *each, number))] for each in cuts)
+    assert largest(shares) == min(map(largest, parts)) <= rows.max_tokens
 
 
-# -- reading and checking --------------------------------------------------------------------------
-
-
-def drain(reader: GroupReader, num_groups: int) -> list[int]:
+def drain(reader, num_groups):
     """Prompt indices in the order in which groups are handed out."""
     indices = []
     for _ in range(num_groups):
-        with reader.next(0, wait=True) as group:  # type: ignore[union-attr]
+        with reader.next(0, wait=True) as group:
             indices.append(group.prompt_index)
     return indices
 
@@ -364,9 +289,7 @@ SYNC = pytest.mark.parametrize("sync", [False, True])
 )
 @IN_ORDER
 @SYNC
-def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(
-    feed: Any, wrong: RolloutGroup, deterministic: bool, sync: bool
-) -> None:
+def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(feed, wrong, deterministic, sync):
     """The run stops at once, even if delivery in order would never reach the group."""
     source = feed([make_group(FIRST), wrong, make_group(FIRST + 1)])
     is_off_policy = (wrong.iteration, wrong.policy_version) != (ITERATION, VERSION)
@@ -378,8 +301,8 @@ def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(
 @IN_ORDER
 @SYNC
 def test_late_duplicates_of_this_and_the_previous_iteration_are_dropped_and_counted(
-    feed: Any, deterministic: bool, sync: bool
-) -> None:
+    feed, deterministic, sync
+):
     previous = make_group(FIRST + 1, **PREVIOUS)
     first, second = make_group(FIRST), make_group(FIRST + 1)
     source = feed([previous, first, first, second], num_slots=2)
@@ -391,7 +314,7 @@ def test_late_duplicates_of_this_and_the_previous_iteration_are_dropped_and_coun
     assert source.ring.delivered(ITERATION) == {0, 1}
 
 
-def test_an_update_ends_only_when_each_of_its_groups_was_handed_out(feed: Any) -> None:
+def test_an_update_ends_only_when_each_of_its_groups_was_handed_out(feed):
     reader = feed([make_group(FIRST + index) for index in range(4)]).reader(4, num_updates=2)
     drain(reader, 2)
     reader.finish_update(0)
@@ -400,7 +323,7 @@ def test_an_update_ends_only_when_each_of_its_groups_was_handed_out(feed: Any) -
 
 
 @IN_ORDER
-def test_sync_hands_nothing_out_before_all_have_arrived(feed: Any, deterministic: bool) -> None:
+def test_sync_hands_nothing_out_before_all_have_arrived(feed, deterministic):
     source = feed([make_group(FIRST + index) for index in (2, 1, 3, 0)])
     reader = source.reader(4, deterministic=deterministic, sync=True)
     lease = reader.next(0, wait=True)
@@ -408,7 +331,7 @@ def test_sync_hands_nothing_out_before_all_have_arrived(feed: Any, deterministic
     assert sorted([lease.group.prompt_index, *drain(reader, 3)]) == [40, 41, 42, 43]
 
 
-def test_the_first_update_does_not_wait_for_groups_of_the_second(feed: Any) -> None:
+def test_the_first_update_does_not_wait_for_groups_of_the_second(feed):
     """Half of the groups are enough for the first step; groups of the second wait."""
     source = feed([make_group(FIRST + index) for index in (4, 0, 2, 1, 3, 5)])
     steps, sizes = source.steps(6, num_updates=2, max_tokens=1), []
@@ -419,10 +342,7 @@ def test_the_first_update_does_not_wait_for_groups_of_the_second(feed: Any) -> N
     assert source.num_waits == 4
 
 
-# -- periodic schedule -----------------------------------------------------------------------------
-
-
-def test_periodic_trains_what_has_arrived(feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_periodic_trains_what_has_arrived(feed, monkeypatch):
     source = feed([make_group(FIRST + index) for index in range(3)])
     monkeypatch.setattr(batches_module, "MIN_FILL", 0.0)
     batches = source.batches(3)
@@ -433,50 +353,42 @@ def test_periodic_trains_what_has_arrived(feed: Any, monkeypatch: pytest.MonkeyP
     assert list(batches) == [] and source.num_waits == 3
 
 
-def test_periodic_waits_while_a_micro_batch_is_small(feed: Any) -> None:
-    groups = [make_group(FIRST + index) for index in range(4)]
-    tokens = [len(group.prompt_ids) + group.num_completion_tokens for group in groups]
-    source = feed(groups)
-    budget = round((tokens[0] + tokens[1]) / MIN_FILL)
-    batches = source.batches(4, max_tokens=budget)
-    assert next(batches).num_completions == 2 * NUM_GENERATIONS and source.num_waits == 2
-    assert sum(batch.num_completions for batch in batches) == 2 * NUM_GENERATIONS
-
-
-def test_periodic_never_waits_while_it_holds_every_slot(feed: Any) -> None:
+def test_periodic_never_waits_while_it_holds_every_slot(feed):
     source = feed([make_group(FIRST + index) for index in range(5)], num_slots=2)
     sizes = [batch.num_completions // NUM_GENERATIONS for batch in source.batches(5)]
     assert sizes == [2, 2, 1]
 
 
+@IN_ORDER
+def test_groups_without_a_gradient_free_their_slots(feed, deterministic):
+    source = feed([zeroed(make_group(FIRST + n), [0, 1, 2]) for n in range(3)], num_slots=1)
+    assert not [*source.batches(3, max_tokens=50, deterministic=deterministic, num_ranks=2)]
+    assert source.num_free == 1
+
+
 @pytest.mark.parametrize(
     ("num_groups", "max_tokens", "num_free_slots"),
-    [
-        pytest.param(4, 10**6, [1] * 4, id="taken by the next group while this one is trained"),
-        pytest.param(1, 1, [0, 0, 1], id="kept by a group that is cut, until its last rollout"),
-    ],
+    # Taken by the next group while this one is trained; kept by a group that is cut.
+    [(4, 10**6, [1] * 4), (1, 1, [0, 0, 1])],
 )
 def test_a_slot_is_free_before_its_last_micro_batch_is_trained(
-    feed: Any, num_groups: int, max_tokens: int, num_free_slots: list[int]
-) -> None:
+    feed, num_groups, max_tokens, num_free_slots
+):
     source = feed([make_group(FIRST + index) for index in range(num_groups)], num_slots=1)
     batches = source.batches(num_groups, max_tokens=max_tokens)
     assert [source.num_free for _ in batches] == num_free_slots
     assert source.num_waits == num_groups
 
 
-# -- the gradient ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def learner() -> Learner:
+def learner():
     """A float64 learner: float32 rounding exceeds the bound below in 1 of 1,000 draws."""
     policy = Policy.load("tiny")
     policy.model.double()
     return Learner(policy, Config())
 
 
-def gradient_of(learner: Learner, batches: Sequence[MicroBatch]) -> Any:
+def gradient_of(learner, batches):
     """The sum of one backward per micro-batch."""
     learner._zero_gradients()
     for batch in batches:

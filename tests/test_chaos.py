@@ -1,7 +1,5 @@
 """Runs survive the death of any of their processes at any moment (`tests/chaos.py`)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.long
-def test_runs_survive_lost_processes(tmp_path: Path) -> None:
+def test_runs_survive_lost_processes(tmp_path):
     words = ("--trials", "100", "--seed", "1", "--jobs", "2", "--folder", str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", *words],

@@ -1,16 +1,13 @@
 """However a run ends, nothing is left behind, and the cause is reported once."""
 
-from __future__ import annotations
-
-import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
+from hanging_worker import hangs_before_its_first_event
 from typer.testing import CliRunner
 
 from easyrl.cli import app
@@ -19,17 +16,7 @@ from easyrl.model.checkpoint_files import checkpoints_in
 from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked
 from easyrl.runtime.supervisor import Supervisor
-from mistakes import change_json
-from runs import (
-    SMALL,
-    descendants,
-    finish,
-    lines_of,
-    start,
-    wait_for_line,
-    wait_until_gone,
-    workers,
-)
+from runs import SMALL, descendants, finish, lines_of, start, wait_for_line, wait_until_gone
 
 pytestmark = pytest.mark.alone
 
@@ -37,11 +24,11 @@ ENDLESS = ("--iterations", "100000", *SMALL)
 SECONDS = 5.0  # the bound of a clean end
 
 
-def is_worker(process: psutil.Process) -> bool:
+def is_worker(process):
     return "resource_tracker" not in " ".join(process.cmdline())
 
 
-def started(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+def started(tmp_path, *arguments):
     """A run in its iterations, and all its processes."""
     process = start("--output", str(tmp_path / "run"), *ENDLESS, *arguments)
     try:
@@ -54,13 +41,13 @@ def started(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], lis
     return process, processes
 
 
-def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+def shared_memory(processes):
     """Named shared memory (semaphores) that these processes have open."""
     paths = {Path(mapped.path) for process in processes for mapped in process.memory_maps()}
     return {path for path in paths if path.is_relative_to("/dev/shm")}
 
 
-def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tuple[int, str, str]:
+def end(process, processes):
     """Wait for the run's end; all of its processes must be gone in time."""
     began = time.monotonic()
     out, err = process.communicate(timeout=SECONDS)
@@ -69,7 +56,7 @@ def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tupl
     return process.returncode, out, err
 
 
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     """Until then it is shown and reached from this machine and by its user only."""
     process, processes = started(tmp_path, "--train-devices", "cpu:2")
     run, every = tmp_path / "run", [psutil.Process(process.pid), *processes]
@@ -89,9 +76,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
         request(run, {"command": "status"})
 
 
-def interrupt(
-    process: subprocess.Popen[str], processes: list[psutil.Process], signum: signal.Signals
-) -> None:
+def interrupt(process, processes, signum):
     semaphores = shared_memory(processes)
     assert semaphores
     process.send_signal(signum)
@@ -109,14 +94,12 @@ def interrupt(
 
 @pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_end_everything_without_an_error(
-    tmp_path: Path, signum: signal.Signals
-) -> None:
+def test_other_signals_end_everything_without_an_error(tmp_path, signum):
     interrupt(*started(tmp_path), signum)
 
 
 @pytest.mark.long
-def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path: Path) -> None:
+def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path):
     process, _ = started(tmp_path, "train.save_every=null")
     run = tmp_path / "run"
     assert request(run, {"command": "stop"})["message"]  # a second one does not hurry it
@@ -130,7 +113,7 @@ def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path: Path) -> None:
+def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path):
     process, processes = started(tmp_path)
     (trainer,) = [p for p in processes if "train-0" in str(log_of(p))]
     trainer.suspend()  # so that it never ends its micro-batch
@@ -144,12 +127,21 @@ def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path: Path) -> None:
     assert not half.exists()
 
 
-def log_of(process: psutil.Process) -> Path:
+def log_of(process):
     return Path(f"/proc/{process.pid}/fd/1").readlink()
 
 
 @pytest.mark.long
-def test_ctrl_c_while_the_workers_start(tmp_path: Path) -> None:
+def test_an_exception_in_a_reward_is_reported_once_with_its_traceback(tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    words = ("--output", str(tmp_path / "run"), *ENDLESS)
+    code, _, err = finish(*words, "--reward", f"{tmp_path}/r.py:fails")
+    assert err.count("KeyError: 'no such thing'") == 1 and "for the prompt" in err
+    assert code == 1 and err.count("easyrl: ") == 1
+
+
+@pytest.mark.long
+def test_ctrl_c_while_the_workers_start(tmp_path):
     process = start("--output", str(tmp_path / "run"), *ENDLESS)
     wait_for_line(process, "groups in flight")
     deadline = time.monotonic() + 30
@@ -160,26 +152,27 @@ def test_ctrl_c_while_the_workers_start(tmp_path: Path) -> None:
     assert returned == 130 and err == ""
 
 
+def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody():
+    began = time.monotonic()
+    with Supervisor() as supervisor:
+        worker = supervisor.spawn("deaf", hangs_before_its_first_event)
+        for _ in range(3):
+            worker.send(SaveModel("x" * 2**20))
+        assert time.monotonic() - began < SECONDS
+        supervisor.wait(timeout_seconds=0.5)
+    assert not worker.process.is_alive() and time.monotonic() - began < SECONDS + 2
+
+
 @pytest.mark.long
-def test_a_killed_controller_or_trainer_ends_everything(tmp_path: Path) -> None:
+def test_a_killed_controller_or_trainer_ends_everything(tmp_path):
     process, processes = started(tmp_path)
-    kill(process, "train-0")
+    next(p for p in processes if log_of(p).stem == "train-0").kill()
     returned, _, err = end(process, processes)
     assert returned == 1 and err.count("train-0 was killed by SIGKILL") == 1
     process, processes = started(tmp_path / "second")
     process.kill()
     process.communicate()
     assert wait_until_gone(processes, SECONDS) == []
-
-
-def kill(process: subprocess.Popen[str], name: str) -> None:
-    """Kill the worker of this name, once it runs."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if name in workers(process.pid):
-            return workers(process.pid)[name].kill()
-        time.sleep(0.1)
-    raise AssertionError(f"no {name}")
 
 
 REWARDS = """
@@ -196,7 +189,7 @@ def hangs(prompts, completions, **columns):
 
 
 @pytest.mark.long
-def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     run, reward = ("--output", str(tmp_path / "run")), ("--reward", f"{tmp_path}/r.py:hangs")
     process = start(*run, *reward, *ENDLESS)
@@ -206,41 +199,3 @@ def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) ->
     processes = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     assert end(process, processes)[0] == 130 and (tmp_path / "under_way").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("what", ["reward", "model"])
-def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(
-    tmp_path: Path, what: str
-) -> None:
-    """The errors are those of a reward function, and of a model that its own class refuses."""
-    (tmp_path / "r.py").write_text(REWARDS)
-    words = ["--output", str(tmp_path / "run"), *ENDLESS]
-    if what == "reward":
-        code, _, err = finish(*words, "--reward", f"{tmp_path}/r.py:fails")
-        assert err.count("KeyError: 'no such thing'") == 1 and "for the prompt" in err
-    else:
-        built_in = Path(__file__).parent.parent / "easyrl" / "model" / "built_in" / "tiny"
-        shutil.copytree(built_in, tmp_path / "model")
-        change_json("config.json", hidden_act="frobnicate")(tmp_path / "model")
-        code, _, err = finish(*words, "--model", str(tmp_path / "model"))
-        assert err.count("Traceback (most recent call last)") >= 1
-        last = err.partition("to start again")[0].strip().splitlines()[-1]
-        assert "Error" in last and err.count(last) == 1
-    assert code == 1 and err.count("easyrl: ") == 1
-
-
-def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody() -> None:
-    began = time.monotonic()
-    with Supervisor() as supervisor:
-        worker = supervisor.spawn("deaf", sleep_for_ever)
-        for _ in range(3):
-            worker.send(SaveModel("x" * 2**20))
-        assert time.monotonic() - began < SECONDS
-        supervisor.wait(timeout_seconds=0.5)
-    assert time.monotonic() - began < SECONDS + 2
-    assert not worker.process.is_alive()
-
-
-def sleep_for_ever(control: object) -> None:
-    time.sleep(1000)

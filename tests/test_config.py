@@ -1,10 +1,7 @@
 """The config: four layers, YAML and words to values, and errors that name the key."""
 
-from __future__ import annotations
-
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,11 +12,9 @@ from easyrl.config import (
     KEYS,
     Config,
     ConfigError,
-    change_config,
     load_config,
     options_by_key,
     settings_markdown,
-    to_arguments,
     to_commented_yaml,
 )
 from easyrl.config.devices import check_disjoint, parse_device_set
@@ -28,26 +23,23 @@ from easyrl.config.hints import INSTEAD, SYNONYMS
 ROOT = Path(__file__).parent.parent
 
 
-def of(*words: str) -> Config:
+def of(*words):
     return load_config(words=words)
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     file = folder / "config.yaml"
     file.write_text(text, encoding="utf-8")
     return file
 
 
-def error_of(*words: str) -> str:
+def error_of(*words):
     with pytest.raises(ConfigError) as caught:
         of(*words)
     return str(caught.value)
 
 
-# The layers.
-
-
-def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path: Path) -> None:
+def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
     file = write(tmp_path, "train: {iterations: 1, prompts_per_iteration: 11, learning_rate: 1e-6}")
     settings = {"train.iterations": 2, "train.prompts_per_iteration": 22}
     train = load_config(file, settings, ["train.iterations=3"]).train
@@ -57,44 +49,7 @@ def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path: Path) -> Non
         assert load_config(write(tmp_path, text)) == load_config() == Config()
 
 
-def test_a_changed_config_is_checked_and_remembers_what_was_set() -> None:
-    config = of("model.path=m")
-    changed = change_config(config, {"model.lora.rank": 8, "train.iterations": 3})
-    assert changed == of("model.path=m", "model.lora.rank=8", "train.iterations=3")
-    assert config == of("model.path=m")
-    assert changed.model.model_fields_set == {"path", "lora"}
-    with pytest.raises(ValueError, match=r"train\.updates_per_iteration"):
-        change_config(config, {"train.updates_per_iteration": 3})
-
-
-# Names and values of other trainers.
-
-
-@pytest.mark.parametrize(
-    ("typed", "hint"),
-    [
-        ("train.lr=1", "train.learning_rate?"),
-        ("learning-rate=1", "train.learning_rate"),
-        ("eval_dataset=1", "eval.dataset"),
-        ("rollout.n=1", "rollout.num_generations"),
-        ("algorithm.kl_coef=1", "algorithm.beta"),
-        ("trian.iterations=1", "did you mean train?"),
-        ("train.learning_rte=1", "did you mean train.learning_rate?"),
-        ("runtime.iterations=1", "did you mean train.iterations?"),
-        ("model.lora.r=1", "model.lora.rank"),
-        ("model.lra.rank=1", "did you mean model.lora?"),
-        ("use-lora=1", "model.lora.rank"),
-        ("xx.yy=1", "easyrl config"),
-        ("iterations", "section.key=value"),
-    ],
-)
-def test_an_unknown_name_is_answered_with_the_setting_that_it_may_mean(
-    typed: str, hint: str
-) -> None:
-    assert hint in error_of(typed)
-
-
-def test_every_synonym_and_advice_names_settings_that_exist() -> None:
+def test_every_synonym_and_advice_names_settings_that_exist():
     last_parts = {name.rpartition(".")[2] for name in KEYS}
     assert last_parts.issuperset(SYNONYMS.values())
     for (name, value), instead in INSTEAD.items():
@@ -102,19 +57,11 @@ def test_every_synonym_and_advice_names_settings_that_exist() -> None:
         of(instead)
 
 
-def test_a_chat_template_is_kept_as_text(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ messages }}\n")
-    config = of(f"data.chat_template={tmp_path}/chat.jinja")
-    assert config.data.chat_template == "{{ messages }}\n"
-
-
-# YAML to values.
-
-
-def value_of(config: Config, key: str) -> Any:
+def value_of(config, key):
     return reduce(getattr, key.split("."), config)
 
 
+KWARGS = 'a: 1, b: 1e-3, c: None, d: "null", e: yes, f: 007, g: False, h: {j: [true, x y]}'
 LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
 
 
@@ -124,66 +71,35 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         # Every text is one for a key that takes a string, but for quotes.
         *(
             ("data.prompt_template", text, text)
-            for text in (
-                "123",
-                "2024-01-02",
-                "yes",
-                "[0-4]$",
-                "{x}.y",
-                "a: b",
-                "a #b",
-                "1e3",
-                " {q}",
-            )
+            for text in ("123", "[0-4]$", "a: b", "a #b", "1e3")
         ),
         ("data.prompt_template", '"[A-M]"', "[A-M]"),
-        ("data.prompt_template", "'a: b'", "a: b"),
         # A typed end of a line is one, unless it begins a LaTeX command.
         ("data.system_prompt", r"{prompt}\n\nsteps\n", "{prompt}\n\nsteps\n"),
         ("data.system_prompt", LATEX, LATEX),
-        ("data.system_prompt", r"'print(\n)'", r"print(\n)"),
         # Null, as YAML and Python write it.
-        *(("data.preset", text, None) for text in ("null", "~", "", "None", "NULL")),
-        ("devices.infer", "None", None),
-        ("rollout.ring_slots", "", None),
+        *(("data.preset", text, None) for text in ("null", "~", "", "None")),
         ("algorithm.scale_rewards", "none", "none"),
         # Lists, mappings and other forms.
         ("rollout.stop", "[007, 1:30]", ["007", "1:30"]),
-        ("reward.functions", "r.py:f", ["r.py:f"]),
+        ("data.dataset", "[d 1.jsonl, e]", ["d 1.jsonl", "e"]),
         ("model.dtype", "bf16", "bfloat16"),
-        ("model.lora.target_modules", "null", None),
         ("rollout.environment", '{a: "x y.py:A", b: guess}', {"a": "x y.py:A", "b": "guess"}),
         (
             "data.chat_template_kwargs",
-            'a: 1, b: 1e-3, c: None, d: "null", e: yes, f: 007, g: False, h: {j: [true, x y]}',
+            f"{{{KWARGS}}}",
             {"a": 1, "b": 1e-3, "c": None, "d": "null", "e": "yes", "f": "007", "g": False}
             | {"h": {"j": [True, "x y"]}},
         ),
     ],
 )
-def test_a_word_has_the_value_that_was_meant_and_yaml_and_arguments_keep_it(
-    key: str, typed: str, expected: Any, tmp_path: Path
-) -> None:
-    text = f"{{{typed}}}" if key == "data.chat_template_kwargs" else typed
-    config = of(f"{key}={text}")
+def test_a_word_has_the_value_that_was_meant_and_yaml_keeps_it(key, typed, expected, tmp_path):
+    config = of(f"{key}={typed}")
     assert repr(value_of(config, key)) == repr(expected)
     assert load_config(write(tmp_path, to_commented_yaml(config))) == config
-    words = to_arguments(config, Config())
-    assert all(word.isprintable() for word in words)
-    if "--reward" not in words:
-        assert load_config(None, {}, words) == config
 
 
-def test_arguments_are_options_and_then_words() -> None:
-    config = of("data.dataset=[d 1.jsonl, e]", "model.lora.rank=2", "runtime.seed=3")
-    words = ["--dataset", "d 1.jsonl", "--dataset", "e", "--seed", "3", "model.lora.rank=2"]
-    assert to_arguments(config, Config()) == words
-
-
-# YAML out.
-
-
-def test_generated_files_are_current() -> None:
+def test_generated_files_are_current():
     assert all(field.description for field in KEYS.values()) and len(KEYS) <= 105
     yaml, markdown = ROOT / "configs" / "default.yaml", ROOT / "docs" / "settings.md"
     assert yaml.read_text() == to_commented_yaml(Config()), "easyrl config > configs/default.yaml"
@@ -202,17 +118,12 @@ def test_generated_files_are_current() -> None:
         unique=True,
     ),
 )
-def test_commented_yaml_loads_again_to_an_equal_config(
-    text: str, number: float, texts: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_commented_yaml_loads_again_to_an_equal_config(text, number, texts, tmp_path_factory):
     flags = {"model.path": text, "data.preset": text, "train.learning_rate": number}
     flags |= {"data.chat_template_kwargs": {"a": texts, "b": number}, "rollout.stop": texts}
     config = load_config(None, flags)
     file = write(tmp_path_factory.getbasetemp(), to_commented_yaml(config))
     assert load_config(file) == config
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(
@@ -222,41 +133,35 @@ def test_commented_yaml_loads_again_to_an_equal_config(
         *("train.learning_rate=1e999", 'rollout.stop=[""]', "runtime.deterministic=maybe"),
         *("runtime.schedule=async", "runtime.resume=auto", "reward.pattern=a", "model.lora=1"),
         *("model.path=", "model.lora.alpha=2", "data.dataset=[]", "data.weights=[1, 2]"),
-        *(f"data.chat_template={name}" for name in ("chatml", "no_such.j2", "Be brief.")),
-        *("data.system_prompt=system.txt", "train.updates_per_iteration=3"),
-        *("train.max_tokens_per_micro_batch=767", "algorithm.epsilon_high=1"),
+        *("data.chat_template=no_such.j2", "data.system_prompt=system.txt"),
+        *("train.max_tokens_per_micro_batch=767", "train.updates_per_iteration=3"),
         *(f"devices.infer={text}" for text in ("3-1", "0,,2", "gpu", "cpu:0", "0-2,1")),
     ],
 )
-def test_wrong_value_is_refused_with_its_key(word: str) -> None:
+def test_wrong_value_is_refused_with_its_key(word):
     assert error_of(word).startswith(word.partition("=")[0])
 
 
 @pytest.mark.parametrize(
-    ("text", "where"),
+    ("content", "where"),
     [
-        ("train:\n  iterations: [1\nmodel: {}\n", "config.yaml:3"),
-        ("train: 3\n", "train"),
-        ("train.iterations: 3\ntrain: {save_every: 5}\n", "train: {iterations: ...}"),
-        ("model: {lora.rank: 3}\n", "model: {lora: {rank: ...}}"),
-        ("modl: {lora: {rank: 16}}\n", "did you mean model?"),
-        ("just text\n", "config.yaml"),
-        ("train:\n  iterations: 1\n  iterations: 2\n", "config.yaml:3"),
-        ("train: !!python/object:os.system {}\n", "config.yaml:1"),
-        # Aliases and nesting that grow without bound.
-        ("a: &a [x, x]\nb: &b [*a, *a]\n", "config.yaml"),
-        ("a: &a {b: *a}", "config.yaml"),
-        ("[" * 3000, "config.yaml"),
+        (b"train:\n  iterations: [1\nmodel: {}\n", "config.yaml:3"),
+        (b"train: 3\n", "train"),
+        (b"model: {lora.rank: 3}\n", "model: {lora: {rank: ...}}"),
+        (b"modl: {lora: {rank: 16}}\n", "did you mean model?"),
+        (b"train:\n  iterations: 1\n  iterations: 2\n", "config.yaml:3"),
+        (b"train: !!python/object:os.system {}\n", "config.yaml:1"),
+        (b"a: &a [x, x]\nb: &b [*a, *a]\n", "config.yaml"),  # aliases could grow without bound
+        (b"\xff\xfe\x00train", "config file"),
+        (None, "config file"),
     ],
 )
-def test_unusable_file_is_refused_with_its_line(text: str, where: str, tmp_path: Path) -> None:
+def test_unusable_file_is_refused_with_its_line(content, where, tmp_path):
+    if content is not None:
+        (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, text), {"train.iterations": 7})
+        load_config(tmp_path / "config.yaml", {"train.iterations": 7})
     assert where in str(caught.value)
-    for path in (tmp_path / "none.yaml", tmp_path / "binary.yaml"):
-        (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00train")
-        with pytest.raises(ConfigError, match="config file"):
-            load_config(path)
 
 
 # What defaults mean.
@@ -270,7 +175,6 @@ LONG = ("rollout.max_completion_length=4096", "data.max_prompt_length=100")
         ((), "learning_rate", 3e-4),
         (("model.lora.rank=1",), "learning_rate", 3e-3),
         (("model.path=m",), "learning_rate", 1e-6),
-        (("model.path=m", "model.lora.rank=1"), "learning_rate", 1e-5),
         (("model.lora.rank=1", "train.learning_rate=2e-6"), "learning_rate", 2e-6),
         ((), "max_tokens_per_micro_batch", 4096),
         (LONG, "max_tokens_per_micro_batch", 4196),
@@ -278,20 +182,18 @@ LONG = ("rollout.max_completion_length=4096", "data.max_prompt_length=100")
         (("model.dtype=bfloat16",), "importance_sampling_correction", "truncate"),
         (("algorithm.epsilon=0.1",), "algorithm.resolved_epsilon_high", 0.1),
         (("algorithm.loss_type=cispo",), "algorithm.resolved_epsilon_high", 5.0),
-        ((), "algorithm.trains_zero_advantages", False),
         (("algorithm.beta=0.01",), "algorithm.trains_zero_advantages", True),
-        (("algorithm.entropy_coef=0.01",), "algorithm.trains_zero_advantages", True),
     ],
 )
-def test_what_a_default_means(words: tuple[str, ...], key: str, expected: Any) -> None:
+def test_what_a_default_means(words, key, expected):
     assert value_of(of(*words), key) == expected
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once():
     assert len(error_of("foo", "train.lerning_rate=1", "train.iterations=x").splitlines()) == 3
 
 
-def test_keys_that_must_agree() -> None:
+def test_keys_that_must_agree():
     assert "null" in error_of(*LONG, "train.max_tokens_per_micro_batch=4096")
     cispo = ("algorithm.loss_type=cispo", "algorithm.epsilon_high=0.28")
     assert error_of(*cispo).startswith("algorithm.epsilon_high")
@@ -302,22 +204,11 @@ def test_keys_that_must_agree() -> None:
         of(word, *small, "rollout.ring_slots=32")
 
 
-# Device sets.
-
-
-def test_device_sets() -> None:
-    for text, kind, indices in (
-        ("0-3", "accelerator", (0, 1, 2, 3)),
-        ("4-5,0", "accelerator", (0, 4, 5)),
-        ("cpu", "cpu", (0,)),
-        ("cpu:3", "cpu", (0, 1, 2)),
-    ):
+def test_device_sets_are_disjoint_or_one_shared_accelerator():
+    for text, indices in (("0-3", (0, 1, 2, 3)), ("4-5,0", (0, 4, 5)), ("cpu:3", (0, 1, 2))):
         parsed = parse_device_set(text)
-        assert (parsed.kind, parsed.indices) == (kind, indices)
+        assert parsed.indices == indices and (parsed.kind == "cpu") == ("cpu" in text)
         assert parse_device_set(str(parsed)) == parsed
-
-
-def test_device_sets_are_disjoint_or_one_shared_accelerator() -> None:
     for infer, train in (("0-3", "4-7"), ("0", "0"), ("cpu", "cpu"), ("cpu:2", "0")):
         check_disjoint(parse_device_set(infer), parse_device_set(train))
     for infer, train in (("0-3", "3-4"), ("0,1", "0,1"), ("0", "0-1")):

@@ -1,7 +1,5 @@
 """`easyrl grpo --model RUN`: a new run from the weights of another one."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path
@@ -14,20 +12,18 @@ from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.model.export import find_model
 from easyrl.runtime.run import start_from
-from runs import SMALL, Finished, finish, lines_of, summary_of
+from runs import SMALL, finish, lines_of, summary_of
 
 TINY = (*SMALL, "train.iterations=2", "data.num_held_out=0")
 
 
-def test_a_run_starts_from_the_weights_and_the_learning_rate_of_a_run(
-    finished_run: Finished,
-) -> None:
+def test_a_run_starts_from_the_weights_and_the_learning_rate_of_a_run(finished_run):
     config, _ = start_from(load_config(None, {"model.path": str(finished_run.folder)}))
     assert Path(config.model.path) == finished_run.folder / "model"
     assert config.learning_rate == 3e-4
 
 
-def test_nothing_is_left_of_a_run_that_cannot_start(finished_run: Finished, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_run_that_cannot_start(finished_run, tmp_path):
     checkpoint, new = finished_run.folder / "checkpoints" / "3", tmp_path / "new"
     words = ["--model", str(checkpoint), "--output", str(new), "--dataset", "no_such_file.jsonl"]
     result = CliRunner().invoke(app, ["grpo", *words])
@@ -35,9 +31,7 @@ def test_nothing_is_left_of_a_run_that_cannot_start(finished_run: Finished, tmp_
 
 
 @pytest.mark.long
-def test_a_run_starts_from_the_weights_of_a_checkpoint(
-    finished_run: Finished, tmp_path: Path
-) -> None:
+def test_a_run_starts_from_the_weights_of_a_checkpoint(finished_run, tmp_path):
     final = load_file(finished_run.folder / "model" / "model.safetensors")
     new, source = tmp_path / "new", str(finished_run.folder / "checkpoints" / "3")
     code, _, err = finish("--model", source, "--output", str(new), *TINY)
@@ -55,9 +49,7 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(
 
 
 @pytest.mark.long
-def test_a_resume_with_other_settings_prints_a_command_that_runs(
-    finished_run: Finished, tmp_path: Path
-) -> None:
+def test_a_resume_with_other_settings_prints_a_command_that_runs(finished_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished_run.folder, run)
     (tmp_path / "run-2").mkdir()  # the name is taken

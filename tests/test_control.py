@@ -1,17 +1,10 @@
 """A live run answers `easyrl status` and `easyrl scale`, and nobody else."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import os
 import random
 import socket
 import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +12,6 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config.devices import DeviceSet
-from easyrl.events import Event
 from easyrl.runtime.control import MAX_BYTES, ControlSocket, request, serving
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Supervisor
@@ -28,7 +20,7 @@ STATUS = {"command": "status"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path):
     """A run folder, locked as that of a live run. Its path is too long for a Unix socket."""
     run = tmp_path / ("x" * 200)
     run.mkdir()
@@ -38,18 +30,18 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     os.close(lock)
 
 
-def refuse_all(message: object) -> dict[str, Any]:
+def refuse_all(message):
     raise ValueError(f"expected nothing, got {message!r:.100}")
 
 
 @pytest.fixture
-def control(folder: Path) -> Iterator[ControlSocket]:
+def control(folder):
     server = ControlSocket(folder, refuse_all)
     yield server
     server.close()
 
 
-def connect(folder: Path) -> socket.socket:
+def connect(folder):
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = os.open(folder, os.O_RDONLY)
     connection.connect(f"/proc/self/fd/{descriptor}/control.sock")
@@ -57,56 +49,52 @@ def connect(folder: Path) -> socket.socket:
     return connection
 
 
-@contextlib.contextmanager
-def live_run(folder: Path, scaled: list[DeviceSet]) -> Iterator[None]:
-    """A controller that waits, in a thread."""
-
-    def scale(wanted: DeviceSet) -> dict[str, Any]:
-        scaled.append(wanted)
-        return {"message": "done"}
-
-    def wait() -> None:
-        while not stop.is_set():
-            supervisor.wait(0.05)
-
-    stop, thread = threading.Event(), threading.Thread(target=wait)
-    with (
-        Supervisor() as supervisor,
-        serving(folder, supervisor, lambda event: None, status=dict, scale=scale),
-    ):
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-
-def test_requests_are_checked_before_they_reach_the_run(folder: Path) -> None:
+def test_requests_are_checked_before_they_reach_the_run(folder):
     """Also in the place of the socket that a killed run has left."""
-    scaled: list[DeviceSet] = []
+    scaled, file, stop = [], folder / "control.sock", threading.Event()
     ControlSocket(folder, refuse_all)._listener.close()
     with pytest.raises(ValueError, match="does not answer"):
         request(folder, STATUS)
-    wrong: list[Any] = [
-        {"command": "scale", "infer_devices": "3-1"},
-        {"command": "scale", "infer_devices": 3},
-        {"command": ["status"]},
-        [],
-    ]
-    file = folder / "control.sock"
-    with live_run(folder, scaled):
+
+    def scale(wanted):
+        scaled.append(wanted)
+        return {"message": "done"}
+
+    def live_run():
+        with (
+            Supervisor() as supervisor,
+            serving(folder, supervisor, lambda event: None, status=dict, scale=scale),
+        ):
+            is_served.set()
+            while not stop.is_set():
+                supervisor.wait(0.05)
+
+    is_served, run = threading.Event(), threading.Thread(target=live_run)
+    run.start()
+    try:
+        assert is_served.wait(30)
         assert file.is_socket() and file.stat().st_mode & 0o777 == 0o600
-        for message in wrong:
+        for wanted in ("3-1", 3, None):
             with pytest.raises(ValueError, match="expected"):
-                request(folder, message)
-        assert request(folder, STATUS) == {"requests_refused": len(wrong)}
+                request(folder, {"command": "scale", "infer_devices": wanted})
+        assert request(folder, STATUS) == {"requests_refused": 3}
         asked = ["scale", str(folder), "--infer-devices", "0,2-3"]
         assert CliRunner().invoke(app, asked).stdout == "done\n"
+    finally:
+        stop.set()
+        run.join()
     assert scaled == [DeviceSet("accelerator", (0, 2, 3))] and not file.exists()
 
 
-def test_the_folder_of_no_live_run_is_named(tmp_path: Path) -> None:
+def test_without_sockets_the_run_continues(folder):
+    (folder / "control.sock").mkdir()  # bind fails, as on a file system without sockets
+    notes, answers = [], {"status": dict, "scale": refuse_all}
+    with Supervisor() as supervisor, serving(folder, supervisor, notes.append, **answers):
+        assert supervisor.wait(timeout_seconds=0.0) == []
+    assert len(notes) == 1
+
+
+def test_the_folder_of_no_live_run_is_named(tmp_path):
     run = tmp_path / "run"
     for make, problem in (
         (lambda: None, "the folder of a run"),
@@ -120,79 +108,28 @@ def test_the_folder_of_no_live_run_is_named(tmp_path: Path) -> None:
             assert problem in result.stderr and str(run) in result.stderr
 
 
-def test_a_run_that_does_not_answer_is_not_waited_for(folder: Path, control: ControlSocket) -> None:
-    with pytest.raises(ValueError, match="does not answer"):
-        request(folder, STATUS, timeout_seconds=0.1)
-    end = threading.Timer(0.2, control.close)  # while a client waits
-    end.start()
-    began = time.monotonic()
-    with pytest.raises(ValueError, match="does not answer"):
-        request(folder, STATUS, timeout_seconds=30)
-    assert time.monotonic() - began < 10
-    end.join()
-
-
-def test_a_client_that_sends_nothing_keeps_nobody_waiting(
-    folder: Path, control: ControlSocket
-) -> None:
-    silent, other = connect(folder), connect(folder)
-    other.send(b"{}")
-    began = time.monotonic()
-    control.serve()
-    control.serve()
-    assert time.monotonic() - began < 1.0
-    assert silent.recv(1) == b"" and json.loads(other.recv(1000)).keys() == {"error"}
-    silent.close()
-    other.close()
-
-
-def test_without_sockets_the_run_continues(folder: Path) -> None:
-    (folder / "control.sock").mkdir()  # bind fails, as on a file system without sockets
-    notes: list[Event] = []
-    with (
-        Supervisor() as supervisor,
-        serving(folder, supervisor, notes.append, status=dict, scale=refuse_all),
-    ):
-        assert supervisor.wait(timeout_seconds=0.0) == []
-    assert len(notes) == 1
-
-
-def invalid(number: int, rng: random.Random) -> bytes:
-    """Something that is no valid request."""
+def test_random_inputs_are_refused_and_counted(folder, control):
+    rng, process, num_inputs = random.Random(0), psutil.Process(), 1000
     whole = json.dumps({"command": "scale", "infer_devices": "0-3"}).encode()
-    at = rng.randrange(len(whole))
-    kinds = [
-        rng.randbytes(rng.randrange(200)),
-        whole[:at],
-        whole[:at] + rng.randbytes(1 + rng.randrange(3)) + whole[at:],
-        json.dumps(rng.choice([None, [], 1, "status", [STATUS], {"command": {}}])).encode(),
-        json.dumps({"command": "scale", "infer_devices": rng.random()}).encode(),
-        b"[" * rng.choice([10, 1000, MAX_BYTES]),
-        b"1" * rng.randrange(MAX_BYTES),
-        b'"\\ud800"',
-        rng.randbytes(1) * (MAX_BYTES + rng.randrange(3)),
-    ]
-    return kinds[number % len(kinds)]
-
-
-@pytest.mark.parametrize("num_inputs", [1000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_random_inputs_are_refused_and_counted(
-    num_inputs: int, folder: Path, control: ControlSocket
-) -> None:
-    rng, process = random.Random(0), psutil.Process()
-    memory, descriptors = 0, process.num_fds()
+    descriptors = process.num_fds()
     for number in range(num_inputs):
-        client = connect(folder)
-        client.send(invalid(number, rng))
-        is_gone = rng.random() < 0.1  # before the reply
+        client, at = connect(folder), rng.randrange(len(whole))
+        kinds = [
+            rng.randbytes(rng.randrange(200)),
+            whole[:at] + rng.randbytes(1 + rng.randrange(3)) + whole[at:],
+            json.dumps(rng.choice([None, [], 1, "status", {"command": {}}])).encode(),
+            b"[" * rng.choice([10, 1000, MAX_BYTES]),
+            rng.randbytes(1) * (MAX_BYTES + rng.randrange(3)),
+        ]
+        if number % 100:
+            client.send(kinds[number % len(kinds)])
+        is_gone = rng.random() < 0.1  # before the reply; some clients send nothing
         if is_gone:
             client.close()
         control.serve()
         if not is_gone:
-            assert json.loads(client.recv(1000)).keys() == {"error"}
+            reply = client.recv(1000)
+            assert json.loads(reply).keys() == {"error"} if number % 100 else reply == b""
             client.close()
-        if number == num_inputs // 2:
-            memory = process.memory_info().rss
-    assert control.num_refused == num_inputs
+    assert control.num_refused >= num_inputs - num_inputs // 100
     assert process.num_fds() <= descriptors
-    assert process.memory_info().rss < memory * 1.02 + 2**20

@@ -1,17 +1,13 @@
 """Data sets, presets and mixtures: every source gives the same kind of prompts, and errors name
 file and line."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import gzip
 import json
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
@@ -21,58 +17,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from easyrl.api.inputs import Inputs
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
-from easyrl.data import streams
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
-from hub_rows import DEEPSCALER, GSM8K, put_in_place_of_the_hub
+from hub_rows import GSM8K, put_in_place_of_the_hub
 
 CHAT = [{"role": "user", "content": "What is 1+1?"}]
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(20)]
 TWO = [("1+1=", {"answer": "2"}), ("2+2=", {"answer": "4"})]
 
 
-def opened(dataset: object, *words: str) -> PromptStream:
+def opened(dataset, *words):
     name = dataset if isinstance(dataset, list) else str(dataset)
     return open_prompts(load_config(None, {"data.dataset": name}, words))
 
 
-def error_of(dataset: object, *words: str) -> str:
+def error_of(dataset, *words):
     with pytest.raises(ConfigError) as caught:
         opened(dataset, *words)
     return str(caught.value)
 
 
-def jsonl(folder: Path, *lines: Any, name: str = "data.jsonl") -> Path:
+def jsonl(folder, *lines, name="data.jsonl"):
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / name).write_text("\n".join(texts), encoding="utf-8")
     return folder / name
 
 
-def contents(stream: PromptStream, start: int, stop: int) -> list[Any]:
+def contents(stream, start, stop):
     return [stream.prompt(index).content for index in range(start, stop)]
 
 
-def rows_of(path: Path) -> list[tuple[Any, Any]]:
+def rows_of(path):
     """The prompts and columns of an epoch, in the data's own order."""
     stream = opened(path, "data.shuffle=false")
     prompts = [stream.prompt(i) for i in range(stream.epoch_length or 0)]
     return [(prompt.content, prompt.columns) for prompt in prompts]
-
-
-# -- files ----------------------------------------------------------------------------------------
-
-
-def test_task_is_endless_and_follows_the_seed():
-    stream = opened("arithmetic")
-    assert stream.epoch_length is None and stream.fingerprint() is None
-    assert stream.prompt(10**9).index == 10**9
-    assert stream.prompt(5) != opened("arithmetic", "runtime.seed=1").prompt(5)
 
 
 def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path):
@@ -86,26 +70,6 @@ def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path):
     in_order = opened(file, "data.shuffle=false")
     assert contents(in_order, 0, 40) == [row["prompt"] for row in ROWS] * 2
     assert in_order.prompt(23) == Prompt(23, "3+1=", {"answer": "4", "level": 3})
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "rows"])
-def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
-    values = {"prompt": ["a", "b"], "answer": ["x", None], "level": [1.0, None], "hint": ["y", ""]}
-    frame, file = pandas.DataFrame(values), tmp_path / f"data.{kind}"
-    if kind == "jsonl":
-        jsonl(tmp_path, *frame.to_dict("records"))
-    elif kind == "csv":
-        frame.to_csv(file, index=False)
-    elif kind == "parquet":
-        frame.to_parquet(file)
-    else:
-        rows = frame.convert_dtypes().to_dict("records")
-        texts = Inputs({"data.dataset": rows})._texts["data.jsonl"].splitlines()
-        file = jsonl(tmp_path, *texts)
-    hint = None if kind == "csv" else ""  # elsewhere an empty text may be meant
-    (_, first), (_, second) = rows_of(file)
-    assert first["answer"] == "x" and second == {"answer": None, "level": None, "hint": hint}
-    assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
 
 
 @pytest.mark.parametrize("name", ["data.parquet", "data.jsonl.gz", "splits"])
@@ -135,12 +99,8 @@ def test_the_same_rows_are_the_same_prompts_in_every_format(name, tmp_path):
 FORMS = [
     ("jsonl", '\ufeff{"prompt": "1+1=", "answer": "2"}\n\n   \n{"prompt": "2+2=", "answer": "4"}'),
     ("csv", ",prompt,answer\n0,1+1=,2\n1,2+2=,4\n"),  # DataFrame.to_csv
-    ("csv", ",,prompt,answer\na,0,1+1=,2\na,1,2+2=,4\n"),
-    ("csv", "prompt,answer,\n1+1=,2,\n2+2=,4\n"),
     ("csv", "prompt,answer,,\n1+1=,2,,\n,,,\n2+2=,4,,\n"),
-    ("csv", "prompt,answer\n1+1=,2,\n2+2=,4,,\n"),
     ("csv", "\ufeffprompt,answer\r\n1+1=,2\r\n\r\nprompt,answer\r\n2+2=,4\r\n"),  # joined files
-    ("csv", ",prompt,answer,\n0,1+1=,2,\n,,,\n,prompt,answer,\n0,2+2=,4,\n"),
 ]
 
 
@@ -148,6 +108,22 @@ FORMS = [
 def test_files_of_pandas_and_spreadsheets(kind, text, tmp_path):
     (tmp_path / f"data.{kind}").write_text(text, "utf-8", newline="")
     assert rows_of(tmp_path / f"data.{kind}") == TWO
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
+    values = {"prompt": ["a", "b"], "answer": ["x", None], "level": [1.0, None], "hint": ["y", ""]}
+    frame, file = pandas.DataFrame(values), tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        jsonl(tmp_path, *frame.to_dict("records"))
+    elif kind == "csv":
+        frame.to_csv(file, index=False)
+    else:
+        frame.to_parquet(file)
+    hint = None if kind == "csv" else ""  # elsewhere an empty text may be meant
+    (_, first), (_, second) = rows_of(file)
+    assert first["answer"] == "x" and second == {"answer": None, "level": None, "hint": hint}
+    assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
 
 
 def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path):
@@ -159,7 +135,30 @@ def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path):
     assert csv.field_size_limit() == limit
 
 
-def write_two(folder: Path, *names: str) -> None:
+class Point:
+    def __init__(self, *values):
+        self.values = values
+
+
+VALUES = [
+    lambda k: Image.new("RGB", (4, 4), (k, 0, 0)),
+    lambda k: {"nested": [Image.new("P", (4, 4), k), b"bytes"]},
+    lambda k: np.arange(5000) == 2500 + k,
+    lambda k: np.full((2, 1500), 0.5 + k, dtype=np.float16),
+    lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
+    lambda k: Point(1, [Point(k)]),
+    lambda k: [float("nan"), None, datetime.datetime(2020, 1, k)],
+]
+
+
+@pytest.mark.parametrize("make", VALUES, ids=range(len(VALUES)))
+def test_identity_is_of_the_content_of_values(make):
+    values = [make(k) for k in (1, 1, 2)]  # all have addresses of their own
+    first, second, other = (problem_ids([Prompt(0, "p", {"x": v})])[0] for v in values)
+    assert first == second != other
+
+
+def write_two(folder, *names):
     """Write the two rows: one in each file, or both in the only one."""
     folder.mkdir(parents=True, exist_ok=True)
     frame = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
@@ -173,22 +172,19 @@ def write_two(folder: Path, *names: str) -> None:
             part.to_json(folder / name, orient="records", lines=True)
 
 
-TRAIN = ("train-00000-of-00002", "train-00001-of-00002")
+SHARDS = [f"train-0000{number}-of-00002.parquet" for number in (0, 1)]
 
 
 @pytest.mark.parametrize(
     ("path", "names"),
     [
         # Characters of patterns are part of a name.
-        *((name, [name]) for name in ("train[1].parquet", "all*.parquet", "UP.PARQUET")),
-        *((name, [name]) for name in ("[a]?.csv", "*.jsonl")),
-        ("[set]/train.parquet", ["train.parquet"]),
+        *((name, [name]) for name in ("train[1].parquet", "[a]?.csv", "*.jsonl")),
         # Folders of files.
-        ("shards", [f"{each}.parquet" for each in TRAIN]),
-        ("[all]*", [f"{each}.parquet" for each in (*TRAIN, "test-00000-of-00001")]),
+        ("shards", SHARDS),
+        ("[all]*", [*SHARDS, "test-00000-of-00001.parquet"]),
         ("jsonl", ["part-0.jsonl", "part-1.jsonl", ".part-1.jsonl", "_README.jsonl"]),
         ("gz", ["latest-0.csv.gz", "latest-1.csv.gz"]),
-        ("spark.parquet", ["part-0.snappy.parquet", "part-1.snappy.parquet", "._x.parquet"]),
         ("test", ["test.jsonl"]),
     ],
 )
@@ -203,67 +199,18 @@ def test_a_path_names_its_file_or_folder(path, names, tmp_path):
 def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path):
     fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
     assert opened(jsonl(tmp_path, "", *ROWS), "runtime.seed=1").fingerprint() == fingerprint
-    changed: list[list[Any]] = [
-        [*ROWS[:7], {**ROWS[7], "answer": "another"}, *ROWS[8:]],
-        [*ROWS[1:], ROWS[0]],
-        ROWS[:-1],
-        [{**row, "more": None} for row in ROWS],
-    ]
-    prints = {opened(jsonl(tmp_path, *rows)).fingerprint() for rows in changed}
-    fewer = opened(file := jsonl(tmp_path, *ROWS)).without([f"{file}:4"])
-    assert len({fingerprint, fewer.fingerprint(), *prints}) == 2 + len(changed)
-
-
-class Point:
-    def __init__(self, *values: Any) -> None:
-        self.values = values
+    for rows in ([{**ROWS[0], "answer": "another"}, *ROWS[1:]], ROWS[::-1], ROWS[:-1]):
+        assert opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda k: Image.new("RGB", (4, 4), (k, 0, 0)),
-        lambda k: Image.new("L", (4 + k, 4)),
-        lambda k: {"nested": [Image.new("P", (4, 4), k)]},
-        lambda k: np.arange(5000) == 2500 + k,
-        lambda k: np.full((2, 1500), 0.5 + k, dtype=np.float16),
-        lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
-        lambda k: Point(1, [Point(k)]),
-        lambda k: b"bytes" * k,
-        lambda k: [float("nan"), 0.1 + k, None],
-        lambda k: datetime.datetime(2020, 1, 1 + k),
-        np.int64,
-    ],
+    "name", ["none.jsonl", "train.tsv", "", "empty.parquet", "broken.jsonl.gz", "kinds", "splits"]
 )
-def test_identity_is_of_the_content_of_values(make):
-    kept = [[make(k) for k in (1, 1, 2)] for _ in range(2)]  # all have addresses of their own
-    for values in kept:
-        first, second, other = (problem_ids([Prompt(0, "p", {"x": v})])[0] for v in values)
-        assert first == second != other
-
-
-def test_fingerprint_of_many_rows_reads_some(tmp_path, monkeypatch):
-    monkeypatch.setattr(streams, "NUM_DIGESTED", 5)
-    fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
-    for number, is_seen in ((4, True), (5, False)):
-        rows = [*ROWS[:number], {**ROWS[number], "answer": "another"}, *ROWS[number + 1 :]]
-        assert (opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint) == is_seen
-
-
-# -- mistakes -------------------------------------------------------------------------------------
-
-
-MISSING = ("none.jsonl", "train.tsv", "", "empty.parquet", "empty.csv", "broken.jsonl.gz")
-
-
-@pytest.mark.parametrize("name", [*MISSING, "kinds", "splits", "others"])
 def test_missing_or_unreadable_file_is_named(name, tmp_path):
-    for empty in ("empty.parquet", "empty.csv"):
-        (tmp_path / empty).touch()
+    (tmp_path / "empty.parquet").touch()
     (tmp_path / "broken.jsonl.gz").write_bytes(b'{"prompt": "a"}')
     write_two(tmp_path / "kinds", "a.csv", "b.jsonl")
     write_two(tmp_path / "splits", "test.jsonl", "validation.jsonl")
-    write_two(tmp_path / "others", "README.md")
     message = error_of(tmp_path / name)
     assert message.startswith("data.dataset") and str(tmp_path / name) in message
 
@@ -272,15 +219,11 @@ BROKEN = [
     ("jsonl", b'{"prompt": "a"}\n\n{"prompt": "a"', ":3: "),
     ("jsonl", b'{"prompt": "a"}\n["a"]\n', ":2: "),
     ("jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ": expected UTF-8"),
-    ("jsonl", b'{"prompt": %s}' % (b"[" * 99_999 + b"]" * 99_999), ":1: expected a JSON object"),
     ("csv", b"prompt,answer\na,b\nc\n", ":3: "),
-    ("csv", b'prompt,answer\na,b\n"c"d,e\n', ":3: "),
     ("csv", b"prompt,answer\na,b\nc,d,e\n", ":3: "),
     ("csv", b"prompt,answer,answer\na,b,c\n", ":1: "),
-    *(
-        ("jsonl", b'{"prompt": "a"}\n{"prompt": %s}' % content, ":2: column 'prompt'")
-        for content in (b"null", b'""', b"[]", b'[{"role": "user"}]')
-    ),
+    ("jsonl", b'{"prompt": "a"}\n{"prompt": null}', ":2: column 'prompt'"),
+    ("jsonl", b'{"prompt": "a"}\n{"prompt": [{"role": "user"}]}', ":2: column 'prompt'"),
 ]
 
 
@@ -302,15 +245,12 @@ def test_one_string_among_chats_is_named(tmp_path):
     assert message.startswith("data.prompt_column") and " q" in message
 
 
-# -- the hub, and presets -------------------------------------------------------------------------
-
-
 def test_hub_id_may_name_subset_and_split(monkeypatch):
     import datasets
 
-    loaded: list[tuple[Any, ...]] = []
+    loaded = []
 
-    def load(*names: Any, split: str) -> Any:
+    def load(*names, split):
         loaded.append((*names, split))
         return datasets.Dataset.from_list(ROWS)
 
@@ -321,25 +261,14 @@ def test_hub_id_may_name_subset_and_split(monkeypatch):
     assert loaded == [("a/b", None, "train"), ("a/b", "main", "train"), ("a/b", None, "test")]
 
 
-@pytest.mark.alone
-def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    import datasets  # noqa: F401  its import is not what is timed
-
-    began = time.monotonic()
-    message = error_of("easyrl-no-such-owner/no-such-data")
-    assert time.monotonic() - began < 5
-    assert message.startswith("data.dataset") and "HF_ENDPOINT" in message
-
-
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hub(monkeypatch):
     """Rows in place of the hub's; the ids that have been opened."""
     put_in_place_of_the_hub(monkeypatch)
-    opened_ids, open_hub = list[str](), own_datasets.open_hub
+    opened_ids, open_hub = [], own_datasets.open_hub
     monkeypatch.setattr(
         own_datasets, "open_hub", lambda name: opened_ids.append(name) or open_hub(name)
     )
@@ -347,7 +276,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def gsm8k_rows(tmp_path: Path) -> str:
+def gsm8k_rows(tmp_path):
     return str(jsonl(tmp_path, *GSM8K, name="gsm8k.jsonl"))
 
 
@@ -357,73 +286,30 @@ def test_every_preset_brings_prompts_and_a_reward(name):
     stream = opened(name, "data.shuffle=false")
     assert stream.held_out() and len(stream.examples()) >= len(stream.held_out())
     assert reward_specs(load_config(None, {"data.dataset": name})) == [PRESETS[name].reward]
-    rows, column = {"gsm8k": (GSM8K, "question"), "math": (DEEPSCALER, "problem")}.get(
-        name, ([], "")
-    )
-    if rows:
-        assert stream.epoch_length == len(rows)
-        assert stream.prompt(0).content == [{"role": "user", "content": rows[0][column] + BOXED}]
-        assert stream.prompt(0).columns == {"answer": rows[0]["answer"]}
-        assert stream.held_out()[0].columns["answer"] in (GSM8K[0]["answer"], "2")
+    if name == "gsm8k":
+        question, answer = GSM8K[0].values()
+        assert stream.epoch_length == len(GSM8K)
+        assert stream.prompt(0).content == [{"role": "user", "content": question + BOXED}]
+        assert stream.prompt(0).columns == stream.held_out()[0].columns == {"answer": answer}
+        plain = opened(name, "data.prompt_template=Q: {question}", "data.chat=false")
+        assert plain.held_out()[0].content == f"Q: {question}"
 
 
-@pytest.mark.parametrize(
-    ("name", "temperature"), [("gsm8k", 0.0), ("math", None), ("math500", 0.6), ("aime24", 0.6)]
-)
+@pytest.mark.parametrize(("name", "temperature"), [("gsm8k", 0.0), ("math", None), ("aime24", 0.6)])
 def test_an_evaluation_opens_what_is_held_out_and_has_its_sampling(name, temperature, hub):
     config = with_eval_data(load_config(None, {"data.dataset": name}))
     assert eval_sampling(config.data).get("temperature") == temperature
     problems = [*problems_of(open_prompts(config, is_trained=False), config).values()]
     assert hub == [PRESETS[name].held_out]
     assert str(problems[0].content).endswith(repr(BOXED)[1:-1] + "'}]")
-    if PRESETS[name].rows:
-        assert problems == [*problems_of(open_prompts(config), config).values()]
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(
-    ("words", "content"),
-    [
-        (["data.prompt_template=Q: {question}", "data.chat=false"], "Q: " + GSM8K[0]["question"]),
-        (["data.prompt_column=answer", "data.chat=false"], GSM8K[0]["answer"]),
-        (
-            ["data.system_prompt=Be brief."],
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": GSM8K[0]["question"] + BOXED},
-            ],
-        ),
-    ],
-)
-def test_what_the_user_sets_wins(words, content):
-    stream = opened("gsm8k", "data.shuffle=false", *words)
-    assert stream.prompt(0).content == stream.held_out()[0].content == content
-
-
-@pytest.mark.usefixtures("hub")
-def test_rows_of_ones_own_are_asked_and_scored_as_a_presets(gsm8k_rows, tmp_path):
+def test_rows_of_ones_own_are_asked_and_scored_as_a_presets(gsm8k_rows):
     config = load_config(None, {"data.dataset": gsm8k_rows, "data.preset": "gsm8k"})
     stream, of_hub = open_prompts(config), opened("gsm8k")
     assert [stream.prompt(i) for i in range(8)] == [of_hub.prompt(i) for i in range(8)]
     assert stream.held_out() == [] and reward_specs(config) == ["gsm8k"]
-    assert eval_sampling(config.data)["temperature"] == 0.0
-    assert opened("openai/gsm8k:main:test", "data.preset=gsm8k").epoch_length == 2
-    file = jsonl(tmp_path, {"target": 28, "nums": [95, 11, 56]})  # as on the hub
-    prompt = opened(file, "data.preset=countdown").prompt(0)
-    assert "Numbers: [95, 11, 56]. Target: 28." in str(prompt.content)
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_preset_for_ones_own_rows_leaves_presets_as_they_are(gsm8k_rows):
-    mixed = opened([gsm8k_rows, "countdown"], "data.preset=gsm8k")
-    prompts = map(mixed.prompt, range(4))
-    asked = {prompt.columns["data_source"]: str(prompt.content) for prompt in prompts}
-    assert "boxed" in asked[gsm8k_rows] and "Numbers:" in asked["countdown"]
-    flags = {"data.dataset": gsm8k_rows, "data.preset": "gsm8k", "eval.dataset": "math500"}
-    measured = with_eval_data(load_config(None, flags))
-    assert "of $14$" in str(open_prompts(measured, is_trained=False).prompt(0).content)
-    flags["eval.dataset"] = gsm8k_rows
-    assert with_eval_data(load_config(None, flags)).data.preset == "gsm8k"
 
 
 def test_an_unknown_preset_or_one_for_other_rows_is_refused(gsm8k_rows):
@@ -432,25 +318,12 @@ def test_an_unknown_preset_or_one_for_other_rows_is_refused(gsm8k_rows):
     assert error_of(gsm8k_rows, "data.preset=math500").startswith("data.prompt_template")
 
 
-@pytest.mark.usefixtures("hub")
-def test_a_held_out_row_that_is_too_long_is_left_out():
-    stream = opened("math", "data.shuffle=false")
-    third = len(DEEPSCALER) + 2
-    locations = list(stream.examples())
-    assert locations[third] == "HuggingFaceH4/MATH-500::test, row 2"
-    fewer = stream.without([locations[0], locations[third]])
-    assert fewer.epoch_length == len(DEEPSCALER) - 1
-    assert [prompt.columns["answer"] for prompt in fewer.held_out()] == ["2", "4", "8", "10", "12"]
-
-
-# -- mixtures -------------------------------------------------------------------------------------
-
 LONG = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(30)]
 SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
+def files(tmp_path):
     """A long and a short data set."""
     return [
         str(jsonl(tmp_path, *rows, name=f"{name}.jsonl"))
@@ -478,41 +351,21 @@ def test_each_data_set_has_its_part_and_its_own_epochs(files):
     assert opened(files).fingerprint() != stream.fingerprint()
 
 
-def test_a_data_set_that_names_its_own_sources_keeps_them(tmp_path, files):
-    own = jsonl(tmp_path, {"prompt": "a", "data_source": "theirs"}, {"prompt": "b"})
-    stream = opened([str(own), *files])
-    sources = {p.content: p.columns["data_source"] for p in map(stream.prompt, range(20))}
-    assert sources["a"] == "theirs" and sources["b"] == str(own)
-
-
+@settings(max_examples=50)
 @given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
-@settings(deadline=None, max_examples=50)
 def test_no_data_set_is_ever_far_from_its_part(weights):
     form = RowForm(load_config().data, None)
-    rows = [{"prompt": str(row)} for row in range(BLOCK)]
-    mixture = PromptStream(
-        {str(n): DataSet(str(n), rows, form) for n in range(len(weights))}, weights
-    )
-    counts: Counter[str] = Counter()
+    rows, names = [{"prompt": str(row)} for row in range(BLOCK)], "012345"[: len(weights)]
+    mixture = PromptStream({name: DataSet(name, rows, form) for name in names}, weights)
+    counts = Counter()
     for index in range(BLOCK):
         prompt = mixture.prompt(index)
         name = prompt.columns["data_source"]
         assert prompt.content == str(counts[name])  # its next one, none left out
         counts[name] += 1
-        for number, weight in enumerate(weights):
-            part = weight / sum(weights)
-            assert abs(counts[str(number)] - part * (index + 1)) <= 2 + BLOCK * 1e-3
-
-
-def test_generated_problems_can_be_part_of_a_mixture(files):
-    stream = opened(["arithmetic", *files], "data.shuffle=false")
-    prompts = [stream.prompt(index) for index in range(30)]
-    own = [p.content for p in prompts if p.columns["data_source"] == "arithmetic"]
-    assert own == contents(opened("arithmetic"), 0, 10)
-    assert stream.epoch_length is None and stream.fingerprint() is not None
-    held_out = stream.held_out()
-    assert [prompt.index for prompt in held_out] == list(range(512))
-    assert held_out[3].columns["data_source"] == "arithmetic"
+        for each, weight in zip(names, weights, strict=True):
+            expected = weight / sum(weights) * (index + 1)
+            assert abs(counts[each] - expected) <= 2 + BLOCK * 1e-3
 
 
 @pytest.mark.usefixtures("hub")
@@ -524,16 +377,3 @@ def test_presets_mix_where_their_rewards_agree():
     assert sources == ["math", "gsm8k"] * 2 + ["math"] * 4
     both = {"data.dataset": ["countdown", "countdown-small"]}
     assert reward_specs(load_config(None, both)) == ["countdown"]
-
-
-def test_rows_are_named_by_and_left_out_of_their_own_data_set(files):
-    stream = opened(files)
-    locations = list(stream.examples())
-    assert stream.epoch_length == len(locations) == 37
-    assert locations[29:31] == [f"{files[0]}:30", f"{files[1]}:1"]
-    fewer = stream.without({locations[0], *locations[30:32]})
-    assert fewer.epoch_length == 34
-    kept = {row["prompt"] for row in [*LONG[1:], *SHORT[2:]]}
-    assert set(contents(fewer, 0, 2 * BLOCK)) == kept
-    with pytest.raises(ConfigError, match=r"data\.long_prompts: .*short\.jsonl"):
-        stream.without(locations[30:])

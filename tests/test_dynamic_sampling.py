@@ -1,11 +1,7 @@
 """Groups of equal rewards are replaced by fresh prompts, round by round."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,17 +13,15 @@ from runs import finish, lines_of, summary_of, without_timing
 
 
 @pytest.mark.parametrize("num_trained", [3, 5])
-def test_an_iteration_with_a_wrong_count_ends_the_run(num_trained: int) -> None:
-    ledger: Any = SimpleNamespace(trained=events.IterationTrained(0, 1, num_trained, 16, 0.0, {}))
-    controller: Any = SimpleNamespace(
+def test_an_iteration_with_a_wrong_count_ends_the_run(num_trained):
+    ledger = SimpleNamespace(trained=events.IterationTrained(0, 1, num_trained, 16, 0.0, {}))
+    controller = SimpleNamespace(
         config=load_config(words=["train.prompts_per_iteration=4"]), state=SavedState()
     )
     with pytest.raises(RuntimeError, match=r"expected 4 trained groups"):
         Controller._finish_iteration(controller, ledger, 0, 0.0, 0.0, 0.0)
     assert controller.state == SavedState()
 
-
-# -- runs -----------------------------------------------------------------------------------------
 
 NUM_GROUPS = 10
 REWARD = """
@@ -42,7 +36,7 @@ def score(prompts, completions, row, **_):
 """
 
 
-def run(folder: Path, *words: str, iterations: int, seed: int = 0) -> dict[str, Any]:
+def run(folder, *words, iterations, seed=0):
     """A run over numbered rows, of which every third has equal rewards, and others by chance."""
     folder.mkdir()
     rows = [{"prompt": f"{10 + n % 80}+{20 + n % 70}=", "row": n} for n in range(500)]
@@ -67,7 +61,7 @@ def run(folder: Path, *words: str, iterations: int, seed: int = 0) -> dict[str, 
     }
 
 
-def assert_consistent(ended: dict[str, Any]) -> None:
+def assert_consistent(ended):
     metrics, summary = ended["metrics"], ended["summary"]
     num_groups = NUM_GROUPS * len(metrics)
     assert summary["groups_trained"] == num_groups
@@ -85,8 +79,8 @@ def assert_consistent(ended: dict[str, Any]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("iterations", "seed"), [(4, 0), (12, 1), (12, 2)])
 def test_two_workers_and_replaced_groups_end_in_the_same_bits_under_both_schedules(
-    tmp_path: Path, iterations: int, seed: int
-) -> None:
+    tmp_path, iterations, seed
+):
     """Random delays in engine, rewards, ring and trainer."""
     ends = {}
     for schedule in ("sync", "periodic"):

@@ -14,8 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -114,9 +112,6 @@ def bits_of(completions):
     ]
 
 
-# -- what is generated ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "temperature", "prompts_are"),
     [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.6, 0.0)]
@@ -194,21 +189,6 @@ def test_new_and_used_engines_give_the_same_bits_in_the_same_order():
     assert one == other and sorted(again) == sorted(one)
 
 
-# -- how the embedded engine computes it ----------------------------------------------------------
-
-
-def test_finished_rows_are_refilled_and_prompts_prefilled_once_for_a_whole_group():
-    """Rows that wait for a prompt or for others to end are few."""
-    lengths = np.random.default_rng(0).integers(1, MAX_COMPLETION + 1, (30, 6)).tolist()
-    engine, prompts = make_engine(num_rows=8, ignore_eos=True), draw_prompts(30)
-    run(engine, requests(prompts, 6, lengths))
-    assert engine.num_prompt_tokens == sum(map(len, prompts))
-    # A sequence's first token comes from its prompt's forward, each further one from a row.
-    num_tokens = sum(length - 1 for group in lengths for length in group)
-    assert num_tokens / 8 <= engine.num_steps <= num_tokens / 7.5 + MAX_COMPLETION
-    assert len(engine.cache.prompt_lengths) < 10 and not engine.cache.prompt_lengths.any()
-
-
 @pytest.mark.parametrize("bound", [15, 5], ids=["some prompts", "less than the longest"])
 def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
     """A prompt that is longer than the bound is prefilled alone. They are served in order."""
@@ -217,23 +197,19 @@ def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
     for request in requests(draw_prompts(40)):
         engine.submit(request)
     while engine.has_work:
-        before = engine.num_prompt_tokens
+        before, taken = engine.num_prompt_tokens, []
         engine.step()
-        num_new, taken = engine.num_prompt_tokens - before, []
-        while sum(taken) < num_new:
+        while sum(taken) < engine.num_prompt_tokens - before:
             taken.append(lengths.pop(0))
-        assert sum(taken) == num_new and (num_new <= bound or len(taken) == 1)
+        assert sum(taken) == engine.num_prompt_tokens - before
+        assert sum(taken) <= bound or len(taken) == 1
     assert not lengths
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_layers_of_llamas_kind_are_decoded_with_fused_operations(name):
-    engine = make_engine(name)
-    assert (engine._run_model is engine._decoder) == (name != "gemma2")
-
-
-def test_fused_operations_are_checked_with_each_new_set_of_weights():
+def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weights():
     """A difference may be hidden by the first weights: here what follows it is multiplied by 0."""
+    are_fused = [each._run_model is each._decoder for each in map(make_engine, EMBEDDED)]
+    assert are_fused == [True, True, True, False]  # Gemma 2 is of another kind
     policy, new = make_policy("qwen3"), make_policy("qwen3", seed=2)
     attention = policy.model.model.layers[1].self_attn
     attention.q_norm.register_forward_hook(lambda *a: 2 * a[2])
@@ -243,9 +219,6 @@ def test_fused_operations_are_checked_with_each_new_set_of_weights():
     assert engine._run_model is engine._decoder
     engine.load_weights(pieces_of(new))
     assert engine._run_model == policy.forward
-
-
-# -- how `GenerateEngine` computes it -------------------------------------------------------------
 
 
 def test_generation_config_of_the_model_is_ignored():
@@ -258,27 +231,6 @@ def test_generation_config_of_the_model_is_ignored():
     )
     assert tokens_of(run(make_engine("mamba", policy), submitted)) == plain
     assert policy.model.generation_config is changed
-
-
-def test_group_is_generated_without_a_cache_if_the_cache_is_inexact(monkeypatch):
-    """RecurrentGemma's cache is, beyond its window."""
-    used = []
-    complete = GenerateEngine._complete
-
-    def watched(self, request, *, use_cache):
-        used.append(use_cache)
-        return complete(self, request, use_cache=use_cache)
-
-    monkeypatch.setattr(GenerateEngine, "_complete", watched)
-    run(make_engine("mamba"), requests(draw_prompts(4)))
-    assert used == [True] * 4
-    used.clear()
-    monkeypatch.setattr(GenerateEngine, "_is_exact", lambda *_: False)
-    run(make_engine("mamba"), requests(draw_prompts(4)))
-    assert used == [True, False] * 4
-
-
-# -- groups, ends and limits ----------------------------------------------------------------------
 
 
 @BOTH
@@ -301,18 +253,13 @@ def test_every_completion_has_its_own_limit(name, num_rows, lengths):
         assert all(n <= m for n, m in zip(got_lengths, request.completion_lengths, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("end_tokens", "lengths"),
-    [([EOS, 3, 4], range(1, 17)), ([], [MAX_COMPLETION]), (range(VOCABULARY), [1])],
-)
-def test_model_may_have_several_end_tokens_or_none(end_tokens, lengths):
+@pytest.mark.parametrize("end_tokens", [[EOS, 3, 4], []])
+def test_model_may_have_several_end_tokens_or_none(end_tokens):
     policy = make_policy("qwen3")
-    policy.eos_token_ids = [*end_tokens]
+    policy.eos_token_ids = end_tokens
     groups = run(make_engine(policy=policy), requests(draw_prompts(9), 6)).values()
-    completions = [completion for group in groups for completion in group]
-    assert all(len(completion.token_ids) in lengths for completion in completions)
-    ends = {c.token_ids[-1] for c in completions if c.finish_reason == "stop"}
-    assert ends == {EOS, 3, 4} if len(end_tokens) == 3 else ends <= {*end_tokens}
+    stopped = [c for group in groups for c in group if c.finish_reason == "stop"]
+    assert {c.token_ids[-1] for c in stopped} == {*end_tokens}
 
 
 @BOTH
@@ -324,9 +271,6 @@ def test_impossible_prompt_is_refused(name, prompt_length):
     assert not engine.has_work and engine.step() == []
 
 
-# -- new weights ----------------------------------------------------------------------------------
-
-
 def pieces_of(policy, piece_size=100):
     for name, tensor in policy.named_weights():
         flat = tensor.detach().reshape(-1)
@@ -334,24 +278,18 @@ def pieces_of(policy, piece_size=100):
             yield WeightPiece(name, start, flat[start : start + piece_size].clone())
 
 
-@BOTH
-def test_new_weights_are_refused_while_a_group_waits_or_is_in_flight(name):
-    engine, other = make_engine(name, make_policy(name)), make_policy(name, seed=2)
-    before = engine.policy.weights_sha256()
-    engine.submit(requests(draw_prompts(1), 2)[0])
-    while engine.has_work:
-        with pytest.raises(RuntimeError, match="in flight"):
-            engine.load_weights(pieces_of(other))
-        engine.step()
-    assert engine.policy.weights_sha256() == before
-
-
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mamba"])
-def test_new_weights_replace_the_old_ones_completely(name):
+def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(name):
     """Tied and untied heads: the same bits as an engine that never saw the old weights."""
     engine, new = make_engine(name, make_policy(name)), make_policy(name, seed=2)
-    submitted = requests(draw_prompts(9), 3)
+    before, submitted = engine.policy.weights_sha256(), requests(draw_prompts(9), 3)
     old = run(engine, submitted)
+    engine.submit(submitted[0])
+    while engine.has_work:
+        with pytest.raises(RuntimeError, match="in flight"):
+            engine.load_weights(pieces_of(new))
+        engine.step()
+    assert engine.policy.weights_sha256() == before
     engine.load_weights(pieces_of(new))
     assert engine.policy.weights_sha256() == new.weights_sha256()
     got, expected = run(engine, submitted), run(make_engine(name, new), submitted)
@@ -359,7 +297,19 @@ def test_new_weights_replace_the_old_ones_completely(name):
     assert tokens_of(got) != tokens_of(old)
 
 
-# -- the sampling distribution --------------------------------------------------------------------
+def test_memory_of_an_evaluations_prompts_is_freed_for_training():
+    """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
+    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
+    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
+    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
+    run(engine, evaluation)
+    assert engine.cache.prompts_size[0] > 2 * size[0]
+    for _ in range(2):
+        engine.load_weights(pieces_of(make_policy("qwen3")))
+        assert bits_of(run(engine, training)) == expected
+    engine.load_weights(pieces_of(make_policy("qwen3")))
+    assert engine.cache.prompts_size == size  # training needs as much again
+    assert engine.cache.prompts[0][0].shape[0] == size[0]
 
 
 def sample(logits, uniforms, temperature, **settings):
@@ -384,6 +334,12 @@ def test_frequencies_are_the_probabilities(vocabulary):
     np.testing.assert_allclose(logprobs, expected.log()[tokens], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("vocabulary", [99, 300])
+def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
+    token, logprob = sample(torch.full((1, vocabulary), torch.nan), torch.ones(1).double() / 2, 1.0)
+    assert 0 <= int(token) < vocabulary and logprob.isnan()
+
+
 def test_greedy_tokens_have_logprobs_at_temperature_1_and_ties_go_to_the_first():
     _, logprob = sample(torch.tensor([[0.0, 1.0]]), torch.zeros(1, dtype=torch.float64), 0.0)
     assert float(logprob) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-6)
@@ -391,80 +347,21 @@ def test_greedy_tokens_have_logprobs_at_temperature_1_and_ties_go_to_the_first()
     assert sample(torch.zeros(4, 5), uniforms, 1.0, top_k=2)[0].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_drawing_a_token_takes_4_passes_over_the_vocabulary_and_none_in_float64(temperature):
-    """Maximum, difference, exponential and sum; one more for a temperature. It took 9, of which 2
-    were in float64."""
-    num_rows, vocabulary = 4, 151_936
-    passes, float64 = [], []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            used = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
-            float64.extend(x.shape[-1] for x in used if x.dtype == torch.float64)
-            is_free = func.is_view or func is torch.ops.aten.gather.default  # reads what it returns
-            if not is_free and max(x.numel() for x in used) >= num_rows * vocabulary:
-                passes.append(str(func))
-            return result
-
-    logits = torch.randn(num_rows, vocabulary).bfloat16()
-    with Watch():
-        sample(logits, torch.rand(num_rows, dtype=torch.float64), temperature)
-    assert len(passes) == 4 + (temperature != 1.0), passes
-    assert max(float64) <= 1200
-
-
-@pytest.mark.parametrize("vocabulary", [99, 300])
-def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
-    """The run reports it then."""
-    logits = torch.full((1, vocabulary), torch.nan)
-    token, logprob = sample(logits, torch.tensor([0.5], dtype=torch.float64), 1.0)
-    assert 0 <= int(token) < vocabulary and logprob.isnan()
-
-
-def test_memory_of_an_evaluations_prompts_is_freed_for_training():
-    """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
-    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
-    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
-    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
-    run(engine, evaluation)
-    assert engine.cache.prompts_size[0] > 2 * size[0]
-    for _ in range(2):
-        engine.load_weights(pieces_of(make_policy("qwen3")))
-        assert bits_of(run(engine, training)) == expected
-    assert engine.cache.prompts_size == size
-    assert engine.cache.prompts[0][0].shape[0] == size[0]
-    engine.load_weights(pieces_of(make_policy("qwen3")))
-    assert engine.cache.prompts_size == size  # training needs as much again
-
-
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(0, 12), st.sampled_from([1.0, 0.95, 0.5, 0.05]))
-def test_top_k_and_top_p_equal_transformers_and_logprobs_are_of_the_whole_distribution(
-    seed, top_k, top_p
-):
+def test_top_k_and_top_p_equal_transformers_and_logprobs_are_of_all_tokens(seed, top_k, top_p):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(1, 9, generator=generator)
-    kept = logits / 0.7
-    if top_k:
-        kept = TopKLogitsWarper(top_k)(None, kept)
+    kept = TopKLogitsWarper(top_k)(None, logits / 0.7) if top_k else logits / 0.7
     if top_p < 1.0:
         kept = TopPLogitsWarper(top_p)(None, kept)
-    probabilities = kept[0].double().softmax(-1)
-    ends = probabilities.cumsum(0)
-    # The middle of every token's share, and a number beside each end.
-    wanted = probabilities.nonzero().flatten()
-    middles = (ends - probabilities / 2)[wanted]
-    uniforms = torch.cat([middles, middles.new_tensor([0.0, 1 - 2**-53])])
-    tokens, logprobs = sample(
-        logits.expand(len(uniforms), -1), uniforms, 0.7, top_k=top_k, top_p=top_p
-    )
-    assert tokens.tolist() == [*wanted.tolist(), int(wanted[0]), int(wanted[-1])]
+    shares = kept[0].double().softmax(-1)
+    wanted = shares.nonzero().flatten()
+    uniforms = (shares.cumsum(0) - shares / 2)[wanted]  # the middle of every token's share
+    settings = {"top_k": top_k, "top_p": top_p}
+    tokens, logprobs = sample(logits.expand(len(uniforms), -1), uniforms, 0.7, **settings)
+    assert tokens.tolist() == wanted.tolist()
     torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[0, tokens])
-
-
-# -- stop strings ----------------------------------------------------------------------------------
 
 
 @cache
@@ -481,26 +378,6 @@ def bytes_tokenizer():
     )
 
 
-@cache
-def pieces_tokenizer():
-    """Like SentencePiece: words with their space, which the first word loses, and bytes."""
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xA8))]
-    names += [*"abc", "▁", "▁a", "▁b", "ab", "▁▁"]
-    vocabulary = {name: number for number, name in enumerate(names)}
-    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
 def first_stop(tokenizer, tokens, stops):
     """Number of tokens up to the first one that completes a stop string; None: no string."""
     for length in range(1, len(tokens) + 1):
@@ -513,29 +390,23 @@ def first_stop(tokenizer, tokens, stops):
 STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
-    st.sampled_from([bytes_tokenizer, pieces_tokenizer]),
     st.lists(st.integers(0, 20), min_size=1, max_size=25),
     st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True),
 )
-def test_stop_string_is_found_with_the_token_that_completes_it(tokenizer, tokens, stops):
-    tokens = [token % len(tokenizer()) for token in tokens]
-    finder = StopStrings(tokenizer(), stops)
-    found = None
-    for length in range(1, len(tokens) + 1):
-        if finder.is_complete(np.array(tokens[:length], dtype=np.int32)):
-            found = length
-            break
-    assert found == first_stop(tokenizer(), tokens, stops)
+def test_stop_string_is_found_with_the_token_that_completes_it(tokens, stops):
+    finder = StopStrings(bytes_tokenizer(), stops)
+    ends = range(1, len(tokens) + 1)
+    found = (n for n in ends if finder.is_complete(np.array(tokens[:n], dtype=np.int32)))
+    assert next(found, None) == first_stop(bytes_tokenizer(), tokens, stops)
 
 
 @BOTH
 def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
     stops, tokenizer = ["a", "é", "cd", "\n", "j", "p"], bytes_tokenizer()
     submitted = requests(draw_prompts(5), 6)
-    whole = run(make_engine(name), submitted)
-    num_stopped, lengths = 0, set()
+    whole, num_stopped = run(make_engine(name), submitted), 0
     for key, cut in run(make_engine(name, stop=stops, tokenizer=tokenizer), submitted).items():
         for short, long in zip(cut, whole[key], strict=True):
             tokens = long.token_ids.tolist()
@@ -546,5 +417,4 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
             is_stop = length is not None or expected[-1] == EOS
             assert short.finish_reason == ("stop" if is_stop else "length")
             num_stopped += length is not None
-            lengths.add(length)
-    assert num_stopped > 5 and (1 in lengths or name != "qwen3")  # also the first token
+    assert num_stopped > 5

@@ -1,26 +1,21 @@
 """Environments: what they are, the processes that run them, and the tokens of a conversation."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.loading import Interface
-from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost, check_environments
-from easyrl.environments.tool_calls import BadCall, ToolCall, detect_format, read_calls
+from easyrl.environments.pool import EnvironmentPool, HostLost, check_environments
+from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
@@ -58,25 +53,10 @@ class Own:
         """
         return eval(code)
 
-    @classmethod
-    def shout(cls) -> str:
-        """Print a MiB, and return a subclass of str."""
-        print("x" * 2**20)
-        return Odd("loud")
-
     @staticmethod
     def helper(): return "no tool, as in TRL"
 
-    @property
-    def broken(self): raise RuntimeError("not to be evaluated")
-
     def get_reward(self) -> float: return float(self.count)
-
-def alarm():
-    def ring(*_): raise TimeoutError("rang")
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    time.sleep(20)
 
 class Odd(str):
     def __reduce__(self): return os._exit, (1,)
@@ -88,25 +68,17 @@ class Game:
         return Odd("go")
 
     def step(self, action):  # type hints are not needed
-        if action == "hang":
-            time.sleep(1000)
         self.texts.append(str(time.time_ns()) if action == "draw" else action)
         return Odd(self.texts[-1][::-1]), action == "end"
 
     def get_reward(self): return len(self.texts)
 
-class HalfHinted(Game):
-    def step(self, text: str): return "", True
 class NoReset: ...
 class NoHints:
     def reset(self): ...
     def move(self, direction): "Move."
 class BadInit(Game):
     def __init__(self): raise RuntimeError("no licence")
-class BadReset(Game):
-    def reset(self): raise RuntimeError("no board")
-class OddReset(Game):
-    def reset(self): return 3
 class OddStep:
     def reset(self, **columns): ...
     def step(self, text: str) -> tuple[str, bool]: return 3
@@ -115,20 +87,19 @@ def is_even(environments, completions, **columns):
     return [float(each.count % 2 == 0) for each in environments]
 '''
 KEY, OTHER = (0, 0, 0), (0, 0, 1)
-OpenPool = Callable[..., EnvironmentPool]
 
 
-def config_of(folder: Path, name: str, *words: str) -> Config:
+def config_of(folder, name, *words):
     (folder / "own.py").write_text(ENVIRONMENTS)
     return load_config(None, {"rollout.environment": f"{folder}/own.py:{name}"}, words)
 
 
 @pytest.fixture
-def open_pool(tmp_path: Path) -> Iterator[OpenPool]:
+def open_pool(tmp_path):
     """Function that opens a pool for a class of ENVIRONMENTS, with an episode of the group KEY."""
     with ExitStack() as opened:
 
-        def make(name: str, *words: str, num_episodes: int = 1) -> EnvironmentPool:
+        def make(name, *words, num_episodes=1):
             words = ("reward.functions=[environment]", *words)
             pool = EnvironmentPool(config_of(tmp_path, name, *words), {})
             opened.callback(pool.close)
@@ -140,7 +111,7 @@ def open_pool(tmp_path: Path) -> Iterator[OpenPool]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
+def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     words = f"reward.functions=[environment, '{folder}/own.py:is_even']", "rollout.tools=[]"
     with closing(EnvironmentPool(config_of(folder, "Own", *words), {})) as pool:
@@ -148,14 +119,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool
 
 
 @pytest.fixture
-def own(shared: EnvironmentPool) -> Iterator[EnvironmentPool]:
+def own(shared):
     """A pool of `Own`, with two episodes of the group KEY, which start at 5."""
     assert start(shared, 2, start=5) == [" from 5", " from 5"]
     yield shared
     shared.forget(KEY)
 
 
-def result(pool: EnvironmentPool, future: Any) -> Any:
+def result(pool, future):
     end = time.monotonic() + 30
     while not future.done():
         assert time.monotonic() < end
@@ -164,25 +135,24 @@ def result(pool: EnvironmentPool, future: Any) -> Any:
     return future.result()
 
 
-def start(pool: EnvironmentPool, num: int = 1, key: tuple[int, ...] = KEY, **row: Any) -> list[Any]:
+def start(pool, num=1, key=KEY, **row):
     return [result(pool, future) for future in pool.start(key, "", row, [*range(num)])]
 
 
-def act(pool: EnvironmentPool, *calls: Any, index: int = 0, key: tuple[int, ...] = KEY) -> Acted:
+def act(pool, *calls, index=0, key=KEY):
     return Acted(*result(pool, pool.act(key, index, [*calls])))
 
 
-def run(pool: EnvironmentPool, code: str, index: int = 0, key: tuple[int, ...] = KEY) -> str:
-    return str(
-        act(pool, ToolCall("run", {"code": code}), index=index, key=key).messages[0]["content"]
-    )
+def run(pool, code, index=0, key=KEY):
+    acted = act(pool, ToolCall("run", {"code": code}), index=index, key=key)
+    return str(acted.messages[0]["content"])
 
 
-def play(pool: EnvironmentPool, text: str, key: tuple[int, ...] = KEY) -> Acted:
+def play(pool, text, key=KEY):
     return Acted(*result(pool, pool.act(key, 0, text)))
 
 
-def scores(pool: EnvironmentPool, num: int, *functions: int) -> Any:
+def scores(pool, num, *functions):
     messages = [[{"role": "assistant", "content": "x"}]] * num
     asked = Call([{"role": "user", "content": "q"}], messages, [[1]] * num, {}, functions=functions)
     scored = Scored(*result(pool, pool.judge(KEY, asked)))
@@ -190,18 +160,15 @@ def scores(pool: EnvironmentPool, num: int, *functions: int) -> Any:
     return scored.scores
 
 
-def kill(pool: EnvironmentPool, key: tuple[int, ...] = KEY) -> None:
+def kill(pool, key=KEY):
     os.kill(pool._groups[key].host.process.pid or 0, signal.SIGKILL)
-
-
-# -- processes ------------------------------------------------------------------------------------
 
 
 def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
     interfaces, reward_functions = own.loaded()
     (interface,) = interfaces.values()
     names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == ["increment", "run", "shout"]
+    assert sorted(names) == ["increment", "run"]
     assert not interface.is_game and interface.has_reward and reward_functions == [0, 1]
     acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("run", {"code": "'done'"}))
     assert acted.messages == [
@@ -226,49 +193,23 @@ def test_errors_of_a_tool_are_results(own):
         assert error.startswith("{'error': ") and word in error
 
 
-def test_instances_are_used_again_and_the_kernel_ends_them_first(own):
-    """Where memory runs out, the kernel ends environments before other processes."""
-    assert run(own, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
-    made = run(own, "Own.num_made")
-    own.forget(KEY)
-    start(own, 2)
-    assert run(own, "Own.num_made") == made
-
-
 def test_output_is_counted_by_call(own):
-    shout = ToolCall("shout", {})
-    results = [act(own, shout).messages[0]["content"] for _ in range(20)]
-    assert results == ["loud"] * 20
+    """That is what it prints. Its result may be of a subclass of str."""
+    shout = ToolCall("run", {"code": "print('x' * 2**20) or Odd('loud')"})
+    assert [act(own, shout).messages[0]["content"] for _ in range(20)] == ["loud"] * 20
     assert act(own, *[shout] * 20).num_errors == 5  # the line ends count
 
 
-def test_functions_are_tools_without_an_environment(tmp_path):
-    """The example of docs/environments.md."""
-    (tmp_path / "calculator.py").write_text(example("calculator.py"))
-    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
-    with closing(EnvironmentPool(config, {})) as pool:
-        start(pool)
-        acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
-    assert acted.messages[0]["content"] == "42"
-
-
 SERVER = """
-import socket
-import uvicorn
+import socket, uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
-class Message(Action):
-    message: str
-
-class Echoed(Observation):
-    echoed_message: str
-
+class Message(Action): message: str
+class Echoed(Observation): echoed_message: str
 class Echo(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
     state = State()
-
     def reset(self, seed=None, episode_id=None, **more): return Echoed(echoed_message="ready")
-
     def step(self, action, timeout_s=None, **more):
         return Echoed(echoed_message=action.message, reward=1.0)
 
@@ -279,14 +220,19 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[port])
 """
 
 
-def test_an_openenv_server_is_used(tmp_path, monkeypatch):
-    """The example of docs/environments.md, with OpenEnv's own server."""
+def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
+    """Functions as tools, and a server of OpenEnv."""
+    for name in ("calculator.py", "my_openenv.py"):
+        (tmp_path / name).write_text(example(name))
+    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
+    with closing(EnvironmentPool(config, {})) as pool:
+        start(pool)
+        acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
+    assert acted.messages[0]["content"] == "42"
     pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
-    (tmp_path / "my_openenv.py").write_text(example("my_openenv.py"))
     flags = {"rollout.environment": f"{tmp_path}/my_openenv.py:Echo"}
     config = load_config(None, flags, ["reward.functions=[environment]"])
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=-1, text=True) as server:
-        assert server.stdout is not None
         monkeypatch.setenv("ENV_URL", f"http://localhost:{server.stdout.readline().strip()}")
         with closing(EnvironmentPool(config, {})) as pool:
             start(pool, 2)
@@ -297,38 +243,15 @@ def test_an_openenv_server_is_used(tmp_path, monkeypatch):
         server.kill()
 
 
-def test_a_tool_may_use_signals_where_calls_run_one_by_one(open_pool):
-    pool = open_pool("Own", "rollout.concurrent_calls=1")
-    assert [run(pool, "alarm()"), run(pool, "7")] == ["{'error': 'rang'}", "7"]
-
-
-def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool):
-    """Their calls run one by one: signals work, too."""
-    pool = open_pool("Own", "runtime.deterministic=true", num_episodes=2)
-    assert run(pool, "alarm()") == "{'error': 'rang'}"
-    draws = []
-    for order in ([0, 1, 0, 1], [1, 1, 0, 0]):
-        drawn: dict[int, list[str]] = {0: [], 1: []}
-        for index in order:
-            drawn[index].append(run(pool, "random.randrange(10**9)", index))
-        draws.append(drawn)
-        pool.forget(KEY)
-        start(pool, 2)
-    assert draws[0] == draws[1] and draws[0][0] != draws[0][1]
-
-
 def test_a_slow_call_fails_and_others_go_on(open_pool):
     pool = open_pool("Own", "rollout.tool_timeout_seconds=1", num_episodes=2)
     slow = pool.act(KEY, 0, [ToolCall("run", {"code": "time.sleep(60)"})])
     assert run(pool, "7", index=1) == "7"
     with pytest.raises(TimeoutError):
         result(pool, slow)
-    assert run(pool, "8", index=1) == "8"
-    # The process is not used for another group, and ends with its last one.
     (stuck,) = (host.process for host in pool._hosts)
-    start(pool, key=OTHER)
     pool.forget(KEY)
-    assert not stuck.is_alive() and len(pool._hosts) == 1
+    assert not stuck.is_alive()
 
 
 def test_a_dead_process_ends_its_groups_only(open_pool):
@@ -343,7 +266,7 @@ def test_a_dead_process_ends_its_groups_only(open_pool):
 
 @pytest.mark.parametrize("word", ["rollout.concurrent_calls=4", "runtime.deterministic=true"])
 def test_calls_of_a_killed_process_are_repeated_once(open_pool, word, monkeypatch):
-    pool, reports = open_pool("Game", word), list[str]()
+    pool, reports = open_pool("Game", word), []
     monkeypatch.setattr(pool, "report", reports.append)
     play(pool, "a")
     play(pool, "b")
@@ -363,52 +286,12 @@ def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool):
         scores(pool, 1, 0)
 
 
-def test_a_group_may_end_while_its_calls_are_repeated(open_pool):
-    pool = open_pool("Game")
-    play(pool, "draw")
-    host = pool._groups[KEY].host
-    kill(pool)
-    while pool._groups[KEY].host is host:
-        pool.poll()
-    pool.forget(KEY)
-    start(pool, key=OTHER)  # in the same process: its answer comes after the repeated ones
-    assert play(pool, "a", key=OTHER).messages[0]["content"] == "a"
-
-
-def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path):
-    config = config_of(tmp_path, "Game", "reward.functions=[environment]")
-    with closing(EnvironmentPool(config, {})) as pool:
-        kill(pool, ())
-        loaded = pool.loaded()[0][""]
-    assert loaded.has_reward and loaded.is_game
-
-
-@pytest.mark.parametrize("num", [1, 4])
-def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool, num):
-    """With one call at a time, its process is killed and all other calls are repeated."""
-    pool = open_pool("Game", "rollout.tool_timeout_seconds=1", f"rollout.concurrent_calls={num}")
-    assert play(pool, "a").is_done is False
-    for _ in range(2):
-        with pytest.raises(TimeoutError):
-            play(pool, "hang")
-        assert scores(pool, 1, 0) == [[1.0]]
-    assert play(pool, "end").is_done
-
-
-def test_an_odd_step_is_an_error(open_pool):
-    with pytest.raises(CallFailed, match=r"\(observation, done\), got 3"):
-        play(open_pool("OddStep", "reward.functions=[format]"), "abc")
-
-
 @pytest.mark.parametrize(
     ("name", "key", "word"),
     [
         ("NoReset", "rollout.environment", "reset"),
         ("NoHints", "rollout.environment", "type hint"),
-        ("BadReset", "rollout.environment", "no board"),
-        ("OddReset", "rollout.environment", "got 3"),
         ("BadInit", "rollout.environment", "no licence"),
-        ("HalfHinted", "rollout.environment", "tuple[str, bool]"),
         ("Missing", "rollout.environment", "own.py:Own"),
         ("OddStep", "reward.functions", "get_reward"),
     ],
@@ -420,31 +303,23 @@ def test_unusable_environments_are_refused(tmp_path, name, key, word):
 
 
 def test_each_row_names_one_of_several_environments(tmp_path):
-    (tmp_path / "own.py").write_text(ENVIRONMENTS)
-    words = [
-        "rollout.environment={one: 'FILE:Own', two: 'FILE:Own'}".replace(
-            "FILE", f"{tmp_path}/own.py"
-        )
-    ]
-    interfaces, _ = check_environments(
-        load_config(None, {}, words), Prompt(0, "q", {"environment": "two"})
-    )
-    assert set(interfaces) == {"one", "two"}
-    rows = tmp_path / "rows.jsonl"
+    file, rows = tmp_path / "own.py", tmp_path / "rows.jsonl"
+    file.write_text(ENVIRONMENTS)
+    words = [f"rollout.environment={{one: '{file}:Own', two: '{file}:Own'}}"]
+    prompt = Prompt(0, "q", {"environment": "two"})
+    assert {*check_environments(load_config(None, {}, words), prompt)[0]} == {"one", "two"}
     rows.write_text('{"environment": "one"}\n{"environment": "three"}\n')
     config = load_config(None, {}, [*words, f"data.dataset={rows}", "data.shuffle=false"])
     with pytest.raises(ConfigError, match=r"2: column 'environment'.*'three'"):
         open_prompts(config).examples()
 
 
-# -- tool calls -----------------------------------------------------------------------------------
-
 TYPES = {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}
 SCHEMAS = [{"type": "function", "function": {"name": "f", "parameters": TYPES}}]
 HERMES = '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>'
-TAGS = '<think>a</think><tool_call>{"name": "f", "arguments": {"s": "TAGb"}}</tool_call>'
 CODER = (
     "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=s>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
 )
 BOTH = {"x": 1, "s": "2"}
 
@@ -452,33 +327,19 @@ BOTH = {"x": 1, "s": "2"}
 @pytest.mark.parametrize(
     ("tool_format", "text", "arguments"),
     [
-        (
-            "hermes",
-            'Well. <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
-            {"x": 1},
-        ),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1, \\"s\\": \\"2\\"}"}', BOTH),
+        ("hermes", f"Well. {HERMES % 1}", {"x": 1}),
         ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]', BOTH),
-        ("mistral", '[TOOL_CALLS]f[CALL_ID]ab[ARGS]{"x": 1, "s": "2"}', BOTH),
-        ("qwen3_coder", CODER + "</function>\n</tool_call>", BOTH),
+        ("qwen3_coder", CODER, BOTH),
         # What is only thought of is no call.
         ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
-        ("hermes", f"Hm <think>{HERMES % 9}</think>{HERMES % 1}<think>{HERMES % 9}", {"x": 1}),
         ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
-        ("qwen3_coder", f"<think>{CODER}</function></think>{CODER}</function>", BOTH),
-        ("llama3", '<think>{"name": "f"}</think>\n{"name": "f", "parameters": {"x": 1}}', {"x": 1}),
         ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS]{"x": 1}', {"x": 1}),
-        # Tags of thinking may be part of an argument.
-        ("hermes", TAGS.replace("TAG", "<think>"), {"s": "<think>b"}),
-        ("hermes", TAGS.replace("TAG", "</think>"), {"s": "</think>b"}),
         # What cannot be read.
         ("hermes", "<tool_call>{name: f}</tool_call>", None),
-        ("hermes", '<tool_call>["f"]</tool_call>', None),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
         ("llama3", '{"name": "f", "parameters": {"x": }', None),
         ("mistral", '[TOOL_CALLS] [{"name": "f"', None),
-        ("mistral", "[TOOL_CALLS] 3", None),
     ],
 )
 def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
@@ -487,22 +348,7 @@ def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
     assert isinstance(found, BadCall) if arguments is None else found == ToolCall("f", arguments)
 
 
-def test_all_calls_of_a_turn_are_read():
-    text = call("f", '{"x": 1}') + "\n" + call("f", "{") + call("f", '{"x": 3}')
-    calls = read_calls(text, "hermes", SCHEMAS)
-    assert [type(each) for each in calls] == [ToolCall, BadCall, ToolCall]
-
-
-def test_the_format_follows_from_the_template():
-    assert detect_format(TEMPLATE) == "hermes"
-    with pytest.raises(ConfigError, match=r"rollout\.tool_format"):
-        detect_format("{{ messages }}")
-
-
-# -- tokens ---------------------------------------------------------------------------------------
-
-
-def conversations(template: str = TEMPLATE) -> Conversations:
+def conversations(template=TEMPLATE):
     interface = Interface(SCHEMAS, is_game=False, has_reward=False)
     return Conversations(load_config(), chat_tokenizer(template=template), interface, [1])
 
@@ -524,10 +370,9 @@ def test_tokens_of_a_conversation_are_the_templates_own():
 
 def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_ends():
     talk, tokenizer = conversations(), chat_tokenizer()
-    text = "hm " + call("f", '{"x": 1}')
+    answer = tokenizer.encode("hm " + call("f", '{"x": 1}'))
     for prefix, num_calls in (("q", 1), ("q<think>\n", 0), ("q<think>\n\n</think>\n\n", 1)):
-        _, calls = talk.read_turn(tokenizer.encode(text), tokenizer.encode(prefix))
-        assert len(calls) == num_calls
+        assert len(talk.read_turn(answer, tokenizer.encode(prefix))[1]) == num_calls
 
 
 @pytest.mark.parametrize(
@@ -535,24 +380,10 @@ def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_end
     [
         (TEMPLATE.replace("T{{", "T{{ loop.index }}{{"), "behind"),
         (TEMPLATE.replace("<eos>\n", "\n"), "end token"),
-        (TEMPLATE.replace("T{{", "{{ raise_exception('no tools here') }}T{{"), "no tools here"),
+        ("{{ messages }}", "rollout.tool_format"),
     ],
 )
 def test_templates_that_cannot_continue_are_refused(template, word):
-    with pytest.raises(ConfigError, match=r"data\.chat_template") as raised:
+    with pytest.raises(ConfigError) as raised:
         conversations(template)
     assert word in str(raised.value)
-
-
-def test_thinking_that_a_template_drops_from_earlier_turns_does_not_matter():
-    dropped = TEMPLATE.replace(
-        "A{{ message['content'] }}",
-        "A{% if loop.last %}{{ message['content'] }}{% else %}"
-        "{{ message['content'].split('</think>')[-1] }}{% endif %}",
-    )
-    conversations(dropped)
-
-
-def test_a_tokenizer_without_a_template_is_refused():
-    with pytest.raises(ConfigError, match=r"rollout\.environment"):
-        conversations("")

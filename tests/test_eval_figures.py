@@ -1,17 +1,16 @@
 """The figures of an evaluation against enumeration and simulation."""
 
 from itertools import combinations, product
-from math import isnan
 
 import numpy as np
 import pytest
 
-from easyrl.evaluation.figures import NUM_RESAMPLES, paired, pass_at_k
+from easyrl.evaluation.figures import paired, pass_at_k
 from easyrl.runtime.metrics import is_correct, mean_and_error
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))
-def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num_samples: int) -> None:
+def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num_samples):
     for num_correct in range(num_samples + 1):
         samples = [True] * num_correct + [False] * (num_samples - num_correct)
         for k in range(1, num_samples + 1):
@@ -21,7 +20,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num_samples: in
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])
-def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples: int) -> None:
+def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples):
     """Each evaluation has new problems. Samples of one problem are correlated: an error with
     samples as the unit would be a third too small with four of them."""
     rng = np.random.default_rng(1)
@@ -35,12 +34,7 @@ def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples: int) 
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(accuracies), rel=0.04)
 
 
-def test_undefined_figures_are_nan() -> None:
-    assert all(map(isnan, mean_and_error([])))
-    assert mean_and_error([0.5])[0] == 0.5 and isnan(mean_and_error([0.5])[1])
-
-
-def by_enumeration(first: np.ndarray, second: np.ndarray) -> float:
+def by_enumeration(first, second):
     differences = first.mean(axis=1) - second.mean(axis=1)
     observed = abs(differences.sum())
     sums = [abs(np.dot(signs, differences)) for signs in product((1, -1), repeat=len(differences))]
@@ -48,7 +42,7 @@ def by_enumeration(first: np.ndarray, second: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("samples", [(1, 1), (2, 3), (8, 8), (4, 1)])
-def test_paired_test_counts_all_sign_flips(samples: tuple[int, int]) -> None:
+def test_paired_test_counts_all_sign_flips(samples):
     rng = np.random.default_rng(2)
     for _ in range(8):
         first, second = (rng.random((9, count)) < 0.5 for count in samples)
@@ -58,21 +52,6 @@ def test_paired_test_counts_all_sign_flips(samples: tuple[int, int]) -> None:
         assert paired(second, first)["p_value"] == pytest.approx(result["p_value"])
 
 
-def test_paired_test_draws_sign_flips_for_many_problems() -> None:
-    """Against the normal approximation, which is close for hundreds of problems."""
-    rng = np.random.default_rng(4)
-    chances = rng.beta(0.5, 0.5, size=(400, 1))
-    first, second = rng.random((400, 8)) < chances, rng.random((400, 7)) < chances + 0.015
-    result = paired(first, second)
-    differences = first.mean(axis=1) - second.mean(axis=1)
-    z = abs(differences.sum()) / np.sqrt(np.square(differences).sum())
-    from scipy import stats
-
-    assert f"{NUM_RESAMPLES:,} random" in result["test"]
-    assert 0.001 < result["p_value"] < 0.9
-    assert result["p_value"] == pytest.approx(2 * stats.norm.sf(z), rel=0.05)
-
-
-def test_reward_just_below_the_bound_by_rounding_is_correct() -> None:
+def test_reward_just_below_the_bound_by_rounding_is_correct():
     rewards = np.float32([1.0, 0.1 * 3 + 0.7 - 1e-7, 0.99, np.nan])
     assert is_correct(rewards, 1.0).tolist() == [True, True, False, False]

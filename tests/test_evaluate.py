@@ -3,8 +3,6 @@
 A stub replaces the rollout workers, except in the tests of whole commands.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -13,56 +11,45 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from easyrl import cli, events
-from easyrl.config import ConfigError, by_name, load_config, to_commented_yaml
+from easyrl.config import by_name, load_config, to_commented_yaml
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
-from easyrl.evaluation.command import check_evaluation
-from easyrl.evaluation.figures import compare
-from easyrl.rewards.loading import load_reward
 from easyrl.runtime.metrics import evaluation_metrics
 from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
-from hub_rows import put_in_place_of_the_hub
-from mistakes import TINY, change_json, make_run
+from mistakes import TINY, make_run
 from runs import descendants, lines_of, wait_until_gone
 
 NUM_PROBLEMS = 6
-SMALL = (
-    "--infer-devices=cpu",
-    f"data.num_held_out={NUM_PROBLEMS}",
-    "eval.max_completion_length=9",
-)
+SMALL = ("--infer-devices=cpu", f"data.num_held_out={NUM_PROBLEMS}", "eval.max_completion_length=9")
 
 
-def call(folder: Path, *words: str, code: int = 0) -> str:
+def call(folder, *words, code=0):
     """Run the command in this process; return its output."""
     done = CliRunner().invoke(cli.app, ["eval", "--no-live", "--output", str(folder), *words])
     assert done.exit_code == code, done.output
     return done.output
 
 
-def evaluated(folder: Path, *words: str) -> dict[str, Any]:
+def evaluated(folder, *words):
     """Run the command; return its results."""
     call(folder, *words)
     return read_results(folder)
 
 
-def read_results(folder: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads((folder / "eval.json").read_text())
-    return results
+def read_results(folder):
+    return json.loads((folder / "eval.json").read_text())
 
 
-def write_rows(file: Path, *rows: tuple[str, str]) -> str:
+def write_rows(file, *rows):
     lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
     file.write_text("".join(lines))
     return str(file)
@@ -71,15 +58,13 @@ def write_rows(file: Path, *rows: tuple[str, str]) -> str:
 class Workers:
     """A stub of the rollout workers."""
 
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-        self.errors: dict[int, BaseException] = {}
+    def __init__(self):
+        self.asked = []
+        self.errors = {}
         """Raised once this many problems are answered."""
-        self.rewards: Callable[[int, int], float] = lambda n, sample: float((n + sample) % 3 == 0)
+        self.rewards = lambda n, sample: float((n + sample) % 3 == 0)
 
-    def __call__(
-        self, plan: Any, model: str, problems: Any, *more: Any
-    ) -> Iterator[tuple[float, events.PromptEvaluated]]:
+    def __call__(self, plan, model, problems, *more):
         count = plan.sampling.num_samples
         self.asked.append([problem.index for problem in problems])
         for number, problem in enumerate(reversed(problems)):  # any order is allowed
@@ -94,7 +79,7 @@ class Workers:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     """A training run with a checkpoint, whose export is a stub."""
     monkeypatch.setattr(
         "easyrl.model.export.export_checkpoint",
@@ -105,37 +90,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+def workers(monkeypatch):
     workers = Workers()
     monkeypatch.setattr(command, "answers_of_workers", workers)
     return workers
 
 
-def test_a_newer_checkpoint_is_taken_where_a_live_run_removes_the_chosen_one(
-    workers: Workers, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def export(checkpoint: Path, folder: Path, **options: bool) -> None:
-        if checkpoint.name == "10":  # the run writes the next one, and removes this one
-            checkpoint.rename(checkpoint.with_name("20"))
-        if not checkpoint.exists():
-            raise ConfigError("expected a checkpoint")
-        shutil.copytree(TINY, folder)
-
-    monkeypatch.setattr("easyrl.model.export.export_checkpoint", export)
-    results = evaluated(tmp_path / "eval", "--model", str(run), *SMALL)
-    assert results["model"] == str(run / "checkpoints" / "20") and results["num_problems"] > 0
-
-
-def without_time(results: dict[str, Any]) -> dict[str, Any]:
+def without_time(results):
     return {k: v for k, v in results.items() if k not in ("wall_seconds", "tokens_per_second")}
 
 
-def eval_command(*words: str) -> list[str]:
+def eval_command(*words):
     return [sys.executable, "-m", "easyrl", "eval", "--no-live", *words]
 
 
-def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
-    """As a process, with workers that generate."""
+def test_model_is_evaluated_by_several_engines(tmp_path):
     words = eval_command("--output", str(tmp_path), "--num-samples", "2", "--infer-devices=cpu:2")
     words += ["data.num_held_out=8", "eval.max_completion_length=100"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
@@ -155,7 +124,7 @@ def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".model*"))
 
 
-def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path) -> None:
+def test_figures_cover_problems_and_completions(workers, tmp_path):
     results = evaluated(tmp_path / "ev", "--num-samples", "4", *SMALL)
     means = [count / 4 for count in (2, 1, 1, 2, 1, 1)]  # multiples of 3 in 0 … 3, 1 … 4, …
     accuracy = sum(means) / 6
@@ -166,60 +135,31 @@ def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path
     expected |= {"mean_completion_length": 7.5, "truncated_share": 1 / 6, "num_samples": 4}
     assert {key: results[key] for key in expected} == pytest.approx(expected)
     # Problems without rewards are counted and left out.
-    words = ("reward.on_error=skip_group", *SMALL)
     workers.rewards = lambda problem, sample: math.nan if problem == 2 else 1.0
-    results = evaluated(tmp_path / "skip", *words)
+    results = evaluated(tmp_path / "skip", "reward.on_error=skip_group", *SMALL)
     assert (results["num_problems"], results["num_skipped"], results["accuracy"]) == (5, 1, 1.0)
-    assert results["completion_tokens"] == sum(range(5, 11))
-    workers.rewards = lambda problem, sample: math.nan
-    assert evaluated(tmp_path / "none", *words)["accuracy"] is None
 
 
-# Continuing.
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (Interrupted(signal.SIGINT), 130, "4 of 6"),
-        (WorkerFailure("reward 'f' failed"), 1, "reward 'f' failed"),
-        (OSError(28, "No space left on device"), 1, "No space left on device"),
-    ],
-)
-def test_stopped_evaluation_continues(
-    workers: Workers, tmp_path: Path, error: BaseException, code: int, message: str
-) -> None:
+def test_stopped_evaluation_continues(workers, tmp_path):
+    """After Ctrl-C, and after a kill, which leaves half a line or half a problem."""
     words, folder = ("--num-samples", "2", *SMALL), tmp_path / "ev"
     whole = evaluated(tmp_path / "whole", *words)
-    workers.errors[4] = error
-    assert message in call(folder, *words, code=code)
+    workers.errors[4] = Interrupted(signal.SIGINT)
+    assert "4 of 6" in call(folder, *words, code=130)
     assert not (folder / "eval.json").exists()
     workers.errors.clear()
     assert without_time(evaluated(folder, *words)) == without_time(whole)
-    assert workers.asked[1:] == [[0, 1, 2, 3, 4, 5], [0, 1]]
-    call(folder, *words)
-    assert len(workers.asked) == 3, "nothing was left to ask"
-    assert len(lines_of(folder / "samples.jsonl")) == 12
-
-
-@pytest.mark.parametrize("num_lines", [0.5, 2, 4])
-def test_incomplete_problem_is_answered_again(
-    workers: Workers, tmp_path: Path, num_lines: float
-) -> None:
-    """A kill leaves half a line, or whole lines of a problem that lacks others."""
-    folder, words = tmp_path / "ev", ("--num-samples", "3", *SMALL)
-    before, file = evaluated(folder, *words), folder / "samples.jsonl"
-    lines = lines_of(file)
-    size = file.stat().st_size
-    os.truncate(file, size - max(1, round(num_lines * size / len(lines))))
-    assert without_time(evaluated(folder, *words)) == without_time(before)
-    assert workers.asked[1] == ([0] if num_lines < 3 else [0, 1])
+    file = folder / "samples.jsonl"
+    lines, size = lines_of(file), file.stat().st_size
+    for num_lines in (0.5, 3):
+        os.truncate(file, size - round(num_lines * size / len(lines)))
+        assert without_time(evaluated(folder, *words)) == without_time(whole)
+    call(folder, *words)  # nothing is left to ask
+    assert workers.asked[1:] == [[0, 1, 2, 3, 4, 5], [0, 1], [0], [0, 1]]
     assert sorted(map(json.dumps, lines_of(file))) == sorted(map(json.dumps, lines))
 
 
-def test_other_settings_are_refused_once_a_problem_is_answered(
-    workers: Workers, run: Path, tmp_path: Path
-) -> None:
+def test_other_settings_are_refused_once_a_problem_is_answered(workers, run, tmp_path):
     folder, words = tmp_path / "ev", ("--num-samples", "2", *SMALL)
     workers.errors[0] = WorkerFailure("rollout-0 was killed by SIGKILL")
     call(folder, "--model", str(run), *SMALL, code=1)
@@ -231,107 +171,56 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
         ("--model", str(run)): "model",
         ("data.num_held_out=5",): "dataset_identity",
         ("--reward", "exact_match"): "reward_functions",
-        ("--reward", "regex", "reward.pattern=1"): "reward.pattern",
-        ("rollout.max_turns=2",): "rollout.max_turns",
-        ("data.chat_template={{ messages }}", "data.chat=true"): "data.chat_template",
     }.items():
         assert f"{key}: expected" in call(folder, *words, *more, code=2)
+    file, own = tmp_path / "r.py", tmp_path / "own"  # a reward that is edited
+    more = ("--reward", f"{file}:f", *SMALL)
+    for value, code in ((0, 0), (1, 2)):
+        file.write_text(f"def f(completions, **_):\n    return [{value}] * len(completions)\n")
+        out = call(own, *more, code=code)
+    assert "reward.functions_identity" in out
+    out = call(tmp_path / "edited", *more, "--compare", str(own))
+    assert "not the same evaluation: reward.functions_identity" in out
     lock = lock_folder(folder)  # of another command
     assert "output.dir" in call(folder, *words, code=2)
     os.close(lock)
     # Settings that change no answer may differ, and so may spellings.
     call(folder, *words, "reward.num_workers=2", "eval.temperature=1.0")
-    assert len(workers.asked) == 2
+    assert len(workers.asked) == 4
 
 
-def test_a_folder_that_only_looks_like_an_evaluation_is_left_alone(
-    workers: Workers, run: Path, tmp_path: Path
-) -> None:
-    for text in ('{"editor.tabSize": 4}', "{broken"):
-        files = {"settings.json": text, "config.yaml": "mine: 1", "samples.jsonl": ""}
-        for name, content in files.items():
-            (tmp_path / name).write_text(content)
-        assert "output.dir" in call(tmp_path, "--model", str(run), *SMALL, code=2)
-        assert {name: (tmp_path / name).read_text() for name in files} == files
-
-
-def test_an_edited_reward_is_another_evaluation(workers: Workers, tmp_path: Path) -> None:
-    file = tmp_path / "r.py"
-    words = ("--reward", f"{file}:f", *SMALL)
-    file.write_text("def f(completions, **_):\n    return [0] * len(completions)\n")
-    call(tmp_path / "0", *words)
-    file.write_text("def f(completions, **_):\n    return [1] * len(completions)\n")
-    assert "reward.functions_identity" in call(tmp_path / "0", *words, code=2)
-    output = call(tmp_path / "1", *words, "--compare", str(tmp_path / "0"))
-    assert "not the same evaluation: reward.functions_identity" in output
-
-
-RUN = {
-    "model.dtype": "bfloat16",
-    "data.dataset": ["a.jsonl", "b.jsonl"],
-    "data.prompt_template": "{prompt}?",
-    "data.num_held_out": 7,
-    "reward.functions": ["regex", "exact_match"],
-    "reward.weights": [1, 2],
-    "rollout.environment": "guess",
-    "rollout.max_completion_length": 9,
-    "eval.dataset": "c.jsonl",
-    "eval.num_samples": 3,
-    "eval.correct_reward": 2.0,
-}
-NOT_TAKEN = {
-    "model.trust_remote_code": True,
-    "reward.code_sandbox": "limits",
-    "rollout.engine": "vllm",
-    "devices.infer": "cpu",
-}
-OF_PRESETS = [key for key in RUN if key.startswith(("data", "eval", "rew"))]
-
-
-@pytest.mark.parametrize(
-    ("given", "replaced"),
-    [
-        ({}, {}),
-        ({"data.dataset": "d.jsonl"}, {"data.num_held_out": None, "eval.dataset": None}),
-        ({"reward.functions": ["math"]}, {"reward.weights": None, "eval.correct_reward": 1.0}),
-        (
-            {"data.dataset": "gsm8k"},
-            {**dict.fromkeys([*OF_PRESETS, "rollout.environment"]), "eval.correct_reward": 1.0},
-        ),
-    ],
-)
-@pytest.mark.parametrize("name", ["run", "run/checkpoints/10"])
-def test_a_run_is_evaluated_as_it_was_trained(
-    tmp_path: Path, given: dict[str, Any], replaced: dict[str, Any], name: str
-) -> None:
+def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
     """But for what is given, where it ran, and what opens a sandbox or runs a model's code."""
-    make_run(tmp_path / "run", {10: {}})
-    settings = {**RUN, **NOT_TAKEN, "reward.pattern": "x", "data.weights": [1, 2]}
-    (tmp_path / "run" / "config.yaml").write_text(to_commented_yaml(load_config(None, settings)))
-    given = {"model.path": str(tmp_path / name), **given}
-    assert settings_to_evaluate(given, tmp_path / "c.yaml").keys() <= {"eval.dataset"}
-    config = load_config(None, settings_to_evaluate(given, None) | given)
-    values = by_name(config.model_dump(mode="json"))
-    expected = RUN | replaced | given
-    assert {key: values[key] for key in expected} == expected
-    assert all(values[key] != value for key, value in NOT_TAKEN.items())
-
-
-def test_a_runs_model_is_evaluated_on_the_runs_data(
-    workers: Workers, run: Path, tmp_path: Path
-) -> None:
-    given = {"data.dataset": write_rows(tmp_path / "d.jsonl", ("1+1=", "2"))}
-    given |= {"reward.functions": ["exact_match"], "model.dtype": "bfloat16"}
-    (run / "config.yaml").write_text(to_commented_yaml(load_config(None, given)))
-    results = evaluated(tmp_path / "ev", "--model", str(run), *SMALL)
+    settings = {
+        "data.dataset": write_rows(tmp_path / "d.jsonl", ("1+1=", "2")),
+        "reward.functions": ["exact_match"],
+        "reward.weights": [2],
+        "model.dtype": "bfloat16",
+    }
+    not_taken = {
+        "model.trust_remote_code": True,
+        "reward.code_sandbox": "limits",
+        "rollout.engine": "vllm",
+    }
+    config = load_config(None, settings | not_taken)
+    (run / "config.yaml").write_text(to_commented_yaml(config))
+    results = evaluated(tmp_path / "ev", "--model", str(run / "checkpoints" / "10"), *SMALL)
     names = ("num_problems", "reward_functions", "model.dtype")
     assert [results[name] for name in names] == [1, ["exact_match"], "bfloat16"]
+    for given, replaced in [
+        ({}, {}),
+        ({"reward.functions": ["math"]}, {"reward.weights": None}),
+        ({"data.dataset": "gsm8k"}, {"reward.functions": None, "reward.weights": None}),
+    ]:
+        flags = {"model.path": str(run), **given}
+        taken = load_config(None, settings_to_evaluate(flags, None) | flags)
+        values = by_name(taken.model_dump(mode="json"))
+        expected = settings | replaced | flags
+        assert {key: values[key] for key in expected} == expected
+        assert all(values[key] != value for key, value in not_taken.items())
 
 
-# What is evaluated.
-
-
-def test_each_row_of_a_file_is_evaluated_once(workers: Workers, tmp_path: Path) -> None:
+def test_each_row_of_a_file_is_evaluated_once(workers, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", *((f"{n}+1=", str(n + 1)) for n in (5, 3, 4, 3)))
     words = ("--dataset", data, "--infer-devices", "cpu", "--reward", "exact_match")
     results = evaluated(tmp_path / "ev", *words)
@@ -340,98 +229,19 @@ def test_each_row_of_a_file_is_evaluated_once(workers: Workers, tmp_path: Path) 
     assert [sample["prompt"] for sample in samples] == ["5+1=", "3+1=", "4+1=", "3+1="]
     ids = [sample["problem"] for sample in samples]
     assert ids[3] == f"{ids[1]}-2" and len(set(ids)) == 4
-    # The flag wins over the config file.
-    (tmp_path / "c.yaml").write_text(f"eval: {{dataset: {data}}}")
-    words = ("--config", str(tmp_path / "c.yaml"), "--reward", "exact_match", *SMALL)
-    assert evaluated(tmp_path / "a", *words)["num_problems"] == 4
-    results = evaluated(tmp_path / "b", "--dataset", "arithmetic", *words)
-    assert results["num_problems"] == NUM_PROBLEMS
 
 
-def test_sampling_is_the_users_then_the_presets_then_that_of_training() -> None:
+def test_sampling_is_the_users_then_the_presets_then_that_of_training():
     of_preset = {"num_samples": 64, "temperature": 0.6, "top_p": 0.95, "max_completion_length": 999}
-
-    def sampling(*words: str, preset: dict[str, Any] = of_preset) -> SamplingChoice:
+    training = ("rollout.temperature=0.7", "rollout.max_completion_length=9")
+    for words, preset, expected in [
+        ((), of_preset, SamplingChoice(64, 999, 0.6, 0, 0.95)),
+        (("eval.num_samples=2",), of_preset, SamplingChoice(2, 999, 0.6, 0, 0.95)),
+        ((), {}, SamplingChoice(1, 256, 0.0)),
+        (("eval.num_samples=3", *training), {}, SamplingChoice(3, 9, 0.7)),
+    ]:
         config = load_config(words=words)
-        return SamplingChoice.of_evaluation(config.eval, config.rollout, preset)
-
-    assert sampling() == SamplingChoice(64, 999, 0.6, 0, 0.95)
-    assert sampling("eval.num_samples=2", "rollout.top_k=5") == SamplingChoice(2, 999, 0.6, 5, 0.95)
-    assert sampling(preset={}) == SamplingChoice(1, 256, 0.0)
-    words = ("eval.num_samples=3", "rollout.temperature=0.7", "rollout.max_completion_length=9")
-    assert sampling(*words, preset={}) == SamplingChoice(3, 9, 0.7)
-    assert sampling("eval.num_samples=3", preset={"temperature": 0.0}).temperature == 1.0
-
-
-def test_problems_in_flight_fit_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = str(shutil.copytree(TINY, tmp_path / "model"))
-    change_json("config.json", max_position_embeddings=4096)(tmp_path / "model")
-    words = ["devices.infer=cpu", "eval.max_completion_length=3584", f"model.path={model}"]
-    config = load_config(words=words)
-    numbers = []
-    for available in (2**60, 2**30, 2**29):
-        monkeypatch.setattr("easyrl.runtime.memory.available_memory_bytes", lambda n=available: n)
-        numbers.append(check_evaluation(config).placement.max_concurrent_groups)
-    assert numbers[0] == 128 > numbers[1] > numbers[2] == 1
-
-
-def test_only_evaluated_rows_are_checked(workers: Workers, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "d.jsonl", ("1+1=", "2"), ("1+" * 400, "3"))
-    words = ("--dataset", data, "--reward", "exact_match", "--infer-devices", "cpu")
-    assert "d.jsonl:2" in call(tmp_path / "ev", *words, code=2)
-    call(tmp_path / "ev", *words, "data.num_held_out=1")
-    results = evaluated(tmp_path / "skip", *words, "data.long_prompts=skip")
-    assert (results["num_problems"], results["num_too_long"]) == (1, 1)
-
-
-def test_reward_is_configured_for_the_evaluations_longest_completion() -> None:
-    flags = {"reward.functions": ["length_penalty"], "devices.infer": "cpu"}
-    words = ["rollout.max_completion_length=10", "eval.max_completion_length=100"]
-    made = check_evaluation(load_config(None, flags, words))
-    penalty = load_reward("length_penalty", made.worker_config)
-    ids = [[1] * length for length in (50, 90, 100)]
-    assert penalty(prompts=[""] * 3, completions=[""] * 3, completion_ids=ids) == [0, -0.5, -1]
-    assert made.config.rollout.max_completion_length == 10, "as written to config.yaml"
-
-
-# Presets.
-
-
-@pytest.fixture
-def long_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The built-in model with room for the presets' completions; the hub is a stub."""
-    put_in_place_of_the_hub(monkeypatch)
-    model = shutil.copytree(TINY, tmp_path / "model")
-    change_json("config.json", max_position_embeddings=40000)(model)
-    return str(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("gsm8k", [2, 1, 0.0, 1.0]), ("math500", [6, 4, 0.6, 0.95])]
-)
-def test_preset_brings_its_prompt_and_sampling(
-    workers: Workers, tmp_path: Path, long_tiny: str, name: str, expected: list[float]
-) -> None:
-    words = ("--infer-devices", "cpu", "--reward", "exact_match", "data.chat=false")
-    words += ("data.max_prompt_length=2000", "--model", long_tiny, "--dataset", name)
-    results = evaluated(tmp_path / "ev", *words)
-    keys = ("num_problems", "num_samples", "temperature", "top_p")
-    assert [results[key] for key in keys] == expected
-    asked = lines_of(tmp_path / "ev" / "samples.jsonl")[0]["prompt"]
-    assert asked.endswith("within \\boxed{}.")
-    assert evaluated(tmp_path / "two", *words, "--num-samples", "2")["num_samples"] == 2
-    too_small = call(tmp_path / "small", *words, "--model", "tiny", code=2)
-    assert "eval.max_completion_length" in too_small
-
-
-def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
-    flags = {"data.dataset": "math500", "model.path": long_tiny, "devices.infer": "cpu"}
-    for words, expected in ([], 2048), (["data.max_prompt_length=512"], 512):
-        made = check_evaluation(load_config(None, flags, ["data.chat=false", *words]))
-        assert made.worker_config.data.max_prompt_length == expected
-
-
-# Bad input.
+        assert SamplingChoice.of_evaluation(config.eval, config.rollout, preset) == expected
 
 
 @pytest.mark.parametrize(
@@ -439,19 +249,15 @@ def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
     [
         ("eval.temperature=0 --num-samples 2", "eval.num_samples"),
         ("data.num_held_out=0", "data.num_held_out"),
-        ("--output file", "output.dir"),
         ("--output folder", "output.dir"),
         ("--compare folder", "compare (--compare)"),
-        ("--base tiny", "--base"),
         ("--model folder", "config.json"),
         ("--model evaluation", "the folder of an evaluation"),
         ("eval.max_completion_length=513", "data.max_prompt_length"),
         ("--num-samples 100000000", "rollout.max_concurrent_groups"),
     ],
 )
-def test_mistake_is_reported_before_anything_starts(
-    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, key: str
-) -> None:
+def test_mistake_is_reported_before_anything_starts(workers, tmp_path, monkeypatch, words, key):
     monkeypatch.chdir(tmp_path)
     files = {"file": "", "folder/notes.txt": "mine"}
     files |= {"evaluation/config.yaml": "{}", "evaluation/settings.json": "{}"}
@@ -463,30 +269,7 @@ def test_mistake_is_reported_before_anything_starts(
     assert {*tmp_path.rglob("*")} == before and not workers.asked
 
 
-# Comparing.
-
-
-def answers(rewards: dict[str, list[float | None]]) -> dict[str, list[dict[str, Any]]]:
-    return {
-        name: [{"prompt": f"{name}?", "reward": reward} for reward in of_problem]
-        for name, of_problem in rewards.items()
-    }
-
-
-def test_problems_are_matched_by_id() -> None:
-    here = answers({"x": [1, 1], "y": [0, 1], "z": [0, 0], "only here": [1, 1], "not whole": [1]})
-    there = answers({"z": [1], "only there": [1], "y": [0], "x": [1], "bad": [None]})
-    whole, problems = compare(here, there, 1.0)
-    assert whole["num_problems"] == 3
-    assert [problem["problem"] for problem in problems] == ["z", "y", "x"]
-    assert (whole["accuracy"], whole["other_accuracy"]) == (0.5, pytest.approx(2 / 3))
-    assert (whole["num_better"], whole["num_worse"]) == (1, 1)
-    assert whole["p_value"] == 1.0  # all four sums of ±1/2 and ±1 are as far from 0
-    with pytest.raises(ConfigError, match="--compare"):
-        compare(here, answers({"w": [1]}), 1.0)
-
-
-def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> None:
+def test_comparison_is_printed_and_written(workers, tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     words = ("--num-samples", "2", *SMALL)
     call(first, *words)
@@ -495,73 +278,58 @@ def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> 
     comparison = read_results(second)["comparison"]
     assert comparison["num_better"] == 6 and comparison["p_value"] == 2 / 64
     assert len(lines_of(second / "comparison.jsonl")) == 6
-    for file in ("samples.jsonl", "eval.json"):  # a finished evaluation is not asked again
-        output = call(first, "--compare", str(second / file), *words)
-        assert "difference -0." in output and "not the same evaluation" not in output
-    assert len(workers.asked) == 2
-    third = (tmp_path / "c", "--compare", str(first), "eval.temperature=0.5", *words)
-    assert "temperature: 0.5 here, 1.0 there" in call(*third)
-    (first / "settings.json").unlink()
-    assert "sampled is unknown" in call(*third)
+    output = call(first, "--compare", str(second / "eval.json"), *words)
+    assert "difference -0." in output and "not the same evaluation" not in output
+    assert len(workers.asked) == 2, "a finished evaluation is not asked again"
+    # Another temperature is another evaluation.
+    more = ("eval.temperature=0.5",)
+    output = call(tmp_path / "c", "--compare", str(first), *words, *more)
+    assert "temperature: 0.5 here, 1.0 there" in output
 
 
-def test_evaluations_with_other_prompts_are_compared_with_a_warning(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp_path):
     """The warning comes before the answers too."""
     rows = [(f"{n}+1=", f"{n + 1}") for n in range(7)]
     words = ("--dataset", write_rows(tmp_path / "d.jsonl", *rows[:6]), "--reward", "exact_match")
     call(tmp_path / "a", *words, *SMALL)
-    more = ("--compare", str(tmp_path / "a"), "data.prompt_template=Add {prompt}", *SMALL)
-    output = call(tmp_path / "b", *words, *more)
+    words += ("--compare", str(tmp_path / "a"), "data.prompt_template=Add {prompt}", *SMALL)
+    output, warning = call(tmp_path / "b", *words), "data.prompt_template: Add {prompt} here, None"
     assert "on 6 common problems" in output
-    warning = "data.prompt_template: Add {prompt} here, None there"
     assert output.index(warning) < output.index("6/6") < output.rindex(warning)
     write_rows(tmp_path / "d.jsonl", *rows[1:])
-    refused = call(tmp_path / "c", *words, *more, code=2)
-    assert "without a common problem" in " ".join(refused.split())
+    assert "without a common problem" in " ".join(call(tmp_path / "c", *words, code=2).split())
 
 
-# During training.
-
-
-def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival() -> None:
+def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
     answers = [events.PromptEvaluated(0, n, [value]) for n, value in enumerate([1.0, 0.1, 0.7])]
     answers.append(events.PromptEvaluated(0, 3, [math.nan]))
     found = evaluation_metrics(answers, 0.7)
     assert found == evaluation_metrics(answers[::-1], 0.7)
     expected = {"eval/accuracy": 2 / 3, "eval/standard_error": 1 / 3, "eval/reward": 0.6}
     assert found == (pytest.approx(expected), 3)
-    assert math.isnan(evaluation_metrics(answers[3:], 0.7)[0]["eval/accuracy"])
-
-
-# Whole commands that end badly.
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["Ctrl-C", "kill a worker", "kill the command"])
-def test_stopped_evaluation_leaves_nothing_behind(tmp_path: Path, how: str) -> None:
-    words = ("--output", str(tmp_path / "ev"), "--num-samples", "4", "--infer-devices", "cpu:2")
+@pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("a worker", 0), ("the command", -9)])
+def test_stopped_evaluation_leaves_nothing_behind(tmp_path, how, code):
+    """A killed worker is replaced."""
+    words = ("--output", str(tmp_path), "--num-samples", "4", "--infer-devices", "cpu:2")
     run = eval_command(*words, "data.num_held_out=64", "eval.max_completion_length=128")
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    samples = tmp_path / "ev" / "samples.jsonl"
+    samples = tmp_path / "samples.jsonl"
     while not (samples.exists() and samples.stat().st_size):
         assert process.poll() is None
         time.sleep(0.05)
     children = descendants(process.pid)
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
-    elif how == "kill a worker":
+    elif how == "a worker":
         next(p for p in children if "resource_tracker" not in " ".join(p.cmdline())).kill()
     else:
         process.kill()
-    out, _ = process.communicate(timeout=30)
-    assert wait_until_gone(children, 10) == []
-    codes = {"Ctrl-C": 130, "kill a worker": 0, "kill the command": -9}  # a worker is replaced
-    assert process.returncode == codes[how]
-    assert how != "Ctrl-C" or f"--output {tmp_path / 'ev'}" in out
+    process.communicate(timeout=30)
+    assert wait_until_gone(children, 10) == [] and process.returncode == code
     done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    lines = lines_of(samples)
-    keys = {(line["problem"], line["sample"]) for line in lines}
-    assert len(lines) == len(keys) == 256
+    keys = [(line["problem"], line["sample"]) for line in lines_of(samples)]
+    assert len(keys) == len({*keys}) == 256

@@ -9,11 +9,11 @@ import torch
 from easyrl.config import ConfigError
 from easyrl.model import exactness
 from easyrl.model import policy as policy_module
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.model.attention import PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed
 from easyrl.model.files import max_positions
 from easyrl.model.logprobs import token_logprobs
-from easyrl.model.policy import Policy, real_tokens
+from easyrl.model.policy import Policy
 from tiny_models import (
     FAMILIES,
     LENGTHS,
@@ -50,9 +50,6 @@ def load(tmp_path, model_type, changes, **options):
     return Policy.load(str(tmp_path), **options)
 
 
-# -- detection ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", UNSHARED)
 def test_unsupported_layer_is_named_with_its_reason(model_type):
     policy = policy_of(model_type)
@@ -83,26 +80,19 @@ def test_check_of_a_model_in_bfloat16_needs_no_wide_copy_of_its_vocabulary(
     assert embeddings[0].padding_idx == embeddings[1].padding_idx
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bloom", "gpt_oss", "roberta"])
-def test_shared_prompt_is_refused_for_an_unsupported_model(model_type, tmp_path):
-    changes, reason = UNSHARED[model_type]
-    with pytest.raises(ValueError, match=rf"model\.attention.*{reason}"):
-        load(tmp_path, model_type, changes, attention="shared_prompt")
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
+        *((name, *UNSHARED[name]) for name in ("mamba", "bloom")),
         ("bert", {}, "no causal language model"),
         ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "changes its weights"),
-        ("xmod", {}, "Xmod.*language"),  # it must be told a language
     ],
 )
-def test_encoders_and_models_that_change_their_weights_are_refused(
+def test_what_cannot_be_trained_or_not_with_shared_prompts_is_refused(
     model_type, changes, reason, tmp_path
 ):
-    with pytest.raises(ValueError, match=rf"model\.path.*{reason}"):
-        load(tmp_path, model_type, changes)
+    with pytest.raises(ValueError, match=rf"model\.(attention|path).*{reason}"):
+        load(tmp_path, model_type, changes, attention="shared_prompt")
 
 
 def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):
@@ -113,6 +103,52 @@ def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):
         monkeypatch.setattr(exactness, "_gap_to_eager", gap)
         assert attend_packed(model) is not None
         assert model.config._attn_implementation == expected
+
+
+@pytest.mark.parametrize(("no_rope", "scale"), [([1, 0, 1], 4), ([1, 0, 1], 8192), ([1, 1, 1], 4)])
+def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(no_rope, scale, tmp_path):
+    """Llama 4 scales the queries of layers without RoPE, from place `floor_scale` on."""
+    changes = UNSHARED["llama4_text"][0] | {"layer_types": ["full_attention"] * 3}
+    changes |= {"no_rope_layers": no_rope, "floor_scale": scale, "attn_scale": 0.5}
+    reference = tiny_model("llama4_text", "eager", SPREAD, **changes)
+    reference.save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path))
+    assert policy.shares_prompts is all(no_rope)
+    assert policy.shares_prompts or "index in the row" in policy.no_packing_reason
+    assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "bloom"])
+def test_model_is_checked_once_unless_the_check_failed_or_weights_differ(
+    family, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    changes = UNSHARED[family][0] if family in UNSHARED else {}
+    folder, model, checked = str(tmp_path / "model"), tiny_model(family, None, **changes), []
+    model.save_pretrained(folder)
+
+    def check(model):
+        checked.append(model)
+        if len(checked) == 1:
+            raise ConfigError("transformers cannot run it")
+        return attend_packed(model)
+
+    monkeypatch.setattr("easyrl.model.policy.attend_packed", check)
+    with pytest.raises(ConfigError, match="cannot run"):
+        Policy.load(folder)
+    one, other = (Policy.load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert one.shares_prompts is other.shares_prompts is (family == "qwen3")
+    assert one.no_packing_reason == other.no_packing_reason and len(checked) == 2
+    assert one.model.config._attn_implementation == other.model.config._attn_implementation
+    next(model.parameters()).data += 1.0
+    model.save_pretrained(folder)
+    Policy.load(folder)
+    for entry in (tmp_path / "cache/easyrl/checked").iterdir():
+        entry.write_text("[nul")  # its process was killed while it wrote
+    Policy.load(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no cache
+    Policy.load(folder)
+    assert len(checked) == 5
 
 
 def test_wrong_result_is_reported(monkeypatch):
@@ -126,67 +162,6 @@ def test_wrong_result_is_reported(monkeypatch):
 
     monkeypatch.setattr(PackedGroups, "attend", wrong)
     assert attend_packed(tiny_model("llama", None)).startswith("a packed row gives other results")
-
-
-@pytest.mark.parametrize(
-    ("no_rope_layers", "floor_scale", "shares"),
-    [([1, 0, 1], 4, False), ([1, 0, 1], 8192, False), ([1, 1, 1], 4, True)],
-)
-def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(
-    no_rope_layers, floor_scale, shares, tmp_path
-):
-    """Llama 4 scales the queries of layers without RoPE, from place `floor_scale` on."""
-    changes = UNSHARED["llama4_text"][0] | {"layer_types": ["full_attention"] * 3}
-    changes |= {"no_rope_layers": no_rope_layers, "floor_scale": floor_scale, "attn_scale": 0.5}
-    reference = tiny_model("llama4_text", "eager", SPREAD, **changes)
-    reference.save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
-    assert policy.shares_prompts is shares
-    assert shares or "index in the row" in policy.no_packing_reason
-    assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
-
-
-@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("bloom", UNSHARED["bloom"][0])])
-def test_model_is_checked_once_unless_the_check_failed_or_weights_differ(
-    family, changes, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    model = tiny_model(family, None, **changes)
-    model.save_pretrained(folder)
-    outcomes = []
-
-    def failing(model):
-        outcomes.append("failed" if len(outcomes) < 2 else attend_packed(model))
-        if outcomes[-1] == "failed":
-            raise ConfigError("transformers cannot run it")
-        return outcomes[-1]
-
-    monkeypatch.setattr(policy_module, "attend_packed", failing)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="cannot run"):
-            Policy.load(str(folder))
-    kernels = set()
-    for dtype in ("float32", "bfloat16"):
-        policy = Policy.load(str(folder), dtype=dtype)
-        assert (policy.no_packing_reason is None) == policy.shares_prompts == (family == "qwen3")
-        kernels.add(policy.model.config._attn_implementation)
-    assert len(outcomes) == 3 and len(kernels) == 1
-    assert (kernels == {ATTENTION_NAME}) == (family == "qwen3")
-    next(model.parameters()).data += 1.0
-    model.save_pretrained(folder)
-    Policy.load(str(folder))
-    assert len(outcomes) == 4
-    for entry in (tmp_path / "cache/easyrl/checked").iterdir():
-        entry.write_text("[nul")  # its process was killed while it wrote
-    Policy.load(str(folder))
-    assert len(outcomes) == 5
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no cache
-    Policy.load(str(folder))
-    assert len(outcomes) == 6
-
-
-# -- trained exactly ------------------------------------------------------------------------------
 
 
 def row_logits(policy, sequences):
@@ -223,15 +198,6 @@ def test_gradients_equal_those_of_separate_sequences(model_type):
     assert largest_gradient_gap(of_row, of_alone, floor) <= 1e-5
 
 
-def test_padded_batch_has_every_token_of_whole_sequences():
-    is_real = real_tokens(torch.tensor([0, 1, 2, 0, 0, 1]))
-    assert is_real.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
-    with pytest.raises(AssertionError):
-        real_tokens(torch.tensor([0, 1, 2, 3, 2, 3]))  # [P | R1 | R2]
-
-
-# -- RoPE that depends on the longest position ----------------------------------------------------
-
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, **FACTORS}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -249,11 +215,5 @@ def test_rope_is_exact_up_to_the_length_at_which_it_changes(kind, tmp_path):
     policy = Policy.load(str(tmp_path))
     assert policy.shares_prompts
     assert_same_as_alone(reference, policy, draw_sequences([16, 3, 9]))
-    # With a longer sequence in the batch it is not, so such lengths are refused.
-    long, short = draw_sequences([17, 5])
-    with torch.no_grad():
-        alone = reference(input_ids=short[None], use_cache=False).logits[0]
-        batch = torch.stack([long, torch.cat([short, long[5:]])])
-        beside = reference(input_ids=batch, use_cache=False).logits[1, :5]
-    assert float((beside - alone).abs().max()) >= 1e-3
+    # With a longer sequence beside it is not, so such lengths are refused.
     assert max_positions(reference.config.to_dict()) == 16

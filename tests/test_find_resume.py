@@ -1,25 +1,17 @@
 """The checkpoint that a run resumes from, and refusals before anything starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-import math
 import os
-import resource
-from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
-from easyrl import events
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import differing, find_resume, run_folder_of, with_absolute_paths
-from easyrl.runtime.run_folder import resume_hint
+from easyrl.runtime.resume import differing, find_resume, run_folder_of
 from mistakes import make_run
 
 AUTO = ("runtime.resume=auto",)
@@ -30,18 +22,18 @@ class Started(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def _no_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(controller: Controller) -> NoReturn:
+def _no_run_starts(monkeypatch):
+    def start(controller):
         raise Started
 
     monkeypatch.setattr(Controller, "run", start)
 
 
-def config_of(folder: Path, *words: str) -> Config:
+def config_of(folder, *words):
     return load_config(None, {"output.dir": str(folder)}, words)
 
 
-def finished(folder: Path, *versions: int) -> Path:
+def finished(folder, *versions):
     """The folder of a run of the default number of iterations, with these checkpoints."""
     make_run(folder, {version: {} for version in versions})
     summary = {"iterations": config_of(folder).train.iterations}
@@ -50,15 +42,13 @@ def finished(folder: Path, *versions: int) -> Path:
 
 
 @pytest.mark.parametrize("versions", [(60,), (), (50,)])
-def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...]
-) -> None:
+def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypatch, versions):
     """A run with train.keep_checkpoints=0 has no checkpoint, and must not start over."""
     folder = finished(tmp_path / "run", *versions)
     there = sorted(folder.rglob("*"))
     monkeypatch.setattr(hashlib, "file_digest", None)  # large checkpoints are not verified
     for words, resume in ((AUTO, None), ((), folder)):
-        received: list[Any] = []
+        received = []
         assert run.run(config_of(folder, *words), [received.append], resume) == 0
         assert "has finished its 60 iterations" in received[-1].message
         if not versions:
@@ -67,76 +57,31 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
     assert sorted(folder.rglob("*")) == there
 
 
-def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path: Path) -> None:
+def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path):
     """A line after the checkpoint is dropped, also if lines before it were lost."""
     folder = tmp_path / "run"
     make_run(folder, {5: {"file_sizes": {"metrics.jsonl": 10_000}}})
-    for kept, is_noted in (((0, 1, 4), True), ((0, 1, 2, 3, 4), False)):
-        lines = [f'{{"iteration": {number}}}\n' for number in (*kept, 5)]
+    for kept, is_noted in (((0, 1, 4), True), (range(5), False)):
+        lines, received = [f'{{"iteration": {number}}}\n' for number in (*kept, 5)], []
         (folder / "metrics.jsonl").write_text("".join(lines))
-        received: list[Any] = []
         with pytest.raises(Started):
             run.run(config_of(folder), [received.append], folder)
-        started = next(event for event in received if isinstance(event, events.RunStarted))
-        assert ("metrics.jsonl lacks 2 of 5 " in started.description) == is_noted
+        assert ("metrics.jsonl lacks 2 of 5 " in str(received)) == is_noted
         assert (folder / "metrics.jsonl").read_text() == "".join(lines[:-1])
 
 
-def test_limit_of_open_files_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
+def test_limit_of_open_files_is_named_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (32, 32))
     with pytest.raises(ConfigError, match=r"devices.*ulimit -n \d+"):
         run.run(config_of(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
     with pytest.raises(Started):
         run.run(config_of(tmp_path / "run"))
 
 
-def test_a_run_that_never_started_does_not_block_its_folder(tmp_path: Path) -> None:
-    """Its workers could not start. One that has results is not overwritten."""
-    received: list[Any] = []
-    notes = tmp_path / "notes" / "config.yaml"
-    notes.parent.mkdir()
-    notes.write_text("# of the user\n")
-    with pytest.raises(ConfigError, match=r"output.dir.*exists"):
-        run.run(config_of(notes.parent, *AUTO))
-    for words in ((), ("train.learning_rate=0.1",)):
-        with pytest.raises(Started):
-            run.run(config_of(tmp_path / "run", *words), [received.append])
-    assert "started again" in received[-1].description
-    assert "learning_rate: 0.1" in (tmp_path / "run" / "config.yaml").read_text()
-    assert resume_hint(tmp_path / "run").endswith(f"--output {tmp_path}/run")
-    (tmp_path / "run" / "samples.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"output.dir.*exists"):
-        run.run(config_of(tmp_path / "run"))
-    assert resume_hint(tmp_path / "run").endswith(f"--output {tmp_path}/run-2")
-
-
-# -- paths ---------------------------------------------------------------------------------------
-
-
-def test_paths_of_a_run_become_absolute_and_other_names_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "arithmetic").mkdir()  # the preset wins
-    for name in ("own.py", "data.jsonl"):
-        (tmp_path / name).touch()
-    words = ["rollout.environment={a: own.py:A, b: guess}", "rollout.tools=own.py:f"]
-    words += ["data.dataset=[data.jsonl, arithmetic]", "reward.functions=[own.py:f, m.n:f, x.py:f]"]
-    config = with_absolute_paths(load_config(words=[*words, "model.path=owner/name"]))
-    assert config.rollout.environment == {"a": f"{tmp_path}/own.py:A", "b": "guess"}
-    assert config.rollout.tools == [f"{tmp_path}/own.py:f"]
-    assert config.reward.functions == [f"{tmp_path}/own.py:f", "m.n:f", "x.py:f"]
-    assert config.data.dataset == [f"{tmp_path}/data.jsonl", "arithmetic"]
-    assert config.model.path == "owner/name"
-    assert with_absolute_paths(load_config()) == load_config()
-
-
 @pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset", "reward.functions"])
-def test_changed_rows_and_rewards_are_refused(tmp_path: Path, changed: str) -> None:
+def test_changed_rows_and_rewards_are_refused(tmp_path, changed):
     files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}
     for file in files.values():
         file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -149,7 +94,7 @@ def test_changed_rows_and_rewards_are_refused(tmp_path: Path, changed: str) -> N
     identity = check_run(config).identity
     make_run(folder, {10: {"identity": identity, "config": config.model_dump(mode="json")}})
 
-    def check() -> None:
+    def check():
         found = find_resume(config, None)
         assert found is not None
         os.close(found.lock)
@@ -162,35 +107,29 @@ def test_changed_rows_and_rewards_are_refused(tmp_path: Path, changed: str) -> N
         check()
 
 
-def test_identity_has_the_users_files_and_the_modules_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    score = "def f(completions, **_):\n    return 3\n"
     files = {
-        "rewards.py": ("reward.functions", "# 3\nfrom helper import score as f\n"),
-        "helper.py": ("reward.functions", "import json, pack  # 3\nfrom pack.inner import score\n"),
-        "pack/__init__.py": ("reward.functions", "# 3\nfrom . import other\n"),
-        "pack/inner.py": ("reward.functions", "def score(completions, **_):\n    return 3\n"),
-        "pack/other.py": ("reward.functions", "# 3\n"),
-        "named/__init__.py": (None, "# 3, which runs before the digest\n"),
-        "named/module.py": ("reward.functions", "def f(completions, **_):\n    return 3\n"),
+        "rewards.py": ("reward.functions", "# 3\nfrom helper import f\n"),
+        "helper.py": ("reward.functions", "import json, pack  # 3\nfrom pack.inner import f\n"),
+        "pack/__init__.py": ("reward.functions", "# 3\n"),
+        "pack/inner.py": ("reward.functions", score),
         "rooms.py": ("rollout.environment", "class Room:\n    size = 3\n"),
         "loss.py": ("algorithm.loss_type", "def loss(inputs, config):\n    return 3\n"),
     }
     (tmp_path / "pack").mkdir()
-    (tmp_path / "named").mkdir()
     for name, (_, text) in files.items():
         (tmp_path / name).write_text(text)
-    words = [f"reward.functions=[{tmp_path}/rewards.py:f, named.module:f]"]
+    words = [f"reward.functions=[{tmp_path}/rewards.py:f]"]
     words += [f"rollout.environment={{a: guess, b: '{tmp_path}/rooms.py:Room'}}"]
     config = load_config(words=[*words, f"algorithm.loss_type={tmp_path}/loss.py:loss"])
     before = digest_code(config)
     for name, (key, text) in files.items():
         (tmp_path / name).write_text(text.replace("3", "4"))
-        assert differing(before, digest_code(config)) == ([key] if key else [])
+        assert differing(before, digest_code(config)) == [key]
         (tmp_path / name).write_text(text)
     assert digest_code(config) == before
-    assert differing({}, {**before, "x": math.nan}) == [], "of an older release"
 
 
 def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path):

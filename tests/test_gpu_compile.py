@@ -1,13 +1,11 @@
 """FlexAttention's kernels compile for NVIDIA cards, forward and backward, and fit their shared
 memory (`make test-gpu-compile`). No GPU is needed: see `gpu_compiler`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,7 @@ pytestmark = [
     ),
 ]
 
-TOKENS, HEAD_SIZES, RATIOS = (70, 100, 128, 4096), (64, 128, 256), (1, 2, 4, 7, 8)
-CARDS, WINDOWS = ("A100", "4090", "H100", "5090"), (0, 40)
-
-SHORT = [  # card, tokens, query heads for each key head, head size, window
+CASES = [  # card, tokens, query heads for each key head, head size, window
     ("H100", 70, 2, 128, 0),  # Qwen3: torch's other kernel for short rows has no configuration
     ("4090", 100, 4, 64, 0),  # Llama 3.2
     ("4090", 4096, 4, 256, 40),  # Gemma 3: too much shared memory with torch's block sizes
@@ -30,44 +25,34 @@ SHORT = [  # card, tokens, query heads for each key head, head size, window
     ("5090", 70, 1, 256, 0),
     ("H100", 4096, 8, 128, 40),
 ]
+CARDS, TOKENS, HEAD_SIZES = ("A100", "4090", "H100", "5090"), (70, 100, 128, 4096), (64, 128, 256)
 
 
-def pairwise_cases() -> list[tuple[str, int, int, int, int]]:
-    """Return cases among which every pair of values of two parameters occurs: greedily, the case
-    with most pairs that are missing."""
-    every = list(product(CARDS, TOKENS, RATIOS, HEAD_SIZES, WINDOWS))
-
-    def pairs(case: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
-        return {(i, case[i], j, case[j]) for i in range(5) for j in range(i)}
-
-    missing = set().union(*map(pairs, every))
-    chosen = []
+def pairwise_cases():
+    """Cases among which every pair of values of two parameters occurs: greedily, the case with most
+    pairs that are missing."""
+    every = [*product(CARDS, TOKENS, (1, 2, 4, 7, 8), HEAD_SIZES, (0, 40))]
+    pairs = {case: {*combinations(enumerate(case), 2)} for case in every}
+    missing, chosen = set().union(*pairs.values()), []
     while missing:
-        chosen.append(max(every, key=lambda case: len(pairs(case) & missing)))
-        missing -= pairs(chosen[-1])
+        chosen.append(max(every, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
     return chosen
-
-
-def compile_case(card: str, tokens: int, ratio: int, head_size: int, window: int) -> None:
-    script = Path(__file__).with_name("gpu_compiler.py")
-    sizes = (tokens, 2 * ratio, 2, head_size, window)
-    done = subprocess.run(
-        [sys.executable, str(script), card, *map(str, sizes)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    names = " ".join(name for name, _ in json.loads(done.stdout))
-    assert "flex_attention_0" in names and "backward" in names, names
-
-
-@pytest.mark.parametrize("case", SHORT, ids=str)
-def test_the_attention_of_a_packed_row_compiles(case: tuple[str, int, int, int, int]) -> None:
-    compile_case(*case)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", pairwise_cases(), ids=str)
-def test_every_pair_of_parameters_compiles(case: tuple[str, int, int, int, int]) -> None:
-    compile_case(*case)
+def test_every_pair_of_parameters_compiles(case):
+    test_the_attention_of_a_packed_row_compiles(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_attention_of_a_packed_row_compiles(case):
+    card, tokens, ratio, head_size, window = case
+    script = Path(__file__).with_name("gpu_compiler.py")
+    sizes = (tokens, 2 * ratio, 2, head_size, window)
+    command = [sys.executable, str(script), card, *map(str, sizes)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    names = " ".join(name for name, _ in json.loads(done.stdout))
+    assert "flex_attention_0" in names and "backward" in names, names

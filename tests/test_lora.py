@@ -1,37 +1,29 @@
 """LoRA: adapters in the trainer, merged weights everywhere else."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.config import ConfigError
-from easyrl.config.model import DType, LoraConfig
+from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import TriModel
-from easyrl.types import MicroBatch, Weight, WeightPiece
+from easyrl.types import WeightPiece
 from easyrl.workers.packing import Rollout, pack
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 from tiny_models import (
-    FAMILIES,
     OLD_SIZES,
-    SIZES,
     VOCABULARY,
     draw_sequences,
     lay_out,
@@ -51,16 +43,16 @@ KINDS = [
 ]
 
 
-def changes_of(kind: str) -> dict[str, Any]:
+def changes_of(kind):
     return OLD_SIZES if kind in ("gpt2", "bloom") else {}
 
 
-def saved(kind: str, folder: Path) -> Path:
+def saved(kind, folder):
     tiny_model(kind, **changes_of(kind)).save_pretrained(folder / kind)
     return folder / kind
 
 
-def adapted(path: Path, lora: LoraConfig = LORA, seed: int = 0, dtype: DType = "float32") -> Policy:
+def adapted(path, lora=LORA, seed=0, dtype="float32"):
     """A policy whose adapters differ from their initial values."""
     policy = Policy.load(str(path), dtype=dtype)
     policy.add_adapter(lora, path=str(path), seed=seed)
@@ -71,9 +63,9 @@ def adapted(path: Path, lora: LoraConfig = LORA, seed: int = 0, dtype: DType = "
     return policy
 
 
-def plain_model(path: Path, weights: dict[str, Tensor] | None = None) -> Any:
+def plain_model(path, weights=None):
     """transformers' own model, with other weights if given."""
-    how: Any = {"attn_implementation": "eager", "dtype": torch.float32}
+    how = {"attn_implementation": "eager", "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(path, **how)
     if weights is not None:
         missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -85,9 +77,7 @@ SEQUENCES = draw_sequences([3, 13, 1, 8])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
-    kind: str, tmp_path: Path
-) -> None:
+def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(kind, tmp_path):
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     path = saved(kind, tmp_path)
@@ -106,7 +96,7 @@ def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
     # Saving leaves the policy as it was.
     assert all(torch.equal(trained[id(weight)], weight) for weight in policy.trained_parameters())
     assert policy.weights_sha256() == sha256
-    found: Any = AutoModelForCausalLM.from_pretrained(
+    found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True, attn_implementation="eager"
     )
     model, info = found
@@ -124,7 +114,7 @@ def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "deepseek_v3", "gpt2"])
-def test_gradients_equal_those_of_the_formula(kind: str, tmp_path: Path) -> None:
+def test_gradients_equal_those_of_the_formula(kind, tmp_path):
     """Two groups that share their prompts; against W + alpha / rank B A in float64."""
     path = saved(kind, tmp_path)
     policy = adapted(path, LoraConfig(rank=3, alpha=5))
@@ -143,7 +133,7 @@ def test_gradients_equal_those_of_the_formula(kind: str, tmp_path: Path) -> None
 
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     assert all(".lora_" in name for name in trained)
-    leaves: dict[str, Tensor] = {
+    leaves = {
         name: parameter.detach().double().requires_grad_() for name, parameter in trained.items()
     }
     plain = plain_model(path).double()
@@ -156,23 +146,20 @@ def test_gradients_equal_those_of_the_formula(kind: str, tmp_path: Path) -> None
         ids = tokens[sequence][None]
         out = functional_call(plain, state, kwargs={"input_ids": ids, "use_cache": False})
         (out.logits[0] * weights[sequence]).sum().backward(retain_graph=True)
-    norm = torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm()  # type: ignore[union-attr]
+    norm = torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm()
     for name, leaf in leaves.items():
         expected, got = leaf.grad, trained[name].grad
         assert expected is not None and got is not None
         assert float((got - expected).norm() / max(expected.norm(), 1e-4 * norm)) <= 1e-5, name
 
 
-# -- the trainer ----------------------------------------------------------------------------------
-
-
-def one_sequence() -> MicroBatch:
+def one_sequence():
     ids = draw_sequences([12])[0].numpy().astype(np.int32)
     values, mask = np.zeros(11, np.float32), np.ones(11, np.bool_)
     return pack([Rollout(0, ids[:1], ids[1:], values, mask, 1.0)], shares_prompts=False)
 
 
-def test_reference_is_the_base_model_without_a_copy(tmp_path: Path) -> None:
+def test_reference_is_the_base_model_without_a_copy(tmp_path):
     path = saved("qwen3", tmp_path)
     policy, batch = adapted(path), one_sequence()
     models = TriModel(policy, temperature=1.0, has_old=True, has_reference=True)
@@ -191,30 +178,17 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path: Path) -> None:
     assert torch.equal(again.detach(), logprobs.detach())
 
 
-def test_initial_adapters_change_nothing_and_depend_on_the_seed() -> None:
-    torch.manual_seed(11)
-    expected = torch.rand(3)
-    torch.manual_seed(11)
+def test_initial_adapters_change_nothing_and_depend_on_the_seed():
     policies = [Policy.load("tiny") for _ in range(3)]
-    before = policies[0].weights_sha256()
+    before, found = policies[0].weights_sha256(), []
     for policy, seed in zip(policies, (1, 1, 2), strict=True):
         policy.add_adapter(LORA, path="tiny", seed=seed)
         assert policy.weights_sha256() == before
-    assert torch.equal(torch.rand(3), expected)  # the global generator is unaffected
-    narrow = Policy.load("tiny", dtype="bfloat16")
-    narrow.add_adapter(LORA, path="tiny", seed=1)
-    assert all(map(torch.equal, narrow.trained_parameters(), policies[0].trained_parameters()))
-    first, same, other = (
-        torch.cat([weight.flatten() for weight in policy.trained_parameters()])
-        for policy in policies
-    )
-    assert torch.equal(first, same) and not torch.equal(first, other)
+        found.append(torch.cat([weight.flatten() for weight in policy.trained_parameters()]))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
-# -- what is sent ---------------------------------------------------------------------------------
-
-
-def pieces_of(weights: list[Weight], size: int = 7) -> Iterator[WeightPiece]:
+def pieces_of(weights, size=7):
     """Each weight in pieces of `size` elements, in memory that is overwritten by the next."""
     for weight in weights:
         for number, values in enumerate(weight.materialize().detach().flatten().split(size)):
@@ -225,14 +199,12 @@ def pieces_of(weights: list[Weight], size: int = 7) -> Iterator[WeightPiece]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gpt2"])
-def test_engine_merges_adapters_to_the_trainers_bits(
-    kind: str, dtype: DType, tmp_path: Path
-) -> None:
+def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
     path = saved(kind, tmp_path)
     policy, engine = adapted(path, dtype=dtype), Policy.load(str(path), dtype=dtype)
     frozen = dict(engine.model.named_parameters())
 
-    def check() -> None:
+    def check():
         expected = dict(policy.named_weights())
         assert frozen.keys() == expected.keys()
         for name, weight in frozen.items():
@@ -258,46 +230,11 @@ def test_engine_merges_adapters_to_the_trainers_bits(
     check()
 
 
-# -- which layers ---------------------------------------------------------------------------------
-
-
-ATTENTION = {"k_proj", "o_proj", "q_proj", "v_proj"}
-LAYERS = ATTENTION | {"down_proj", "gate_proj", "up_proj"}
-LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "targets", "usable"),
-    [
-        ("qwen2", ["q_proj", "query"], LAYERS),  # no such module
-        ("qwen2", ["lm_head"], LAYERS),  # the head
-        ("qwen3_moe", ["experts"], ATTENTION),  # fused into one tensor
-        ("deepseek_v3", ["up_proj"], LATENT),  # peft treats it as an expert's
-    ],
-)
-def test_unusable_target_is_refused_with_the_usable_ones(
-    kind: str, targets: list[str], usable: set[str]
-) -> None:
-    lora = LoraConfig(rank=2, target_modules=targets)
-    config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind]))
-    with pytest.raises(
-        ConfigError, match=rf"model\.lora\.target_modules.*'{targets[-1]}'"
-    ) as error:
-        check_lora(lora, "m", config)
-    assert set(str(error.value).partition("(")[2].partition(")")[0].split(", ")) == usable
-
-
-def test_preflight_counts_what_the_trainer_will_train() -> None:
-    config = AutoConfig.from_pretrained(TINY)
+def test_preflight_counts_what_the_trainer_will_train():
     policy = Policy.load("tiny")
     policy.add_adapter(LORA, path="tiny", seed=0)
-    expected = sum(parameter.numel() for parameter in policy.trained_parameters())
-    assert check_lora(LORA, "tiny", config) == expected
-    trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
-    assert {name.split(".")[-4] for name in trained} == LAYERS
-
-
-# -- runs ------------------------------------------------------------------------------------------
+    num_trained = sum(parameter.numel() for parameter in policy.trained_parameters())
+    assert check_lora(LORA, "tiny", AutoConfig.from_pretrained(TINY)) == num_trained
 
 
 HARDER = (
@@ -306,7 +243,7 @@ HARDER = (
 )
 
 
-def assert_model_and_adapter_were_trained(folder: Path, dtype: DType = "float32") -> None:
+def assert_model_and_adapter_were_trained(folder, dtype="float32"):
     """Check `model/` by its hash, and `adapter/` by its logits on the run's initial model."""
     from peft import PeftModel
 
@@ -331,7 +268,7 @@ def assert_model_and_adapter_were_trained(folder: Path, dtype: DType = "float32"
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
-def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path: Path, devices: str) -> None:
+def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path, devices):
     """A reference, an old policy, two rollout workers, random delays everywhere."""
     ends = []
     for schedule in ("sync", "periodic"):
@@ -350,7 +287,7 @@ def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path: Path, devices: 
     assert_model_and_adapter_were_trained(folder)
 
 
-def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path: Path) -> None:
+def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path):
     folder = tmp_path / "run"
     code, _, err = finish(
         *("--output", str(folder), "--iterations", "3", "--train-devices", "cpu:2", *HARDER),
@@ -362,26 +299,3 @@ def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path: Path) ->
     assert_model_and_adapter_were_trained(folder, "bfloat16")
     message = export_checkpoint(folder, tmp_path / "exported")
     assert summary_of(folder)["weights_sha256"] in message  # merged from the stored adapters
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("devices", [("cpu:2", "cpu"), ("cpu", "cpu:2")])
-def test_lora_run_resumes_with_another_number_of_train_devices(
-    tmp_path: Path, devices: tuple[str, str]
-) -> None:
-    words = (*HARDER, "runtime.deterministic=true", "train.lr_scheduler_type=constant")
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    code, _, err = finish("--output", str(once), "--iterations", "6", *words)
-    assert (code, err) == (0, "")
-    first = ("--output", str(twice), "--iterations", "3", "--train-devices", devices[0])
-    assert finish(*first, *words)[::2] == (0, "")
-    again = ("--resume", str(twice), "--iterations", "6", "--train-devices", devices[1])
-    assert finish(*again)[::2] == (0, "")
-    one, two = (load_file(folder / "model/model.safetensors") for folder in (once, twice))
-    before = load_file(TINY / "model.safetensors")
-    for name, weight in one.items():
-        gap = float((two[name] - weight).norm() / weight.norm())
-        moved = float((before[name] - weight).norm() / weight.norm())
-        is_frozen = not name.endswith("_proj.weight")
-        assert gap <= 1e-5 and (gap < moved / 100 or (is_frozen and moved == gap == 0.0)), name
-    assert_model_and_adapter_were_trained(twice)

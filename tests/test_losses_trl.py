@@ -1,25 +1,20 @@
 """Our losses against TRL's for the same tensors (skipped unless TRL is installed).
 
-TRL's trainer computes its loss from a model and a padded batch. It gets the built-in model and a
-batch, whose log-probabilities become ours, so that both see the same tensors. Compared are the
-losses and their gradients by the model's parameters.
+TRL's trainer computes its loss from a model and a padded batch: here the built-in model, whose
+log-probabilities become ours. Compared are the losses and their gradients by the parameters.
 
 Shapes: B completions of one group, T tokens of the longest, P of the prompt.
 """
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from test_losses import config_of
-from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
-from easyrl.config import Config
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.model.logprobs import token_logprobs
 
@@ -30,14 +25,13 @@ torch.set_num_threads(1)
 TINY = BUILT_IN_MODELS["tiny"]
 LENGTHS = torch.tensor([5, 2, 7, 3])
 B, T, P = 4, 7, 4
-TRUNCATED = 2  # the completion that a mask of truncated completions removes
 CAP = 1.3
 IS_TOKEN = torch.arange(T) < LENGTHS.unsqueeze(1)  # [B, T], False: padding
+SHARED = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "beta")
 CASES = [
     {"loss_type": loss_type, **changes}
     for loss_type in ("grpo", "dapo", "dr_grpo", "cispo")
     for changes in (
-        {},
         {"importance_sampling_level": "sequence"},
         {"importance_sampling_correction": "mask"},
         {"beta": 0.3, "importance_sampling_correction": "truncate"},
@@ -48,18 +42,13 @@ CASES = [
 
 
 @functools.cache
-def tiny() -> Any:
-    from transformers import AutoModelForCausalLM
-
+def tiny():
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
 
-def trl_trainer(config: Config, folder: Path) -> Any:
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-
+def trl_trainer(config, folder):
     algorithm = config.algorithm
-    names = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "beta")
+    is_corrected = algorithm.importance_sampling_correction != "none"
     arguments = trl.GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -70,8 +59,8 @@ def trl_trainer(config: Config, folder: Path) -> Any:
         max_completion_length=config.rollout.max_completion_length,
         temperature=1.0,
         use_bias_correction_kl=False,  # k3 as in GRPO
-        vllm_importance_sampling_correction=algorithm.importance_sampling_correction != "none",
-        **{name: getattr(algorithm, name) for name in (*names, "entropy_coef")},
+        vllm_importance_sampling_correction=is_corrected,
+        **{name: getattr(algorithm, name) for name in (*SHARED, "entropy_coef")},
     )
     trainer = trl.GRPOTrainer(
         model=tiny(),
@@ -81,12 +70,12 @@ def trl_trainer(config: Config, folder: Path) -> Any:
         train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
     )
     # TRL computes the weights with vLLM only; its loss multiplies by those of the batch.
-    trainer.use_vllm = algorithm.importance_sampling_correction != "none"
+    trainer.use_vllm = is_corrected
     trainer.model.eval()  # one batch is the whole update
     return trainer
 
 
-def make_batch(*, mask_truncated: bool) -> dict[str, Tensor]:
+def make_batch(*, mask_truncated):
     """Prompts [B, P], and under the names of LossInputs what each completion token has [B, T]."""
     generator = torch.Generator().manual_seed(7)
     prompts, completions = (
@@ -94,13 +83,12 @@ def make_batch(*, mask_truncated: bool) -> dict[str, Tensor]:
         for width in (P, T)
     )
     mask = IS_TOKEN.clone()
-    mask[TRUNCATED] &= not mask_truncated
+    mask[2] &= not mask_truncated
     logits = tiny()(torch.cat([prompts, completions], dim=1)).logits[:, -T - 1 : -1]
-    logprobs, _ = token_logprobs(logits.flatten(0, 1), completions.flatten(), 1.0)
-    logprobs = logprobs.view(B, T)
-    all_logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = token_logprobs(logits.flatten(0, 1), completions.flatten(), 1.0)[0].view(B, T)
+    every = torch.log_softmax(logits, dim=-1)
 
-    def near(values: Tensor) -> Tensor:
+    def near(values):
         return values.detach() + 0.3 * torch.randn((B, T), generator=generator)
 
     old_logprobs = near(logprobs)
@@ -111,27 +99,23 @@ def make_batch(*, mask_truncated: bool) -> dict[str, Tensor]:
         "old_logprobs": old_logprobs,
         "ref_logprobs": near(logprobs),
         "rollout_logprobs": near(old_logprobs),
-        "entropy": -(all_logprobs.exp() * all_logprobs).sum(-1),
+        "entropy": -(every.exp() * every).sum(-1),
         "advantages": torch.tensor([1.2, -0.7, 0.4, -0.9]).unsqueeze(1).expand(B, T),
         "loss_mask": mask,
         "completion_of_token": torch.arange(B).unsqueeze(1).expand(B, T),
     }
 
 
-def our_loss(batch: dict[str, Tensor], config: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def our_loss(batch, config):
     """Without padding, as in a packed row."""
-    tokens = {
-        name: values[IS_TOKEN]
-        for name, values in batch.items()
-        if name not in ("prompts", "completions")
-    }
-    outputs = policy_loss(LossInputs(**tokens, num_completions=B), config)  # type: ignore[arg-type]
+    tokens = {name: values[IS_TOKEN] for name, values in batch.items() if values.shape == (B, T)}
+    tokens.pop("completions")
+    outputs = policy_loss(LossInputs(**tokens, num_completions=B), config)
     num_tokens = int(batch["loss_mask"].sum())
-    denominator = loss_denominator(config, num_completions=B, num_tokens=num_tokens)
-    return outputs.loss / denominator, outputs.metrics
+    return outputs.loss / loss_denominator(config, num_completions=B, num_tokens=num_tokens)
 
 
-def trl_loss(trainer: Any, batch: dict[str, Tensor], config: Config) -> Tensor:
+def trl_loss(trainer, batch, config):
     inputs = {
         "prompt_ids": batch["prompts"],
         "prompt_mask": torch.ones_like(batch["prompts"]),
@@ -152,27 +136,18 @@ def trl_loss(trainer: Any, batch: dict[str, Tensor], config: Config) -> Tensor:
     return trainer.compute_loss(trainer.model, inputs)
 
 
-def gradient_of(loss: Tensor) -> Tensor:
+def gradient_of(loss):
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(tiny().parameters()))])
 
 
 @pytest.mark.parametrize("changes", CASES, ids=lambda c: " ".join(map(str, c.values())))
-def test_loss_and_gradient_equal_trls(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_loss_and_gradient_equal_trls(changes, tmp_path):
     high = 1.2 if changes["loss_type"] == "cispo" else 0.28
     config = config_of(epsilon_high=high, importance_sampling_cap=CAP, **changes)
     trainer = trl_trainer(config, tmp_path)
     for mask_truncated in (False, True):
         batch = make_batch(mask_truncated=mask_truncated)
-        ours, metrics = our_loss(batch, config)
-        theirs = trl_loss(trainer, batch, config)
+        ours, theirs = our_loss(batch, config), trl_loss(trainer, batch, config)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
         got, expected = gradient_of(ours), gradient_of(theirs)
         assert expected.norm() > 0 and (got - expected).norm() <= 1e-5 * expected.norm()
-        logged = {name: values[-1] for name, values in trainer._metrics["eval"].items()}
-        means = {name: float(value / metrics["tokens"]) for name, value in metrics.items()}
-        assert means["entropy"] == pytest.approx(logged["entropy"], rel=1e-4)
-        if config.algorithm.beta > 0:
-            assert means["kl"] == pytest.approx(logged["kl"], rel=1e-4)
-        if changes["loss_type"] != "cispo" and "importance_sampling_level" not in changes:
-            assert means["clipped_low"] == pytest.approx(logged["clip_ratio/low_mean"])
-            assert means["clipped_high"] == pytest.approx(logged["clip_ratio/high_mean"])
