@@ -4,13 +4,13 @@ Reads a job and its tests as JSON from stdin, a file, and writes each test's out
 JSON to stdout, null where the program failed, up to the first failure. Imports nothing but the
 standard library, since the sandbox has no EasyRL.
 
-Each test runs in a child process, which cannot open or trace this process. Of the kinds `stdin` and
-`function` it is the program, which has no expected outputs. Of the kind `asserts` it is the test:
+Each test runs in a child process. With the kinds `stdin` and `function` this is the program, which
+has no expected outputs. With `asserts` it is the test, for which another process runs the program:
 
-    this process ── fork ──► test, prints "passed" ── fork ──► program
-                              Peer ◄── calls, plain data ──► Peer
+    this process ── fork ──► test: writes "passed" ── fork ──► program
+                             Peer ◄───── calls, plain data ──► Peer
 
-The program cannot open or trace the test, and has no more of it in its memory than it is sent.
+The program can open or trace neither of the others, and has nothing of the test in its memory.
 
 Exit codes: 0, or PROGRAM_FAULT after an error of the program; any other means that the sandbox does
 not work.
@@ -213,8 +213,8 @@ class Peer:
     while it waits.
 
     Values are copied; of other objects the other process gets a Proxy. A function can change the
-    lists, sets and dictionaries that it gets. What is no message ends this process, where an
-    exception could be what a test expects.
+    lists, sets and dictionaries that it gets. The end of the other process, and what is no message
+    from it, ends this one: an exception could be what a test expects.
     """
 
     def __init__(self, side: str, reader: int, writer: int, operations: dict[str, Any]) -> None:
@@ -261,8 +261,12 @@ class Peer:
         self.send(kind, result, None, *((arguments, named) if is_changed else (None, None)))
 
     def send(self, kind: str, *values: Any) -> None:
-        self.writer.write(json.dumps([kind, *map(self.encode, values)]).encode() + b"\n")
-        self.writer.flush()
+        message = json.dumps([kind, *map(self.encode, values)]).encode() + b"\n"
+        try:
+            self.writer.write(message)
+            self.writer.flush()
+        except OSError:
+            os._exit(PROGRAM_FAULT)
 
     def encode(self, value: Any) -> Any:
         """Return a number, a text or [tag, ...] for JSON."""
@@ -313,7 +317,8 @@ def make_proxy_class(peer: Peer) -> type:
         __slots__ = ()
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith(("__array", "__all__")):  # NumPy reads memory; `import *` names
+            # By the first NumPy would read memory; with the second `import *` replaces `abs`.
+            if name.startswith(("__array", "__all__")):
                 raise AttributeError(name)
             return peer.call("getattr", self, name)
 
