@@ -65,6 +65,7 @@ def adder(n): return lambda m: n + m
 def sort(items, key=None): items.sort(key=key)
 def grow(rows, pairs): rows[0].append(rows.pop()); pairs[len(pairs)] = {1}
 def twice(function): return lambda *values: (function.__name__, function(function(*values)))
+def queue(): return collections.deque("ab")
 def others(): return datetime.date(2020, 2, 29), fractions.Fraction(1, 3), 10**5000, {1: 1e400}
 """
 OBJECTS = """
@@ -107,6 +108,7 @@ except OwnError as error: assert error.args == ("why",)
 @twice
 def double(x): return 2 * x
 assert double(3) == ("double", 12)
+assert list(queue()) == ["a", "b"]
 assert others() == (datetime.date(2020, 2, 29), fractions.Fraction(1, 3), 10**5000, {1: 1e999})
 """
 HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {

@@ -362,7 +362,7 @@ def take_apart(value: Any) -> tuple[str, Any] | None:
     if isinstance(value, (type, ModuleType)):
         path = [value.__name__] if kind is ModuleType else [value.__module__, value.__name__]
         return ("library", path) if from_library(*path) is value else None
-    if kind.__module__ in COPIED:
+    if kind.__module__ in COPIED and from_library(kind.__module__, kind.__name__) is kind:
         make, arguments, *state = value.__reduce_ex__(2)
         return ("copy", (kind, *arguments)) if make is kind and not any(state) else None
     numpy = sys.modules.get("numpy")
@@ -372,8 +372,8 @@ def take_apart(value: Any) -> tuple[str, Any] | None:
 
 
 def from_library(module: str, name: str = "") -> Any:
-    """Import a standard module or a class of LIBRARIES; return None for all else."""
-    if module not in (LIBRARIES if name else sys.stdlib_module_names):
+    """Import a standard module or a public class of LIBRARIES; return None for all else."""
+    if module not in (LIBRARIES if name else sys.stdlib_module_names) or name.startswith("_"):
         return None
     __import__(module)
     value = getattr(sys.modules[module], name, None) if name else sys.modules[module]
