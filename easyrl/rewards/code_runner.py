@@ -310,8 +310,8 @@ def make_proxy_class(peer: Peer) -> type:
     class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
         """An object of the other process, which is asked for all that is done to it.
 
-        Operators work between two of these. Another value, which can be what a test expects, does
-        not get to an operator of the program: it is compared with a plain copy of the object.
+        COMPARISONS work between two of these. Another value, which can be what a test expects, does
+        not get to the program by them: it is compared with a plain copy of the object.
         """
 
         __slots__ = ()
@@ -337,18 +337,18 @@ def make_proxy_class(peer: Peer) -> type:
         def __exit__(self, *error: object) -> None:  # the program cannot suppress it
             self.__getattr__("__exit__")(*error)
 
-    def forward(name: str, is_binary: bool) -> None:
+    def forward(name: str, is_comparing: bool) -> None:
         def method(self: Proxy, *arguments: Any, **named: Any) -> Any:
-            if is_binary and not isinstance(arguments[0], Proxy):
+            if is_comparing and not isinstance(arguments[0], Proxy):
                 return NotImplemented
             return peer.call(name, self, *arguments, **named)
 
         setattr(Proxy, f"__{name}__", method)
 
-    for name in UNARY.split():
-        forward(name, is_binary=False)
-    for name in BINARY.split():
-        forward(name, is_binary=True)
+    for name in OPERATIONS.split():
+        forward(name, is_comparing=False)
+    for name in COMPARISONS.split():
+        forward(name, is_comparing=True)
     return Proxy
 
 
@@ -441,8 +441,11 @@ MAKERS = {
     "error": make_error,
     "array": lambda parts: __import__("numpy").array(*parts)[()],
 }
-UNARY = "call len iter next bool str repr hash abs neg getitem setitem delitem setattr"
-BINARY = "lt le gt ge add sub mul truediv floordiv mod pow matmul"
+OPERATIONS = (
+    "call len iter next bool str repr hash abs neg getitem setitem delitem setattr "
+    "add mul truediv floordiv mod pow matmul"
+)
+COMPARISONS = "lt le gt ge sub"  # a difference tells whether a result is close to the expected one
 PROGRAM_OPERATIONS = {**vars(builtins), **vars(operator), "plain_copy": plain_copy}
 TEST_OPERATIONS = {"getattr": access_test, "setattr": access_test, "plain_copy": lambda value: None}
 for each in ("call", "iter", "next", "len", "bool", "hash", "eq", "isinstance"):
