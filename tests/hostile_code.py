@@ -27,7 +27,6 @@ NUMBERS = {  # of system calls that the C library has no function for, or anothe
     "aarch64": {"clone": 220, "io_uring": 425, "clone3": 435, "unshare": 97, "add_key": 217},
 }[os.uname().machine]
 SECRET = "hostile-secret-4f1c"
-TOKEN = "token-7d2a"
 ATTACKS = {
     # Resources.
     "endless loop": "while True: pass",
@@ -162,10 +161,10 @@ for name in os.listdir("/proc"):
     for fd in range(16):
         try:
             with open(f"/proc/{name}/fd/{fd}", "w") as file:
-                file.write('{"output": "%s"}\\n' % "x" * 9)
+                file.write('"passed"\\n' * 9)
         except OSError: pass
 for fd in range(64):
-    try: os.write(fd, b'{"output": "token"}\\n')
+    try: os.write(fd, b'"passed"\\n')
     except OSError: pass
 os._exit(0)""",
 }
@@ -189,14 +188,14 @@ def succeeded(kind: str, outside: str, port: int) -> list[str]:
         program = PRELUDE + ATTACKS[name] + "\nprint('done')" * (name not in MAY_END)
         for word, value in words.items():
             program = program.replace(f"{{{word}}}", value)
-        job: dict[str, Any] = {"kind": "stdin", "program": program, "tests": [""], "token": TOKEN}
+        job: dict[str, Any] = {"kind": "stdin", "program": program, "tests": [""]}
         if name in IN_ASSERTS:
-            job |= {"kind": "asserts", "tests": ["assert add(1, 2) == 3"]}
+            job |= {"kind": "asserts", "tests": ["assert add(1, 2) == 3"], "function": None}
         seconds = 1.0 if name in NEED_TIME else 20.0
         outputs: list[str | None] = []
         for _ in range(2 if "outlive" in name else 1):
             outputs += sandbox.run(job, kind, seconds)
-        right = TOKEN if name in IN_ASSERTS else "done"
+        right = "passed" if name in IN_ASSERTS else "done"
         return name if any(right in (output or "") for output in outputs) else None
 
     kind = "bwrap" if kind == "bwrap" else "limits"

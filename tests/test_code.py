@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -36,6 +37,80 @@ def prints(output: str) -> dict[str, list[str]]:
     return {"inputs": [""], "outputs": [output]}
 
 
+PROGRAM = """
+import collections, datetime, enum, fractions
+class EmptyError(Exception):
+    def __init__(self, code): super().__init__(f"code {code}"); self.code = code
+class Stack:
+    def __init__(self, *items): self.items = [*items]
+    def pop(self):
+        if not self.items: raise EmptyError(7)
+        return self.items.pop()
+    push = lambda self, item: self.items.append(item) or self
+    __add__ = lambda self, other: Stack(*self.items, *other.items)
+    __eq__ = lambda self, other: self.items == other.items
+    __lt__ = lambda self, other: self.items < other.items
+    __getitem__ = lambda self, key: self.items[key]
+    __setitem__ = lambda self, key, value: self.items.__setitem__(key, value)
+    __hash__ = lambda self: 0
+    __len__ = lambda self: len(self.items)
+class Node:
+    def __init__(self, value, next=None): self.value, self.next = value, next
+Color = enum.Enum("Color", "RED GREEN")
+Point = collections.namedtuple("Point", "x y")
+def total(node): return node.value + total(node.next) if node else 0
+def numbers(n): yield from range(n)
+def apply(function, *values, **named): return function(*values, **named)
+def adder(n): return lambda m: n + m
+def sort(items, key=None): items.sort(key=key)
+def grow(rows, pairs): rows[0].append(rows.pop()); pairs[len(pairs)] = {1}
+def twice(function): return lambda *values: (function.__name__, function(function(*values)))
+def queue(): return collections.deque("ab")
+def others(): return datetime.date(2020, 2, 29), fractions.Fraction(1, 3), 10**5000, {1: 1e400}
+"""
+OBJECTS = """
+import pytest
+from solution import Stack
+stack = Stack(1).push(2).push(3)
+assert len(stack) == 3 and stack[0] == 1 and stack[1:] == [2, 3] and stack.items == [1, 2, 3]
+assert list(stack) == sorted(stack) and 2 in stack and stack and not Stack() and stack.pop() == 3
+assert isinstance(stack, Stack) and not isinstance(3, Stack) and len({Stack(1), Stack(1)}) == 1
+assert Stack(1) + Stack(2) == stack != Stack(2) < Stack(3)
+stack[0] = 4
+assert stack.items == [4, 2]
+with pytest.raises(EmptyError, match="code 7") as error: Stack().pop()
+assert error.value.code == 7
+node = Node(1)
+node.next = Node(2)
+class TestNode:
+    def __init__(self, value, next): self.value, self.next = value, next
+assert total(node) == 3 and total(TestNode(4, node)) == 7 and node.next is node.next
+assert Color.RED.name == "RED" and Color["RED"] is Color.RED != Color.GREEN
+assert Point(1, 2) == (1, 2) and Point(1, 2).y == 2
+"""
+FUNCTIONS = """
+import datetime, fractions, itertools
+assert [*numbers(3)] == [0, 1, 2] and next(numbers(9)) == 0 and sum(numbers(4), 1) == 7
+assert [*itertools.islice(numbers(10**9), 2)] == [0, 1] and [*map(adder(1), (2, 3))] == [3, 4]
+assert apply(lambda x, y: x + y, 1, y=2) == 3 and apply(int, "3") == 3 and apply(len, [1]) == 1
+seen, words, rows, pairs = [], ["b", "aa"], [[1], 2], {}
+first = rows[0]
+sort(words)
+assert words == ["aa", "b"]
+sort(words, key=lambda word: seen.append(word) or len(word))
+grow(rows, pairs=pairs)
+assert words == ["b", "aa"] and seen == ["aa", "b"] and first is rows[0]
+assert rows == [[1, 2]] and pairs == {0: {1}}
+class OwnError(Exception): pass
+def fails(): raise OwnError("why")
+try: apply(fails)
+except OwnError as error: assert error.args == ("why",)
+@twice
+def double(x): return 2 * x
+assert double(3) == ("double", 12)
+assert list(queue()) == ["a", "b"]
+assert others() == (datetime.date(2020, 2, 29), fractions.Fraction(1, 3), 10**5000, {1: 1e999})
+"""
 HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "list of asserts": (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"], {}),
     "HumanEval": (ADD, CHECK, {"entry_point": "add"}),
@@ -95,16 +170,16 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         " {'a'}, 0.5, 1, None, {(1,): [b'x', 2j]}, 'é\\n'], 'message'",
         {},
     ),
-    "asserts of other forms": (
-        ADD,
-        "def check(candidate):\n    for a in range(3):\n        assert candidate(a, 1) == a + 1\n"
-        "    assert candidate(1, 2) < 4\n    assert candidate([], []) == []\n"
-        "    values = [2]\n    values += candidate([1], [3])\n    assert values == [2, 1, 3]\n"
-        "def test_stops():\n    if add(1, 1) == 2: return\n    assert add(1, 1) == 3\n"
-        "def test_stops(again=1):\n    assert 3 == add(1, 2) == 3\n"
-        "check(add)\ncheck(lambda a, b: a + b)",
-        {},
+    "objects": (PROGRAM, OBJECTS, {}),
+    "functions": (PROGRAM, FUNCTIONS, {}),
+    "HumanEval with functions of the program": (
+        "def encode(s): return s[::-1]\ndef decode(s): return encode(s)\ndef sum(_): return 9",
+        "def check(candidate):\n    from random import choice\n    for size in range(3):\n"
+        "        text = ''.join(choice('ab') for _ in range(size))\n"
+        "        assert candidate(encode(text)) == text\n    assert sum([1, 2]) == 3\n",
+        {"entry_point": "decode"},
     ),
+    "a function with a built-in name": ("def sum(a, b): return a * b", "assert sum(2, 3) == 6", {}),
     "recursion": (
         "import sys\nsys.setrecursionlimit(20000)\n"
         "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)",
@@ -147,66 +222,81 @@ def test_right_programs_pass(name):
     assert score(fenced(answer), tests, **row) == 1.0
 
 
-EQUAL = """
-class Equal:
-    __eq__ = __lt__ = __ge__ = lambda *_: True
-    __hash__ = lambda self: 0
-    __repr__ = __str__ = lambda self: "3"
-class Number(int):
-    __eq__ = lambda *_: True
-    __hash__ = int.__hash__
-    __repr__ = __str__ = lambda self: "3"
-"""
-FIND = """
-import gc, json, os, sys
-jobs = gc.get_objects() + [*sys._getframe(1).f_locals.values()]
-jobs = [each for each in jobs if type(each) is dict and "token" in each]
-token, out = jobs[-1]["token"], [fd for fd in range(3, 64) if os.path.exists(f"/dev/fd/{fd}")]
+FORGER = """
+import builtins, gc, math, os, re, sys, time, unittest
+class Number(int): __eq__ = __lt__ = __sub__ = __rsub__ = lambda *_: True
+class Equal: __init__ = lambda *_: None
+for names, value in (
+    ("eq lt le gt ge bool contains exit instancecheck", lambda *_: True),
+    ("sub rsub abs getattr getitem call enter", lambda *_: Equal()),
+    ("float int index len hash ne", lambda *_: 0), ("str repr", lambda *_: "3"),
+): [setattr(Equal, f"__{name}__", value) for name in names.split()]
+def patch():
+    for place in (builtins, math, unittest.TestCase, unittest.TestResult, sys.modules[__name__]):
+        for name in "abs float isclose isinstance len sorted assertEqual wasSuccessful".split():
+            setattr(place, name, lambda *_, **__: True)
+def found():
+    texts, frame, memory = [str(gc.get_objects())], sys._getframe(), open("/proc/self/mem", "rb")
+    while frame: frame = texts.append(str((frame.f_globals, frame.f_locals))) or frame.f_back
+    for line in open("/proc/self/maps"):
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        try: texts.append(os.pread(memory.fileno(), end - start, start).decode("latin-1"))
+        except (OSError, OverflowError): pass
+    return any(map(re.compile("total.of.tes[t]").search, texts))
 def leave(data):
-    for fd in out[:2]:
-        os.truncate(fd, 0)
-        os.pwrite(fd, data, 0)
+    for fd in range(64):
+        if os.fork() == 0:  # some pipes have no reader
+            try: os.write(fd, data + b"\\n")
+            finally: os._exit(0)
+    time.sleep(0.2)
     os._exit(0)
-"""
-FORGERIES = {
-    "equals everything": EQUAL + "add = lambda *_: Equal()",
-    "a number that equals everything": EQUAL + "add = lambda *_: Number(4)",
-    "finds the token": FIND + "leave(token.encode())",
-    "the form without values": FIND + "leave(f'{token!r}, []'.encode())",
-    "values of other types": FIND + "leave(f'{token!r}, [(0, [3]), (1, None)]'.encode())",
-    "an index that is no number": FIND + "leave(f'{token!r}, [([], 3)]'.encode())",
-    "too many brackets": FIND + "leave(b'[' * 200000)",
-    "minus signs": FIND + "leave(b'-' * 1000000)",
-    "bytes": FIND + "leave(bytes(range(256)) * 1000)",
-    "60 MiB": FIND + "leave(b'[0],' * (15 << 20))",
-    "a line of the runner": FIND + "leave(json.dumps({'output': 5}).encode())",
-    "other writes": "import os\nwrite = os.write\n"
-    "os.write = lambda fd, data: write(fd, data.replace(b'4', b'3'))\n"
-    "def add(a, b): return [4]",
-    "patched built-ins": "import builtins\nbuiltins.isinstance = lambda *_: True\n"
-    "def add(a, b): return 4",
-    "half a surrogate": "def add(a, b): return '\\ud800'",
-    "too deep": "def add(a, b):\n    x = 3\n    for _ in range(200000): x = [x]\n    return x",
-    "a list of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
-    "a number of 10,000 digits": "def add(a, b): return 10**10000",
-    "an exception of its own": "class E(BaseException): __str__ = None\ndef add(a, b): raise E",
-    "zero bytes": "\0",
-    "no text": "\ud800",
-}
+def nested(x):
+    for _ in range(200000): x = [x]
+    return x
+def add(a, b):
+    if type(a) is list: a[:] = [Equal()] * 3  # `in place`
+"""  # fmt: skip
+FORGERIES = (  # what `add` does
+    *("return Equal()", "return Number(4)", "return Equal", "return '\\ud800'", "return nested(3)"),
+    *("patch(); return 4", "return 3 if found() else 4", "return 10**10000", "sys.exit(0)"),
+    *("os._exit(0)", "os.kill(os.getppid(), 9)", "os.kill(os.getppid(), 2)", "raise StopIteration"),
+    *("raise TypeError", "raise unittest.SkipTest", "raise type('E', (BaseException,), {})"),
+    *("leave(b'passed')", "leave(b'\"passed\"')", "leave(bytes(range(256)) * 1000)"),
+    *("leave(b'[' * 200000)", "leave(b'-' * 1000000)", "leave(b'[0],' * (15 << 20))"),
+    *(
+        f"leave(b'{message}')"
+        for message in (
+            '["return", 4, null, null, null]\\n["return", 4, null, null, null]',
+            '["return", ["library", "os", "_exit"], null, null, null]',
+            '["raise", ["library", "builtins", "SystemExit"], null, null, null]',
+            '["call", "call", ["test", 0], ["list"], ["dict"]]',
+        )
+    ),
+)
 ADDS: dict[str, Any] = {
-    "assert": "assert add(1, 2) == 3",
-    "test": "def test_add():\n    assert add(1, 2) == 3",
+    "literal": "assert add(1, 2) == 3",
+    "reversed": "assert 3 == add(1, 2)",
+    "close": "import math\nassert math.isclose(add(1, 2), 3) and abs(add(1, 2) - 3) < 1e-6",
+    "loop": "for a, total in ((1, 3), (2, 4)):\n    assert add(a, 2) == total",
+    "unittest": "import unittest\nclass TestAdd(unittest.TestCase):\n"
+    "    def test_add(self): self.assertEqual(add(1, 2), 3)",
+    "return": "def test_add():\n    if add(1, 1) == 2: return 1\n    raise ValueError",
+    "try": "try: add(1, None)\nexcept TypeError: pass\nelse: assert False\nassert add(1, 2) in {3}",
+    "in place": "values = [1, 2]\nadd(values, 3)\nassert values == [1, 2, 3]",
+    "check": CHECK,
     "function": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
-    "stdin": {"inputs": ["1 2"], "outputs": ["3"]},
 }
 
 
 @needs_bwrap
-@pytest.mark.parametrize("tests", ADDS)
-def test_forged_results_are_failed_tests(tests):
-    passed = {name: score(program, ADDS[tests]) for name, program in FORGERIES.items()}
-    assert {name for name, each in passed.items() if each} == set()
-    assert score(ADD + "\nprint(sum(map(int, input().split())))" * (tests == "stdin"), ADDS[tests])
+@pytest.mark.parametrize("form", ADDS)
+def test_forged_results_are_failed_tests(form):
+    right = "def add(a, b): return a.append(b) if type(a) is list else a + b\n"
+    programs = [right, "\0", "\ud800", *(f"{FORGER}    {each}" for each in FORGERIES)]
+    tests = f"total_of_test = 0\n{ADDS[form]}" if isinstance(ADDS[form], str) else ADDS[form]
+    with ThreadPoolExecutor(2) as threads:
+        scores = [*threads.map(lambda each: score(each, tests, entry_point="add"), programs)]
+    assert [programs[n][-60:] for n, each in enumerate(scores) if each] == [right[-60:]]
 
 
 @needs_bwrap

@@ -1,12 +1,16 @@
 """Execute a program with each of its tests, inside the sandbox (as `python -c SOURCE`).
 
-Reads a job as JSON from stdin and writes each test's output as a line of JSON to stdout, null where
-the program failed, up to the first failure. Imports nothing but the standard library, since the
-sandbox has no EasyRL.
+Reads a job and its tests as JSON from stdin, a file, and writes each test's output as a line of
+JSON to stdout, null where the program failed, up to the first failure. Imports nothing but the
+standard library, since the sandbox has no EasyRL.
 
-Each test runs in a child process, which has no expected outputs and cannot open or trace this
-process. Asserts that compare with no literal are decided in the program's own interpreter: they end
-with the job's random token, which a program that exits early does not print.
+Each test runs in a child process. With the kinds `stdin` and `function` this is the program, which
+has no expected outputs. With `asserts` it is the test, for which another process runs the program:
+
+    this process ── fork ──► test: writes "passed" ── fork ──► program
+                             Peer ◄───── calls, plain data ──► Peer
+
+The program can open or trace neither of the others, and has nothing of the test in its memory.
 
 Exit codes: 0, or PROGRAM_FAULT after an error of the program; any other means that the sandbox does
 not work.
@@ -14,8 +18,10 @@ not work.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import json
+import operator
 import os
 import resource
 import signal
@@ -23,6 +29,7 @@ import stat
 import struct
 import sys
 import tempfile
+import threading
 from types import FunctionType, ModuleType
 
 TYPE_CHECKING = False  # importing `typing` takes as long as starting Python
@@ -54,14 +61,15 @@ SYSTEM_CALLS = {
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job = read_json()
     set_up(job)
     sys.excepthook = lambda *_: os._exit(PROGRAM_FAULT)
-    for test in job["tests"]:
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
+    run = run_asserts if job["kind"] == "asserts" else run_program
+    for _ in range(job["tests"]):
+        with tempfile.TemporaryFile() as output:
             child = os.fork()
             if child == 0:
-                run_program(job, test, stdin, output)
+                run(job, output)
                 return
             _, status = os.waitpid(child, 0)
             output.seek(0)
@@ -69,6 +77,11 @@ def main() -> None:
         os.write(1, json.dumps(text).encode() + b"\n")
         if text is None:
             break
+
+
+def read_json() -> Any:
+    """Read the next part of stdin, and nothing of what follows it."""
+    return json.loads(os.read(0, int.from_bytes(os.read(0, 8), "little")))
 
 
 def set_up(job: dict[str, Any]) -> None:
@@ -95,33 +108,40 @@ def set_up(job: dict[str, Any]) -> None:
     deny_system_calls(is_alone="landlock" not in job)
 
 
-def run_program(job: dict[str, Any], test: Any, stdin: IO[bytes], output: IO[bytes]) -> None:
-    """Write what the program prints (kind `stdin`), what it returns, as JSON (`function`), or the
-    token with the values recorded by the test (`asserts`) to `output`. The process then ends as
-    Python does, with its exit functions."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # too much output ends the program
-    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else it could not open /dev/stdin
-    is_script = job["kind"] == "stdin"
-    result = os.dup(output.fileno())
+def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
+    """Write what the program prints (kind `stdin`) or what it returns, as JSON (`function`), to
+    `output`. The process then ends as Python does, with its exit functions."""
+    test = read_json()
+    if job["kind"] == "stdin":
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(test.encode("utf-8", "surrogatepass"))
+            stdin.seek(0)
+            redirect(stdin.fileno(), output.fileno())
+        execute(job["program"], "__main__")
+    else:
+        result = os.dup(output.fileno())
+        redirect()
+        names = execute(job["program"], "solution").__dict__
+        os.write(result, call(names, job["function"], test).encode())
+
+
+def redirect(stdin: int | None = None, stdout: int | None = None) -> None:
+    """Replace the standard streams, by default by none."""
     null = os.open(os.devnull, os.O_RDWR)
-    if is_script:
-        stdin.write(test.encode("utf-8", "surrogatepass"))
-        stdin.seek(0)
-    os.dup2(stdin.fileno(), 0)
-    os.dup2(output.fileno() if is_script else null, 1)
-    os.dup2(null, 2)
+    for fd, new in enumerate((stdin, stdout, None)):
+        os.dup2(null if new is None else new, fd)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    name = "__main__" if is_script else "solution"  # tests can import it by this name
+
+
+def execute(program: str, name: str) -> ModuleType:
+    """Execute the program as the module `name`."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # too much output ends the program
+    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else it could not open /dev/stdin
     sys.modules[name] = module = ModuleType(name)
     sys.argv = [f"{name}.py"]
-    names = module.__dict__
-    exec(compile(job["program"], f"<{name}>", "exec"), names)
-    if job["kind"] == "function":
-        os.write(result, call(names, job["function"], test).encode())
-    elif job["kind"] == "asserts":
-        values = run_asserts(test, job["function"], names)
-        os.write(result, f"{job['token']!r}, [{''.join(values)}]".encode())
+    exec(compile(program, f"<{name}>", "exec"), module.__dict__)
+    return module
 
 
 def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
@@ -133,42 +153,303 @@ def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
     )
 
 
-def run_asserts(source: str, entry_point: str | None, program: dict[str, Any]) -> list[str]:
-    """Run the test with the program's names, and what it defines: `check`, functions test_*,
-    classes of unittest. Returns what it recorded, each as "(index, literal), "."""
-    values: list[str] = []
-    names = {**program, "__name__": "tests"}
-    names["_record"] = lambda index, value: values.append(f"({index}, {literal(value)}), ")
-    exec(compile(source, "<tests>", "exec"), names)
-    new = {name: value for name, value in names.items() if program.get(name) is not value}
-    if "check" in new and entry_point:
-        new["check"](eval(entry_point, names))
+def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
+    """Run the test, and what it defines of `check`, functions test_* and classes of unittest. Write
+    "passed" at its end. Another process executes the program."""
+    calls, replies = os.pipe(), os.pipe()
+    child = os.fork()  # before the test is in memory
+    if child == 0:
+        output.close()
+        redirect()
+        peer = Peer("program", calls[0], replies[1], PROGRAM_OPERATIONS)
+        peer.encode(execute(job["program"], "solution"))  # its first object
+        peer.wait()
+    os.close(replies[1])  # to see the program's end
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # lest the program raises an exception here
+    source = read_json()
+    redirect()
+    peer = Peer("test", replies[0], calls[1], TEST_OPERATIONS)
+    program = peer.decode(["program", 0])
+    assert program  # asks for its truth, and so waits for its execution
+    sys.modules["solution"] = solution = ModuleType("solution")
+    solution.__getattr__ = program.__getattr__  # type: ignore[method-assign]
+    code = compile(source, "<tests>", "exec")
+    names = Names(program, is_shadowing={*code.co_names} <= vars(builtins).keys())
+    exec(code, names)
+    if job["function"] and "check" in names:
+        names["check"](eval(job["function"], Names(program, is_shadowing=True)))
     unittest = sys.modules.get("unittest")
-    for name, value in new.items():
+    for name, value in [*names.items()]:
         if isinstance(value, FunctionType) and name.startswith("test"):
             value()
         elif unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
             result = unittest.TestResult()
             unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
             assert result.wasSuccessful()
-    return values
+    os.write(output.fileno(), b"passed")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os._exit(0)
 
 
-def literal(value: Any) -> str:
-    """Return the literal that equals a value. Raises TypeError where there is none."""
-    if value is None:
-        return "None"
-    for plain in (bool, int, float, complex, str, bytes):
-        if isinstance(value, plain):
-            return plain.__repr__(value)  # not that of a subclass, such as an enumeration
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{literal(key)}: {literal(each)}' for key, each in value.items())}}}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        text = "".join(f"{literal(each)}, " for each in value)
-        if isinstance(value, (list, tuple)):
-            return f"[{text}]" if isinstance(value, list) else f"({text})"
-        return f"{{{text}}}" if text else "set()"
-    return literal(value.item() if hasattr(value, "item") else float(value))  # NumPy; Fraction
+class Names(dict):  # type: ignore[type-arg]  # its values are Any
+    """Global names of a test: its own, and those of the program. Of these none replaces a built-in
+    name, unless that must be what is tested: the program's `abs` would judge its results."""
+
+    def __init__(self, program: Any, is_shadowing: bool) -> None:
+        super().__init__(__name__="tests")
+        self.program, self.is_shadowing = program, is_shadowing
+
+    def __missing__(self, name: str) -> Any:
+        try:
+            assert self.is_shadowing or not hasattr(builtins, name)
+            return getattr(self.program, name)
+        except (AssertionError, AttributeError):
+            raise KeyError(name) from None
+
+
+class Peer:
+    """One end of the pipes between test and program: calls the other process, and serves its calls
+    while it waits.
+
+    Values are copied; of other objects the other process gets a Proxy. A function can change the
+    lists, sets and dictionaries that it gets. The end of the other process, and what is no message
+    from it, ends this one: an exception could be what a test expects.
+    """
+
+    def __init__(self, side: str, reader: int, writer: int, operations: dict[str, Any]) -> None:
+        self.side, self.operations = side, operations
+        self.reader, self.writer = open(reader, "rb"), open(writer, "wb")  # noqa: SIM115
+        self.objects: list[Any] = []  # own ones, of which the other process has proxies
+        self.proxies: dict[int, Any] = {}
+        self.proxy_class = make_proxy_class(self)
+        self.references: dict[int, Any] = {}  # both, encoded, by id()
+        self.lock = threading.RLock()
+
+    def call(self, operation: str, target: Any, *arguments: Any, **named: Any) -> Any:
+        """Apply an operation of the other process to one of its objects."""
+        with self.lock:
+            self.send("call", operation, target, [*arguments], named)
+            return self.wait(*arguments, named)
+
+    def wait(self, *arguments: Any) -> Any:
+        """Serve the other process until it answers a call; update the arguments of that."""
+        while True:
+            try:
+                kind, *data = json.loads(self.reader.readline(FILE_BYTES))
+                result, target, changed, named = map(self.decode, data)
+                if kind == "call":
+                    assert data[1][0] == self.side
+                else:
+                    assert kind == "return" or isinstance(result, Exception)
+                    update([*arguments], None if changed is None else [*changed, named])
+            except BaseException:
+                os._exit(PROGRAM_FAULT)
+            if kind == "return":
+                return result
+            if kind != "call":
+                raise result
+            self.serve(data, result, target, changed, named)
+
+    def serve(self, data: Any, operation: str, target: Any, arguments: Any, named: Any) -> None:
+        """Send the result of a call, and its arguments if they have changed."""
+        try:
+            kind, result = "return", self.operations[operation](target, *arguments, **named)
+        except Exception as error:
+            kind, result = "raise", error
+        is_changed = [*map(self.encode, (arguments, named))] != data[2:]
+        self.send(kind, result, None, *((arguments, named) if is_changed else (None, None)))
+
+    def send(self, kind: str, *values: Any) -> None:
+        message = json.dumps([kind, *map(self.encode, values)]).encode() + b"\n"
+        try:
+            self.writer.write(message)
+            self.writer.flush()
+        except OSError:
+            os._exit(PROGRAM_FAULT)
+
+    def encode(self, value: Any) -> Any:
+        """Return a number, a text or [tag, ...] for JSON."""
+        kind = type(value)
+        if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 1 << 63):
+            return value
+        if id(value) in self.references:
+            return self.references[id(value)]
+        if copied := take_apart(value):
+            tag, parts = copied
+            return [tag, *map(self.encode, parts)]
+        data = self.references[id(value)] = [self.side, len(self.objects)]
+        self.objects.append(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            data += [value.__name__, *map(self.encode, value.__bases__)]
+        return data
+
+    def decode(self, data: Any) -> Any:
+        """Reverse `encode` of the other process. May raise anything."""
+        if not isinstance(data, list):
+            return data
+        tag, *parts = data
+        if tag == self.side:
+            return self.objects[parts[0]]
+        parts = [*map(self.decode, parts)]
+        if tag in MAKERS:
+            return MAKERS[tag](parts)
+        number, *exception = parts
+        if number not in self.proxies:
+            # A local class, since `except` takes nothing else.
+            value = (
+                type(exception[0], tuple(exception[1:]), {}) if exception else self.proxy_class()
+            )
+            self.proxies[number], self.references[id(value)] = value, data
+        return self.proxies[number]
+
+
+def make_proxy_class(peer: Peer) -> type:
+    """Return the class of the proxies of a peer."""
+
+    class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
+        """An object of the other process, which is asked for all that is done to it.
+
+        COMPARISONS work between two of these. Another value, which can be what a test expects, does
+        not get to the program by them: it is compared with a plain copy of the object.
+        """
+
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> Any:
+            # By the first NumPy would read memory; with the second `import *` replaces `abs`.
+            if name.startswith(("__array", "__all__")):
+                raise AttributeError(name)
+            return peer.call("getattr", self, name)
+
+        def __eq__(self, other: object) -> Any:
+            if isinstance(other, Proxy):
+                return peer.call("eq", self, other)
+            copy = peer.call("plain_copy", self)
+            return NotImplemented if copy is None else copy == other
+
+        def __instancecheck__(self, value: object) -> Any:
+            return isinstance(value, Proxy) and peer.call("isinstance", value, self)
+
+        def __enter__(self) -> Any:
+            return self.__getattr__("__enter__")()
+
+        def __exit__(self, *error: object) -> None:  # the program cannot suppress it
+            self.__getattr__("__exit__")(*error)
+
+    def forward(name: str, is_comparing: bool) -> None:
+        def method(self: Proxy, *arguments: Any, **named: Any) -> Any:
+            if is_comparing and not isinstance(arguments[0], Proxy):
+                return NotImplemented
+            return peer.call(name, self, *arguments, **named)
+
+        setattr(Proxy, f"__{name}__", method)
+
+    for name in OPERATIONS.split():
+        forward(name, is_comparing=False)
+    for name in COMPARISONS.split():
+        forward(name, is_comparing=True)
+    return Proxy
+
+
+def take_apart(value: Any) -> tuple[str, Any] | None:
+    """Return the tag and the parts of a value that is copied, None for other objects."""
+    kind = type(value)
+    if kind in CODECS:
+        return kind.__name__, CODECS[kind][0](value)
+    if isinstance(value, BaseException):
+        return "error", (kind, value.args, vars(value))
+    if isinstance(value, (type, ModuleType)):
+        path = [value.__name__] if kind is ModuleType else [value.__module__, value.__name__]
+        return ("library", path) if from_library(*path) is value else None
+    if kind.__module__ in COPIED and from_library(kind.__module__, kind.__name__) is kind:
+        make, arguments, *state = value.__reduce_ex__(2)
+        return ("copy", (kind, *arguments)) if make is kind and not any(state) else None
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return "array", (value.tolist(), str(value.dtype))
+    return None
+
+
+def from_library(module: str, name: str = "") -> Any:
+    """Import a standard module or a public class of LIBRARIES; return None for all else."""
+    if module not in (LIBRARIES if name else sys.stdlib_module_names) or name.startswith("_"):
+        return None
+    __import__(module)
+    value = getattr(sys.modules[module], name, None) if name else sys.modules[module]
+    return value if isinstance(value, (type, ModuleType)) else None
+
+
+def make_copy(parts: list[Any]) -> Any:
+    kind, *arguments = parts
+    assert isinstance(kind, type) and kind.__module__ in COPIED
+    return kind(*arguments)
+
+
+def make_error(parts: list[Any]) -> Any:
+    kind, arguments, names = parts
+    assert issubclass(kind, BaseException)
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(names)
+    return error
+
+
+def update(old: Any, new: Any) -> Any:
+    """Return `new`, as `old` itself where that can be changed to it."""
+    if type(old) is not type(new) or type(old) not in (list, set, dict):
+        return new
+    if isinstance(new, list):
+        new = [update(*pair) for pair in zip([*old, *new[len(old) :]], new, strict=False)]
+    elif isinstance(new, dict):
+        new = {key: update(old.get(key), value) for key, value in new.items()}
+    old.clear()
+    (old.extend if isinstance(old, list) else old.update)(new)
+    return old
+
+
+def plain_copy(value: Any) -> Any:
+    """Return a value whose class is derived from a plain one as an instance of that, else None."""
+    for kind, (parts, make) in CODECS.items():
+        if isinstance(value, kind):
+            return make([*parts(value)])
+    return json.loads(json.dumps(value)) if isinstance(value, (float, str)) else None
+
+
+def access_test(value: Any, name: str, *new: Any) -> Any:
+    """Read or set an attribute of an instance of a test's class; others lead to all its names."""
+    if name != "__name__" and (type(value).__module__ != "tests" or name.startswith("_")):
+        raise AttributeError(name)
+    return setattr(value, name, *new) if new else getattr(value, name)
+
+
+COPIED = ("collections", "datetime", "decimal", "fractions")
+LIBRARIES = (*COPIED, "builtins", "json.decoder")
+"""Modules whose classes both processes import; the values of the first are copied, too."""
+CODECS: dict[type, tuple[Any, Any]] = {  # the parts of a value, and how they make it
+    int: (lambda value: [hex(value)], lambda parts: int(parts[0], 16)),
+    bytes: (lambda value: [value.decode("latin-1")], lambda parts: parts[0].encode("latin-1")),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    range: (lambda value: value.__reduce__()[1], lambda parts: range(*parts)),
+    slice: (lambda value: value.__reduce__()[1], lambda parts: slice(*parts)),
+    dict: (dict.items, dict),
+    **{kind: (list, kind) for kind in (list, tuple, set, frozenset)},
+}
+MAKERS = {
+    **{kind.__name__: make for kind, (_, make) in CODECS.items()},
+    "library": lambda parts: from_library(*parts),
+    "copy": make_copy,
+    "error": make_error,
+    "array": lambda parts: __import__("numpy").array(*parts)[()],
+}
+OPERATIONS = (
+    "call len iter next bool str repr hash abs neg getitem setitem delitem setattr "
+    "add mul truediv floordiv mod pow matmul"
+)
+COMPARISONS = "lt le gt ge sub"  # a difference tells whether a result is close to the expected one
+PROGRAM_OPERATIONS = {**vars(builtins), **vars(operator), "plain_copy": plain_copy}
+TEST_OPERATIONS = {"getattr": access_test, "setattr": access_test, "plain_copy": lambda value: None}
+for each in ("call", "iter", "next", "len", "bool", "hash", "eq", "isinstance"):
+    TEST_OPERATIONS[each] = PROGRAM_OPERATIONS[each]
 
 
 def restrict_files(read_only: list[str], writable: list[str]) -> None:

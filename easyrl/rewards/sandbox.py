@@ -109,8 +109,7 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
     environment = ENVIRONMENT
     with contextlib.ExitStack() as stack:
         join_group = _make_memory_group(stack)
-        output = stack.enter_context(tempfile.TemporaryFile())
-        errors = stack.enter_context(tempfile.TemporaryFile())
+        stdin, output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         if variant == "limits":
             work = tempfile.mkdtemp(prefix="easyrl-code-")
             remove = ["sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', work]  # any depth of folders
@@ -123,10 +122,14 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
             code_runner.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         else:
             command = [*_bwrap_command(variant), *command]
+        for part in ({**job, "tests": len(job["tests"])}, *job["tests"]):
+            data = json.dumps(part).encode()
+            stdin.write(len(data).to_bytes(8, "little") + data)
+        stdin.seek(0)
         try:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=stdin,
                 stdout=output,
                 stderr=errors,
                 env=environment,
@@ -142,7 +145,7 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
         timer = threading.Timer(timeout_seconds, process.kill)
         timer.start()
         try:
-            process.communicate(json.dumps(job).encode())  # with a timeout it polls, 50 ms late
+            process.wait()  # with a timeout it polls, 50 ms late
         finally:
             timer.cancel()
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
