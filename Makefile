@@ -76,9 +76,10 @@ test-vllm-long: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5
 
 test-long: $(VENV)/test-installed
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended'
 	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile random tests/test_ledger.py \
 	  tests/test_batches.py tests/test_ring_buffer.py
+	@$(MAKE) --no-print-directory test-gpu-compile test-pretended KIND=long
 	@$(MAKE) --no-print-directory test-vllm-long
 
 $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
@@ -112,12 +113,13 @@ $(TRITON)/libguard.so: tests/gpu_guard.cpp constraints.txt | $(VENV)/test-instal
 	$(CXX) -std=c++20 -O1 -fPIC -shared $< -o $@ -I$(TORCH)/include -L$(TORCH)/lib \
 	  -Wl,-rpath,$(TORCH)/lib -lc10 -ltorch_cpu -ltorch
 
+KIND := not long
 # Without a C++ compiler the tests that need it are skipped.
 HAS_CXX := $(shell command -v $(CXX))
 GPU_COMPILE = $(if $(HAS_CXX),GUARD=$(CURDIR)/$(TRITON)/libguard.so) PYTHONPATH=$(CURDIR)/$(TRITON) \
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_gpu_compile.py
 test-gpu-compile: $(if $(HAS_CXX),$(TRITON)/libguard.so,$(VENV)/test-installed)
-	$(GPU_COMPILE) -m 'gpu_compile and not long' --durations=6
+	$(GPU_COMPILE) -m 'gpu_compile and $(KIND)' --durations=6
 
 # An accelerator for torch, in memory of the host.
 PRETENDED := build/pretended
@@ -130,7 +132,7 @@ $(PRETENDED)/pretended_device.so: tests/pretended/device.cpp constraints.txt | $
 
 test-pretended: $(if $(HAS_CXX),$(PRETENDED)/pretended_device.so,$(VENV)/test-installed)
 	PRETENDED=$(if $(HAS_CXX),$(CURDIR)/$(PRETENDED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  -m 'pretended and not long' tests/test_pretended.py --durations=6
+	  -m 'pretended and $(KIND)' tests/test_pretended.py --durations=6
 
 SHARED_GPU := --infer-devices 0 --train-devices 0
 test-gpu: $(VENV)/test-installed
