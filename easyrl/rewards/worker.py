@@ -203,6 +203,10 @@ def try_function(spec: str, example: Prompt | None) -> str:
     except BaseException as error:
         if returned is not error and isinstance(error, TypeError):
             raise ConfigError(f"{loading.KEY}: '{spec}' on dummy completions: {error}") from None
+        # A match that dummies lack is None, which has no attributes.
+        is_mistake = isinstance(error, AttributeError) and "'NoneType'" not in str(error)
+        if is_mistake or isinstance(error, (NameError, ImportError)):
+            raise ConfigError(f"{loading.KEY}: '{spec}':\n{user_traceback(error)}") from None
         return (
             f"warning: reward '{spec}' failed on a dummy completion; the run starts, since real "
             f"ones may differ (reward.check=false: no such calls):\n{user_traceback(error)}"
@@ -210,8 +214,19 @@ def try_function(spec: str, example: Prompt | None) -> str:
     return ""
 
 
+class _DummyMessages(list[dict[str, str]]):
+    """Chat messages which show that a function looks for a text in the list of them."""
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, str):
+            raise TypeError("the completion is a list of chat messages, which contains no text")
+        return super().__contains__(value)
+
+
 def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> Any:
-    texts = [f"This is dummy completion {n}." for n in range(number)]
+    texts: list[Any] = [f"This is dummy completion {n}." for n in range(number)]
+    if not isinstance(content, str):
+        texts = [_DummyMessages([{"role": "assistant", "content": text}]) for text in texts]
     call = Call(content, texts, [[0] * 5] * number, example.columns, functions=[0])
     (returned,) = _call_all(call, dict.fromkeys(("log_extra", "log_metric"), lambda *_: None))
     return returned
