@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -141,15 +141,16 @@ class Loss(NamedTuple):
 
     policy_loss: Callable[[LossInputs, Config], LossOutputs]
     loss_denominator: Callable[..., float]
-    own_metrics: Sequence[str] | None = None
-    """Names of the metrics of the user's loss, but `tokens`; None of a built-in one."""
+    metrics: Collection[str]
+    """Names of the metrics that `policy_loss` returns."""
 
 
 def load_loss(config: Config) -> Loss:
     """Return the built-in loss, or load the user's and call it once with a tiny micro-batch. Raises
     ConfigError if that fails."""
     if not config.algorithm.has_own_loss:
-        return Loss(policy_loss, loss_denominator)
+        metrics = policy_loss(_tiny_inputs(config), config).metrics
+        return Loss(policy_loss, loss_denominator, metrics.keys())
     spec = config.algorithm.loss_type
     loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
     takes_config = len(inspect.signature(loss).parameters) > 1
@@ -179,7 +180,7 @@ def load_loss(config: Config) -> Loss:
             "metrics, all scalar tensors, and a positive loss_denominator, got "
             f"{outputs!r:.200} and {divisor}"
         )
-    return Loss(own_loss, denominator, sorted({*outputs.metrics, "entropy"} - {"tokens"}))
+    return Loss(own_loss, denominator, {*outputs.metrics, "tokens", "entropy"})
 
 
 def _tiny_inputs(config: Config) -> LossInputs:

@@ -31,11 +31,11 @@ from easyrl import devices
 from easyrl.engines import CELLS, MAX_PREFILL_TOKENS
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
 from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
-from easyrl.engines.kv_cache import KVCache, StepLayout, length_class
+from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
 from easyrl.model.policy import Policy
-from easyrl.types import Bool, Completion, Float32, Float64, Int32, WeightPiece
+from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
 
 ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2
 """States of a row. Rows are kept in their order, the highest first."""
@@ -278,15 +278,18 @@ class EmbeddedEngine(PolicyEngine):
         active["count"] += 1
         active["position"] += 1
         active["cell"] += 1
-        stopped = np.isin(tokens, self._eos)
-        if self._stop is not None:
-            for row in np.flatnonzero(~stopped):
-                so_far = active["tokens"][row, : active["count"][row]]
-                stopped[row] = self._stop.is_complete(so_far)
-        ended = stopped | (active["count"] >= active["limit"])
-        for row in np.flatnonzero(ended):
-            self._stop_row(int(row), is_stopped=bool(stopped[row]))
+        self._stop_complete(rows)
         self._arrange()
+
+    def _stop_complete(self, rows: Ints) -> None:
+        """Stop those rows whose newest token ends a completion or a turn."""
+        counts, tokens = self._rows["count"][rows], self._rows["tokens"]
+        stopped = np.isin(tokens[rows, counts - 1], self._eos)
+        if self._stop is not None:
+            for i in np.flatnonzero(~stopped):
+                stopped[i] = self._stop.is_complete(tokens[rows[i], : counts[i]])
+        for i in np.flatnonzero(stopped | (counts >= self._rows["limit"][rows])):
+            self._stop_row(int(rows[i]), is_stopped=bool(stopped[i]))
 
     def _stop_row(self, row: int, *, is_stopped: bool) -> None:
         """Suspend the row if there may be another turn, else end it."""
@@ -319,11 +322,15 @@ class EmbeddedEngine(PolicyEngine):
 
     def _end_row(self, row: int, *, is_stopped: bool) -> None:
         sequence, state = self._sequence(row), self._rows[row]
-        tokens, logprobs = (state[name][: state["count"]].copy() for name in ("tokens", "logprobs"))
-        is_sampled = None
-        if sequence.group.request.has_turns:
-            is_sampled = state["is_sampled"][: state["count"]].copy()
-        self._complete(sequence, tokens, logprobs, is_sampled, is_stopped=is_stopped)
+        group, request = sequence.group, sequence.group.request
+        names = ("tokens", "logprobs", "is_sampled")
+        tokens, logprobs, is_sampled = (state[name][: state["count"]].copy() for name in names)
+        reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
+        group.completions[sequence.sample_index] = Completion(tokens, logprobs, reason, is_sampled)
+        if len(group.completions) == request.num_generations:
+            ordered = [group.completions[i] for i in range(request.num_generations)]
+            self._finished.append((request, ordered))
+            self.cache.release_slot(group.slot)
         self._sequences[row], state["state"] = None, ENDED
 
     def _arrange(self) -> None:
@@ -347,71 +354,30 @@ class EmbeddedEngine(PolicyEngine):
         for row, sequence in zip(targets, [self._sequences[row] for row in sources], strict=True):
             self._sequences[row] = sequence
 
-    def _next_ready(self) -> _Sequence | None:
-        """Return the next sequence that needs a row: not one that ends with its first token."""
-        while self._ready:
-            sequence = self._ready.popleft()
-            is_stopped = self._stops_at_once(sequence)
-            if sequence.group.request.has_turns or (not is_stopped and sequence.limit > 1):
-                return sequence
-            tokens = np.array([sequence.first_token], dtype=np.int32)
-            logprobs = np.array([sequence.first_logprob], dtype=np.float32)
-            self._complete(sequence, tokens, logprobs, None, is_stopped=is_stopped)
-        return None
-
-    def _stops_at_once(self, sequence: _Sequence) -> bool:
-        tokens = np.array([sequence.first_token], dtype=np.int32)
-        is_end = sequence.first_token in self._eos
-        return is_end or (self._stop is not None and self._stop.is_complete(tokens))
-
     def _start_ready_rows(self) -> None:
-        """Fill free rows."""
-        first = self.num_held
-        while self.num_held < self.cache.num_rows:
-            sequence = self._next_ready()
-            if sequence is None:
-                break
-            self._sequences[self.num_held] = sequence
-            state = self._rows[self.num_held]
-            # The newest token is the first of the completion or, where that is inserted, the last
-            # one of the prompt.
-            count = 1 if sequence.inserted is None else 0
-            state["position"] = len(sequence.group.request.prompt_ids) - 1 + count
-            state["slot"] = sequence.group.slot
-            state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
-            state["state"] = ACTIVE if count else SUSPENDED
-            state["uniforms"][: sequence.limit] = sequence.uniforms
-            state["tokens"][0] = sequence.first_token
-            state["logprobs"][0] = sequence.first_logprob
-            state["is_sampled"][:] = True
-            self.num_held += 1
-        rows = np.arange(first, self.num_held)
-        free = self.cache.start_rows(rows, self._rows["slot"][rows])
-        self._rows["cell"][rows] = free - 1 + self._rows["count"][rows]
-        for row in range(first, self.num_held):
-            sequence = self._sequence(row)
-            if sequence.group.request.has_turns and sequence.inserted is None:
-                is_stopped = self._stops_at_once(sequence)
-                if is_stopped or sequence.limit == 1:
-                    self._stop_row(row, is_stopped=is_stopped)
-        if self.num_active == first and (self._rows["state"][rows] == ACTIVE).all():
-            self.num_active = self.num_held
-        else:
+        """Fill free rows, also those of sequences that end with their first token."""
+        while self._ready and self.num_held < self.cache.num_rows:
+            first = self.num_held
+            while self._ready and self.num_held < self.cache.num_rows:
+                self._start_row(self.num_held, self._ready.popleft())
+                self.num_held += 1
+            rows = np.arange(first, self.num_held)
+            free = self.cache.start_rows(rows, self._rows["slot"][rows])
+            counts = self._rows["count"][rows]
+            self._rows["cell"][rows] = free - 1 + counts
+            self._stop_complete(rows[counts > 0])
             self._arrange()
 
-    def _complete(
-        self,
-        sequence: _Sequence,
-        tokens: Int32,
-        logprobs: Float32,
-        is_sampled: Bool | None,
-        *,
-        is_stopped: bool,
-    ) -> None:
-        group = sequence.group
-        completion = Completion(tokens, logprobs, "stop" if is_stopped else "length", is_sampled)
-        group.completions[sequence.sample_index] = completion
-        if len(group.completions) == group.request.num_generations:
-            ordered = [group.completions[i] for i in range(group.request.num_generations)]
-            self._finished.append((group.request, ordered))
-            self.cache.release_slot(group.slot)
+    def _start_row(self, row: int, sequence: _Sequence) -> None:
+        # The newest token is the first of the completion or, where that is inserted, the last one
+        # of the prompt.
+        count = 1 if sequence.inserted is None else 0
+        state, self._sequences[row] = self._rows[row], sequence
+        state["position"] = len(sequence.group.request.prompt_ids) - 1 + count
+        state["slot"] = sequence.group.slot
+        state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
+        state["state"] = ACTIVE if count else SUSPENDED
+        state["uniforms"][: sequence.limit] = sequence.uniforms
+        state["tokens"][0] = sequence.first_token
+        state["logprobs"][0] = sequence.first_logprob
+        state["is_sampled"][:] = True

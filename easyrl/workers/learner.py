@@ -34,9 +34,7 @@ MEANS = {
     "clip_ratio/low_mean": "clipped_low",
     "clip_ratio/high_mean": "clipped_high",
     "sampling/sampling_logp_difference/mean": "logp_difference",
-}
-KL_MEANS = {"kl": "kl"}
-CORRECTION_MEANS = {
+    "kl": "kl",
     "sampling/importance_sampling_ratio/mean": "importance_sampling_ratio",
     "sampling/importance_sampling_ratio/capped": "importance_sampling_capped",
 }
@@ -75,15 +73,10 @@ class Learner:
             self._parameters, config.learning_rate, ADAM_BETAS, weight_decay=0.0, fused=True
         )
         self._functions = load_loss(config)
-        self._means = dict(MEANS)
-        if algorithm.beta > 0.0:
-            self._means |= KL_MEANS
-        if config.importance_sampling_correction != "none":
-            self._means |= CORRECTION_MEANS
-        if (returned := self._functions.own_metrics) is not None:
-            own = {f"loss/{name}": name for name in returned if name not in self._means.values()}
-            known = {*returned, "logp_difference"}
-            self._means = {mean: name for mean, name in self._means.items() if name in known} | own
+        summed = {*self._functions.metrics, "logp_difference"}
+        self._means = {mean: name for mean, name in MEANS.items() if name in summed}
+        own = sorted(summed - {"tokens", *MEANS.values()})
+        self._means |= {f"loss/{name}": name for name in own}
         self._zero_gradients()
         self.begin_iteration(0)
 
