@@ -17,6 +17,7 @@ the slot that has most; of m resumed rows: E new tokens at most, L cells.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -404,6 +405,7 @@ def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]
     return rows, places
 
 
+@dataclass(slots=True)
 class PromptAttention:
     """Attention of the active rows to their groups' prompts, in one block.
 
@@ -412,24 +414,14 @@ class PromptAttention:
     Where the slots in use are few among many, their prompts are gathered, too.
     """
 
-    def __init__(
-        self,
-        slots: slice | Tensor,
-        width: int,
-        longest: int,
-        *,
-        rows: Tensor,
-        places: Tensor,
-        lengths: Tensor,
-        positions: Tensor,
-    ) -> None:
-        """`slots`: C of the cache; `width`: W; `rows` [C * W] and `places` [n]: see
-        `gather_by_slot`; `lengths` [C]: of shared prompts, at most `longest`, else 0; `positions`
-        [n]: of each row."""
-        self._slots, self._width, self._size = slots, width, (len(lengths), width)
-        self._longest, self._lengths = longest, lengths
-        self._rows, self._places, self._positions = rows, places, positions
-        self._biases: dict[int | None, Tensor] = {}
+    slots: slice | Tensor  # C of the cache
+    width: int  # W
+    longest: int  # cells of a prompt that are read
+    rows: Tensor  # [C * W]: see `gather_by_slot`
+    places: Tensor  # [n]: see `gather_by_slot`
+    lengths: Tensor  # [C]: of shared prompts, else 0
+    positions: Tensor  # [n]: of each row
+    biases: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
     @classmethod
     def of_rows(
@@ -453,18 +445,18 @@ class PromptAttention:
     ) -> tuple[Tensor, Tensor]:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
         _, num_heads, num_queries, _ = query.shape
-        by_slot = query[self._rows].view(*self._size, *query.shape[1:])  # [C, W, Hkv, Q, D]
-        k, v = (x[self._slots, :, : self._longest] for x in prompts)
-        if settings.sliding_window not in self._biases:
-            bias = self._bias(settings.sliding_window, query)
-            self._biases[settings.sliding_window] = bias
-        bias = self._biases[settings.sliding_window]
+        by_slot = query[self.rows].unflatten(0, (-1, self.width))  # [C, W, Hkv, Q, D]
+        k, v = (x[self.slots, :, : self.longest] for x in prompts)
+        window = settings.sliding_window
+        if window not in self.biases:
+            self.biases[window] = self._bias(window, query)
+        bias = self.biases[window]
         by_head = by_slot.transpose(1, 2).flatten(2, 3)  # [C, Hkv, W * Q, D]
         block = Block(by_head, k, v, is_causal=False, bias=bias)
 
         def by_row(x: Tensor) -> Tensor:
-            apart = x.reshape(len(x), num_heads, self._width, num_queries, -1)
-            rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
+            apart = x.reshape(len(x), num_heads, self.width, num_queries, -1)
+            rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self.places]
             return rows
 
         output, logsumexp = attend_block(block, settings)
@@ -472,10 +464,11 @@ class PromptAttention:
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:
         """[C, 1, 1, P], or with a window [C, 1, W * Q, P]"""
-        cells = torch.arange(self._longest, device=query.device)
-        hidden = cells >= self._lengths[:, None]  # [C, P]
+        cells = torch.arange(self.longest, device=query.device)
+        hidden = cells >= self.lengths[:, None]  # [C, P]
         if window is None:
             return _bias(cells, hidden, None, query.dtype)[:, None, None]
-        distance = (self._positions[self._rows, None] - cells).view(*self._size, -1)  # [C, W, P]
+        positions = self.positions[self.rows].view(-1, self.width, 1)
+        distance = positions - cells  # [C, W, P]
         bias = _bias(distance, hidden[:, None], window, query.dtype)
         return bias.repeat_interleave(query.shape[2], dim=1)[:, None]

@@ -62,7 +62,7 @@ class Policy:
         self.adapter: Adapter | None = None
         self._merger = Merger(model)
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
-        self._layers = next(iter(_layers_of(model)), model)
+        self._layers = _layers_of(model)
         self._base_output: Any = None  # the class of the layers' output, once they have run
 
     @classmethod
@@ -84,16 +84,16 @@ class Policy:
         register_attention()
         model = _load(path, dtype, trust_remote_code=trust_remote_code)
 
-        def check() -> tuple[str | None, str, int]:
+        def check() -> tuple[str | None, str]:
             with _in_float32(model):
                 reason = attend_packed(model)
                 if reason is not None:
                     check_causal(model, path)
-                layers = cls(model, model.device, no_packing_reason=reason)._check_head(path)
-                return reason, model.config._attn_implementation, layers
+                cls(model, model.device, no_packing_reason=reason)._check_head(path)
+                return reason, model.config._attn_implementation
 
         # A model's own code is not part of its fingerprint.
-        reason, kernel, layers = check() if trust_remote_code else checked_once(path, check)
+        reason, kernel = check() if trust_remote_code else checked_once(path, check)
         if reason is not None and attention == "shared_prompt":
             raise ConfigError(
                 "model.attention: expected auto or repeated, because prompts cannot be "
@@ -102,9 +102,7 @@ class Policy:
         if kernel != model.config._attn_implementation:
             model.set_attn_implementation(kernel)
         model.to(device)
-        policy = cls(model, torch.device(device), no_packing_reason=reason, attention=attention)
-        policy._layers = _layers_of(model)[layers]
-        return policy
+        return cls(model, torch.device(device), no_packing_reason=reason, attention=attention)
 
     def checkpoint_activations(self) -> None:
         """Recompute each decoder layer from its input in the backward pass from now on."""
@@ -193,18 +191,15 @@ class Policy:
         return int(self.model.config.get_text_config().vocab_size)
 
     @torch.no_grad()
-    def _check_head(self, path: str) -> int:
-        """Check that layers and head apart equal the model: log-probabilities are computed in
-        chunks. Return which of `_layers_of` are the layers."""
+    def _check_head(self, path: str) -> None:
+        """Check that layers and head apart equal the model."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         expected = self.forward(tokens, tokens, layout, logits_at=tokens)
-        for index, layers in enumerate(_layers_of(self.model)):
-            self._layers = layers
-            with suppress(Exception):  # any, depending on what the model's code expects
-                got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
-                if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
-                    return index
+        with suppress(Exception):  # any, depending on what the model's code expects
+            got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
+            if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
+                return
         raise ConfigError(
             f"model.path: the logits of {type(self.model).__name__} ({path}) are not a function of "
             "its last hidden states alone, as computing them in chunks requires; use another model"
@@ -367,10 +362,10 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         narrow(model)
 
 
-def _layers_of(model: Any) -> list[Any]:
-    """Return the modules that may be the model without its head, the likeliest first."""
-    candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
-    return [layers for layers in candidates if layers is not None and layers is not model]
+def _layers_of(model: Any) -> Any:
+    """Return the model without its head."""
+    decoder = model.get_decoder()
+    return decoder if decoder is not model else getattr(model, "model", model)  # Llama 4
 
 
 def _check_complete(path: str, found: Mapping[str, Any]) -> None:

@@ -119,9 +119,8 @@ class SharedPrompt:
             bias = None
             if window is not None and window < length:
                 bias = self._bias(np.arange(length), np.arange(length), window, query)
-            q, k, v = (_to_block(bucket.take(x)) for x in (query, key, value))
-            k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-            blocks.append((bucket, Block(q, k, v, is_causal=bias is None, bias=bias)))
+            cells = (bucket.take(x) for x in (query, key, value))
+            blocks.append((bucket, _block(*cells, is_causal=bias is None, bias=bias)))
         return blocks
 
     def prompt_blocks(
@@ -142,12 +141,8 @@ class SharedPrompt:
                 positions = num_prompt + np.concatenate([np.arange(n) for n in lengths])
                 if positions.max() - first >= window:
                     bias = self._bias(positions, np.arange(first, num_prompt), window, query)
-            q, k, v = (
-                _to_block(x[where].unsqueeze(0))
-                for x, where in ((query, completions), (key, keys), (value, keys))
-            )
-            k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-            blocks.append((completions, keys, Block(q, k, v, is_causal=False, bias=bias)))
+            cells = (x[None] for x in (query[completions], key[keys], value[keys]))
+            blocks.append((completions, keys, _block(*cells, is_causal=False, bias=bias)))
         return blocks
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
@@ -222,6 +217,14 @@ class _Attention(torch.autograd.Function):
             of_key[keys] += _to_tokens(parts[1].sum(1, keepdim=True))
             of_value[keys] += _to_tokens(parts[2].sum(1, keepdim=True))
         return of_query, of_key, of_value, None
+
+
+def _block(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, bias: Tensor | None
+) -> Block:
+    q, k, v = (_to_block(cells) for cells in (query, key, value))
+    k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return Block(q, k, v, is_causal, bias)
 
 
 def _to_block(cells: Tensor) -> Tensor:
@@ -377,7 +380,8 @@ class Bucket:
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
         """Write a block's real cells to their tokens in [T, ...]."""
-        cells = _to_cells(block, self.num_segments)
+        by_segment = block.view(self.num_segments, -1, *block.shape[1:])
+        cells = by_segment.permute(0, 3, 1, 2, 4)  # [B*Hkv, G, L, D] -> [B, L, Hkv, G, D]
         if self.whole is not None:
             tokens[self.whole].view(cells.shape).copy_(cells)
         else:
@@ -430,9 +434,3 @@ def _make_bucket(segments: _Ints, device: torch.device) -> Bucket:
         real=on_device(real),
         tokens_of_real=on_device(tokens[real]),
     )
-
-
-def _to_cells(block: Tensor, num_segments: int) -> Tensor:
-    """[B*Hkv, G, L, D] -> [B, L, Hkv, G, D]"""
-    by_segment = block.view(num_segments, -1, *block.shape[1:])
-    return by_segment.permute(0, 3, 1, 2, 4)

@@ -122,8 +122,16 @@ class RolloutWorker:
         """Groups for the ring, with their reports if these have not been sent."""
 
     def _load(self) -> tuple[Any, Engine]:
-        model, sampling = self.config.model, sampling_settings(self.config, self.sampling)
-        tokenizer = tokenizer_of(self.config)
+        model, tokenizer = self.config.model, tokenizer_of(self.config)
+        sampling = SamplingSettings(
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_completion_length=self.sampling.max_completion_length,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+            stop=self.config.rollout.stop,
+            seed=self.config.runtime.seed,
+        )
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
         policy = Policy.load(
@@ -460,20 +468,6 @@ def checksum(completions: Sequence[Completion]) -> int:
         for array in (completion.token_ids, completion.logprobs):
             value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)
     return value
-
-
-def sampling_settings(config: Config, sampling: SamplingChoice | None = None) -> SamplingSettings:
-    """Return the engine's settings; `sampling` overrides the training's."""
-    sampling = sampling or SamplingChoice.of_training(config.rollout)
-    return SamplingSettings(
-        max_prompt_length=config.data.max_prompt_length,
-        max_completion_length=sampling.max_completion_length,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        stop=tuple(config.rollout.stop),
-        seed=config.runtime.seed,
-    )
 
 
 def _as_text(content: str | Messages) -> str:
