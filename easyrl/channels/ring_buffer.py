@@ -6,20 +6,19 @@
       publishes the slot     ─────► ready pipe: slot numbers ─────► waits for a ready slot
                                                                     reads the group in place
 
-A slot number on a pipe (8 bytes) is the right to use that slot: the process that reads the number
-owns the slot alone. There is no lock that a killed process could leave held. Reads and writes of 8
-bytes are atomic, and the system call orders memory on Arm as well: a reader that has the number
-sees everything written before it was sent. Groups are delivered in order of arrival.
+The process that reads a slot number (8 bytes) from a pipe owns the slot alone. There is no lock
+that a killed process could leave held. Reads and writes of 8 bytes are atomic, and the system call
+orders memory on Arm as well. Groups are delivered in order of arrival.
 
 `RingBuffer.reclaim` finds the slots of a killed process. While a process writes or reads a slot,
 the slot's status word names it. While the slot waits, its number is on a pipe. Only during a move
 is neither true, and then the mover's counter is odd. `reclaim` takes all numbers off the pipes and
 waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
-living process belonged to a dead one. Living processes meanwhile see empty pipes, and wait.
+living process belonged to a dead one.
 
-A group is identified by its iteration and group index. Before the trainer frees the slot of a group
-that it has accepted, it records the iteration in `taken`. `RingBuffer.delivered` reads the slots,
-then `taken`: a group in neither of them has to be generated again.
+Before the trainer frees the slot of a group that it has accepted, it records the iteration in
+`taken`. `RingBuffer.delivered` reads the slots, then `taken`: a group in neither of them has to be
+generated again.
 
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
@@ -154,7 +153,7 @@ class TokenPipe:
     """A pipe of slot numbers, 8 bytes each. Several processes read and write it."""
 
     def __init__(self, *fds: int) -> None:
-        """`fds`: both ends of an existing pipe; none: a new pipe."""
+        """`fds`: both ends; none: a new pipe."""
         self.fds = fds or os.pipe()
         for fd in self.fds:  # a reader that is too late must not block
             os.set_blocking(fd, False)
@@ -291,8 +290,7 @@ class RingBuffer:
         """Return the indices of this iteration's groups that are published in a slot, or taken by
         the trainer. Of a dead owner, the answer is exact once its slots are reclaimed.
 
-        Groups only move from a slot to `taken`. A group that was published at the start is still in
-        its slot at the end, or the slot was freed, and its index was recorded before that.
+        A group that was published at the start is still in its slot at the end, or is in `taken`.
         """
 
         def are_published() -> npt.NDArray[np.bool_]:

@@ -4,15 +4,15 @@
     rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load on arrival
 
 Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
-`timeout_seconds`. Names are sent only when they differ from the last time. From names, shapes and
-dtypes every rank computes how weights are cut:
+`timeout_seconds`. Names, shapes and dtypes are sent when they differ from the last time; from them
+every rank computes how weights are cut:
 
     mixed bucket    small weights, one after another, as many as fit
     own bucket      elements of one weight of ALONE_BYTES or more
 
-Each rank has two buckets. The sender fills one while the other is broadcast; a receiver loads one
-while the other arrives. Besides them at most one weight is gathered at a time. An own bucket is
-broadcast from the weight's memory straight to where it belongs, unless the weight is cast.
+Of a rank's two buckets one is broadcast while the other is filled or loaded. At most one weight is
+gathered at a time. An own bucket goes from the weight's memory straight to where it belongs, unless
+the weight is cast.
 
 NCCL and HCCL refuse two ranks on one device. Where rollout and train worker share an accelerator,
 there is one bucket, memory of that device which both processes open. The process group, on the CPU,
@@ -25,8 +25,7 @@ Where the second process cannot open this memory (in some containers), buckets a
 CPU.
 
 A process group does not survive the death of a member. A failure closes the channel; what waits for
-this end then fails too, and closes its own, until all have ended. A member that waits for a stopped
-process ends when its `is_cancelled` says so. The living members then make a channel of the next
+this end then fails too, until all have ended. The living members then make a channel of the next
 generation, and the version is sent again.
 """
 
@@ -165,14 +164,14 @@ class WeightChannel:
         if self._is_shared:
             self._alone_bytes = math.inf  # a weight is copied through the bucket in any case
         else:
+            sizes = [self._bucket_bytes] * NUM_BUCKETS
             self._buckets = [
-                _make_bucket(self._bucket_bytes, self._device) for _ in range(NUM_BUCKETS)
+                torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
             ]
 
     def close(self) -> None:
         """Leave the process group without waiting, and free the buckets. The other members' waits
-        for this one fail, at once where the backend notices. Call it on all ends, but not before
-        all have succeeded."""
+        for this one fail. Call it on all ends, but not before all have succeeded."""
         self._abort()
         self._group, self._abort = None, lambda: None
         self._pending.clear()
@@ -230,7 +229,7 @@ class WeightChannel:
                     values = part = empty  # free this weight before the next is gathered
                     values = next(gathered).reshape(-1)
                 part = values[piece.start : piece.start + piece.count]
-                is_direct = len(pieces) == 1 and self._is_sent_directly(piece, part)
+                is_direct = len(pieces) == 1 and self._is_direct(piece, part)
                 if not is_direct:
                     piece.view(self._bucket(number)).copy_(part)
             if self._is_shared:
@@ -267,10 +266,8 @@ class WeightChannel:
         ahead: list[list[WeightPiece]] = []
         for number in range(len(self._plan)):
             # The next bucket is received while this one is loaded.
-            for due in range(
-                number + len(ahead), min(number + len(self._buckets), len(self._plan))
-            ):
-                ahead.append(self._expect_bucket(due, memory_of))
+            end = min(number + len(self._buckets), len(self._plan))
+            ahead += [self._expect_bucket(n, memory_of) for n in range(number + len(ahead), end)]
             self._wait_for_all_but(len(ahead) - 1)
             yield from ahead.pop(0)
             if self._is_shared:  # broadcasts need no reply: each rank has a copy
@@ -333,8 +330,8 @@ class WeightChannel:
     def _bucket(self, number: int) -> Tensor:
         return self._buckets[number % len(self._buckets)]
 
-    def _is_sent_directly(self, piece: PlannedPiece, part: Tensor) -> bool:
-        """Return whether `part` itself can be broadcast for a piece."""
+    def _is_direct(self, piece: PlannedPiece, part: Tensor) -> bool:
+        """Return whether `part` itself can be broadcast, without a bucket."""
         return not self._is_shared and (part.dtype, part.device) == (piece.dtype, self._device)
 
     def _expect_bucket(
@@ -346,10 +343,11 @@ class WeightChannel:
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
         else:
-            own = memory_of(pieces[0].name) if len(pieces) == 1 else None
+            first = pieces[0]
+            own = memory_of(first.name) if len(pieces) == 1 else None
             if own is not None:
-                part = own[pieces[0].start : pieces[0].start + pieces[0].count]
-                if self._is_sent_directly(pieces[0], part):
+                part = own[first.start : first.start + first.count]
+                if self._is_direct(first, part):
                     values, content = [part], part
             self._start(number, content)
         return [
@@ -423,8 +421,7 @@ class WeightChannel:
             # A broadcast may start before this wait, so it may time out before this wait reaches
             # the bound.
             is_late = waited >= 0.9 * self._timeout.total_seconds()
-            is_late |= any(words in str(error) for words in ("Timed out", "timing out"))
-            if not is_late:
+            if not (is_late or "Timed out" in str(error) or "timing out" in str(error)):
                 raise ConnectionError(f"{text}: {reason}") from error
             # Gloo passes a broadcast from one receiver to the next.
             by_rank = {0: "a rollout worker", 1: "train-0"}
@@ -434,9 +431,7 @@ class WeightChannel:
             ) from error
 
 
-def _make_bucket(num_bytes: int, device: torch.device) -> Tensor:
+@functools.cache
+def _shared_bucket(num_bytes: int, device: torch.device) -> Tensor:
+    """Return the bucket of all generations: torch does not free memory that it has shared."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-_shared_bucket = functools.cache(_make_bucket)
-"""The bucket of all generations: torch does not free memory again that it has shared."""

@@ -8,19 +8,16 @@
                 rank 0 ◄     └─ pipes (bytes) ─► rank 1, rank 2, …
                 all ranks run forward and backward; after UpdateEnd they step the optimizer
 
-A micro-step is one forward and backward of all train ranks. Rank 0 alone reads the ring, so that a
-group is delivered once and its slot is freed once. Every rank has one micro-batch in every
+A micro-step is one forward and backward of all train ranks. Every rank has one micro-batch in every
 micro-step (EMPTY if there are fewer rollouts than ranks), so that all ranks reach the same
 collectives.
 
 `sync` is `periodic` with one wait: no group is trained before all have arrived. In deterministic
 mode groups are trained in order of their group index, and a micro-step is filled before it is
-trained: which rank trains a rollout, and when, follows from the groups' order and lengths alone.
-Otherwise whatever has arrived is trained at once, unless it is very little (MIN_FILL).
+trained. Otherwise whatever has arrived is trained at once, unless it is very little (MIN_FILL).
 
 With several updates per iteration, the group index decides which update a group belongs to. If
-arrival decided, short completions would be trained first. Groups of later updates wait in their
-slots.
+arrival decided, short completions would be trained first.
 """
 
 from __future__ import annotations
@@ -165,12 +162,9 @@ def micro_steps(
         """Copy the rollouts, then free the slots of the groups that are complete."""
         own, *others = share_out(rows, num_ranks)
         step = pack(own, shares_prompts=shares_prompts), [pickle.dumps(share) for share in others]
-        release(complete)
-        return step
-
-    def release(leases: list[Lease]) -> None:
-        for lease in leases:
+        for lease in complete:
             lease.release()
+        return step
 
     for update in range(config.train.updates_per_iteration):
         num_left, num_loss_tokens = reader.groups_per_update, 0
@@ -195,8 +189,8 @@ def micro_steps(
                         rows, leases = new_rows(), [lease]
                         rows.add(rollout)
             if not rows.rows:  # no rollout of these groups has a gradient
-                release(leases)
-                leases = []
+                while leases:
+                    leases.pop().release()
             elif lease is None or not num_left:
                 yield shared_out(rows, leases)
                 rows, leases = new_rows(), []
@@ -211,10 +205,8 @@ def pack_share(share: bytes, *, shares_prompts: bool) -> MicroBatch:
 
 
 class Rows:
-    """Rollouts in order, filled one after another into rows of at most `max_tokens`.
-
-    A row takes at least one rollout, however long.
-    """
+    """Rollouts in order, filled one after another into rows of at most `max_tokens`. A row takes at
+    least one rollout, however long."""
 
     def __init__(self, max_tokens: int, *, shares_prompts: bool) -> None:
         self.max_tokens = max_tokens

@@ -4,8 +4,7 @@
     train worker, waiting for a group ───── its cores ──► rollout worker
 
 Each worker has a byte in shared memory that says whether it is idle. Workers read the bytes before
-each piece of work: a step of the engine, a decoder layer of the trainer. One that becomes busy
-shares its cores until the other's current piece is done.
+each piece of work: a step of the engine, a decoder layer of the trainer.
 
 More threads may add up in another order, so results differ in their last bits. Deterministic runs
 share nothing.

@@ -135,14 +135,12 @@ class TrainWorker:
             with self.ranks.naming_failures():
                 self._obey(command)
 
-    def _next_command(self) -> events.Command:
+    def _next_command(self) -> Any:
         if not self.is_first_rank:
-            command: events.Command = self._receive()
-            return command
+            return self._receive()
         with self.cores.idle():
             command = self._take_command()
-        of_rank0 = events.CancelExchange | events.SendWeights | events.Stop
-        if not isinstance(command, of_rank0):
+        if not isinstance(command, events.CancelExchange | events.SendWeights | events.Stop):
             self._dispatch(command)
         return command
 
@@ -161,11 +159,8 @@ class TrainWorker:
                 ready = wait(sources)
         return (self.control if self.control in ready else self.settings.pipes[0]).recv()
 
-    def _take_command(self) -> events.Command:
-        if self._deferred:
-            return self._deferred.popleft()
-        command: events.Command = self.control.recv()
-        return command
+    def _take_command(self) -> Any:
+        return self._deferred.popleft() if self._deferred else self.control.recv()
 
     def _obey(self, command: events.Command) -> None:
         match command:
@@ -223,8 +218,7 @@ class TrainWorker:
         """Return whether the weight exchange that is going on has been cancelled."""
         while self.control.poll():
             self._deferred.append(self.control.recv())
-        ends = events.CancelExchange | events.Stop
-        return any(isinstance(command, ends) for command in self._deferred)
+        return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
 
     def _exchange_weights(self, version: int) -> None:
         assert version == self.learner.policy_version
@@ -351,13 +345,10 @@ class TrainWorker:
         Commands are obeyed while no rank has begun the next micro-step or the optimizer's step, so
         that no rank waits for another one in vain.
         """
-        shares_prompts, num_ranks = (
-            self.learner.policy.shares_prompts,
-            self.settings.num_train_ranks,
-        )
-        for step in micro_steps(
-            self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts
-        ):
+        num_ranks = self.settings.num_train_ranks
+        shares_prompts = self.learner.policy.shares_prompts
+        steps = micro_steps(self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts)
+        for step in steps:
             self._check_commands()
             if isinstance(step, UpdateEnd):
                 self._dispatch(step)
