@@ -4,11 +4,8 @@
 
 peft puts them into the trainer's modules, whose code is unchanged. A weight leaves the trainer
 merged, under its name without an adapter, or in parts that the embedded engine merges: W once, and
-A, B and the factor with each update. The model without its adapters is the reference, which
-therefore needs no memory.
-
-Adapters and frozen weights of a sharded model (`sharding`) are sharded alike. Merging a weight and
-saving the adapter are collective: all ranks call them together.
+A, B and the factor with each update. Of a sharded model merging a weight and saving the adapter are
+collective: all ranks call them together.
 
 Adapted are `nn.Linear` and transformers' `Conv1D`, except the head. Experts that transformers fuses
 into one tensor stay frozen: peft would have to merge them in every forward.
@@ -51,16 +48,11 @@ def check_lora(
     Raises ConfigError if peft is missing, unless the run `is_planned` for another machine, or the
     model lacks the layers."""
     assert lora.rank is not None
-    has_peft = find_spec("peft") is not None
-    if not (has_peft or is_planned):
+    if not (is_planned or find_spec("peft")):
         raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")
     model = meta_model(config, trust_remote_code=trust_remote_code)
-    if not has_peft:
-        shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
-        return lora.rank * sum(map(sum, shapes))
-    with torch.device("meta"):
-        Adapter(model, lora, path=path, seed=0)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
+    return lora.rank * sum(map(sum, shapes))
 
 
 class Adapter:

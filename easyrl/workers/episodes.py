@@ -4,8 +4,7 @@
                                                               ▲                   ├► engine.end
                                                               └───────────────────┘
 
-Groups are started as others end, so that few environments exist at a time. Episodes that wait for
-theirs keep their place in the engine, and others are generated.
+Groups are started as others end, so that few environments exist at a time.
 
 In deterministic runs answers are handed over at barriers: when no sequence can be continued and no
 call is pending, all answers are, in a fixed order. So what a step computes does not depend on how
@@ -142,19 +141,13 @@ class Episodes:
             completions = [Completion(end, zero, "stop", nothing) for _ in resets]
             self._failed.append((request, completions))
             return
-        first_tokens = [each[num_common:] for each in ids]
-        for episode, tokens in zip(group.episodes, first_tokens, strict=True):
+        own = [each[num_common:] for each in ids]
+        for episode, tokens in zip(group.episodes, own, strict=True):
             episode.num_read = len(tokens)
-        group.prompt_ids = ids[0]
-        has_own = any(first_tokens)
+        group.prompt_ids, common = ids[0], ids[0][:num_common]
+        first_tokens = own if any(own) else None
         self._engine.submit(
-            GroupRequest(
-                key,
-                ids[0][:num_common],
-                len(ids),
-                has_turns=True,
-                first_tokens=first_tokens if has_own else None,
-            )
+            GroupRequest(key, common, len(ids), has_turns=True, first_tokens=first_tokens)
         )
 
     def _check_lengths(self, longest: int, num_common: int) -> None:
@@ -182,12 +175,9 @@ class Episodes:
         calls = self._read(group, episode, turn.token_ids.tolist())
         if group.error:
             self._end(turn, episode, "error")
-        elif interface.is_game:
-            text = episode.messages[-1]["content"]
-            future = self.pool.act(turn.key, turn.sample_index, text)
-            group.pending[turn.sample_index] = turn, future
-        elif calls:
-            future = self.pool.act(turn.key, turn.sample_index, calls)
+        elif interface.is_game or calls:
+            action = episode.messages[-1]["content"] if interface.is_game else calls
+            future = self.pool.act(turn.key, turn.sample_index, action)
             group.pending[turn.sample_index] = turn, future
         else:
             self._end(turn, episode, "answer")
@@ -197,10 +187,9 @@ class Episodes:
         conversations = self._conversations[group.environment]
         text, calls = conversations.read_turn(token_ids, group.prompt_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if read := [call for call in calls if isinstance(call, ToolCall)]:
-            message["tool_calls"] = [
-                {"type": "function", "function": call._asdict()} for call in read
-            ]
+        read = [call._asdict() for call in calls if isinstance(call, ToolCall)]
+        if read:
+            message["tool_calls"] = [{"type": "function", "function": call} for call in read]
         episode.messages.append(message)
         episode.num_turns += 1
         episode.num_read += len(token_ids)

@@ -201,11 +201,10 @@ class Learner:
         """
         totals = self.ranks.reduce([float(total) for total in self._sums.values()])
         sums = dict(zip(self._sums, totals, strict=True))
-        (largest_difference,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
+        (largest,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
         tokens = sums["tokens"] or math.nan
         metrics = {name: sums[total] / tokens for name, total in self._means.items()}
-        largest_difference = largest_difference if tokens > 0 else math.nan
-        metrics["sampling/sampling_logp_difference/max"] = largest_difference
+        metrics["sampling/sampling_logp_difference/max"] = largest if tokens > 0 else math.nan
         for name in self._updates[0]:
             values = [update[name] for update in self._updates]
             metrics[name] = sum(values) / (1 if name.startswith("num_") else len(values))

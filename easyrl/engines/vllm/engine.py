@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -58,7 +58,7 @@ from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_a
 from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import maybe_sleep
-from easyrl.types import Bool, Completion, Float32, Int32
+from easyrl.types import Completion
 
 STEP_SECONDS = 0.02
 """Longest time that `step` waits for a group: the rollout worker has other work too."""
@@ -85,19 +85,16 @@ class _Sequence:
     request: GroupRequest
     sample_index: int
     limit: int
-    token_ids: Int32
-    logprobs: Float32
-    is_sampled: Bool
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
     num_turns: int = 0
 
-    def append(self, token_ids: Sequence[int] | Int32, logprobs: Float32 | None) -> None:
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         """Append sampled tokens or, without log-probabilities, inserted ones."""
-        new = np.array(token_ids, dtype=np.int32)
-        is_sampled = np.full(len(new), logprobs is not None)
-        values = np.zeros(len(new), dtype=np.float32) if logprobs is None else logprobs
-        self.token_ids = np.concatenate([self.token_ids, new])
-        self.logprobs = np.concatenate([self.logprobs, values])
-        self.is_sampled = np.concatenate([self.is_sampled, is_sampled])
+        self.token_ids += token_ids
+        self.logprobs += logprobs or [0.0] * len(token_ids)
+        self.is_sampled += [bool(logprobs)] * len(token_ids)
 
 
 class VllmEngine(Engine):
@@ -238,7 +235,7 @@ class VllmEngine(Engine):
 
     def _end_turn(self, sequence: _Sequence, sampled: Completion) -> None:
         self.num_completion_tokens += len(sampled.token_ids)
-        sequence.append(sampled.token_ids, sampled.logprobs)
+        sequence.append(sampled.token_ids.tolist(), sampled.logprobs.tolist())
         sequence.num_turns += 1
         if sampled.finish_reason == "length":
             self._end_sequence(sequence, "length")
@@ -250,7 +247,7 @@ class VllmEngine(Engine):
     def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
         assert 0 < len(tokens) < turn.num_left
         sequence = self._suspended.pop((turn.key, turn.sample_index))
-        sequence.append(tokens, None)
+        sequence.append(tokens)
         self._to_sample.append(sequence)
 
     def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
@@ -260,20 +257,14 @@ class VllmEngine(Engine):
         request = sequence.request
         ended = self._ended.setdefault(request.key, {})
         ended[sequence.sample_index] = Completion(
-            sequence.token_ids, sequence.logprobs, reason, sequence.is_sampled
+            np.array(sequence.token_ids, dtype=np.int32),
+            np.array(sequence.logprobs, dtype=np.float32),
+            reason,
+            np.array(sequence.is_sampled, dtype=np.bool_),
         )
         if len(ended) == request.num_generations:
             ordered = [completion for _, completion in sorted(self._ended.pop(request.key).items())]
             self._complete.append((request, ordered))
-
-    def _new_sequences(self, request: GroupRequest) -> list[_Sequence]:
-        sequences = []
-        for index, limit in enumerate(request.limits(self.sampling)):
-            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.bool_)
-            sequences.append(_Sequence(request, index, limit, *nothing))
-            if request.first_tokens:
-                sequences[-1].append(request.first_tokens[index], None)
-        return sequences
 
     async def _start_waiting(self) -> None:
         """Hand all waiting requests over to vLLM, in order."""
@@ -283,7 +274,11 @@ class VllmEngine(Engine):
             await self._reset_prefix_cache(self.policy_version)
         for request in self._waiting:
             if request.has_turns:
-                self._to_sample.extend(self._new_sequences(request))
+                limits = request.limits(self.sampling)
+                sequences = [_Sequence(request, index, limit) for index, limit in enumerate(limits)]
+                for sequence, tokens in zip(sequences, request.first_tokens or (), strict=False):
+                    sequence.append(tokens)
+                self._to_sample.extend(sequences)
                 continue
             seed = _seed_of(self.sampling.seed, request.key)
             name = "-".join(map(str, request.key))
@@ -293,7 +288,7 @@ class VllmEngine(Engine):
         for each in self._to_sample:
             key, count = (*each.request.key, each.sample_index), len(each.token_ids)
             seed = _seed_of(self.sampling.seed, (*key, count))
-            ids = [*each.request.prompt_ids, *each.token_ids.tolist()]
+            ids = [*each.request.prompt_ids, *each.token_ids]
             name = "-".join(map(str, (*key, each.num_turns)))
             await self._start(name, ids, seed, each.limit - count, each)
         self._to_sample.clear()
