@@ -6,9 +6,6 @@
 
 A worker has MAX_UNACKNOWLEDGED tokens. It gives one for each group, and gets it back when the group
 is in the ring. So a full ring stops the engines here as it does on one machine.
-
-Nothing is pickled: a message is the group's numbers and the lengths of its arrays, as in the header
-of a slot, and then the arrays' bytes.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@
                                              │  ▲
                                   take_turns ▼  │ resume   (only with `has_turns`)
 
-A sequence of a group with turns is suspended where it would end. Whoever takes its `Turn` resumes
-it with tokens that are inserted, or ends it. Its keys and values stay in the cache meanwhile, and
-other sequences are generated.
+A sequence of a group with turns is suspended where it would end; its keys and values stay in the
+cache. Whoever takes its `Turn` resumes it with tokens that are inserted, or ends it.
 
-No sequence may be in flight when weights are received: the caller drains the engine first, and
-`receive_weights` raises otherwise (docs/design.md, Invariants).
+No sequence may be in flight when weights are received (docs/design.md, Invariants).
 """
 
 from __future__ import annotations

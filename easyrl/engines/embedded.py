@@ -3,15 +3,12 @@
     submit ─► waiting groups ─► prompt prefilled once ─► sequences ready ─► rows ─► finished groups
 
 One forward per step processes the newest token of every row in flight and, if few sequences are
-ready to start, the prompts of the next groups: `[n decode tokens | prompt | prompt | ...]`. Decode
-tokens attend to their prompt and their row of the KV cache (`kv_cache`), prompts to themselves. The
-active rows come first, the longest before the others; finished rows cost nothing and are reused by
-the next ready sequences in the same step. Groups are served first come, first served. What a step
-computes depends on the requests and the sampled tokens alone, never on a clock (docs/design.md,
-Invariants).
+ready to start, the prompts of the next groups: `[n decode tokens | prompt | prompt | ...]`. Active
+rows come first, the longest before the others; then suspended ones. Finished rows are reused in the
+same step. When a suspended row is resumed, one step computes all tokens that were inserted.
 
-A sequence that is suspended between two turns keeps its row, behind the active ones. When it is
-resumed, one step computes all tokens that were inserted, and the row is active from then on.
+Groups are served first come, first served. What a step computes depends on the requests and the
+sampled tokens alone, never on a clock (docs/design.md, Invariants).
 
 Shapes: S rows, n of them active, V tokens of the vocabulary.
 """

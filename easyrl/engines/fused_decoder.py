@@ -1,15 +1,14 @@
 """A model's forward in fewer, larger operations: for decoding in float32 on the CPU.
 
-One step of a small model is hundreds of short operations. For decoder layers of Llama's kind (also
-Qwen2, Qwen3, Mistral ...) this module computes the same with a third of them:
+For decoder layers of Llama's kind (also Qwen2, Qwen3, Mistral ...) a third of the operations gives
+the same result:
 
     q, k and v in one product, gate and up in one, the residual added by the product before it;
     norms' weights multiplied into the next product's weights; RMSNorm and RoPE in four operations
 
-Products read copies of the weights that are stored transposed, because matrices of few rows are
-multiplied 1.2 to 1.4 times as fast with them. A model's names do not prove what it computes: logits
-of random tokens are compared with those of the model's own code, of fewer with each new set of
-weights. Where they differ, that code is used.
+Products read copies of the weights that are stored transposed: matrices of few rows are multiplied
+1.2 to 1.4 times as fast with them. Logits of random tokens are compared with those of the model's
+own code, which is used where they differ.
 
 Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
 head size, V tokens of the vocabulary.

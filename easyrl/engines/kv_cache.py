@@ -6,8 +6,7 @@ A group's prompt is stored once, in a slot; a row stores the tokens of one compl
     rows     [S, Hkv, R, D] ──► rows of similar length ───────┴─► merged by log-sum-exp
 
 (Hydragen, arXiv 2402.05099, section 3.) A short prompt is copied to the start of its rows instead,
-which costs less than a merge. The keys of a head are adjacent, so that batched products need no
-copy of them.
+which costs less than a merge.
 
 Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
 heads, Q query heads for each of them, D head size; of a bucket of rows: B rows, L cells; W rows of

@@ -1,8 +1,7 @@
 """Verify that an engine holds the weights that it was sent, by checksums of its parameters.
 
-An engine that acknowledges an update without loading it would sample from an old policy under the
-new version. So after every update each tensor-parallel rank reports two sums for each parameter:
-over the weights that were sent for it, and over what it holds now.
+After every update each tensor-parallel rank reports two sums for each parameter: over the weights
+that were sent for it, and over what it holds now.
 
     one rank          the two sums must be equal
     several ranks     the sum over the ranks (shards), or that of each rank (copies), must be equal

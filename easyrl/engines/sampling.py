@@ -1,7 +1,7 @@
 """Draw tokens by inverse transform from one uniform number each, and find stop strings.
 
-The uniform numbers of a sequence come from a counter-based generator (Philox) keyed by the
-sequence's identity. They do not depend on the batch, the engine or the worker.
+A sequence's uniform numbers come from a counter-based generator (Philox) keyed by its identity, and
+do not depend on the batch, the engine or the worker.
 
 Shapes: N sequences, V tokens of the vocabulary, R completion tokens.
 """

@@ -1,8 +1,8 @@
 """Decode steps on a GPU, captured as CUDA graphs.
 
-A decode step is hundreds of short kernels, and launching them takes longer than running them. If a
-step computes neither prompts nor resumed rows, all that it takes from the host are a few sizes and
-integers that fit into one tensor. The sizes are rounded up, so that few different ones occur:
+Launching a step's hundreds of short kernels takes longer than running them. A step without prompts
+and resumed rows takes from the host only a few sizes and integers that fit into one tensor. The
+sizes are rounded up, so that few different ones occur:
 
     sizes ───► graph of these sizes
     integers ───copy───► its input ───replay───► tokens and log-probabilities of all rows

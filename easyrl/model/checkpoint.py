@@ -4,11 +4,9 @@
                      ◄───────────────────read_tensors───────────────────
 
 Names: `model.<parameter>` and `optimizer.<parameter>.<exp_avg, …>`; frozen parameters are left out,
-tied ones are stored once. Random states are not needed: a policy whose forward draws numbers would
-not agree with its engine. The tensors are written and read by torch.distributed.checkpoint with its
-Hugging Face storage: each rank writes its parts into its own safetensors files, and reads the parts
-that it needs, however many ranks have written. No pickle is involved; everything else is JSON
-(`checkpoint_files`, which needs no torch).
+tied ones are stored once. torch.distributed.checkpoint's Hugging Face storage writes and reads
+them: each rank writes its parts into its own safetensors files, and reads the parts that it needs,
+however many ranks have written. Everything else is JSON (`checkpoint_files`, which needs no torch).
 """
 
 from __future__ import annotations

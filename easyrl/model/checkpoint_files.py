@@ -7,8 +7,8 @@
     RUN/checkpoints/best             a link to the best checkpoint
 
 A checkpoint is published by one rename, once all of it is on the disk, and unpublished by one
-rename before any of it is deleted. Later damage (an incomplete copy, a flipped bit) shows in the
-SHA-256 of each file and of state.json itself, which are verified before the checkpoint is used.
+rename before any of it is deleted. The SHA-256 of each file and of state.json itself are verified
+before the checkpoint is used.
 """
 
 from __future__ import annotations

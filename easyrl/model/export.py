@@ -1,7 +1,6 @@
 """Models as Hugging Face folders: those that a run writes, and those that evaluation loads.
 
-Weights have checkpoint names, also those of experts that transformers fuses in memory. `--model` of
-an evaluation may name:
+Weights have checkpoint names. `--model` of an evaluation may name:
 
     built-in, folder, hub id   unchanged
     run folder                 its model/; for an unfinished run its newest checkpoint

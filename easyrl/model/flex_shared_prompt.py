@@ -1,9 +1,9 @@
 """Shared-prompt attention by FlexAttention: one compiled kernel over the whole packed row.
 
 Blocks of 128 x 128 scores that the mask hides are never computed. Used in half precision on
-accelerators that can train FlexAttention (`devices.trains_flex_attention`), whose float32 kernels
-are many times slower than `shared_prompt`. One kernel serves rows of every length: one for each
-would be up to 1.5 times as fast, but takes ten seconds to compile for every new length.
+accelerators that can train FlexAttention, whose float32 kernels are many times slower than
+`shared_prompt`. One kernel serves rows of every length: one for each would be up to 1.5 times as
+fast, but takes ten seconds to compile for every new length.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """

@@ -1,9 +1,8 @@
 """The train ranks, and how a model is distributed over them: sharded (FSDP2), or whole on one.
 
-Weights, gradients and optimizer state are divided along their first dimension, a part for each
-rank. A layer's weights are gathered before it computes and dropped afterwards, in forward and again
-in backward; then its gradient is summed over the ranks and each keeps its part. So a rank holds at
-most one whole layer, besides the weights outside of layers (embeddings, head). Where memory allows
+Weights, gradients and optimizer state are divided along their first dimension. A layer's weights
+are gathered before it computes and dropped afterwards, in forward and again in backward; then its
+gradient is summed over the ranks and each keeps its part. Where memory allows
 (`train.reshard=false`), weights are gathered once per update, and gradients summed once at its end.
 
     rank 0   gather layer 1 ─► compute ─► gather layer 2 ─► …      each gather and each sum waits

@@ -1,8 +1,7 @@
 """Shared-prompt attention: a group is packed as `[P | R1 | R2 | ... | RG]`.
 
 A prompt token attends to the prompt, a completion token to its prompt and its own completion, both
-causally. So the attention of a packed row consists of two kinds of blocks, and nothing else is
-computed:
+causally:
 
     own      every segment (a prompt or a completion) to itself, causally
     prompt   all completions of a group together to their prompt, whose keys are not copied

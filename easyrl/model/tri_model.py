@@ -1,14 +1,12 @@
 """Policy, old policy and reference: three sets of weights for one module, one packed input.
 
-A micro-batch is moved and packed once, and the three run on it one after another:
-
                      ┌─ reference's weights (no gradient) ─► ref_logprobs
     MicroBatch ──────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
-Only the trained weights of the old policy are kept, and with LoRA the reference is the policy
-without its adapters. The policy runs last, so that its activations do not exist while the others
-run, and its weights are in place when backward recomputes.
+A micro-batch is moved and packed once. Only the old policy's trained weights are kept, and with
+LoRA the reference is the policy without its adapters. The policy runs last, so that its activations
+do not exist while the others run, and its weights are in place when backward recomputes.
 
 Shapes: T tokens of the packed row, K completion tokens in it.
 """

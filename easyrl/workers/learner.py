@@ -2,9 +2,8 @@
 
     begin_iteration ─► accumulate, accumulate, … ─► step ─► accumulate, … ─► step ─► metrics
 
-Knows no ring, no controller and no clock: an update's gradient is a function of its micro-batches
-alone. Every train rank has a learner. All of them make the same calls, each with its own
-micro-batches, and get the same gradient, norm, decision to step and metrics.
+An update's gradient is a function of its micro-batches alone. Every train rank has a learner. All
+make the same calls, each with its own micro-batches, and get the same gradient, norm and metrics.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     RolloutGroup, … ──► [prompt | completion | completion …][prompt | completion …] ──► MicroBatch
 
 The unit of packing is one rollout: a group larger than the budget is split, and its prompt is
-repeated in each part. Where prompts are not shared (`model.attention`), every rollout has its own
-and the row consists of whole sequences. Which rollouts share a micro-batch is a function of their
-order and lengths alone (docs/design.md, Invariants).
+repeated in each part. Where prompts are not shared (`model.attention`), the row consists of whole
+sequences. Which rollouts share a micro-batch is a function of their order and lengths alone
+(docs/design.md, Invariants).
 
 Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
 R of a completion.

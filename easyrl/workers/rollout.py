@@ -5,10 +5,8 @@
     train worker ──weights─────┘                          ▼
                                     ring ◄── group ◄── advantages
 
-With environments (`episodes`) they act between two turns of a completion.
-
-The loop alternates between one engine step and everything else. While the engine has work, the
-worker waits only for a free slot in the ring (back-pressure).
+With environments (`episodes`) they act between two turns of a completion. The loop alternates
+between one engine step and everything else.
 """
 
 from __future__ import annotations

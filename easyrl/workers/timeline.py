@@ -1,9 +1,8 @@
 """Timeline of a worker's activities, reported to the controller a few times a second.
 
 Adjacent spans of one kind are merged, so that thousands of engine steps become a few messages. A
-span is reported at its end; if it may last long (waits, weight exchanges, work whose last span was
-long), also at its begin, so that observers know what a quiet worker does. Training does not depend
-on the reports; the controller ends or replaces workers that report no work for
+span is reported at its end; if it may last long, also at its begin, so that observers know what a
+quiet worker does. The controller ends or replaces workers that report no work for
 `runtime.stall_seconds`.
 """
 

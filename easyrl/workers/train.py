@@ -10,9 +10,8 @@ controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learne
 
 There is one train worker per train device. Rank 0 takes the commands (except `Stop`), reads the
 ring, broadcasts weights and publishes files. It sends the other ranks each command and their share
-of the rollouts. They wait on pipes, not on the ranks' process group: a wait for the next group may
-be long, and `Stop` must get through. If a rank dies, the others' pipes raise EOFError or
-ConnectionError; then they end, and the supervisor reports the one that died.
+of the rollouts over pipes: a wait for the next group may be long, and `Stop` must get through. If a
+rank dies, the others' pipes raise EOFError or ConnectionError, and they end.
 """
 
 from __future__ import annotations

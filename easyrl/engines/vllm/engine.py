@@ -5,10 +5,10 @@
               in the prefix cache
     receive_weights ─► every tensor-parallel rank, over the weight channel (`worker`)
 
-vLLM works in processes of its own, also between two calls of `step`; its client needs an event
-loop, which runs in a thread. Which sequences share a forward pass depends on when requests arrive,
-so results may differ between runs. With `is_deterministic` requests are handed over all at once,
-while vLLM is idle and paused, and each has a seed (some devices sample such rows one by one).
+vLLM works in processes of its own; its client needs an event loop, which runs in a thread. Which
+sequences share a forward pass depends on when requests arrive, so results may differ between runs.
+With `is_deterministic` requests are handed over all at once, while vLLM is idle and paused, and
+each has a seed (some devices sample such rows one by one).
 
 Log-probabilities are those of the whole distribution at the sampling temperature, which is what is
 trained. vLLM reports them at temperature 1, or after all changes to the distribution. So with top-k

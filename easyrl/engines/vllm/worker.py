@@ -5,8 +5,7 @@
                    ◄── checksums of each parameter ── vLLM's model
 
 vLLM imports this module by name, which registers the transfer. Every tensor-parallel rank is a
-member of the weight channel and loads its share of each weight as it arrives; besides the model it
-holds a bucket and the weights of one layer.
+member of the weight channel and loads its share of each weight as it arrives.
 
 After an update each parameter is compared with the weights that were sent for it, by the sum of the
 bits of the elements: vLLM may fuse, split or pad weights (with zeros) without changing the sum. On
