@@ -5,14 +5,8 @@
 
 Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
 `timeout_seconds`. Names, shapes and dtypes are sent when they differ from the last time; from them
-every rank computes how weights are cut:
-
-    mixed bucket    small weights, one after another, as many as fit
-    own bucket      elements of one weight of ALONE_BYTES or more
-
-Of a rank's two buckets one is broadcast while the other is filled or loaded. At most one weight is
-gathered at a time. An own bucket goes from the weight's memory straight to where it belongs, unless
-the weight is cast.
+every rank computes how weights are cut into buckets. Of a rank's two buckets one is broadcast while
+the other is filled or loaded. At most one weight is gathered at a time.
 
 NCCL and HCCL refuse two ranks on one device. Where rollout and train worker share an accelerator,
 there is one bucket, memory of that device which both processes open. The process group, on the CPU,
@@ -51,7 +45,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from easyrl import devices
-from easyrl.channels import ALONE_BYTES, BUCKET_BYTES, NUM_BUCKETS
+from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.types import Weight, WeightPiece
 
 BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
@@ -84,21 +78,19 @@ class PlannedPiece:
 
 
 def cut_into_buckets(
-    entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: float
+    entries: Sequence[Sequence[Any]], bucket_bytes: int
 ) -> list[list[PlannedPiece]]:
-    """Cut weights (name, shape, dtype) into buckets, in order; those of `alone_bytes` or more into
-    buckets of their own."""
+    """Cut weights (name, shape, dtype) into buckets, in order."""
     buckets: list[list[PlannedPiece]] = [[]]
     offset = 0
     for name, shape, dtype_name in entries:
         dtype, count = getattr(torch, dtype_name), math.prod(shape)
         assert bucket_bytes >= dtype.itemsize
-        is_alone = count * dtype.itemsize >= alone_bytes
         start = 0
         while start < count:
             offset = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             num_free = (bucket_bytes - offset) // dtype.itemsize
-            if num_free <= 0 or (is_alone and offset):
+            if num_free <= 0:
                 buckets.append([])
                 offset = 0
                 continue
@@ -106,8 +98,6 @@ def cut_into_buckets(
             buckets[-1].append(PlannedPiece(name, tuple(shape), start, taken, dtype, offset))
             offset += taken * dtype.itemsize
             start += taken
-        if is_alone:
-            offset = bucket_bytes  # the next weight starts a new bucket
     return [bucket for bucket in buckets if bucket]
 
 
@@ -148,10 +138,6 @@ class WeightChannel:
         self._abort: Callable[[], None] = lambda: None
         self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
         self._bucket_bytes = endpoint.bucket_bytes
-        # On accelerators a copy is fast, and a broadcast takes 0.1 ms.
-        self._alone_bytes: float = (
-            ALONE_BYTES if self._device.type == "cpu" else endpoint.bucket_bytes
-        )
         self._buckets: list[Tensor] = []
         opened = devices.open_store(endpoint.store, self._timeout)
         store = PrefixStore(f"weights-{endpoint.generation}", opened)
@@ -161,9 +147,7 @@ class WeightChannel:
             assert endpoint.world_size == 2, "one sender and one receiver share a device"
             self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
         self._is_shared = len(self._buckets) == 1
-        if self._is_shared:
-            self._alone_bytes = math.inf  # a weight is copied through the bucket in any case
-        else:
+        if not self._is_shared:
             sizes = [self._bucket_bytes] * NUM_BUCKETS
             self._buckets = [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
@@ -217,36 +201,26 @@ class WeightChannel:
             names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
             self.broadcast(names, "sending names")
             self._entries = entries
-            self._plan = cut_into_buckets(entries, self._bucket_bytes, self._alone_bytes)
-        values = part = empty = torch.empty(0)
-        is_direct = False
+            self._plan = cut_into_buckets(entries, self._bucket_bytes)
+        values = torch.empty(0)
         for number, pieces in enumerate(self._plan):
             self._wait_for_all_but(1)  # then the bucket before the last one is free
             for piece in pieces:
                 if piece.start == 0:
-                    if is_direct:
-                        self._wait_for_all_but(0)  # a broadcast still reads `values`
-                    values = part = empty  # free this weight before the next is gathered
+                    values = torch.empty(0)  # free this weight before the next is gathered
                     values = next(gathered).reshape(-1)
                 part = values[piece.start : piece.start + piece.count]
-                is_direct = len(pieces) == 1 and self._is_direct(piece, part)
-                if not is_direct:
-                    piece.view(self._bucket(number)).copy_(part)
+                piece.view(self._bucket(number)).copy_(part)
             if self._is_shared:
                 self._signal(f"{self._name_of(number)} is filled", root=0)
                 self._signal(f"{self._name_of(number)} is read", root=1)
             else:
-                self._start(number, part if is_direct else self._bucket(number))
+                self._start(number)
         self._wait_for_all_but(0)
         return sum(piece.num_bytes for pieces in self._plan for piece in pieces)
 
-    def receive(
-        self, policy_version: int, memory_of: Callable[[str], Tensor | None] = lambda name: None
-    ) -> Iterator[WeightPiece]:
+    def receive(self, policy_version: int) -> Iterator[WeightPiece]:
         """Yield the pieces of the weights, in the sender's order (ranks above 0).
-
-        `memory_of(name)` returns a weight's flattened memory, or None. A weight with buckets of its
-        own is received there directly, if dtype and device fit.
 
         Raises RuntimeError if the sender sends another version than `policy_version`.
         """
@@ -262,12 +236,12 @@ class WeightChannel:
             names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self.broadcast(names, "waiting for names")
             entries = json.loads(names.cpu().numpy().tobytes())
-            self._plan = cut_into_buckets(entries, self._bucket_bytes, self._alone_bytes)
+            self._plan = cut_into_buckets(entries, self._bucket_bytes)
         ahead: list[list[WeightPiece]] = []
         for number in range(len(self._plan)):
             # The next bucket is received while this one is loaded.
             end = min(number + len(self._buckets), len(self._plan))
-            ahead += [self._expect_bucket(n, memory_of) for n in range(number + len(ahead), end)]
+            ahead += [self._expect_bucket(n) for n in range(number + len(ahead), end)]
             self._wait_for_all_but(len(ahead) - 1)
             yield from ahead.pop(0)
             if self._is_shared:  # broadcasts need no reply: each rank has a copy
@@ -330,29 +304,15 @@ class WeightChannel:
     def _bucket(self, number: int) -> Tensor:
         return self._buckets[number % len(self._buckets)]
 
-    def _is_direct(self, piece: PlannedPiece, part: Tensor) -> bool:
-        """Return whether `part` itself can be broadcast, without a bucket."""
-        return not self._is_shared and (part.dtype, part.device) == (piece.dtype, self._device)
-
-    def _expect_bucket(
-        self, number: int, memory_of: Callable[[str], Tensor | None]
-    ) -> list[WeightPiece]:
+    def _expect_bucket(self, number: int) -> list[WeightPiece]:
         """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
-        pieces, content = self._plan[number], self._bucket(number)
-        values = [piece.view(content) for piece in pieces]
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
         else:
-            first = pieces[0]
-            own = memory_of(first.name) if len(pieces) == 1 else None
-            if own is not None:
-                part = own[first.start : first.start + first.count]
-                if self._is_direct(first, part):
-                    values, content = [part], part
-            self._start(number, content)
+            self._start(number)
         return [
-            WeightPiece(piece.name, piece.start, part, piece.shape)
-            for piece, part in zip(pieces, values, strict=True)
+            WeightPiece(piece.name, piece.start, piece.view(self._bucket(number)), piece.shape)
+            for piece in self._plan[number]
         ]
 
     def _signal(self, what: str, root: int) -> None:
@@ -368,10 +328,10 @@ class WeightChannel:
         """Broadcast `tensor` from `root` and wait for the end; `what` names it in errors."""
         self._bounded(what, lambda: self._await(self._begin(tensor, root)))
 
-    def _start(self, number: int, content: Tensor) -> None:
+    def _start(self, number: int) -> None:
         """Start to broadcast the content of a bucket."""
         last = self._plan[number][-1]
-        content = content.view(torch.uint8)[: last.offset + last.num_bytes]
+        content = self._bucket(number)[: last.offset + last.num_bytes]
         work = self._bounded(self._name_of(number), lambda: self._begin(content, root=0))
         self._pending.append((number, work))
 

@@ -153,8 +153,7 @@ class PolicyEngine(Engine):
 
     def receive_weights(self, policy_version: int) -> None:
         assert self._channel is not None
-        into = dict(self.policy.flat_weights()).get
-        self.load_weights(self._channel.receive(policy_version, into))
+        self.load_weights(self._channel.receive(policy_version))
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         """Overwrite weights piece by piece."""

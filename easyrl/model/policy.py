@@ -244,9 +244,7 @@ class Policy:
                 self._merger.load(piece)
                 continue
             self._merger.base.pop(piece.name, None)
-            target = own[piece.name][piece.start : piece.start + len(piece.values)]
-            if target.data_ptr() != piece.values.data_ptr():  # else it was received in place
-                target.copy_(piece.values)
+            own[piece.name][piece.start : piece.start + len(piece.values)] = piece.values
 
     def flat_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight's name and its memory as a flat view [n]."""
