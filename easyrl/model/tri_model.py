@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from easyrl import devices
+from easyrl.config import Config
 from easyrl.model.attention import AttentionLayout, PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.lora import Adapter
@@ -34,34 +35,26 @@ logits_at [K], targets [K]."""
 
 
 class TriModel:
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        temperature: float,
-        has_old: bool,
-        has_reference: bool,
-        offload: Sequence[str] = (),
-        entropy_gradient: bool = False,
-        ranks: TrainRanks | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """Reference and old policy start as copies of `policy`, which is sharded over `ranks` and
-        computes in `dtype`. `offload`: `train.offload` of the config; weights on the CPU are moved
-        to the device for each micro-batch.
-        """
+    def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
+        """Reference and old policy start as copies of `policy`, which is sharded over `ranks`.
+        Copies on the CPU (`train.offload`) are moved to the device for each micro-batch."""
+        train, algorithm = config.train, config.algorithm
         self.policy = policy
-        self._forward = _Forward(policy, temperature, entropy_gradient)
+        has_entropy_gradient = algorithm.entropy_coef > 0.0
+        self._forward = _Forward(policy, config.rollout.temperature, has_entropy_gradient)
         self._ranks = ranks or TrainRanks()
         if self._ranks.mesh is not None:
-            self._ranks.shard(
-                self._forward, policy.blocks, dtype=dtype, offload="optimizer" in offload
-            )
+            dtype, offload = getattr(torch, config.model.dtype), "optimizer" in train.offload
+            self._ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
             policy.device = self._ranks.device
-        self.old = OtherWeights(policy, offload="old" in offload) if has_old else None
+        self.old: OtherWeights | None = None
+        """The policy before the iteration's first update; None: there is one update."""
+        if train.updates_per_iteration > 1:
+            self.old = OtherWeights(policy, offload="old" in train.offload)
         self._reference: OtherWeights | Adapter | None = None
-        if has_reference:
-            self._reference = policy.adapter or OtherWeights(policy, offload="reference" in offload)
+        if algorithm.beta > 0.0:
+            offload = "reference" in train.offload
+            self._reference = policy.adapter or OtherWeights(policy, offload=offload)
 
     def keep_old(self) -> None:
         """Copy the policy to the old policy."""

@@ -9,7 +9,6 @@ make the same calls, each with its own micro-batches, and get the same gradient,
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
@@ -52,21 +51,11 @@ class Learner:
         self.policy_version = 0
         """Number of optimizer updates, dropped ones included."""
         self.config = config
-        train, algorithm = config.train, config.algorithm
-        if train.compile:
+        if config.train.compile:
             policy.compile()
-        if train.activation_checkpointing:
+        if config.train.activation_checkpointing:
             policy.checkpoint_activations()
-        self._tri_model = TriModel(
-            policy,
-            temperature=config.rollout.temperature,
-            has_old=train.updates_per_iteration > 1,
-            has_reference=algorithm.beta > 0.0,
-            offload=train.offload,
-            entropy_gradient=algorithm.entropy_coef > 0.0,
-            ranks=self.ranks,
-            dtype=getattr(torch, config.model.dtype),
-        )
+        self.tri_model = TriModel(policy, config, self.ranks)
         self._parameters = policy.trained_parameters()
         self.optimizer = torch.optim.AdamW(
             self._parameters, config.learning_rate, ADAM_BETAS, weight_decay=0.0, fused=True
@@ -91,20 +80,10 @@ class Learner:
         read_tensors(checkpoint, self.policy.model, self.optimizer, group)
         self.policy_version = policy_version
 
-    @property
-    def has_old(self) -> bool:
-        """Whether the policy before the iteration's first update is kept."""
-        return self._tri_model.old is not None
-
-    def old_policy(self) -> AbstractContextManager[None]:
-        """Put the old policy's weights in place of the policy's (`has_old`)."""
-        assert self._tri_model.old is not None
-        return self._tri_model.old.in_place()
-
     def begin_iteration(self, iteration: int) -> None:
         """Keep the current policy as the old policy of this iteration's updates."""
         self._iteration = iteration
-        self._tri_model.keep_old()
+        self.tri_model.keep_old()
         self._sums = {name: self._zero() for name in ("tokens", *self._means.values())}
         self._largest_difference = self._zero()
         self._updates: list[dict[str, float]] = []
@@ -136,7 +115,7 @@ class Learner:
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
         """Move a micro-batch to the device and compute the log-probabilities that are needed."""
-        logprobs, entropy, old_logprobs, ref_logprobs = self._tri_model.logprobs(
+        logprobs, entropy, old_logprobs, ref_logprobs = self.tri_model.logprobs(
             batch, policy_is_old=not self._updates
         )
         names = "rollout_logprobs", "advantages", "loss_mask", "completion_of_token"
@@ -156,7 +135,7 @@ class Learner:
         A gradient or loss that is not finite is dropped and counted.
         """
         train = self.config.train
-        self._tri_model.finish_gradients(EMPTY)
+        self.tri_model.finish_gradients(EMPTY)
         denominator = self._functions.loss_denominator(
             self.config, num_completions=num_completions, num_tokens=num_tokens
         )

@@ -257,11 +257,12 @@ class TrainWorker:
 
     def _send_weights(self, command: events.SendWeights) -> None:
         """Send the iteration's policy, which is the old one after the first of several updates."""
-        version, learner = command.policy_version, self.learner
-        is_old = version != learner.policy_version
-        if is_old and (version != self._iteration_version or not learner.has_old):
-            self._report(events.WeightsExchanged(version, "the iteration is over"))
-            return
+        version, old = command.policy_version, None
+        if version != self.learner.policy_version:
+            old = self.learner.tri_model.old
+            if version != self._iteration_version or old is None:
+                self._report(events.WeightsExchanged(version, "the iteration is over"))
+                return
         self._close_temporary_channel()
         self.ranks.drop_gathered()
         with self.timeline.measure("weights"):
@@ -269,7 +270,7 @@ class TrainWorker:
             if not error:
                 if self.is_first_rank:  # now, since the others' waits for it have a bound
                     self._dispatch(command)
-                with learner.old_policy() if is_old else nullcontext():
+                with nullcontext() if old is None else old.in_place():
                     error = self._broadcast(channel, version)
         self._temporary_channel = channel
         self._report(events.WeightsExchanged(version, error))
