@@ -335,61 +335,50 @@ class _ResumedRows:
         self._cache, self._rows = cache, slice(first, first + len(rows))
         offsets = np.arange(num_new.max())
         is_real = offsets < num_new[:, None]  # [m, E]
-        starts = (rows["cell"] + 1 - num_new)[:, None]
-        cells = starts + offsets
-        of_cells = np.broadcast_to(first + np.arange(len(rows))[:, None], is_real.shape)
+        cells = (rows["cell"] + 1 - num_new)[:, None] + offsets
+        of_rows = np.repeat(first + np.arange(len(rows)), num_new)
         tokens = np.where(is_real, (num_new.cumsum() - num_new)[:, None] + offsets, 0)
-        lengths = cache.shared_lengths[rows["slot"]]
-        new = (torch.from_numpy(x[is_real]).to(device) for x in (of_cells, cells))
-        self._new_cells = NewCells(*new)
-        self._tokens = torch.from_numpy(tokens.ravel()).to(device)
-        self._real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
+        # From each cell of a row to its new tokens: [m, E, L].
+        distance = cells[..., None] - np.arange(padded(int(rows["cell"].max()) + 1))
         self._shape = tokens.shape
-        self._slots = torch.from_numpy(rows["slot"].copy()).to(device)
-        own_at = cells[..., None]  # [m, E, 1]: cell of each new token
-        positions = own_at + (rows["position"] - rows["cell"])[:, None, None]
-        # Distance [m, E, L] of each new token to what it may see, and what of that is hidden.
-        distance = own_at - np.arange(padded(int(rows["cell"].max()) + 1))
-        parts = [(distance, distance < 0)]
-        if lengths.any():
-            at = np.arange(padded(int(lengths.max())))
-            is_behind = at >= lengths[:, None, None]
-            parts.append((positions - at, np.broadcast_to(is_behind, (*tokens.shape, len(at)))))
-        self._parts = [[torch.from_numpy(x.copy()).to(device) for x in part] for part in parts]
-        self._biases: dict[int | None, list[Tensor]] = {}  # by sliding window
+        self._tokens, self._real, self._distance, *new_cells = (
+            torch.from_numpy(x).to(device)
+            for x in (tokens.ravel(), np.flatnonzero(is_real), distance, of_rows, cells[is_real])
+        )
+        self._new_cells = NewCells(*new_cells)
+        self._prompts: PromptAttention | None = None
+        lengths, slots = cache.shared_lengths, np.repeat(rows["slot"], num_new)
+        if lengths[slots].any():
+            positions = cells[is_real] + np.repeat(rows["position"] - rows["cell"], num_new)
+            self._prompts = PromptAttention.of_rows(slots, positions, lengths, device)
+        self._biases: dict[int | None, Tensor] = {}  # by sliding window
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """[ΣE, Hq, D], 2 x [ΣE, Hkv, D] -> [ΣE, Hq, D]"""
-        own, prompts = (each[settings.layer] for each in (self._cache.rows, self._cache.prompts))
+        own, window = self._cache.rows[settings.layer], settings.sliding_window
         self._new_cells.store(own, key, value)
-        num_heads = key.shape[1]
-        grouped = query.reshape(len(query), num_heads, -1, query.shape[-1])[self._tokens]
-        by_row = grouped.view(*self._shape, *grouped.shape[1:])  # [m, E, Hkv, Q, D]
+        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [ΣE, Hkv, Q, D]
+        by_row = grouped[self._tokens].unflatten(0, self._shape)  # [m, E, Hkv, Q, D]
         by_head = by_row.transpose(1, 2).flatten(2, 3)  # [m, Hkv, E * Q, D]
-
-        window = settings.sliding_window
         if window not in self._biases:
-            self._biases[window] = [
-                _bias(distance, hidden, window, query.dtype)
-                .repeat_interleave(grouped.shape[2], dim=1)
-                .unsqueeze(1)
-                for distance, hidden in self._parts
-            ]
-        caches: list[tuple[KeysValues, slice | Tensor]] = [
-            (own, self._rows),
-            (prompts, self._slots),
-        ]
-        parts = []
-        for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
-            k, v = (x[rows, :, : bias.shape[-1]] for x in cache)
-            block = Block(by_head, k, v, is_causal=False, bias=bias)
-            parts.append(attend_block(block, settings))
-        output = parts[0][0] if len(parts) == 1 else _merged(*parts)
-        size = output.shape[-1]
-        by_token = output.view(*output.shape[:2], self._shape[1], -1, size).transpose(1, 2)
-        return by_token.flatten(0, 1)[self._real].reshape(len(query), -1, size)
+            bias = _bias(self._distance, self._distance < 0, window, query.dtype)
+            self._biases[window] = bias.repeat_interleave(grouped.shape[2], dim=1).unsqueeze(1)
+        bias = self._biases[window]
+        k, v = (x[self._rows, :, : bias.shape[-1]] for x in own)
+
+        def by_token(x: Tensor) -> Tensor:
+            apart = x.unflatten(2, (self._shape[1], -1)).transpose(1, 2)
+            return apart.flatten(0, 1)[self._real]
+
+        block = Block(by_head, k, v, is_causal=False, bias=bias)
+        output, logsumexp = (by_token(x) for x in attend_block(block, settings))
+        if self._prompts is not None:
+            prompts = self._cache.prompts[settings.layer]
+            of_prompt = self._prompts.attend(grouped, prompts, settings)
+            output = _merged((output, logsumexp), of_prompt)
+        return output.reshape(len(query), -1, output.shape[-1])
 
 
 def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
