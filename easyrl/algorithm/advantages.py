@@ -1,7 +1,5 @@
 """Advantages of a group, computed in the rollout worker, where the group is complete."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -6,8 +6,6 @@ sum of its micro-batches' losses, divided once by a denominator that is known af
 Shapes: K completion tokens of a micro-batch, C completions in it.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Collection

@@ -1,8 +1,6 @@
 """Memory from the operating system: shared memory without a name, how much is available, and kills
 for lack of it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

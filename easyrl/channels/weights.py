@@ -23,8 +23,6 @@ this end then fails too, until all have ended. The living members then make a ch
 generation, and the version is sent again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

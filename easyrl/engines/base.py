@@ -10,8 +10,6 @@ cache. Whoever takes its `Turn` resumes it with tokens that are inserted, or end
 No sequence may be in flight when weights are received (docs/design.md, Invariants).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ sampled tokens alone, never on a clock (docs/design.md, Invariants).
 Shapes: S rows, n of them active, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

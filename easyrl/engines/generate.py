@@ -11,8 +11,6 @@ other log-probabilities the group is generated again without a cache.
 Shapes: G completions of the group, R tokens of the longest completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ key/value heads), and vectors that are stored as something computed from them (a
 must change from then on exactly when what is sent changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ do not depend on the batch, the engine or the worker.
 Shapes: N sequences, V tokens of the vocabulary, R completion tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

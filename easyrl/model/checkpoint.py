@@ -9,8 +9,6 @@ them: each rank writes its parts into its own safetensors files, and reads the p
 however many ranks have written. Everything else is JSON (`checkpoint_files`, which needs no torch).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path

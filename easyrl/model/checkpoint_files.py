@@ -11,8 +11,6 @@ rename before any of it is deleted. The SHA-256 of each file and of state.json i
 before the checkpoint is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

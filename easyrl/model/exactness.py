@@ -9,8 +9,6 @@ share prompts runs as padded batches (`policy.real_tokens`); only a non-causal m
 Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

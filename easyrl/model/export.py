@@ -10,8 +10,6 @@ Weights have checkpoint names. `--model` of an evaluation may name:
 Finding a model imports no torch; making one does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ transformers. The second half loads configuration and tokenizer by transformers,
 the controller and for the workers. Every failure is a ConfigError that names `model.path`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -8,8 +8,6 @@ fast, but takes ten seconds to compile for every new length.
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

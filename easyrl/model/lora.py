@@ -11,8 +11,6 @@ Adapted are `nn.Linear` and transformers' `Conv1D`, except the head. Experts tha
 into one tensor stay frozen: peft would have to merge them in every forward.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

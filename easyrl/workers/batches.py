@@ -20,8 +20,6 @@ With several updates per iteration, the group index decides which update a group
 arrival decided, short completions would be trained first.
 """
 
-from __future__ import annotations
-
 import pickle
 from bisect import bisect_left
 from collections.abc import Callable, Iterator

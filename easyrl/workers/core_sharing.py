@@ -12,8 +12,6 @@ share nothing.
 Imports torch only where it is used: settings are unpickled before torch may be imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from ctypes import Array, c_bool

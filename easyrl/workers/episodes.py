@@ -11,8 +11,6 @@ call is pending, all answers are, in a fixed order. So what a step computes does
 long a tool takes.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ An update's gradient is a function of its micro-batches alone. Every train rank 
 make the same calls, each with its own micro-batches, and get the same gradient, norm and metrics.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Literal

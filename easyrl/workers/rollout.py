@@ -9,8 +9,6 @@ With environments (`episodes`) they act between two turns of a completion. The l
 between one engine step and everything else.
 """
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections import deque

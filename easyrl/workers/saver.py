@@ -4,8 +4,6 @@ boundary ──► copies on the CPU ──► thread: unfinished folder ──�
                                                                     └──► CheckpointSaved
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

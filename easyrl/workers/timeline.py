@@ -6,8 +6,6 @@ quiet worker does. The controller ends or replaces workers that report no work f
 `runtime.stall_seconds`.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator

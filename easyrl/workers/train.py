@@ -14,8 +14,6 @@ of the rollouts over pipes: a wait for the next group may be long, and `Stop` mu
 rank dies, the others' pipes raise EOFError or ConnectionError, and they end.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -6,8 +6,6 @@ EasyRL has not run it on an NPU: tests/ascend_sources.py compares names and sign
 sources.
 """
 
-from __future__ import annotations
-
 from importlib import metadata
 from typing import Any
 

@@ -12,8 +12,6 @@ the folder's path in their environment. The folder's time shows the progress of 
 (`worker.report_progress`); a file in it cancels one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
