@@ -195,9 +195,10 @@ def test_replayed_decode_steps_give_the_bits_of_plain_ones(
             for setting, value in settings.items():
                 patched.setattr(step_graphs, setting, value)
             engine = engines[name] = make_engine(policy, *inputs)
-            first = [(key, values.clone()) for key, values in policy.flat_weights()]
+            first = [(key, v.detach().flatten().clone()) for key, v in policy.named_weights()]
             bits = [generate(engine, *inputs) for _ in range(2)]
-            engine.load_weights(WeightPiece(key, 0, v.clone()) for key, v in new.flat_weights())
+            pieces = (WeightPiece(key, 0, v.detach().flatten()) for key, v in new.named_weights())
+            engine.load_weights(pieces)
             bits.append(generate(engine, *inputs))
             engine.load_weights(WeightPiece(key, 0, v) for key, v in first)  # for the next engine
         if name == "plain":

@@ -80,7 +80,7 @@ class EmbeddedEngine(PolicyEngine):
         steps = (PROMPT_STEP, SLOT_STEP) if has_graphs else (CELLS, 1)
         self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, *steps)
         self.graphs = StepGraphs(policy, self.cache, sampling) if has_graphs else None
-        self._sequences: list[_Sequence | None] = [None] * num_rows
+        self._sequences: list[Any] = [None] * num_rows  # the _Sequence of each row that is held
         self._rows = np.zeros(
             num_rows,
             dtype=[
@@ -160,7 +160,7 @@ class EmbeddedEngine(PolicyEngine):
         """Move the next rows to resume behind the active ones; return how many."""
         number = longest = 0
         for row in self._rows_to_resume():
-            inserted = self._sequence(row).inserted or ()
+            inserted = self._sequences[row].inserted or ()
             longest = max(longest, 1 + len(inserted))
             if number and (number + 1) * longest > MAX_PREFILL_TOKENS:
                 break
@@ -175,7 +175,7 @@ class EmbeddedEngine(PolicyEngine):
         these tokens and, before them, the last one that was sampled."""
         fed = []
         for row in range(self.num_active, self.num_active + num_resumed):
-            sequence, state = self._sequence(row), self._rows[row]
+            sequence, state = self._sequences[row], self._rows[row]
             inserted, sequence.inserted = sequence.inserted or (), None
             start = int(state["count"])
             for name in ("count", "position", "cell"):
@@ -288,35 +288,30 @@ class EmbeddedEngine(PolicyEngine):
 
     def _stop_row(self, row: int, *, is_stopped: bool) -> None:
         """Suspend the row if there may be another turn, else end it."""
-        request, state = self._sequence(row).group.request, self._rows[row]
+        request, state = self._sequences[row].group.request, self._rows[row]
         if not (is_stopped and request.has_turns):
             self._end_row(row, is_stopped=is_stopped)
             return
         state["state"] = SUSPENDED
         tokens = state["tokens"][state["turn_start"] : state["count"]].copy()
         num_left = int(state["limit"] - state["count"])
-        self._turns.append(Turn(request.key, self._sequence(row).sample_index, tokens, num_left))
-
-    def _sequence(self, row: int) -> _Sequence:
-        sequence = self._sequences[row]
-        assert sequence is not None
-        return sequence
+        self._turns.append(Turn(request.key, self._sequences[row].sample_index, tokens, num_left))
 
     def _suspended(self, turn: Turn) -> tuple[int, _Sequence]:
         """Return the row and the sequence of a turn."""
         wanted = turn.key, turn.sample_index
         for row in range(self.num_active, self.num_held):
-            sequence = self._sequence(row)
+            sequence = self._sequences[row]
             if (sequence.group.request.key, sequence.sample_index) == wanted:
                 return row, sequence
         raise AssertionError(f"{turn} is not suspended")
 
     def _rows_to_resume(self) -> list[int]:
         suspended = range(self.num_active, self.num_held)
-        return [row for row in suspended if self._sequence(row).inserted is not None]
+        return [row for row in suspended if self._sequences[row].inserted is not None]
 
     def _end_row(self, row: int, *, is_stopped: bool) -> None:
-        sequence, state = self._sequence(row), self._rows[row]
+        sequence, state = self._sequences[row], self._rows[row]
         group, request = sequence.group, sequence.group.request
         names = ("tokens", "logprobs", "is_sampled")
         tokens, logprobs, is_sampled = (state[name][: state["count"]].copy() for name in names)

@@ -107,17 +107,14 @@ def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 class StopStrings:
     """Detect when a completion's text first contains one of some strings (`rollout.stop`), also
-    inside of a token or across tokens.
-
-    Only the tail is decoded that the longest string can span, and only if the newest token can end
-    a string. There is no state per sequence: engines may move their rows.
-    """
+    inside of a token or across tokens. Only the tail is decoded that the longest string can span,
+    and only if the newest token can end a string."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._decode = text_decoder(tokenizer)
         self._strings = tuple(strings)
         self._last_characters = {string[-1] for string in strings}
-        # A token with text has at least one byte. One more token: the first may lose its space.
+        # A token has at least one byte. One more token: the first may lose its space.
         self._num_tokens = max(len(string.encode()) for string in strings) + 1
         self._texts: dict[int, str] = {}
 
@@ -127,19 +124,8 @@ class StopStrings:
         newest = self._text_of(int(token_ids[-1]))
         if self._last_characters.isdisjoint(newest) and INCOMPLETE not in newest:
             return False
-        text = self._decode(self._tail(token_ids))
+        text = self._decode(token_ids[-self._num_tokens :].tolist())
         return any(string in text for string in self._strings)
-
-    def _tail(self, token_ids: Int32) -> list[int]:
-        """Return the last tokens with text, starting at a whole character: a tokenizer may decode
-        a character's later bytes to nothing."""
-        tail: list[int] = []
-        for token in reversed(token_ids.tolist()):
-            if text := self._text_of(token):
-                tail.append(token)
-                if len(tail) >= self._num_tokens and INCOMPLETE not in text:
-                    break
-        return tail[::-1]
 
     def _text_of(self, token: int) -> str:
         """Decode the token twice in a row: the second one keeps its leading space."""

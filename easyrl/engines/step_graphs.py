@@ -78,9 +78,6 @@ class _Inputs(NamedTuple):
     rows_by_place: Any  # [C * W]
     prompt_lengths: Any  # [C]: of shared prompts, else 0
 
-    def packed(self) -> Tensor:
-        return torch.from_numpy(np.concatenate(self))
-
     @classmethod
     def unpacked(cls, integers: Tensor, sizes: _Sizes) -> _Inputs:
         lengths = [sizes.rows] * 6 + [sizes.slots * sizes.width, sizes.slots]
@@ -119,7 +116,7 @@ class StepGraphs:
         num_padding = sizes.rows * sizes.cells - int((rows["cell"] + 1).sum())
         if num_padding * numbers_per_cell > MAX_PADDING:
             return None
-        integers = inputs.packed()
+        integers = torch.from_numpy(np.concatenate(inputs))
         if self._can_compute is None:
             self._can_compute = self._try(sizes, integers.to(self._policy.device))
         if not self._can_compute:
@@ -193,7 +190,9 @@ class StepGraphs:
         try:
             replay, drawn = devices.capture(lambda: self._compute(sizes, integers), self._pool)
             replay()
-            if _bits_equal(drawn, expected):
+            pairs = zip(drawn, expected, strict=True)
+            # Log-probabilities may be NaN.
+            if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
                 return _Graph(integers, replay, drawn)
             _warn("a replayed step differs")
         except Exception as error:  # any: out of memory, or a kernel that cannot be captured
@@ -201,12 +200,6 @@ class StepGraphs:
         self._captures = False
         self._graphs.clear()
         return None
-
-
-def _bits_equal(one: Drawn, other: Drawn) -> bool:
-    """Return whether tokens and log-probabilities, which may be NaN, have the same bits."""
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def _warn(reason: object) -> None:

@@ -57,13 +57,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: An
     All ranks of `process_group` (None: there is one rank) call this together; if one fails, all
     do. Next to training it needs a group of its own. Raises OSError, or torch's wrapper of one.
     """
-    index, file_bytes = 1, 0
     files: dict[str, int] = {}
+    num_bytes = 0
     for name, tensor in tensors.items():
-        if file_bytes and file_bytes + tensor.nbytes > FILE_BYTES:
-            index, file_bytes = index + 1, 0
-        files[name] = index
-        file_bytes += tensor.nbytes
+        files[name] = 1 + num_bytes // FILE_BYTES
+        num_bytes += tensor.nbytes
     save(
         dict(tensors),
         storage_writer=HuggingFaceStorageWriter(str(folder), files, save_distributed=True),

@@ -33,7 +33,8 @@ GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
 SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10, 14]]
 """The tokens of each of its sequences."""
-NUM_TOKENS = SEQUENCES[-1][-1] + 1
+POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 2]
+NUM_TOKENS = len(POSITIONS)
 EAGER = "eager"
 """transformers' plain attention, the definition of what a model computes."""
 NUM_DRAWS = 3
@@ -135,9 +136,7 @@ def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
-    positions = torch.zeros(1, len(tokens), dtype=torch.int64, device=tokens.device)
-    for sequence in SEQUENCES:
-        positions[0, sequence] = torch.arange(len(sequence), device=tokens.device)
+    positions = torch.tensor([POSITIONS], device=tokens.device)
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, EAGER):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])

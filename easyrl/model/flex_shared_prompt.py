@@ -116,11 +116,8 @@ def _describe_tokens(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
     for number, (prompt_length, completion_lengths) in enumerate(groups):
         for segment, length in ((PROMPT, prompt_length), *enumerate(completion_lengths)):
             start = 0 if segment == PROMPT else prompt_length
-            columns.append(
-                np.stack(
-                    [np.full(length, number), np.full(length, segment), start + np.arange(length)]
-                )
-            )
+            positions = start + np.arange(length)
+            columns.append(np.stack(np.broadcast_arrays(number, segment, positions)))
     return np.concatenate(columns, axis=1).astype(np.int32)
 
 

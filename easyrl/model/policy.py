@@ -238,17 +238,13 @@ class Policy:
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         """Overwrite weights, or merge adapters into them, piece by piece."""
-        own = dict(self.flat_weights())
+        own = {name: weight.data.view(-1) for name, weight in self.model.named_parameters()}
         for piece in pieces:
             if piece.name not in own:
                 self._merger.load(piece)
                 continue
             self._merger.base.pop(piece.name, None)
             own[piece.name][piece.start : piece.start + len(piece.values)] = piece.values
-
-    def flat_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight's name and its memory as a flat view [n]."""
-        return ((name, tensor.data.view(-1)) for name, tensor in self.model.named_parameters())
 
     def weights_sha256(self) -> str:
         """Return the SHA-256 of all weights' bytes, in name order. Collective, like `save`: all
