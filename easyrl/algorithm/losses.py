@@ -212,9 +212,7 @@ def _surrogate(
     inputs: LossInputs, ratio: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `s_t` [K] of `policy_loss`, and which tokens are clipped below and above [K] bool.
-
-    Masked tokens have advantage 0: they add nothing and are not counted.
-    """
+    Masked tokens have advantage 0: they are not counted."""
     advantages, epsilon_high = inputs.advantages, algorithm.resolved_epsilon_high
     if algorithm.loss_type == "cispo":
         is_above = ratio.detach() > epsilon_high
@@ -227,10 +225,8 @@ def _surrogate(
 
 
 def _zero_masked(inputs: LossInputs) -> LossInputs:
-    """Set values at masked tokens to 0 before any exp, so that they reach no gradient either.
-
-    The policy may give a tool's token any log-probability, -inf included.
-    """
+    """Set values at masked tokens to 0 before any exp, so that they reach no gradient either. The
+    policy may give a tool's token any log-probability, -inf included."""
     names = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
     values = {name: getattr(inputs, name) for name in (*names, "advantages")}
     zeroed: dict[str, Any] = {

@@ -24,9 +24,7 @@ class Cgroup(NamedTuple):
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Return the available memory: the minimum of the machine's and that of every cgroup above.
-
-    Page cache counts as available. `root` is the folder that contains /proc and /sys.
-    """
+    Page cache counts as available. `root`: the folder that contains /proc and /sys."""
     cgroups = (group.available_bytes for group in _memory_cgroups(root))
     return int(max(0, min([_machine_bytes(root, "MemAvailable"), *cgroups])))
 

@@ -122,10 +122,8 @@ class RingLayout:
             )
 
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
-        """Return the header's three lengths for this group.
-
-        Raises ValueError if an array does not fit a slot, or does not match the group.
-        """
+        """Return the header's three lengths for this group. Raises ValueError if an array does not
+        fit a slot, or does not match the group."""
         lengths = {
             "num_prompt_tokens": len(group.prompt_ids),
             "num_generations": group.num_generations,
@@ -186,9 +184,7 @@ class TokenPipe:
 
 class RingBuffer:
     """The shared memory and its two pipes, without a name: nothing is left behind after a kill.
-
-    Made once and passed to spawned workers, which call `attach`.
-    """
+    Made once and passed to spawned workers, which call `attach`."""
 
     def __init__(self, layout: RingLayout) -> None:
         """Raises ConfigError if the memory is too small, or a pipe for the number of slots."""
@@ -239,11 +235,9 @@ class RingBuffer:
 
     def reclaim(self, *dead_owners: int, timeout_seconds: float = 5.0) -> None:
         """Recover the slots of dead owners: those being written become free, those being read (or
-        finished but not published) become ready. Call from one process at a time.
-
-        Raises TimeoutError if another owner stays in a move because it is stopped, or dead as well.
-        The ring is then unchanged; call again with all dead owners.
-        """
+        finished but not published) become ready. Call from one process at a time. Raises
+        TimeoutError, with the ring unchanged, if another owner stays in a move: call again with all
+        dead owners."""
         assert all(0 <= owner < self.layout.num_owners for owner in dead_owners)
         deadline = time.monotonic() + timeout_seconds
         living = [i for i in range(self.layout.num_owners) if i not in dead_owners]
@@ -288,10 +282,7 @@ class RingBuffer:
 
     def delivered(self, iteration: int) -> set[int]:
         """Return the indices of this iteration's groups that are published in a slot, or taken by
-        the trainer. Of a dead owner, the answer is exact once its slots are reclaimed.
-
-        A group that was published at the start is still in its slot at the end, or is in `taken`.
-        """
+        the trainer. Of a dead owner, the answer is exact once its slots are reclaimed."""
 
         def are_published() -> npt.NDArray[np.bool_]:
             states = self.slots["status"] & (1 << STATE_BITS) - 1
@@ -307,11 +298,8 @@ class RingBuffer:
         return {*indices[is_published].tolist(), *np.flatnonzero(self.taken == iteration).tolist()}
 
     def group(self, slot: int) -> RolloutGroup:
-        """Return the group in a slot that this or another process has leased, as read-only NumPy
-        views of the shared memory.
-
-        Raises RuntimeError if the lengths are impossible: another process wrote into the slot.
-        """
+        """Return the group in a slot that this or another process has leased, as read-only views.
+        Raises RuntimeError if the lengths are impossible: another process wrote into the slot."""
         fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
         lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
         for name, _, dimension in ARRAYS:
@@ -330,11 +318,8 @@ class RingBuffer:
 
 
 class RingPort:
-    """One worker's access to the ring.
-
-    `multiprocessing.connection.wait` returns `writable_fd` when a slot is free and `readable_fd`
-    when a group is ready. Another worker may still be faster.
-    """
+    """One worker's access to the ring. `multiprocessing.connection.wait` returns `writable_fd` when
+    a slot is free and `readable_fd` when a group is ready. Another worker may still be faster."""
 
     def __init__(self, ring: RingBuffer, owner_id: int) -> None:
         self.ring = ring
@@ -344,9 +329,7 @@ class RingPort:
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
         """Copy a group into a free slot and publish it; return False if none became free in time.
-
-        Raises ValueError if the group is too large for a slot, or its arrays do not match.
-        """
+        Raises ValueError if the group is too large for a slot, or its arrays do not match."""
         ring, slots = self.ring, self.ring.slots
         lengths = ring.layout.lengths(group)
         slot = self._take(ring.free_pipe, WRITING, timeout_seconds)

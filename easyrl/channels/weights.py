@@ -167,13 +167,11 @@ class WeightChannel:
         dtype: torch.dtype | None = None,
         gather: Callable[[Tensor, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype),
     ) -> int:
-        """Broadcast the weights (rank 0). Receivers keep their values of all other weights.
+        """Broadcast the weights (rank 0); return the bytes sent.
 
         `gather(weight, dtype)` makes a weight whole, in the order of `weights`, one at a time. All
         that have elements are gathered, even if a receiver is lost: other train ranks gather them
         too. `dtype`: sent dtype (None: the weight's own); what `gather` returns in another is cast.
-
-        Returns the bytes sent.
         """
         assert self.rank == 0
         weights, entries = list(weights), []
@@ -218,10 +216,8 @@ class WeightChannel:
         return sum(piece.num_bytes for pieces in self._plan for piece in pieces)
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
-        """Yield the pieces of the weights, in the sender's order (ranks above 0).
-
-        Raises RuntimeError if the sender sends another version than `policy_version`.
-        """
+        """Yield the pieces of the weights, in the sender's order (ranks above 0). Raises
+        RuntimeError if the sender sends another version than `policy_version`."""
         assert self.rank > 0
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.broadcast(announced, "waiting for a version")

@@ -119,9 +119,8 @@ class Engine:
         raise NotImplementedError
 
     def receive_weights(self, policy_version: int) -> None:
-        """Receive a broadcast of weights and use them from now on. Raises RuntimeError while
-        sequences are in flight. After a ConnectionError or TimeoutError, join another channel and
-        receive again before the next group."""
+        """Receive a broadcast of weights. Raises RuntimeError while sequences are in flight. After
+        a ConnectionError or TimeoutError, join another channel and receive again."""
         raise NotImplementedError
 
     def _check_idle(self) -> None:

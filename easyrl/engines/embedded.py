@@ -236,8 +236,7 @@ class EmbeddedEngine(PolicyEngine):
 
     def _forward(self, fed: list[Int32], prompts: list[Any], slots: list[int]) -> Tensor:
         """Return the logits of every active row, of the rows behind them that are resumed (`fed`:
-        the tokens of each), and of every prompt's last token [n + len(fed) + len(prompts), V]. The
-        prompts' keys and values go to these slots."""
+        the tokens of each), and of every prompt's last token [n + len(fed) + len(prompts), V]."""
         n = self.num_active
         device = self.policy.device
         lengths = [len(prompt) for prompt in prompts]

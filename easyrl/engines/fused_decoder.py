@@ -135,8 +135,7 @@ def _normalized(x: Tensor, scaled_eps: Tensor) -> Tensor:
 
 def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
     """Return cosines and signed sines of RoPE (arXiv 2104.09864, eq. 34) of each position, by
-    halves of a head: 2 x [max_length, 1, 2, D/2]. Raises ValueError if they depend on more than the
-    position."""
+    halves of a head: 2 x [max_length, 1, 2, D/2]. Raises ValueError if these depend on a batch."""
     if rotary.rope_type in ("dynamic", "longrope"):
         raise ValueError("RoPE depends on the longest sequence")
     tables = rotary(torch.zeros(1), torch.arange(max_length)[None])

@@ -324,9 +324,7 @@ def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Ten
 
 class _ResumedRows:
     """Attention of the new tokens of m adjacent rows, each to its prompt, its row and themselves.
-
-    Rows with fewer new tokens than E are padded.
-    """
+    Rows with fewer new tokens than E are padded."""
 
     def __init__(
         self, cache: KVCache, first: int, rows: Any, num_new: Ints, device: torch.device
@@ -395,12 +393,9 @@ def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]
 
 @dataclass(slots=True)
 class PromptAttention:
-    """Attention of the active rows to their groups' prompts, in one block.
-
-    The rows of a slot need not be adjacent: queries are gathered slot by slot, W places for each,
-    as many as the slot with most rows needs. Slots whose prompt is copied to its rows are hidden.
-    Where the slots in use are few among many, their prompts are gathered, too.
-    """
+    """Attention of rows to their groups' prompts, in one block. Queries are gathered slot by slot,
+    W places for each, as many as the slot with most rows needs. Slots whose prompt is copied to its
+    rows are hidden. Where the slots in use are few among many, their prompts are gathered, too."""
 
     slots: slice | Tensor  # C of the cache
     width: int  # W

@@ -58,9 +58,9 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     """Draw a token per row from logits [N, V] and uniforms [N] (float64); return the tokens [N] and
     their log-probabilities [N] (float32).
 
-    With `top_k` and `top_p` only the likeliest tokens are drawn. The log-probability is always that
-    of the whole distribution softmax(logits / temperature), which is what is trained. Temperature 0
-    takes the likeliest token; its log-probability is that at temperature 1.
+    The log-probability is always that of the whole distribution softmax(logits / temperature),
+    which is what is trained, also with `top_k` and `top_p`. Temperature 0 takes the likeliest
+    token; its log-probability is that at temperature 1.
     """
     scores = shifted_scores(logits, settings.temperature or 1.0)  # [N, V]
     weights = scores.exp()

@@ -52,11 +52,9 @@ def copy_of_training(
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:
-    """Write the tensors to `folder`, which is created, and return when they are on the disk.
-
-    All ranks of `process_group` (None: there is one rank) call this together; if one fails, all
-    do. Next to training it needs a group of its own. Raises OSError, or torch's wrapper of one.
-    """
+    """Write the tensors to `folder`, which is created, and return when they are on the disk. All
+    ranks of `process_group` (None: there is one rank) call this together; if one fails, all do.
+    Raises OSError, or torch's wrapper of one."""
     files: dict[str, int] = {}
     num_bytes = 0
     for name, tensor in tensors.items():

@@ -51,9 +51,8 @@ class DiskError(ConfigError):
 
 @contextmanager
 def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False) -> Iterator[Path]:
-    """Yield a path to write a model to. Afterwards it replaces `folder`, which never holds an
-    incomplete model, and must not exist if `is_new`. One of a sharded model's ranks `is_writer`.
-    Raises DiskError."""
+    """Yield a path to write a model to. Afterwards it replaces `folder`, which must not exist if
+    `is_new`. One of a sharded model's ranks `is_writer`. Raises DiskError."""
     from safetensors import SafetensorError
 
     folder = folder.resolve()
@@ -190,9 +189,8 @@ class ModelSource:
 
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
-    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing.
-
-    `base`: the model that an adapter belongs to, if not the one that it names."""
+    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing. `base`:
+    the model that an adapter belongs to, if not the one that it names."""
     folder = Path(path).expanduser()
     is_folder = path not in BUILT_IN_MODELS and folder.is_dir()
     is_adapter = is_folder and (folder / ADAPTER_CONFIG).is_file()

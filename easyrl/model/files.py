@@ -129,9 +129,7 @@ def _weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> tuple[i
 
 def max_positions(model_config: dict[str, Any]) -> int | None:
     """Return the longest sequence for which `config.json` makes the model exact; None if it sets no
-    bound. (`longrope` and `dynamic` RoPE choose the factors of a whole batch by its longest
-    position; up to this length they are constant.)
-    """
+    bound. Up to this length the factors of `longrope` and `dynamic` RoPE are constant."""
     config = model_config.get("text_config") or model_config
     longest = config.get("max_position_embeddings") or config.get("n_positions")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -234,10 +232,8 @@ def tokenizer_of(config: Config, path: str = "") -> Any:
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load transformers' configuration of a causal language model.
-
-    Raises ConfigError if transformers does not support the model, or it generates no text.
-    """
+    """Load transformers' configuration. Raises ConfigError if the model is no causal language model
+    that transformers supports."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     config = _load(AutoConfig, "configuration", path, trust_remote_code)

@@ -41,8 +41,7 @@ def chunked_token_logprobs(
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_logprobs(policy.head(hidden), targets, temperature)` of hidden states [K, H]
-    and targets [K], a chunk at a time. If all logits fit one, nothing is computed twice.
-    """
+    and targets [K], a chunk at a time."""
 
     chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
     num_chunks = -(-len(targets) * policy.vocabulary_size * 4 // chunk_bytes)
@@ -60,11 +59,9 @@ def chunked_token_logprobs(
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Logits [K, V] and targets [K] -> log-probabilities [K] and entropies [K].
-
-    Both are of the sampling distribution softmax(logits / temperature), in float32, in nats. The
-    entropies have a gradient only with `entropy_gradient`, which an entropy bonus needs.
-    """
+    """Return log-probabilities [K] and entropies [K] of targets [K], given logits [K, V]: of the
+    sampling distribution softmax(logits / temperature), in float32, in nats. The entropies have a
+    gradient only with `entropy_gradient`, which an entropy bonus needs."""
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         lambda rows: rows, max(1, len(targets)), targets, temperature, entropy_gradient, logits
     )

@@ -42,9 +42,8 @@ def check_lora(
     trust_remote_code: bool = False,
     is_planned: bool = False,
 ) -> int:
-    """Count the elements that would be trained in the model of `path` with transformers' `config`.
-    Raises ConfigError if peft is missing, unless the run `is_planned` for another machine, or the
-    model lacks the layers."""
+    """Count the elements that would be trained in the model of `path`. Raises ConfigError if the
+    model lacks the layers or, unless the run `is_planned` for another machine, peft is missing."""
     assert lora.rank is not None
     if not (is_planned or find_spec("peft")):
         raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")
@@ -164,10 +163,8 @@ def _merge(weight: Tensor, parts: Iterable[Any], is_transposed: bool, out: Tenso
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """Return the merged weight of one of peft's layers.
-
-    A sharded model's tensors are gathered first: a product of parts could have other last bits.
-    """
+    """Return the merged weight of one of peft's layers. A sharded model's tensors are gathered
+    first: a product of parts could have other last bits."""
     weight: Tensor = whole(layer.base_layer.weight)
     a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
     parts = a, b, layer.scaling["default"]

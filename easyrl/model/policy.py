@@ -76,11 +76,9 @@ class Policy:
         dtype: DType | None = "float32",
     ) -> Policy:
         """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they
-        are stored, for `TrainRanks.shard`. Where nothing is converted, processes share the pages of
-        the files. A model is checked once, in float32 on the CPU. Raises ConfigError if weights are
-        missing, if it is no causal language model, or if `attention` asks for shared prompts that
-        it cannot compute exactly.
-        """
+        are stored, for `TrainRanks.shard`. The model is checked once, in float32 on the CPU. Raises
+        ConfigError if weights are missing, if it is no causal language model, or if `attention`
+        asks for shared prompts that it cannot compute exactly."""
         register_attention()
         model = _load(path, dtype, trust_remote_code=trust_remote_code)
 
@@ -167,9 +165,8 @@ class Policy:
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [K, V] of `hidden_states` [K, H].
 
-        This runs the model's own forward, whatever its head does besides a matrix product, with
-        the layers' forward replaced by their result. Until the call returns the model has no
-        layers, so no other thread and no hook may run it. Recomputation in backward is safe.
+        This runs the model's own forward, with the layers' forward replaced by their result. Until
+        the call returns the model has no layers, so no other thread and no hook may run it.
         """
         given = self._base_output(last_hidden_state=hidden.unsqueeze(0))
         self._layers.forward = lambda *_, **__: given  # shadows the class's method
@@ -257,9 +254,8 @@ class Policy:
         return digest.hexdigest()
 
     def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
-        """Write a Hugging Face folder that transformers and vLLM can load, adapters merged. A
-        sharded policy is gathered weight by weight onto the CPU of the rank with `is_writer`.
-        """
+        """Write a Hugging Face folder, adapters merged. A sharded policy is gathered weight by
+        weight onto the CPU of the rank with `is_writer`."""
         gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
         for weight in self._exported(self.model.state_dict(keep_vars=True).items()):
@@ -276,8 +272,7 @@ class Policy:
 def real_tokens(position_ids: Tensor) -> Tensor:
     """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences, each
     of which starts at a 0 in `position_ids` [T]. Padding follows the real tokens, so a causal model
-    needs no mask: each row gives what its sequence gives alone.
-    """
+    needs no mask."""
     starts = (position_ids == 0).nonzero().squeeze(1)  # [B]
     lengths = torch.diff(starts, append=starts.new_tensor([len(position_ids)]))
     columns = torch.arange(int(lengths.max()), device=lengths.device)

@@ -53,10 +53,9 @@ class TrainRanks:
     def join(
         cls, store: str, *, rank: int, size: int, device: torch.device, timeout_seconds: float
     ) -> TrainRanks:
-        """Initialize rank `rank` of `size` in torch's default process group. `store`:
-        see `devices.open_store`. Raises TimeoutError if the others do not join within
-        `timeout_seconds`, which also bounds every later wait for them.
-        """
+        """Initialize rank `rank` of `size` in torch's default process group over
+        `devices.open_store`. Raises TimeoutError if the others do not join within
+        `timeout_seconds`, which also bounds every later wait for them."""
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks = cls()

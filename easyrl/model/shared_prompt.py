@@ -389,11 +389,9 @@ class Bucket:
 
 
 def make_buckets(segments: _Ints, device: torch.device) -> list[Bucket]:
-    """Divide segments [n, 2] (start, length) into buckets, the longest first.
-
-    Minimizes the cost of scores and buckets over all cuts of the segments sorted by length, by
-    dynamic programming over the distinct widths.
-    """
+    """Divide segments [n, 2] (start, length) into buckets, the longest first: minimize the cost of
+    scores and buckets over all cuts of the segments sorted by length, by dynamic programming over
+    the distinct widths."""
     longest_first = segments[np.argsort(-segments[:, 1], kind="stable")]
     falling, starts = np.unique(-padded_length(longest_first[:, 1]), return_index=True)
     bounds = np.append(starts, len(segments))  # where each width starts

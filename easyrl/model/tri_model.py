@@ -66,11 +66,8 @@ class TriModel:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return log-probabilities at the sampling temperature: the policy's with gradient, its
         entropy in nats (with gradient if asked for), the old policy's, and the reference's (None
-        without one), all of them [K].
-
-        `policy_is_old`: the policy has made no step since `keep_old`, so its own log-probabilities
-        are the old policy's.
-        """
+        without one), all of them [K]. `policy_is_old`: the policy has made no step since
+        `keep_old`."""
         assert policy_is_old or self.old is not None
         packed = self._packed(batch)
         ref_logprobs = self._run_other(self._reference, packed)
@@ -145,9 +142,8 @@ class _Forward(nn.Module):
 class OtherWeights:
     """A second set of a policy's trained weights, swapped into its module while needed.
 
-    The parameter objects stay the same and only point to other memory, so module, optimizer state,
-    tied weights and compiled kernels are unaffected and nothing is copied. A sharded policy's parts
-    are overwritten and written back instead, because gathering reads them in place.
+    The parameter objects stay the same and only point to other memory. A sharded policy's parts are
+    overwritten and written back instead, because gathering reads them in place.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:

@@ -51,10 +51,8 @@ class UpdateEnd:
 
 
 class GroupReader:
-    """Reader of one iteration's groups from the ring: each exactly once, all of one policy.
-
-    A worker that dies can leave a group twice. The late duplicate is dropped and counted.
-    """
+    """Reader of one iteration's groups from the ring, all of one policy. A worker that dies can
+    leave a group twice: the late duplicate is dropped and counted."""
 
     def __init__(
         self,
@@ -120,9 +118,8 @@ class GroupReader:
         return next(of_update, None)
 
     def _accept(self, group: RolloutGroup) -> bool:
-        """Return whether the group is new; False if it has been accepted before, in this iteration
-        or the previous one. Raises RuntimeError if it is off-policy or not due (docs/design.md,
-        Invariants)."""
+        """Return whether the group is new: not accepted in this iteration or the previous one.
+        Raises RuntimeError if it is off-policy or not due (docs/design.md, Invariants)."""
         got, index = (group.iteration, group.policy_version), group.group_index
         if got == self._previous and index in self._previously_taken:
             return False
@@ -147,10 +144,8 @@ class GroupReader:
 def micro_steps(
     config: Config, reader: GroupReader, *, num_ranks: int, shares_prompts: bool
 ) -> Iterator[Step | UpdateEnd]:
-    """Yield for each update its micro-steps, then its UpdateEnd.
-
-    Raises RuntimeError for a group that is off-policy or not due.
-    """
+    """Yield for each update its micro-steps, then its UpdateEnd. Raises RuntimeError for a group
+    that is off-policy or not due."""
     max_tokens = config.max_tokens_per_micro_batch
     waits_until_full = config.runtime.deterministic
     mask_truncated = config.algorithm.mask_truncated_completions
@@ -230,11 +225,8 @@ class Rows:
 
 
 def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
-    """Divide the rollouts, in order, among the ranks so that the largest share is minimal.
-
-    Ranks wait for each other layer by layer, so the largest share decides. A binary search finds
-    the smallest budget with which filling rows needs at most `num_ranks` of them.
-    """
+    """Divide the rollouts, in order, among the ranks so that the largest share is minimal: a binary
+    search finds the smallest budget with which filling rows needs at most `num_ranks` of them."""
     if num_ranks == 1:
         return rows.rows
     rollouts = [rollout for row in rows.rows for rollout in row]

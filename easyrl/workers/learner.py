@@ -128,10 +128,8 @@ class Learner:
         )
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
-        """Step the optimizer with the accumulated gradient over the update's `loss_denominator`.
-
-        A gradient or loss that is not finite is dropped and counted.
-        """
+        """Step the optimizer with the accumulated gradient over the update's `loss_denominator`. A
+        gradient or loss that is not finite is dropped and counted."""
         train = self.config.train
         self.tri_model.finish_gradients(EMPTY)
         denominator = self._functions.loss_denominator(
@@ -171,10 +169,7 @@ class Learner:
 
     def metrics(self) -> dict[str, float]:
         """Return the iteration's metrics under TRL's names: means over its tokens or its updates.
-
-        Rollouts without a gradient are not computed and not included. If there are no others, the
-        means are NaN.
-        """
+        Rollouts without a gradient are not included; if there are no others, the means are NaN."""
         totals = self.ranks.reduce([float(total) for total in self._sums.values()])
         sums = dict(zip(self._sums, totals, strict=True))
         (largest,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
@@ -205,11 +200,9 @@ def learning_rate_factor(
     warmup_iterations: int,
     kind: Literal["constant", "linear", "cosine"],
 ) -> float:
-    """Return the factor of the peak learning rate in `iteration` (from 0).
-
-    Warm-up rises linearly and reaches 1 in iteration `warmup_iterations`. `linear` and `cosine`
-    then fall to 0, which they would reach just after the last iteration.
-    """
+    """Return the factor of the peak learning rate in `iteration` (from 0). Warm-up rises linearly
+    and reaches 1 in iteration `warmup_iterations`. `linear` and `cosine` then fall to 0, which they
+    would reach just after the last iteration."""
     if iteration < warmup_iterations:
         return (iteration + 1) / (warmup_iterations + 1)
     progress = (iteration - warmup_iterations) / max(1, num_iterations - warmup_iterations)

@@ -46,12 +46,9 @@ def split_group(
     mask_truncated: bool = False,
     keep_zero_advantages: bool = False,
 ) -> list[Rollout]:
-    """Split a group into its rollouts that carry a gradient.
-
-    A rollout without one is left out: all its tokens are masked (with `mask_truncated`, those of a
-    truncated completion are), or its advantage is 0 and there is neither a KL term nor an entropy
-    bonus (`keep_zero_advantages`).
-    """
+    """Split a group into its rollouts that carry a gradient. One without is left out: all its
+    tokens are masked (`mask_truncated`: those of a truncated completion are), or its advantage is 0
+    and there is neither a KL term nor an entropy bonus (`keep_zero_advantages`)."""
     mask = group.trained_mask(mask_truncated=mask_truncated)
     return [
         Rollout(
@@ -68,11 +65,8 @@ def split_group(
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Pack rollouts one after another into a row.
-
-    With `shares_prompts`, consecutive rollouts of one prompt share it; otherwise each rollout is a
-    whole sequence.
-    """
+    """Pack rollouts one after another into a row. With `shares_prompts`, consecutive rollouts of
+    one prompt share it; otherwise each rollout is a whole sequence."""
     groups: list[tuple[int, list[int]]] = []
     ids: list[Int32] = []
     positions: list[np.ndarray] = []

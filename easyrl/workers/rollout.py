@@ -371,8 +371,7 @@ class RolloutWorker:
 
         A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
         rewards are all equal: the controller replaces it by another prompt. In the last round such
-        a group is delivered like all others. Its advantages are exactly 0, so without a KL term or
-        entropy bonus it has no gradient, but its completions count in the loss's denominator.
+        a group is delivered like all others: its completions count in the loss's denominator.
         """
         algorithm, completions = self.config.algorithm, own.completions
         is_skipped = not scored.scores
@@ -438,11 +437,9 @@ class RolloutWorker:
             self._outbox.append((group, report))
 
     def _publish(self) -> None:
-        """Put finished groups into the ring while it has free slots.
-
-        Each is reported just before: if this worker dies, the controller asks the ring which of the
-        reported groups were delivered, and knows all that were.
-        """
+        """Put finished groups into the ring while it has free slots. Each is reported just before:
+        if this worker dies, the controller asks the ring which of the reported groups were
+        delivered."""
         while self._outbox:
             assert self.port is not None
             group, report = self._outbox[0]

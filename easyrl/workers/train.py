@@ -339,10 +339,7 @@ class TrainWorker:
 
     def _dispatched(self, reader: GroupReader) -> Iterator[MicroBatch | UpdateEnd]:
         """Rank 0: send each other rank its shares; yield the own micro-batches and ends of updates.
-
-        Commands are obeyed while no rank has begun the next micro-step or the optimizer's step, so
-        that no rank waits for another one in vain.
-        """
+        Commands are obeyed while no rank has begun the next micro-step or the optimizer's step."""
         num_ranks = self.settings.num_train_ranks
         shares_prompts = self.learner.policy.shares_prompts
         steps = micro_steps(self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts)

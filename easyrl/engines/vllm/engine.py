@@ -118,14 +118,11 @@ class VllmEngine(Engine):
         is_deterministic: bool = False,
         number: int = 0,
     ) -> None:
-        """Start vLLM's processes and load the model.
-
-        `stop_at`: a token that ends completions, besides the model's own. `memory_fraction`: part
-        of an accelerator's memory for weights and KV cache; `is_device_shared`: the trainer uses it
-        too. `log_file`: the file that this process's output goes to. `number`: engines with one
-        seed and different numbers draw different samples.
-
-        Raises ConfigError if vLLM does not support the model or has too little memory for it."""
+        """Start vLLM's processes and load the model. `stop_at`: a token that ends completions,
+        besides the model's own. `memory_fraction`: part of an accelerator's memory for weights and
+        KV cache; `is_device_shared`: the trainer uses it too. `number`: engines with one seed and
+        different numbers draw different samples. Raises ConfigError if vLLM does not support the
+        model or has too little memory for it."""
         super().__init__(sampling)
         self.policy_version = -1
         self._is_deterministic = is_deterministic

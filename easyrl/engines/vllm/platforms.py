@@ -136,11 +136,8 @@ def cache_bytes(
     shared_part: float | None,
 ) -> int | None:
     """Return the size of the KV cache for `num_rows` sequences of `max_tokens`; None on a device of
-    its own, where vLLM measures how much memory is left.
-
-    On a device that the trainer uses too, vLLM would count the trainer's allocations as its own.
-    There the size is at most what the fraction `shared_part` of the memory leaves besides the
-    weights."""
+    its own, where vLLM measures how much memory is left. On a device that the trainer uses too, it
+    is at most what the fraction `shared_part` of the memory leaves besides the weights."""
     if device != "cpu" and shared_part is None:
         return None
     files, element_bytes = read_model_files(model), DTYPE_BYTES[dtype]
