@@ -144,8 +144,7 @@ class Loss(NamedTuple):
 
 
 def load_loss(config: Config) -> Loss:
-    """Return the built-in loss, or load the user's and call it once with a tiny micro-batch. Raises
-    ConfigError if that fails."""
+    """Return the built-in loss, or load and try the user's. Raises ConfigError if it fails."""
     if not config.algorithm.has_own_loss:
         metrics = policy_loss(_tiny_inputs(config), config).metrics
         return Loss(policy_loss, loss_denominator, metrics.keys())

@@ -20,8 +20,7 @@ from easyrl.channels.ring_buffer import ARRAYS, DIMENSIONS, FIELDS, RingLayout
 from easyrl.types import RolloutGroup
 
 MAX_UNACKNOWLEDGED = 4
-"""Groups of one worker that are on their way. More do not speed up a worker whose groups take
-longer than a message does."""
+"""Groups of one worker that are on their way. More do not speed it up."""
 TOKEN = b"\x01"
 
 
@@ -33,8 +32,7 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 def decode_group(message: bytes) -> RolloutGroup:
-    """Return the group, whose arrays are read-only views of the message. Raises ValueError if the
-    message is not whole."""
+    """Return the group, as read-only views. Raises ValueError if the message is not whole."""
     names = *FIELDS, *DIMENSIONS
     header = np.frombuffer(message, np.int64, len(names))
     fields: dict[str, Any] = dict(zip(names, header.tolist(), strict=True))

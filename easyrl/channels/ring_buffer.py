@@ -53,8 +53,7 @@ SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
 DIMENSIONS = ("num_prompt_tokens", "num_generations", "num_completion_tokens")
 
 FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
-# The status is state and owner in one word: both change in one store. The dimensions are the
-# lengths of this group's arrays.
+# The status is state and owner in one word: both change in one store.
 HEADER = ("status", *FIELDS, *DIMENSIONS)
 
 ARRAYS = (  # field of RolloutGroup, element type, its one dimension

@@ -372,8 +372,7 @@ class WeightChannel:
             self.close()
             waited = time.monotonic() - started
             text, reason = f"weight channel, {self._name}, {what}", str(error).partition("\n")[0]
-            # A broadcast may start before this wait, so it may time out before this wait reaches
-            # the bound.
+            # A broadcast may have started, and so time out, before this wait.
             is_late = waited >= 0.9 * self._timeout.total_seconds()
             if not (is_late or "Timed out" in str(error) or "timing out" in str(error)):
                 raise ConnectionError(f"{text}: {reason}") from error

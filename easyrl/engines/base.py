@@ -31,8 +31,7 @@ class GroupRequest:
     prompt_ids: Sequence[int]  # [P]
     num_generations: int
     completion_lengths: Sequence[int] | None = None  # [G]
-    """Maximum tokens of each completion; exact lengths if the engine ignores end-of-sequence
-    tokens (benchmarks). None: the engine's limit."""
+    """Maximum tokens of each completion; None: the engine's limit."""
     has_turns: bool = False  # a sequence that stops is suspended: see `Turn`
     first_tokens: Sequence[Sequence[int]] | None = None
     """[G]: inserted at the start of each completion, where there are any (with `has_turns`)."""
@@ -72,8 +71,7 @@ class Engine:
         self._turns: list[Turn] = []
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group. Groups are served first come, first served. Raises ConfigError if the
-        prompt exceeds the engine's limit."""
+        """Queue a group, first come, first served. Raises ConfigError if the prompt is too long."""
         longest = self.sampling.max_prompt_length
         if not 0 < len(request.prompt_ids) <= longest:
             raise ConfigError(
@@ -109,8 +107,7 @@ class Engine:
         raise NotImplementedError
 
     def step(self) -> list[FinishedGroup]:
-        """Do the engine's smallest unit of work (embedded: one token of every sequence in flight);
-        return the groups that have finished."""
+        """Do the engine's smallest unit of work; return the groups that have finished."""
         raise NotImplementedError
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:

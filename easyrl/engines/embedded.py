@@ -171,8 +171,7 @@ class EmbeddedEngine(PolicyEngine):
         return number
 
     def _insert(self, num_resumed: int) -> list[Int32]:
-        """Append the inserted tokens of the rows to resume. Return what the model must process:
-        these tokens and, before them, the last one that was sampled."""
+        """Append the tokens to insert; return them, each row's with the last sampled one before."""
         fed = []
         for row in range(self.num_active, self.num_active + num_resumed):
             sequence, state = self._sequences[row], self._rows[row]
@@ -188,8 +187,7 @@ class EmbeddedEngine(PolicyEngine):
         return fed
 
     def _decode_with_graphs(self) -> bool:
-        """Compute the next token of every active row. Return False, having done nothing, if that
-        needs `_forward_and_sample`."""
+        """Compute the next token of every active row; return False if graphs cannot."""
         rows, active = np.arange(self.num_active), self._rows[: self.num_active]
         drawn = None
         if self.graphs is not None:
@@ -323,8 +321,8 @@ class EmbeddedEngine(PolicyEngine):
         self._sequences[row], state["state"] = None, ENDED
 
     def _arrange(self) -> None:
-        """Move rows into the order of their states, active ones of a higher length class before
-        others. Only rows that are in the wrong place move."""
+        """Move the rows that are not in the order of their states and, if active, length
+        classes."""
         held = self._rows[: self.num_held]
         ranks = held["state"] + (held["state"] == ACTIVE) * length_class(held["cell"] + 1)
         is_alive = ranks != ENDED
@@ -358,8 +356,7 @@ class EmbeddedEngine(PolicyEngine):
             self._arrange()
 
     def _start_row(self, row: int, sequence: _Sequence) -> None:
-        # The newest token is the first of the completion or, where that is inserted, the last one
-        # of the prompt.
+        # Where the first tokens are inserted, the newest one is the prompt's last.
         count = 1 if sequence.inserted is None else 0
         state, self._sequences[row] = self._rows[row], sequence
         state["position"] = len(sequence.group.request.prompt_ids) - 1 + count

@@ -30,13 +30,12 @@ from easyrl.model.shared_prompt import AttentionSettings
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit: rounding in float32."""
 CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2
-"""Tokens of each row of the check, at first and with new weights: 24 take half a second with 135
-million parameters."""
+"""Tokens of each row of the check, at first and with new weights."""
 
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
-    """Return a decoder for sequences of up to `max_length` tokens, or None if the policy must run
-    through its own code."""
+    """Return a decoder for sequences of up to `max_length` tokens, or None if it would not be
+    exact."""
     parameters = list(policy.model.parameters())
     is_float32_on_cpu = all(p.dtype == torch.float32 and p.is_cpu for p in parameters)
     if not is_float32_on_cpu or policy.no_packing_reason is not None:
@@ -49,8 +48,8 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
 
 
 class _Product:
-    """x [T, H] -> x Wᵀ + b [T, N] of linear layers side by side, which share their input. `norm`:
-    the RMSNorm whose weight is multiplied into W."""
+    """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes the weight of RMSNorm
+    `norm`."""
 
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
         self._layers, self._norm = layers, norm

@@ -26,8 +26,7 @@ from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.types import Completion
 
 CACHE_TOLERANCE = 3.0
-"""Largest gap in nats between log-probabilities with a cache and without, in units of the square
-root of the dtype's precision: 1e-3 in float32."""
+"""Largest gap in nats with and without a cache, times sqrt(eps) of the dtype."""
 
 
 class GenerateEngine(PolicyEngine):

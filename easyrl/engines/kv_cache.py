@@ -177,8 +177,7 @@ def length_class(num_cells: Ints) -> Ints:
 
 
 class StepLayout:
-    """The attention layout of one engine step: n decode tokens, the tokens of resumed rows, then
-    whole prompts."""
+    """The attention layout of a step: n decode tokens, tokens of resumed rows, whole prompts."""
 
     def __init__(
         self,
@@ -266,8 +265,7 @@ def attend_rows(
     prompts: PromptAttention | None,
     settings: AttentionSettings,
 ) -> Tensor:
-    """Compute attention of decode tokens to their rows and to the prompts that these share:
-    [n, Hq, D] -> [n, Hq, D]"""
+    """Attend from decode tokens to their rows and shared prompts: [n, Hq, D] -> [n, Hq, D]"""
     keys, values = cache.rows[settings.layer]
     # Query heads that share a key head take the dimension of query positions: no key is copied.
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])  # [n, Hkv, Q, D]

@@ -35,8 +35,8 @@ class ChecksumVerifier:
         the first update."""
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
-        """Raise RuntimeError if a parameter is not what was sent. `ranks`: the checksums of each
-        tensor-parallel rank, in the same order."""
+        """Raise RuntimeError if a parameter is not what was sent. `ranks`: each rank's
+        checksums."""
         stale = [
             parts[0].parameter for parts in zip(*ranks, strict=True) if not self._is_current(parts)
         ]

@@ -35,8 +35,8 @@ notes: list[str] = []
 
 
 class UnservableLayer(Exception):
-    """EasyRL's attention cannot compute a layer exactly; the message is a clause that names the
-    layer and the reason. Raised, and handled in `exactness`, only while a model is loaded."""
+    """EasyRL's attention cannot compute a layer exactly; the message is a clause with the
+    reason."""
 
 
 class AttentionLayout(Protocol):

@@ -75,8 +75,7 @@ def read_tensors(
     optimizer: Optimizer | None = None,
     process_group: Any = None,
 ) -> None:
-    """Overwrite model and optimizer by the tensors in `folder`, bit for bit. Without an optimizer
-    only the weights are read."""
+    """Overwrite model and, if given, optimizer by the tensors in `folder`, bit for bit."""
     reader = HuggingFaceStorageReader(str(folder))
     if optimizer is None:
         tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in _trained(model)}

@@ -97,8 +97,7 @@ def find_checkpoint(source: Path, *, verify: bool = True) -> Checkpoint:
 def newest_checkpoint(
     folder: Path, *, verify: bool = True
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest complete checkpoint in `folder`, and the newer damaged ones with the
-    error of each."""
+    """Return the newest complete checkpoint, and the newer damaged ones with each one's error."""
     damaged: dict[Path, str] = {}
     for path in reversed(checkpoints_in(folder)):
         try:

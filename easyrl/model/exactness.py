@@ -69,8 +69,7 @@ def checked_once(path: str, check: Callable[[], Any]) -> Any:
 
 
 def attend_packed(model: Any) -> str | None:
-    """Switch a model from transformers' attention to EasyRL's, if that is exact. Returns None, or a
-    clause with the reason why the model keeps transformers' attention."""
+    """Switch a model to EasyRL's attention; return None, or a clause why that is not exact."""
     reason = _unsupported_reason(model) or _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
@@ -80,8 +79,7 @@ def attend_packed(model: Any) -> str | None:
 
 
 def check_causal(model: Any, path: str) -> None:
-    """Raise ConfigError if a token's logits depend on later tokens, or if running the model changes
-    its weights."""
+    """Raise ConfigError if logits depend on later tokens, or a forward changes the weights."""
     before = [parameter._version for parameter in model.parameters()]
     reason = _best_of_draws(_looks_ahead, model)
     if before != [parameter._version for parameter in model.parameters()]:
@@ -102,8 +100,7 @@ def _unsupported_reason(model: Any) -> str | None:
 
 @torch.no_grad()
 def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -> str | None:
-    """Call `reason_of` on the model and rows of random tokens; return None as soon as it does.
-    Raises ConfigError if the model cannot be run."""
+    """Return `reason_of`'s first None for rows of random tokens. Raises ConfigError."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
@@ -126,8 +123,7 @@ def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
 
 
 def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
-    """Compare the current attention with eager: fast kernels may ignore arguments (in transformers
-    5.17 soft-capping)."""
+    """Compare with eager attention: kernels may ignore arguments (transformers 5.17: softcap)."""
     own = _logits(model, tokens)
     with _attending(model, EAGER):
         eager = _logits(model, tokens)

@@ -37,8 +37,7 @@ class ModelFiles:
     config: dict[str, Any]
     """The content of `config.json`."""
     num_weights: int | None
-    """Elements of all weights, tied ones once; None if unknown (not downloaded yet, or not in
-    safetensors)."""
+    """Elements of all weights, tied ones once; None if unknown."""
     stored_dtype: str
     """torch's name of the dtype of all weights; float32 if they differ, or if it is unknown."""
 

@@ -82,8 +82,7 @@ class FlexSharedPrompt:
 def trains(
     device: torch.device, dtype: torch.dtype, query: torch.Size, key: torch.Size, window: int | None
 ) -> bool:
-    """Try the kernels of such layers once, on three tokens; note why they fail (no C compiler, too
-    little shared memory). `query` and `key`: number and size of their heads."""
+    """Try the kernels of such layers (number and size of heads) once; note why they fail."""
     q, k = (
         torch.zeros(3, *s, dtype=dtype, device=device, requires_grad=True) for s in (query, key)
     )
@@ -101,8 +100,7 @@ def trains(
 
 def _kernel_options(head_size: int, shared_memory_bytes: int) -> dict[str, Any]:
     """Return options with which the kernels compile, forward and backward."""
-    # The kernel that is otherwise taken for fewer than 128 queries has no valid configuration for
-    # some numbers of them.
+    # The kernel for fewer than 128 queries has no valid configuration for some numbers of them.
     options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     if head_size > LARGE_HEAD_SIZE and shared_memory_bytes < LARGE_HEAD_BYTES:
         options |= {"num_stages": 1}

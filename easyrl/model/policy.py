@@ -110,8 +110,7 @@ class Policy:
             )
 
     def compile(self) -> None:
-        """Compile each decoder layer, but not EasyRL's attention (`torch.compile`). Call it before
-        `checkpoint_activations`."""
+        """Compile each decoder layer around its attention, before `checkpoint_activations`."""
         compile_around_attention()
         # A layer is compiled with and without gradient, for short and long rows, and for each
         # number of threads, which changes with lent cores.
@@ -244,8 +243,7 @@ class Policy:
             own[piece.name][piece.start : piece.start + len(piece.values)] = piece.values
 
     def weights_sha256(self) -> str:
-        """Return the SHA-256 of all weights' bytes, in name order. Collective, like `save`: all
-        ranks of a sharded policy call it together."""
+        """Return the SHA-256 of all weights' bytes, in name order. Collective, like `save`."""
         digest = hashlib.sha256()
         for name, tensor in self.named_weights():
             digest.update(name.encode())

@@ -41,11 +41,9 @@ class TrainRanks:
     mesh: DeviceMesh | None = None
     """None: models stay whole."""
     group_for_files: dist.ProcessGroup | None = None
-    """The process group for checkpoints, which may be written while training; None: this rank is
-    alone."""
+    """The process group for checkpoints; None: this rank is alone."""
     keeps_gathered = False
-    """Whether weights stay gathered, and gradients whole, until the update ends. Set before
-    `shard`."""
+    """Whether weights stay gathered until the update ends. Set before `shard`."""
     _parts: Sequence[Any] = ()  # the sharded modules
     _timeout_seconds = 0.0
 
@@ -122,8 +120,7 @@ class TrainRanks:
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Raise a failed wait for the other ranks as TimeoutError if it was too long, or as
-        ConnectionError if one of them has ended."""
+        """Raise a failed wait for the other ranks as TimeoutError or ConnectionError."""
         try:
             yield
         except RuntimeError as error:
@@ -138,8 +135,7 @@ class TrainRanks:
 
 
 def _reduce_unused(sharded: Any) -> None:
-    """Reduce zeros for parameters that this rank's tokens do not use (an expert): all ranks must
-    take part in the same reductions."""
+    """Reduce zeros for parameters that this rank's tokens do not use (experts), as others do."""
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch >= 2.13
         sharded.set_reduce_scatter_unused_params(True, recurse=False)
         return

@@ -110,8 +110,7 @@ class TriModel:
 
 
 class _Forward(nn.Module):
-    """Micro-batch -> log-probabilities [K] and entropies [K]. A module, so that layers and head are
-    sharded as one."""
+    """Micro-batch -> log-probabilities [K] and entropies [K], as one module to shard."""
 
     def __init__(self, policy: Policy, temperature: float, entropy_gradient: bool) -> None:
         super().__init__()

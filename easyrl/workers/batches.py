@@ -78,8 +78,7 @@ class GroupReader:
         self._arrived: dict[int, Lease] = {}  # those not handed out, in order of arrival
 
     def next(self, update: int, *, wait: bool) -> Lease | None:
-        """Return the next group of an update that has groups left; None, with `wait=False`, if it
-        has not arrived yet."""
+        """Return the update's next group; None, with `wait=False`, if it has not arrived yet."""
         while (index := self._available(update)) is None:
             lease = self._port.get(0.0)
             if lease is not None:
@@ -209,8 +208,7 @@ class Rows:
         self._num_free = 0  # tokens of the last row
 
     def add(self, rollout: Rollout, max_rows: int | None = None) -> bool:
-        """Add a rollout to the last row, or to a new one; return False if that would be one more
-        than `max_rows`."""
+        """Add a rollout to the last row, or to a new one unless there are `max_rows`."""
         previous = self.rows[-1][-1] if self.rows else None
         num_tokens = rollout.num_tokens_behind(previous, shares_prompts=self.shares_prompts)
         if previous is None or num_tokens > self._num_free:

@@ -260,8 +260,7 @@ class Episodes:
     def finish(
         self, key: Key, completions: Sequence[Completion]
     ) -> tuple[Messages, list[Messages]]:
-        """Return the prompt, and the messages of each episode after it, also of turns that were cut
-        off."""
+        """Return the prompt, and the messages of each episode after it."""
         own = self._groups[key]
         self._num_open -= 1
         for episode, completion in zip(own.episodes, completions, strict=True):

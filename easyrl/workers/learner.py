@@ -41,8 +41,7 @@ class Learner:
     """A policy, its optimizer, and the gradient of the current update."""
 
     def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
-        """The current policy becomes the reference if `algorithm.beta` needs one. The policy is
-        sharded over `ranks`."""
+        """The policy is sharded over `ranks`, and becomes the reference if there is one."""
         self.policy = policy
         self.ranks = ranks or TrainRanks()
         self.ranks.keeps_gathered = config.train.reshard is False and self.ranks.mesh is not None
@@ -88,8 +87,7 @@ class Learner:
         self._loss = self._zero()
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Run forward and backward of one micro-batch. Raises ConfigError if a layer cannot be
-        compiled."""
+        """Run forward and backward. Raises ConfigError if a layer cannot be compiled."""
         try:
             inputs = self._loss_inputs(batch)
             outputs = self._functions.policy_loss(inputs, self.config)

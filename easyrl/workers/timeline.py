@@ -39,8 +39,7 @@ class Timeline:
         return started
 
     def add(self, kind: SpanKind, started: float, **counts: int) -> float:
-        """End a span that began at `started`; return its length in seconds. `counts`: fields of
-        Activity, such as `num_tokens`."""
+        """End a span; return its length in seconds. `counts`: fields of Activity."""
         ended = time.monotonic()
         self._note(kind, started, ended)
         self._seconds[kind] = ended - started

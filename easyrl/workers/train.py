@@ -86,8 +86,7 @@ class TrainWorker:
         if settings.num_train_ranks > 1:
             self.control.send(events.Starting("waiting for the other train workers"))
         else:
-            # A single rank needs sharding only with bfloat16 or an offloaded optimizer: weights are
-            # then gathered layer by layer.
+            # A single rank is sharded only to gather weights layer by layer.
             is_offloaded = "optimizer" in self.config.train.offload and self.device.type != "cpu"
             if self.config.model.dtype == "float32" and not is_offloaded:
                 return TrainRanks()
@@ -147,8 +146,7 @@ class TrainWorker:
             pipe.send(message)
 
     def _receive(self) -> Any:
-        """Wait for the next message of rank 0, or of the controller, which sends `Stop` to every
-        rank."""
+        """Wait for the next message of rank 0, or the controller's `Stop`."""
         sources = [*self.settings.pipes, self.control]
         ready = wait(sources, timeout=0.0)
         if not ready:
@@ -234,8 +232,8 @@ class TrainWorker:
     def _broadcast(
         self, channel: WeightChannel | None, version: int, *, only_trained: bool = False
     ) -> str:
-        """Rank 0 sends the weights; the other ranks gather the same ones, in the same order. Return
-        the error if the channel fails."""
+        """Send the weights, or gather the same ones on other ranks; return a failed channel's
+        error."""
         policy, merge = self.learner.policy, self.settings.engine == "vllm"
         weights = policy.weights(only_trained=only_trained, merge=merge)
         # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.
@@ -248,8 +246,7 @@ class TrainWorker:
             return ""
         for weight in weights:
             gathered(weight.materialize(), dtype or weight.reference.dtype)
-            # Otherwise a device queues all gathers, and the last times out while rank 0 waits for
-            # engines.
+            # Else a device queues all gathers, and the last times out while rank 0 waits.
             devices.synchronize(self.device)
         return ""
 

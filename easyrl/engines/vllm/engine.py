@@ -461,8 +461,7 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Make errors with the reason from vLLM's log, where alone its processes write it: the message
-    of the last exception."""
+    """Make errors with the reason from vLLM's log: the message of the last exception."""
 
     def __init__(self, file: str | None) -> None:
         self._file = Path(file or os.devnull)

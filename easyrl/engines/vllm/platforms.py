@@ -108,8 +108,7 @@ def environment(kind: str) -> dict[str, str]:
 
 
 def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` for this kind of device and sequences of at
-    most `max_tokens` tokens."""
+    """Return arguments of vLLM's `AsyncEngineArgs` for sequences of up to `max_tokens` tokens."""
     if kind == "cpu":
         return {
             "enforce_eager": True,

@@ -255,8 +255,7 @@ def report_progress() -> None:
 
 
 def checksum(values: Tensor) -> int:
-    """Sum the elements' bits as integers; zeros add nothing. Devices that cannot add integers
-    exactly leave it to the CPU."""
+    """Sum the elements' bits as integers, on the CPU where devices cannot add them exactly."""
     bits = values.detach().contiguous().view(_INTEGER_TYPES[values.dtype.itemsize]).view(-1)
     chunks = torch.split(bits, CHUNK_ELEMENTS)
     on_device = devices.adds_integers(values.device)
