@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
-from easyrl.channels.ring_buffer import ARRAYS, DIMENSIONS, FIELDS, RingLayout
+from easyrl.channels.ring_buffer import ARRAYS, FIELDS, RingLayout
 from easyrl.types import RolloutGroup
 
 MAX_UNACKNOWLEDGED = 4
@@ -25,25 +26,15 @@ TOKEN = b"\x01"
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encode a group whose arrays have the element types of a slot (`RingLayout.lengths`)."""
-    lengths = len(group.prompt_ids), group.num_generations, group.num_completion_tokens
-    header = np.array([*(getattr(group, name) for name in FIELDS), *lengths], np.int64)
-    return b"".join(each.tobytes() for each in (header, *(getattr(group, a) for a, _, _ in ARRAYS)))
+    """Encode a group in safetensors' format; its numbers are arrays without a dimension."""
+    names = (*FIELDS, *(name for name, _, _ in ARRAYS))
+    return save({name: np.asarray(getattr(group, name)) for name in names})
 
 
 def decode_group(message: bytes) -> RolloutGroup:
-    """Return the group, as read-only views. Raises ValueError if the message is not whole."""
-    names = *FIELDS, *DIMENSIONS
-    header = np.frombuffer(message, np.int64, len(names))
-    fields: dict[str, Any] = dict(zip(names, header.tolist(), strict=True))
-    lengths, offset = {name: fields.pop(name) for name in DIMENSIONS}, header.nbytes
-    sizes = [np.dtype(element).itemsize * lengths[name] for _, element, name in ARRAYS]
-    if min(lengths.values()) < 0 or offset + sum(sizes) != len(message):
-        raise ValueError(f"expected a message with arrays of {lengths}, got {len(message)} bytes")
-    for (name, element, dimension), size in zip(ARRAYS, sizes, strict=True):
-        fields[name] = np.frombuffer(message, element, lengths[dimension], offset)
-        offset += size
-    return RolloutGroup(**fields)
+    """Raises SafetensorError if the message is not whole."""
+    fields: dict[str, Any] = load(message)
+    return RolloutGroup(**fields | {name: int(fields[name]) for name in FIELDS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,14 +99,13 @@ def export_checkpoint(
     policy = Policy.load(model.path, trust_remote_code=trust, dtype=dtype)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
-    while True:
-        try:
-            read_tensors(checkpoint.path, policy.model)
-            break
-        except (Exception, CheckpointException):
-            if checkpoint.path.exists():
-                raise
-            checkpoint = find_checkpoint(source)  # a running run has deleted it
+    try:
+        read_tensors(checkpoint.path, policy.model)
+    except (Exception, CheckpointException):
+        if checkpoint.path.exists():
+            raise
+        # A running run has deleted it.
+        return export_checkpoint(source, folder, trust=trust, force=force, verify=verify)
     with replace_folder(folder, is_new=not force) as new:
         policy.save(new, tokenizer)
     return (
