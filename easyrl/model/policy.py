@@ -26,6 +26,7 @@ from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import loadable_model
 from easyrl.model.attention import (
+    ATTENTION_NAME,
     AttentionLayout,
     PackedGroups,
     compile_around_attention,
@@ -82,23 +83,23 @@ class Policy:
         register_attention()
         model = _load(path, dtype, trust_remote_code=trust_remote_code)
 
-        def check() -> tuple[str | None, str]:
+        def check() -> str | None:
             with _in_float32(model):
                 reason = attend_packed(model)
                 if reason is not None:
                     check_causal(model, path)
                 cls(model, model.device, no_packing_reason=reason)._check_head(path)
-                return reason, model.config._attn_implementation
+                return reason
 
         # A model's own code is not part of its fingerprint.
-        reason, kernel = check() if trust_remote_code else checked_once(path, check)
+        reason = check() if trust_remote_code else checked_once(path, check)
         if reason is not None and attention == "shared_prompt":
             raise ConfigError(
                 "model.attention: expected auto or repeated, because prompts cannot be "
                 f"shared exactly: {reason} ({path}); got shared_prompt"
             )
-        if kernel != model.config._attn_implementation:
-            model.set_attn_implementation(kernel)
+        if reason is None:
+            model.set_attn_implementation(ATTENTION_NAME)
         model.to(device)
         return cls(model, torch.device(device), no_packing_reason=reason, attention=attention)
 
