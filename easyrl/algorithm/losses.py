@@ -22,8 +22,8 @@ from easyrl.user_code import load_function, module_of, user_traceback
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Completion tokens of a micro-batch. Values at masked tokens, finite or not, change neither
-    the loss, nor its gradient, nor a metric."""
+    """Completion tokens of a micro-batch. Values at masked tokens, finite or not, change
+    nothing."""
 
     logprobs: Tensor  # [K], of the policy, with gradient
     old_logprobs: Tensor  # [K], of the policy before the iteration's first update, no gradient
@@ -139,8 +139,7 @@ class Loss(NamedTuple):
 
     policy_loss: Callable[[LossInputs, Config], LossOutputs]
     loss_denominator: Callable[..., float]
-    metrics: Collection[str]
-    """Names of the metrics that `policy_loss` returns."""
+    metrics: Collection[str]  # names of the metrics that `policy_loss` returns
 
 
 def load_loss(config: Config) -> Loss:
@@ -224,8 +223,7 @@ def _surrogate(
 
 
 def _zero_masked(inputs: LossInputs) -> LossInputs:
-    """Set values at masked tokens to 0 before any exp, so that they reach no gradient either. The
-    policy may give a tool's token any log-probability, -inf included."""
+    """Set masked tokens, whose log-probability may be -inf, to 0 before any exp."""
     names = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
     values = {name: getattr(inputs, name) for name in (*names, "advantages")}
     zeroed: dict[str, Any] = {

@@ -39,8 +39,7 @@ def decode_group(message: bytes) -> RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRing:
-    """A rollout worker's access to the ring on another machine, over the pipe to its host. It has
-    the methods of `RingBuffer` and `RingPort` that such a worker calls."""
+    """A rollout worker's access to the ring on another machine: a `RingBuffer` and a `RingPort`."""
 
     layout: RingLayout
     pipe: Connection
@@ -53,8 +52,8 @@ class RemoteRing:
         return self.pipe.fileno()
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Send a group; return False if no token came in time. Raises ValueError if the group does
-        not fit a slot of the ring."""
+        """Send a group; return False if no token came in time. Raises ValueError if it does not
+        fit."""
         self.layout.lengths(group)
         if not self.pipe.poll(timeout_seconds):
             return False

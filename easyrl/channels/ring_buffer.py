@@ -121,8 +121,7 @@ class RingLayout:
             )
 
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
-        """Return the header's three lengths for this group. Raises ValueError if an array does not
-        fit a slot, or does not match the group."""
+        """Return the header's three lengths. Raises ValueError if the group does not fit a slot."""
         lengths = {
             "num_prompt_tokens": len(group.prompt_ids),
             "num_generations": group.num_generations,
@@ -182,8 +181,7 @@ class TokenPipe:
 
 
 class RingBuffer:
-    """The shared memory and its two pipes, without a name: nothing is left behind after a kill.
-    Made once and passed to spawned workers, which call `attach`."""
+    """The shared memory and its two pipes, without a name. Spawned workers call `attach`."""
 
     def __init__(self, layout: RingLayout) -> None:
         """Raises ConfigError if the memory is too small, or a pipe for the number of slots."""
@@ -297,8 +295,7 @@ class RingBuffer:
         return {*indices[is_published].tolist(), *np.flatnonzero(self.taken == iteration).tolist()}
 
     def group(self, slot: int) -> RolloutGroup:
-        """Return the group in a slot that this or another process has leased, as read-only views.
-        Raises RuntimeError if the lengths are impossible: another process wrote into the slot."""
+        """Return the group in a leased slot, as views. Raises RuntimeError if it is damaged."""
         fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
         lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
         for name, _, dimension in ARRAYS:
@@ -327,8 +324,7 @@ class RingPort:
         self.readable_fd = ring.ready_pipe.fds[0]
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Copy a group into a free slot and publish it; return False if none became free in time.
-        Raises ValueError if the group is too large for a slot, or its arrays do not match."""
+        """Publish a copy of a group; return False if no slot became free. Raises ValueError."""
         ring, slots = self.ring, self.ring.slots
         lengths = ring.layout.lengths(group)
         slot = self._take(ring.free_pipe, WRITING, timeout_seconds)

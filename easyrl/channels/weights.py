@@ -216,8 +216,7 @@ class WeightChannel:
         return sum(piece.num_bytes for pieces in self._plan for piece in pieces)
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
-        """Yield the pieces of the weights, in the sender's order (ranks above 0). Raises
-        RuntimeError if the sender sends another version than `policy_version`."""
+        """Yield the weights' pieces (ranks above 0). Raises RuntimeError for another version."""
         assert self.rank > 0
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.broadcast(announced, "waiting for a version")
@@ -265,8 +264,7 @@ class WeightChannel:
         self._group, self._abort = made.result()
 
     def _share_bucket(self, store: Any, device: torch.device) -> list[Tensor]:
-        """Return the bucket that both processes open on their device. If one of them cannot, both
-        return none and set `not_shared_reason`."""
+        """Return the bucket that both processes open, or none and set `not_shared_reason`."""
         bucket, handle, reason = torch.empty(0), "", ""
 
         def exchange(text: str, sender: int) -> str:

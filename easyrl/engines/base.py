@@ -111,8 +111,8 @@ class Engine:
         raise NotImplementedError
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
-        """Leave the weight channel of before, if any, and join this one, with one rank for each
-        device of the engine. Its waits, also later ones, end when `is_cancelled()` is true."""
+        """Join this weight channel with one rank per device. Waits end when `is_cancelled()` is
+        true."""
         raise NotImplementedError
 
     def receive_weights(self, policy_version: int) -> None:

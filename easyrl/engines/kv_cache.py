@@ -39,8 +39,7 @@ KeysValues = tuple[Tensor, Tensor]
 BUCKET_STEP = 64
 """Rows are sorted by their cells in steps of this many (`length_class`)."""
 BUCKET_NUMBERS = 40_000
-"""Cost of another bucket, in elements of keys (cells x heads x head size). Measured on one core: a
-bucket's calls take as long as attention over this many."""
+"""Cost of another bucket, in elements of keys (cells x heads x head size), on one core."""
 
 
 class KVCache:
@@ -109,8 +108,7 @@ class KVCache:
         return [int(slot) for slot in free]
 
     def shrink(self) -> None:
-        """Free the slots, none of which is in use, if less than half of their cells were needed
-        since the last call: an evaluation may have longer prompts, and one for each row."""
+        """Free the slots if less than half of their cells were needed since the last call."""
         needed = padded(self._most_slots, self._slot_step) * self.prompt_cells(self._most_length)
         self._most_slots = self._most_length = 0
         if 2 * needed < len(self.prompt_lengths) * self._longest_prompt:

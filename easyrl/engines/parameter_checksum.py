@@ -20,8 +20,7 @@ class ParameterChecksum:
     """The checksums of one parameter on one rank."""
 
     parameter: str
-    is_matrix: bool = False
-    """Whether a weight that was sent for it has more than one dimension."""
+    is_matrix: bool = False  # whether a weight that was sent for it has more than one dimension
     sent: int = 0
     held: int = 0
 
@@ -31,8 +30,7 @@ class ChecksumVerifier:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int, bool]] = {}
-        """By parameter: its sums at the last update, sent and held, and whether the two differed at
-        the first update."""
+        """By parameter: its last sums, and whether they differed at the first update."""
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
         """Raise RuntimeError if a parameter is not what was sent. `ranks`: each rank's

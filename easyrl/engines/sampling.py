@@ -30,8 +30,7 @@ class SamplingSettings:
 
     max_prompt_length: int
     max_completion_length: int
-    temperature: float = 1.0
-    """0 takes the likeliest token (tests and benchmarks only)."""
+    temperature: float = 1.0  # 0: take the likeliest token
     top_k: int = 0
     top_p: float = 1.0
     stop: Sequence[str] = ()
@@ -119,8 +118,8 @@ class StopStrings:
         self._texts: dict[int, str] = {}
 
     def is_complete(self, token_ids: Int32) -> bool:
-        """Return whether the text of `token_ids` [R] contains a string, given that the text
-        without the last token contains none. The text is that which rewards get."""
+        """Return whether the text of `token_ids` [R] contains a string, given that it did not
+        before."""
         newest = self._text_of(int(token_ids[-1]))
         if self._last_characters.isdisjoint(newest) and INCOMPLETE not in newest:
             return False

@@ -93,8 +93,7 @@ def _attention(
 
 
 class PackedGroups:
-    """The layout of a row of groups, `[P | R1 | R2 | ...]` each, with the prompt once. Uses
-    FlexAttention in half precision on devices that can train it, else `shared_prompt`."""
+    """The layout of a row of groups, `[P | R1 | R2 | ...]` each: FlexAttention where possible."""
 
     def __init__(
         self, groups: Groups, device: torch.device | str = "cpu", *, may_use_flex: bool = True

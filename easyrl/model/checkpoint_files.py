@@ -43,8 +43,7 @@ PROGRESS_SECONDS = 5.0  # between reports while checksums are computed
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     path: Path
-    state: Mapping[str, Any]
-    """The state given to `publish`."""
+    state: Mapping[str, Any]  # the state given to `publish`
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:

@@ -36,8 +36,7 @@ NUM_TOKENS = len(POSITIONS)
 EAGER = "eager"
 """transformers' plain attention, the definition of what a model computes."""
 NUM_DRAWS = 3
-"""Rows of random tokens, one of which must agree: the last bit of a mixture of experts' router may
-send a token to another expert, but no row agrees by chance."""
+"""Rows of random tokens, one of which must agree: rounding may change a token's experts."""
 
 
 def checked_once(path: str, check: Callable[[], Any]) -> Any:
@@ -179,8 +178,7 @@ class RecordingLayout(PackedGroups):
         return super().attend(query, key, value, settings)
 
     def unsupported_reason(self, model: Any) -> str | None:
-        """Return what the short row cannot show: layers without attention, and missing windows,
-        which some classes apply only in the mask that transformers builds for them."""
+        """Return what the short row cannot show: layers without attention, and missing windows."""
         text = model.config.get_text_config()
         if len(self.settings) < (getattr(text, "num_hidden_layers", 0) or 0):
             return f"layer {len(self.settings)} does not use transformers' attention interface"

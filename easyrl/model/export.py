@@ -117,12 +117,9 @@ def export_checkpoint(
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     kind: Literal["model", "checkpoint", "adapter"]
-    path: str
-    """The folder or hub id."""
-    base: str
-    """The model with its configuration: itself, or the one it was trained from."""
-    tokenizer: str = ""
-    """An adapter's folder, if it has a tokenizer of its own."""
+    path: str  # the folder or hub id
+    base: str  # the model with its configuration: itself, or the one it was trained from
+    tokenizer: str = ""  # an adapter's folder, if it has a tokenizer of its own
 
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
@@ -133,8 +130,7 @@ class ModelSource:
         return hashlib.sha256(fingerprint(self.base).encode() + content).hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:
-        """Return the path of a complete model, made in `folder` if necessary. Raises ConfigError if
-        it cannot be made, CheckpointGone if its run has removed it."""
+        """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""
         if self.kind == "model":
             return self.path
         if not folder.exists():

@@ -34,10 +34,8 @@ class ModelFiles:
     """A model's configuration and size, from its files."""
 
     path: str
-    config: dict[str, Any]
-    """The content of `config.json`."""
-    num_weights: int | None
-    """Elements of all weights, tied ones once; None if unknown."""
+    config: dict[str, Any]  # the content of `config.json`
+    num_weights: int | None  # elements of all weights, tied ones once; None if unknown
     stored_dtype: str
     """torch's name of the dtype of all weights; float32 if they differ, or if it is unknown."""
 

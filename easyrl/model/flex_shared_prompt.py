@@ -64,8 +64,7 @@ class FlexSharedPrompt:
         return self._masks[window]
 
     def visible(self, window: int | None) -> Callable[[Any, Any, Any, Any], Any]:
-        """Return the mask function: token q attends to token k if k is in its group's prompt or
-        its own completion, not ahead, and within the window."""
+        """Return the mask: own completion and its group's prompt, not ahead, within the window."""
         group_of, segment_of, positions = self._group_of, self._segment_of, self._positions
 
         def mask(_batch: Any, _head: Any, q: Any, k: Any) -> Any:

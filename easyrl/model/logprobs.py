@@ -76,8 +76,7 @@ def shifted_scores(logits: Tensor, temperature: float) -> Tensor:
 
 
 def block_sums(values: Tensor) -> Tensor:
-    """Return the sums of BLOCK columns each [K, V / BLOCK, rounded up] of values [K, V]. Their sum
-    keeps the long tail of a large vocabulary, which torch.log_softmax on the CPU loses."""
+    """Sum BLOCK columns each: [K, V] -> [K, V / BLOCK, rounded up]; this keeps the long tail."""
     num_whole = values.shape[1] // BLOCK
     whole, rest = values[:, : num_whole * BLOCK], values[:, num_whole * BLOCK :]
     sums = whole.view(len(values), num_whole, BLOCK).sum(dim=-1)

@@ -118,8 +118,8 @@ class Adapter:
             yield
 
     def save(self, folder: Path, *, is_writer: bool = True) -> None:
-        """Write them in peft's format: `PeftModel.from_pretrained(base model, folder)`. All ranks
-        of a sharded model call this together, and one of them `is_writer`."""
+        """Write them in peft's format. All ranks call this together, and one of them
+        `is_writer`."""
         state = {}
         for name, parameter in self._peft.named_parameters():
             if parameter.requires_grad:
@@ -163,8 +163,7 @@ def _merge(weight: Tensor, parts: Iterable[Any], is_transposed: bool, out: Tenso
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """Return the merged weight of one of peft's layers. A sharded model's tensors are gathered
-    first: a product of parts could have other last bits."""
+    """Return a layer's merged weight. Tensors are gathered first, to keep the last bits."""
     weight: Tensor = whole(layer.base_layer.weight)
     a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
     parts = a, b, layer.scaling["default"]
@@ -196,8 +195,7 @@ def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
 
 
 def _supported_by_peft(model: Any, names: list[str]) -> list[str]:
-    """Return the layers whose names peft takes literally: in mixtures of experts it maps some names
-    to tensors that transformers 5 fuses, when it adapts and when it loads."""
+    """Return the layers that peft takes literally: it maps some names to fused experts."""
     import peft
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

@@ -253,8 +253,7 @@ class Policy:
         return digest.hexdigest()
 
     def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
-        """Write a Hugging Face folder, adapters merged. A sharded policy is gathered weight by
-        weight onto the CPU of the rank with `is_writer`."""
+        """Write a Hugging Face folder, adapters merged. All ranks call this; one `is_writer`."""
         gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
         for weight in self._exported(self.model.state_dict(keep_vars=True).items()):

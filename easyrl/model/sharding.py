@@ -38,8 +38,7 @@ class TrainRanks:
 
     rank, size = 0, 1
     device = torch.device("cpu")
-    mesh: DeviceMesh | None = None
-    """None: models stay whole."""
+    mesh: DeviceMesh | None = None  # None: models stay whole
     group_for_files: dist.ProcessGroup | None = None
     """The process group for checkpoints; None: this rank is alone."""
     keeps_gathered = False
@@ -161,8 +160,7 @@ def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return the whole weight, without gradient. A sharded weight is gathered: all ranks call this
-    for the same weights in the same order."""
+    """Return the whole weight, without gradient. A sharded one is gathered: all ranks call this."""
     weight = weight.detach()
     if not is_sharded(weight):
         return weight

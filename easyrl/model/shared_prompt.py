@@ -145,8 +145,7 @@ class SharedPrompt:
         return blocks
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
-        """Extend a prompt's keys by the tokens behind them to a padded length; return them with the
-        bias [1, S] that hides the extension."""
+        """Extend a prompt's keys to a padded length; return the bias [1, S] that hides this."""
         length = keys.stop - keys.start
         width = padded_length(length)
         if width == length or keys.start + width > len(query):
@@ -282,8 +281,8 @@ def attend_block_backward(
 
 
 def is_fused(block: Block, settings: AttentionSettings) -> bool:
-    """Return whether PyTorch's kernel for CPUs computes the block. It supports neither soft-capping
-    nor values of another size than keys (multi-head latent attention)."""
+    """Return whether PyTorch's kernel computes the block: not soft-caps, nor values of other
+    size."""
     has_one_size = block.query.shape[-1] == block.value.shape[-1]
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 

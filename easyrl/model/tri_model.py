@@ -30,8 +30,7 @@ from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 from easyrl.types import MicroBatch
 
 Packed = tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]
-"""Parts of a micro-batch on the device: input_ids [T], position_ids [T], the row's layout,
-logits_at [K], targets [K]."""
+"""input_ids [T], position_ids [T], the row's layout, logits_at [K], targets [K]"""
 
 
 class TriModel:

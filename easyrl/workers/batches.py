@@ -197,8 +197,7 @@ def pack_share(share: bytes, *, shares_prompts: bool) -> MicroBatch:
 
 
 class Rows:
-    """Rollouts in order, filled one after another into rows of at most `max_tokens`. A row takes at
-    least one rollout, however long."""
+    """Rollouts in order, filled into rows of at most `max_tokens`, and of one rollout at least."""
 
     def __init__(self, max_tokens: int, *, shares_prompts: bool) -> None:
         self.max_tokens = max_tokens

@@ -90,8 +90,8 @@ class Episodes:
         self._queue.append((key, prompt, num_generations))
 
     def advance(self) -> list[FinishedGroup]:
-        """Start groups, send turns to their environments, and hand answers to the engine. Return
-        the groups that have failed before they were generated."""
+        """Start groups, exchange turns and answers; return groups that have failed at their
+        start."""
         for turn in self._engine.take_turns():
             self._send(turn)
         self.pool.poll()
@@ -246,8 +246,7 @@ class Episodes:
         self._engine.end(turn, "length" if reason == "length" else "stop")
 
     def _break(self, group: _Group, error: Exception) -> None:
-        """Give a group up: its environments cannot be used any more. Raises RewardError if that is
-        to end the run (`reward.on_error`)."""
+        """Give a group up; raise RewardError if that is to end the run (`reward.on_error`)."""
         is_slow = isinstance(error, TimeoutError) and not self._config.runtime.deterministic
         is_lost = is_slow or isinstance(error, GroupLost)
         group.error = (GroupLost if is_lost else HostLost)(f"rollout.environment: {error}")

@@ -45,8 +45,7 @@ class Learner:
         self.policy = policy
         self.ranks = ranks or TrainRanks()
         self.ranks.keeps_gathered = config.train.reshard is False and self.ranks.mesh is not None
-        self.policy_version = 0
-        """Number of optimizer updates, dropped ones included."""
+        self.policy_version = 0  # number of optimizer updates, dropped ones included
         self.config = config
         if config.train.compile:
             policy.compile()
@@ -126,8 +125,7 @@ class Learner:
         )
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
-        """Step the optimizer with the accumulated gradient over the update's `loss_denominator`. A
-        gradient or loss that is not finite is dropped and counted."""
+        """Step the optimizer with the gradient; drop and count one that is not finite."""
         train = self.config.train
         self.tri_model.finish_gradients(EMPTY)
         denominator = self._functions.loss_denominator(

@@ -33,8 +33,7 @@ class Rollout:
     advantage: float
 
     def num_tokens_behind(self, previous: Rollout | None, *, shares_prompts: bool = True) -> int:
-        """Tokens that this rollout adds to a row that ends with `previous`: its completion, and its
-        prompt unless that is shared with `previous`."""
+        """Tokens that this rollout adds to a row that ends with `previous`."""
         has_prompt = previous is not None and previous.prompt_index == self.prompt_index
         is_shared = has_prompt and shares_prompts
         return len(self.completion_ids) + (0 if is_shared else len(self.prompt_ids))
@@ -65,8 +64,7 @@ def split_group(
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Pack rollouts one after another into a row. With `shares_prompts`, consecutive rollouts of
-    one prompt share it; otherwise each rollout is a whole sequence."""
+    """Pack rollouts into a row. Consecutive rollouts of one prompt share it (`shares_prompts`)."""
     groups: list[tuple[int, list[int]]] = []
     ids: list[Int32] = []
     positions: list[np.ndarray] = []
@@ -105,5 +103,4 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
 
 _ID = np.zeros(1, np.int32)
 EMPTY = pack([Rollout(-1, _ID, _ID, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)])
-"""Micro-batch of a rank without a rollout. Its one completion token is masked: the loss and its
-gradient are 0, and no metric counts it."""
+"""Micro-batch of a rank without a rollout: one masked token, so loss and gradient are 0."""

@@ -72,8 +72,7 @@ EXTENSION = f"{WORKER}.WorkerExtension"
 COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
 """From vLLM 0.32 on each completion names the weight versions of its tokens."""
 LEAST_FRACTION = 0.01
-"""vLLM refuses to start unless its fraction of the memory is free. With a given size of the cache
-it does not use the fraction for anything else."""
+"""vLLM wants this part to be free, and does not use it if the cache's size is given."""
 USE_EMBEDDED = "use rollout.engine=embedded"
 T = TypeVar("T")
 

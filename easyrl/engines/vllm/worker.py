@@ -98,8 +98,7 @@ def _tied_to_rollout_worker() -> Iterator[None]:
 
 @dataclass
 class TransferInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    endpoint: dict[str, Any]
-    """`WeightEndpoint` of the first tensor-parallel rank."""
+    endpoint: dict[str, Any]  # `WeightEndpoint` of the first tensor-parallel rank
 
 
 @dataclass
@@ -232,8 +231,7 @@ class WorkerExtension:
 def whole_weights(
     pieces: Iterator[WeightPiece], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of each weight, and report progress after each piece. The values are a
-    copy: vLLM keeps them until a layer has all of its weights."""
+    """Yield name and a copy of each weight, which vLLM keeps, and report progress."""
     values = torch.empty(0)
     for piece in pieces:
         if piece.start == 0:
