@@ -22,8 +22,8 @@ from easyrl.model.attention import (
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import (
-    AttentionSettings,
     Block,
+    LayerSettings,
     SharedPrompt,
     attend_block,
 )
@@ -117,7 +117,7 @@ def test_any_shared_row_equals_its_sequences_alone(shapes, seed, family):
 
 def test_heads_with_strided_elements_give_the_same_attention():
     layout = PackedGroups([(3, [2, 4]), (1, [1])])
-    attention = AttentionSettings(layer=0, scaling=0.5, sliding_window=None, softcap=None)
+    attention = LayerSettings(layer=0, scaling=0.5, sliding_window=None, softcap=None)
     generator = torch.Generator().manual_seed(0)
     adjacent = [torch.randn(11, 2, 8, generator=generator) for _ in range(3)]
     scattered = [x.permute(2, 1, 0).contiguous().permute(2, 1, 0) for x in adjacent]
@@ -126,7 +126,7 @@ def test_heads_with_strided_elements_give_the_same_attention():
 
 def test_gradients_of_a_ragged_row_in_bfloat16_with_soft_capping():
     layout = PackedGroups([(9, [8, 10]), (3, [1])])
-    attention = AttentionSettings(layer=0, scaling=0.5, sliding_window=None, softcap=2.0)
+    attention = LayerSettings(layer=0, scaling=0.5, sliding_window=None, softcap=2.0)
     generator = torch.Generator().manual_seed(0)
     exact = [torch.randn(31, 2, 8, generator=generator).bfloat16().float() for _ in range(3)]
     rough = [x.bfloat16() for x in exact]
@@ -143,7 +143,7 @@ def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 99, 64, generator=generator) for _ in range(3))
     tensors = [x.to(dtype) for x in (8 * query, key, value)]
-    layer = AttentionSettings(layer=0, scaling=64**-0.5, sliding_window=None, softcap=None)
+    layer = LayerSettings(layer=0, scaling=64**-0.5, sliding_window=None, softcap=None)
     output, _ = attend_block(Block(*tensors, is_causal=True, bias=None), layer)
     expected = F.scaled_dot_product_attention(*(x.double() for x in tensors), is_causal=True)
     assert (output - expected).norm() < 0.003 * expected.norm()
@@ -154,7 +154,7 @@ def test_gpus_multiply_to_float32_without_copies_of_the_keys(monkeypatch):
     monkeypatch.setattr(devices, "widens_products", lambda device: True)
     query = torch.empty(8, 2, 3, 64, dtype=torch.bfloat16, device="meta")
     keys = torch.empty(9, 2, 500, 64, dtype=torch.bfloat16, device="meta")[:8, :, :400]
-    layer = AttentionSettings(layer=0, scaling=1.0, sliding_window=None, softcap=None)
+    layer = LayerSettings(layer=0, scaling=1.0, sliding_window=None, softcap=None)
     made = []
 
     class Watch(TorchDispatchMode):
@@ -179,7 +179,7 @@ def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window)
     query = torch.randn(sum(lengths), heads, 16, generator=generator)
     key, value = torch.randn(2, sum(lengths), 2, 16, generator=generator)
     layout = SharedPrompt([(length, ()) for length in lengths], CPU)
-    layer = AttentionSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
+    layer = LayerSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
     expected = layout.attend(query, key, value, layer)
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
     outputs = []
@@ -227,7 +227,7 @@ def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num
             tensor.grad = None
         return found
 
-    attention_settings = AttentionSettings(0, 0.7, window, softcap)
+    attention_settings = LayerSettings(0, 0.7, window, softcap)
     got = SharedPrompt(groups, CPU).attend(query, key, value, attention_settings)
     keys, values = (x.repeat_interleave(num_queries, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.7
@@ -259,7 +259,7 @@ def test_it_is_chosen_where_it_can_train(monkeypatch, how, is_chosen):
     monkeypatch.setattr(FlexSharedPrompt, "attend", lambda *_: None)
     monkeypatch.setattr(flex_shared_prompt, "trains", lambda *_: True)
     row = torch.zeros(5, 2, head_size, dtype=dtype)
-    attention = AttentionSettings(0, 1.0, None, softcap)
+    attention = LayerSettings(0, 1.0, None, softcap)
     output = PackedGroups([(2, [2, 1])]).attend(row, row, row, attention)
     assert (output is None) == is_chosen
 
@@ -273,7 +273,7 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
     monkeypatch.setattr(flex_shared_prompt, "_compiled", fail)
     flex_shared_prompt.trains.cache_clear()
     query = torch.randn(5, 4, SIZE).bfloat16()
-    key, settings = query[:, :2], AttentionSettings(0, 1.0, None, None)
+    key, settings = query[:, :2], LayerSettings(0, 1.0, None, None)
     with torch.no_grad():
         for _ in range(2):
             got = PackedGroups([(2, [2, 1])]).attend(query, key, key, settings)

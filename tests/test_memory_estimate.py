@@ -174,7 +174,7 @@ def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
 ) -> None:
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
     layout = shared_prompt.SharedPrompt([(512, ())], torch.device("cpu"))
-    settings = shared_prompt.AttentionSettings(0, 1.0, sliding_window=None, softcap=softcap)
+    settings = shared_prompt.LayerSettings(0, 1.0, sliding_window=None, softcap=softcap)
     query, key, value = torch.zeros(3, 512, 8, 16, requires_grad=is_trained)
 
     def attend() -> None:

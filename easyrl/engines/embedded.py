@@ -317,7 +317,7 @@ class EmbeddedEngine(PolicyEngine):
         if len(group.completions) == request.num_generations:
             ordered = [group.completions[i] for i in range(request.num_generations)]
             self._finished.append((request, ordered))
-            self.cache.release_slot(group.slot)
+            self.cache.prompt_lengths[group.slot] = 0  # its slot is free
         self._sequences[row], state["state"] = None, ENDED
 
     def _arrange(self) -> None:

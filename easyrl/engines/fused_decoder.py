@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from easyrl.model.attention import AttentionLayout, PackedGroups
 from easyrl.model.exactness import RecordingLayout
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings
+from easyrl.model.shared_prompt import LayerSettings
 
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit: rounding in float32."""
@@ -78,7 +78,7 @@ class _Product:
 class _Layer:
     """A decoder layer: its products, norms and attention parameters."""
 
-    def __init__(self, module: Any, settings: AttentionSettings) -> None:
+    def __init__(self, module: Any, settings: LayerSettings) -> None:
         attention, mlp = module.self_attn, module.mlp
         before, between = module.input_layernorm, module.post_attention_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -27,8 +27,8 @@ from torch import Tensor
 from easyrl.engines import CELLS, COPIED_TOKENS, padded, row_cells
 from easyrl.model.shared_prompt import (
     HIDDEN,
-    AttentionSettings,
     Block,
+    LayerSettings,
     SharedPrompt,
     attend_block,
 )
@@ -129,9 +129,6 @@ class KVCache:
         for layer, (keys, values) in enumerate(self.prompts):
             self.prompts[layer] = enlarged(keys), enlarged(values)
 
-    def release_slot(self, slot: int) -> None:
-        self.prompt_lengths[slot] = 0
-
     def start_rows(self, rows: Ints, slots: Ints) -> Ints:
         """Copy short prompts to their rows; return the first free cell of each row."""
         lengths = self.prompt_lengths[slots]
@@ -213,9 +210,7 @@ class StepLayout:
         if resumed is not None and len(resumed):
             self._resumed = _ResumedRows(cache, len(rows), resumed, np.array(num_new), device)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         if settings.layer == len(self.cache.rows):
             self.cache.allocate(key, value)
         n = self._num_decode
@@ -233,9 +228,7 @@ class StepLayout:
             outputs.append(self._packed.attend_sequences(query[n:], key[n:], value[n:], settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def _decode(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         rows, window = self.cache.rows[settings.layer], settings.sliding_window
         self._newest.store(rows, key, value)
         if window not in self._buckets:
@@ -261,7 +254,7 @@ def attend_rows(
     cache: KVCache,
     buckets: Sequence[_Bucket],
     prompts: PromptAttention | None,
-    settings: AttentionSettings,
+    settings: LayerSettings,
 ) -> Tensor:
     """Attend from decode tokens to their rows and shared prompts: [n, Hq, D] -> [n, Hq, D]"""
     keys, values = cache.rows[settings.layer]
@@ -347,9 +340,7 @@ class _ResumedRows:
             self._prompts = PromptAttention.of_rows(slots, positions, lengths, device)
         self._biases: dict[int | None, Tensor] = {}  # by sliding window
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """[ΣE, Hq, D], 2 x [ΣE, Hkv, D] -> [ΣE, Hq, D]"""
         own, window = self._cache.rows[settings.layer], settings.sliding_window
         self._new_cells.store(own, key, value)
@@ -420,7 +411,7 @@ class PromptAttention:
         return cls(at, width, padded(int(lengths[used].max())), **on_device)
 
     def attend(
-        self, query: Tensor, prompts: KeysValues, settings: AttentionSettings
+        self, query: Tensor, prompts: KeysValues, settings: LayerSettings
     ) -> tuple[Tensor, Tensor]:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
         _, num_heads, num_queries, _ = query.shape

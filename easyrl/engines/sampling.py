@@ -8,6 +8,7 @@ Shapes: N sequences, V tokens of the vocabulary, R completion tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ class StopStrings:
         self._last_characters = {string[-1] for string in strings}
         # A token has at least one byte. One more token: the first may lose its space.
         self._num_tokens = max(len(string.encode()) for string in strings) + 1
-        self._texts: dict[int, str] = {}
+        # Decoded twice in a row, the second token keeps its leading space.
+        self._text_of = cache(lambda token: self._decode([token, token]))
 
     def is_complete(self, token_ids: Int32) -> bool:
         """Return whether the text of `token_ids` [R] contains a string, given that it did not
@@ -125,9 +127,3 @@ class StopStrings:
             return False
         text = self._decode(token_ids[-self._num_tokens :].tolist())
         return any(string in text for string in self._strings)
-
-    def _text_of(self, token: int) -> str:
-        """Decode the token twice in a row: the second one keeps its leading space."""
-        if token not in self._texts:
-            self._texts[token] = self._decode([token, token])
-        return self._texts[token]

@@ -40,7 +40,7 @@ from easyrl.engines.kv_cache import (
 )
 from easyrl.engines.sampling import SamplingSettings, sample
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings
+from easyrl.model.shared_prompt import LayerSettings
 from easyrl.types import Float64
 
 ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
@@ -225,9 +225,7 @@ class _PaddedRows:
             )
         self._biases: dict[int | None, Tensor] = {}  # by sliding window
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         sources = self._inputs.sources
         self._newest.store(self._cache.rows[settings.layer], key[sources], value[sources])
         window, length = settings.sliding_window, self._sizes.cells

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from easyrl import devices
-from easyrl.model.shared_prompt import AttentionSettings, Groups, SharedPrompt
+from easyrl.model.shared_prompt import Groups, LayerSettings, SharedPrompt
 
 ATTENTION_NAME = "easyrl"
 
@@ -40,24 +40,17 @@ class UnservableLayer(Exception):
 
 
 class AttentionLayout(Protocol):
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """Compute attention over the packed row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
 
 
-def register_attention() -> None:
-    """Register `attn_implementation="easyrl"` with transformers."""
+def register_attention(*, is_compiled: bool = False) -> None:
+    """Register `attn_implementation="easyrl"` with transformers. If layers are compiled, their
+    attention runs as it is: it depends on the layout."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-
-
-def compile_around_attention() -> None:
-    """Let compiled layers run their attention as it is: it depends on the layout."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
+    attend: Any = torch.compiler.disable(_attention) if is_compiled else _attention
+    AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 def _attention(
@@ -80,7 +73,7 @@ def _attention(
         raise UnservableLayer(f"layer {module.layer_idx} uses its own attention mask")
     if attention_layout is None:
         raise UnservableLayer(f"layer {module.layer_idx} does not pass the layout to its attention")
-    settings = AttentionSettings(
+    settings = LayerSettings(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
@@ -108,9 +101,7 @@ class PackedGroups:
         """The layout of whole sequences that share nothing."""
         return cls([(length, ()) for length in lengths], device)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         uses_flex = (
             self._may_use_flex
             and query.dtype in (torch.bfloat16, torch.float16)

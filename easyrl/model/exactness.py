@@ -25,7 +25,7 @@ from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, loadable_model
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
 from easyrl.model.files import PACKED_LAYERS, fingerprint
-from easyrl.model.shared_prompt import AttentionSettings, Groups
+from easyrl.model.shared_prompt import Groups, LayerSettings
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
@@ -164,11 +164,9 @@ class RecordingLayout(PackedGroups):
 
     def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
         super().__init__(groups, device)
-        self.settings: list[AttentionSettings] = []
+        self.settings: list[LayerSettings] = []
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         if settings.layer != len(self.settings):
             raise UnservableLayer(
                 f"layer {settings.layer} calls attention when layer {len(self.settings)} should, "

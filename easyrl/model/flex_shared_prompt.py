@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from easyrl import devices
 from easyrl.model.attention import notes
-from easyrl.model.shared_prompt import AttentionSettings, Groups
+from easyrl.model.shared_prompt import Groups, LayerSettings
 
 LARGE_HEAD_SIZE, LARGE_HEAD_BYTES = 128, 160 * 1024
 """Kernels for larger heads than this need about this much shared memory with torch's block sizes.
@@ -37,9 +37,7 @@ class FlexSharedPrompt:
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D], without soft-capping."""
         assert settings.softcap is None
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -88,7 +86,7 @@ def trains(
     layout = FlexSharedPrompt([(2, (1,))], device)
     try:
         with torch.enable_grad():
-            output = layout.attend(q, k, k, AttentionSettings(0, 1.0, window, None))
+            output = layout.attend(q, k, k, LayerSettings(0, 1.0, window, None))
             torch.autograd.grad(output.sum(), [q, k])
     except Exception as error:  # of Inductor, Triton or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

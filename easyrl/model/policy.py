@@ -29,7 +29,6 @@ from easyrl.model.attention import (
     ATTENTION_NAME,
     AttentionLayout,
     PackedGroups,
-    compile_around_attention,
     register_attention,
 )
 from easyrl.model.exactness import attend_packed, check_causal, checked_once
@@ -112,7 +111,7 @@ class Policy:
 
     def compile(self) -> None:
         """Compile each decoder layer around its attention, before `checkpoint_activations`."""
-        compile_around_attention()
+        register_attention(is_compiled=True)
         # A layer is compiled with and without gradient, for short and long rows, and for each
         # number of threads, which changes with lent cores.
         torch._dynamo.config.recompile_limit = 64

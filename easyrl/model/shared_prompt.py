@@ -40,7 +40,7 @@ HIDDEN = -1e30
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSettings:
+class LayerSettings:
     """A layer's attention parameters."""
 
     layer: int
@@ -81,9 +81,7 @@ class SharedPrompt:
         self._buckets = make_buckets(np.array(segments, dtype=np.int64), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
         num_heads = key.shape[1]
         # The fused kernel assumes that the elements of a head are adjacent, and does not check it.
@@ -95,7 +93,7 @@ class SharedPrompt:
         return output.flatten(1, 2)
 
     def attend_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> Tensor:
         """Compute `attend` of whole sequences without gradient: fused kernels store no scores."""
         if settings.softcap is not None:
@@ -109,7 +107,7 @@ class SharedPrompt:
         return output.flatten(1, 2)
 
     def own_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> list[tuple[Bucket, Block]]:
         window = settings.sliding_window
         blocks = []
@@ -123,7 +121,7 @@ class SharedPrompt:
         return blocks
 
     def prompt_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> list[tuple[slice, slice, Block]]:
         """Return blocks, each with the tokens of its queries and of its keys."""
         window = settings.sliding_window
@@ -173,7 +171,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        layout_and_settings: tuple[SharedPrompt, AttentionSettings],
+        layout_and_settings: tuple[SharedPrompt, LayerSettings],
     ) -> Tensor:
         layout, settings = layout_and_settings
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -238,7 +236,7 @@ def _to_tokens(block: Tensor) -> Tensor:
 # -- one block: queries [B, H, L, D], keys and values [B, H, S, D] ---------------------------------
 
 
-def attend_block(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
+def attend_block(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
     if not is_fused(block, settings):
         scores = _scores(block, settings)[0]
@@ -258,7 +256,7 @@ def attend_block(block: Block, settings: AttentionSettings) -> tuple[Tensor, Ten
 
 
 def attend_block_backward(
-    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: AttentionSettings
+    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: LayerSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given the output's gradient, the merged output
     and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`
@@ -280,14 +278,14 @@ def attend_block_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def is_fused(block: Block, settings: AttentionSettings) -> bool:
+def is_fused(block: Block, settings: LayerSettings) -> bool:
     """Return whether PyTorch's kernel computes the block: not soft-caps, nor values of other
     size."""
     has_one_size = block.query.shape[-1] == block.value.shape[-1]
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 
 
-def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor | None]:
+def _scores(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor | None]:
     """Return scores [B, H, L, S], float32 or wider, and tanh(score / softcap) if soft-capped."""
     query, key = block.query, block.key.transpose(-1, -2)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -310,7 +308,7 @@ def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor |
 
 
 def _plain_backward(
-    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: AttentionSettings
+    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: LayerSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores, capped = _scores(block, settings)
     weights = torch.exp(scores - logsumexp)

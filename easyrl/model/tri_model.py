@@ -55,18 +55,13 @@ class TriModel:
             offload = "reference" in train.offload
             self._reference = policy.adapter or OtherWeights(policy, offload=offload)
 
-    def keep_old(self) -> None:
-        """Copy the policy to the old policy."""
-        if self.old is not None:
-            self.old.copy_from_policy()
-
     def logprobs(
         self, batch: MicroBatch, *, policy_is_old: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return log-probabilities at the sampling temperature: the policy's with gradient, its
         entropy in nats (with gradient if asked for), the old policy's, and the reference's (None
-        without one), all of them [K]. `policy_is_old`: the policy has made no step since
-        `keep_old`."""
+        without one), all of them [K]. `policy_is_old`: the policy has made no step in
+        this iteration."""
         assert policy_is_old or self.old is not None
         packed = self._packed(batch)
         ref_logprobs = self._run_other(self._reference, packed)

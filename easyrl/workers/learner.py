@@ -79,7 +79,8 @@ class Learner:
     def begin_iteration(self, iteration: int) -> None:
         """Keep the current policy as the old policy of this iteration's updates."""
         self._iteration = iteration
-        self.tri_model.keep_old()
+        if self.tri_model.old is not None:
+            self.tri_model.old.copy_from_policy()
         self._sums = {name: self._zero() for name in ("tokens", *self._means.values())}
         self._largest_difference = self._zero()
         self._updates: list[dict[str, float]] = []
