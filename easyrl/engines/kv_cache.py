@@ -25,13 +25,7 @@ import torch
 from torch import Tensor
 
 from easyrl.engines import CELLS, COPIED_TOKENS, padded, row_cells
-from easyrl.model.shared_prompt import (
-    HIDDEN,
-    Block,
-    LayerSettings,
-    SharedPrompt,
-    attend_block,
-)
+from easyrl.model.shared_prompt import HIDDEN, Block, LayerSettings, SharedPrompt, attend_block
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 KeysValues = tuple[Tensor, Tensor]

@@ -214,15 +214,9 @@ class _PaddedRows:
         self._newest = NewCells(inputs.sources, inputs.cells)
         self._prompts: PromptAttention | None = None
         if sizes.slots:
-            self._prompts = PromptAttention(
-                slice(0, sizes.slots),
-                sizes.width,
-                sizes.prompt,
-                rows=inputs.rows_by_place,
-                places=inputs.places,
-                lengths=inputs.prompt_lengths,
-                positions=inputs.positions,
-            )
+            slots, lengths = slice(0, sizes.slots), inputs.prompt_lengths
+            of_rows = inputs.rows_by_place, inputs.places, lengths, inputs.positions
+            self._prompts = PromptAttention(slots, sizes.width, sizes.prompt, *of_rows)
         self._biases: dict[int | None, Tensor] = {}  # by sliding window
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:

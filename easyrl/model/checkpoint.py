@@ -70,10 +70,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: An
 
 @torch.no_grad()
 def read_tensors(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    process_group: Any = None,
+    folder: Path, model: nn.Module, optimizer: Optimizer | None = None, process_group: Any = None
 ) -> None:
     """Overwrite model and, if given, optimizer by the tensors in `folder`, bit for bit."""
     reader = HuggingFaceStorageReader(str(folder))
@@ -82,12 +79,7 @@ def read_tensors(
     else:
         _allocate_state(model, optimizer, reader.read_metadata().state_dict_metadata)
         tensors = _training(model, optimizer)
-    load(
-        tensors,
-        storage_reader=reader,
-        process_group=process_group,
-        no_dist=process_group is None,
-    )
+    load(tensors, storage_reader=reader, process_group=process_group, no_dist=process_group is None)
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

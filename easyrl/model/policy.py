@@ -25,12 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import loadable_model
-from easyrl.model.attention import (
-    ATTENTION_NAME,
-    AttentionLayout,
-    PackedGroups,
-    register_attention,
-)
+from easyrl.model.attention import ATTENTION_NAME, AttentionLayout, PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed, check_causal, checked_once
 from easyrl.model.files import eos_token_ids, load_model_config, read_model_files
 from easyrl.model.lora import Adapter, Merger

@@ -87,8 +87,7 @@ class SharedPrompt:
         # The fused kernel assumes that the elements of a head are adjacent, and does not check it.
         rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            *(x.reshape(len(x), num_heads, -1, x.shape[-1]) for x in rows),
-            (self, settings),
+            *(x.reshape(len(x), num_heads, -1, x.shape[-1]) for x in rows), self, settings
         )
         return output.flatten(1, 2)
 
@@ -167,13 +166,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout_and_settings: tuple[SharedPrompt, LayerSettings],
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Any, settings: LayerSettings
     ) -> Tensor:
-        layout, settings = layout_and_settings
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         logsumexp = torch.empty(0)  # [T, Hkv, G, 1]
         for bucket, block in layout.own_blocks(query, key, value, settings):
@@ -186,13 +180,13 @@ class _Attention(torch.autograd.Function):
             part, part_logsumexp = (_to_tokens(x) for x in attend_block(block, settings))
             merge(output[queries], logsumexp[queries], part, part_logsumexp)
         ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.layout_and_settings = layout_and_settings
+        ctx.layout, ctx.settings = layout, settings
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        layout, settings = ctx.layout_and_settings
+        layout, settings = ctx.layout, ctx.settings
         gradient = gradients[0]
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
         for bucket, block in layout.own_blocks(query, key, value, settings):
@@ -212,7 +206,7 @@ class _Attention(torch.autograd.Function):
             of_query[queries] += _to_tokens(parts[0])
             of_key[keys] += _to_tokens(parts[1].sum(1, keepdim=True))
             of_value[keys] += _to_tokens(parts[2].sum(1, keepdim=True))
-        return of_query, of_key, of_value, None
+        return of_query, of_key, of_value, None, None
 
 
 def _block(

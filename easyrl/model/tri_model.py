@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,8 +111,8 @@ class _Forward(nn.Module):
         super().__init__()
         self.model = policy.model
         self._policy = policy
-        self._temperature = temperature
-        self._entropy_gradient = entropy_gradient
+        how: dict[str, Any] = {"temperature": temperature, "entropy_gradient": entropy_gradient}
+        self._logprobs = partial(chunked_token_logprobs, policy, **how)
 
     def forward(
         self,
@@ -122,13 +123,7 @@ class _Forward(nn.Module):
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
         hidden = self._policy.hidden_states(input_ids, position_ids, layout, at=logits_at)
-        logprobs, entropy = chunked_token_logprobs(
-            self._policy,
-            hidden,
-            targets,
-            self._temperature,
-            entropy_gradient=self._entropy_gradient,
-        )
+        logprobs, entropy = self._logprobs(hidden, targets)
         return logprobs.clone(), entropy  # not a view: FSDP registers a hook on it
 
 

@@ -40,10 +40,7 @@ class Rollout:
 
 
 def split_group(
-    group: RolloutGroup,
-    *,
-    mask_truncated: bool = False,
-    keep_zero_advantages: bool = False,
+    group: RolloutGroup, *, mask_truncated: bool = False, keep_zero_advantages: bool = False
 ) -> list[Rollout]:
     """Split a group into its rollouts that carry a gradient. One without is left out: all its
     tokens are masked (`mask_truncated`: those of a truncated completion are), or its advantage is 0
