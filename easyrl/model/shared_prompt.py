@@ -165,7 +165,7 @@ class _Attention(torch.autograd.Function):
     """[T, Hkv, G, D], 2 x [T, Hkv, 1, D] -> [T, Hkv, G, D]"""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Any, settings: LayerSettings
     ) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
