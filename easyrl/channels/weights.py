@@ -75,9 +75,7 @@ class PlannedPiece:
         return bucket[self.offset : self.offset + self.num_bytes].view(self.dtype)
 
 
-def cut_into_buckets(
-    entries: Sequence[Sequence[Any]], bucket_bytes: int
-) -> list[list[PlannedPiece]]:
+def cut_into_buckets(entries: Sequence[Any], bucket_bytes: int) -> list[list[PlannedPiece]]:
     """Cut weights (name, shape, dtype) into buckets, in order."""
     buckets: list[list[PlannedPiece]] = [[]]
     offset = 0

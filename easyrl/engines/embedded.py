@@ -248,11 +248,9 @@ class EmbeddedEngine(PolicyEngine):
         spans += map(np.arange, lengths)
         positions = np.concatenate([active["position"], *spans])
         keep = np.concatenate([rows, n + np.cumsum([*map(len, spans)], dtype=np.int64) - 1])
-        of_prompts = list(zip(slots, lengths, strict=True))
+        stored = list(zip(slots, lengths, strict=True))
         num_new = [*map(len, fed)]
-        layout = StepLayout(
-            self.cache, active, of_prompts, device, resumed=resumed, num_new=num_new
-        )
+        layout = StepLayout(self.cache, active, stored, device, resumed=resumed, num_new=num_new)
         return self._run_model(
             torch.from_numpy(ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),

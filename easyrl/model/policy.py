@@ -219,9 +219,7 @@ class Policy:
         """Turn the module's tensors into the weights of the model without adapters."""
         if self.adapter is not None:
             return self.adapter.weights(named, merge=merge)
-        return [
-            Weight.stored(name, tensor, is_trained=tensor.requires_grad) for name, tensor in named
-        ]
+        return [Weight.stored(name, w, is_trained=w.requires_grad) for name, w in named]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Materialize `weights` one at a time."""

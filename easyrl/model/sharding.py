@@ -67,12 +67,7 @@ class TrainRanks:
         return ranks
 
     def shard(
-        self,
-        module: nn.Module,
-        layers: Iterable[nn.Module],
-        *,
-        dtype: torch.dtype,
-        offload: bool = False,
+        self, module: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, offload: bool
     ) -> None:
         """Shard the parameters of `module` and move them to the device: those of each of `layers`
         are gathered together, and all others. Their parts become float32, or `dtype` if frozen.

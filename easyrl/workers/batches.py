@@ -55,14 +55,10 @@ class GroupReader:
     leave a group twice: the late duplicate is dropped and counted."""
 
     def __init__(
-        self,
-        config: Config,
-        port: RingPort,
-        expected: tuple[int, int],
-        wait_for_group: Callable[[], None],
+        self, config: Config, port: RingPort, expected: tuple[int, int], wait: Callable[[], None]
     ) -> None:
         """`expected`: the iteration, and the policy version that was broadcast at its start.
-        `wait_for_group` returns when the ring may hold another group."""
+        `wait` returns when the ring may hold another group."""
         train = config.train
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
         self.num_slots = port.ring.layout.num_slots
@@ -72,7 +68,7 @@ class GroupReader:
         self._expected = expected
         self._previous = expected[0] - 1, expected[1] - train.updates_per_iteration
         self._previously_taken = {*np.flatnonzero(port.ring.taken == self._previous[0]).tolist()}
-        self._wait_for_group = wait_for_group
+        self._wait_for_group = wait
         self._waits_for_all = config.runtime.schedule == "sync"
         self._prompts: dict[int, int] = {}  # of the groups that have arrived, by group index
         self._arrived: dict[int, Lease] = {}  # those not handed out, in order of arrival

@@ -256,9 +256,7 @@ class Episodes:
 
     # -- end --------------------------------------------------------------------------------------
 
-    def finish(
-        self, key: Key, completions: Sequence[Completion]
-    ) -> tuple[Messages, list[Messages]]:
+    def finish(self, key: Key, completions: list[Completion]) -> tuple[Messages, list[Messages]]:
         """Return the prompt, and the messages of each episode after it."""
         own = self._groups[key]
         self._num_open -= 1

@@ -148,6 +148,8 @@ class VllmEngine(Engine):
         num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
+        cache = model, dtype, num_rows, max_tokens
+        part = memory_fraction if is_device_shared else None
         self._cleanup = Cleanup()
         try:
             arguments = AsyncEngineArgs(
@@ -162,14 +164,7 @@ class VllmEngine(Engine):
                 skip_tokenizer_init=not sampling.stop,
                 async_scheduling=False if is_deterministic else None,
                 enable_prefix_caching=True,
-                kv_cache_memory_bytes=cache_bytes(
-                    model,
-                    dtype,
-                    num_rows,
-                    max_tokens,
-                    device=device,
-                    shared_part=memory_fraction if is_device_shared else None,
-                ),
+                kv_cache_memory_bytes=cache_bytes(*cache, device=device, shared_part=part),
                 gpu_memory_utilization=LEAST_FRACTION if is_device_shared else memory_fraction,
                 tensor_parallel_size=tensor_parallel_size,
                 distributed_executor_backend=f"{WORKER}.{executor}",

@@ -126,21 +126,15 @@ def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
 
 
 def cache_bytes(
-    model: str,
-    dtype: str,
-    num_rows: int,
-    max_tokens: int,
-    *,
-    device: str,
-    shared_part: float | None,
+    model: str, dtype: str, num_rows: int, longest: int, *, device: str, shared_part: float | None
 ) -> int | None:
-    """Return the size of the KV cache for `num_rows` sequences of `max_tokens`; None on a device of
+    """Return the size of the KV cache for `num_rows` sequences of `longest`; None on a device of
     its own, where vLLM measures how much memory is left. On a device that the trainer uses too, it
     is at most what the fraction `shared_part` of the memory leaves besides the weights."""
     if device != "cpu" and shared_part is None:
         return None
     files, element_bytes = read_model_files(model), DTYPE_BYTES[dtype]
-    row_tokens = -(-max_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    row_tokens = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
     size = model_size(files.config, files.num_weights or 0)
     cache = num_rows * row_tokens * size.kv_elements * element_bytes if size else 0
     wanted = cache + EXTRA_CACHE_BYTES if cache else DEFAULT_CACHE_BYTES
