@@ -137,8 +137,6 @@ class EmbeddedEngine(PolicyEngine):
         finished, self._finished = self._finished, []
         return finished
 
-    # -- what a step computes ---------------------------------------------------------------
-
     def _choose_prefill(self) -> list[GroupRequest]:
         """Return the next prompts to prefill: none while enough sequences are ready to start."""
         rows = self.cache.num_rows
@@ -257,8 +255,6 @@ class EmbeddedEngine(PolicyEngine):
             layout,
             torch.from_numpy(keep).to(device),
         )
-
-    # -- rows ---------------------------------------------------------------------------------
 
     def _advance(self, tokens: Int32, logprobs: Float32) -> None:
         """Store the sampled token of every active row and end the rows that are complete."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine
+from easyrl.engines.base import FinishedGroup, PolicyEngine
 from easyrl.engines.sampling import SamplingSettings, StopStrings, sample, uniform_stream
 from easyrl.types import Completion
 
@@ -28,13 +28,6 @@ class GenerateEngine(PolicyEngine):
         if not self._waiting:
             return []
         request = self._waiting.popleft()
-        completions = self._complete(request)
-        self.num_prompt_tokens += len(request.prompt_ids)
-        self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
-        self.num_steps += max(len(c.token_ids) for c in completions)
-        return [(request, completions)]
-
-    def _complete(self, request: GroupRequest) -> list[Completion]:
         sampling, model = self.sampling, self.policy.model
         limits = request.limits(sampling)
         keys = [(*request.key, i) for i in range(request.num_generations)]
@@ -60,10 +53,14 @@ class GenerateEngine(PolicyEngine):
             model.generation_config = own
         tokens = output[:, prompt.shape[1] :].cpu().numpy().astype(np.int32)  # [G, R]
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)  # [G, R]
-        return [
+        completions = [
             Completion(tokens[row, :n], logprobs[row, :n], "stop" if stopped else "length")
             for row, (n, stopped) in enumerate(zip(end.lengths, end.stopped, strict=True))
         ]
+        self.num_prompt_tokens += len(request.prompt_ids)
+        self.num_completion_tokens += int(end.lengths.sum())
+        self.num_steps += int(end.lengths.max())
+        return [(request, completions)]
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]

@@ -70,10 +70,6 @@ class KVCache:
         """C and P."""
         return len(self.prompt_lengths), self._longest_prompt
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for layer in (*self.rows, *self.prompts) for x in layer)
-
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
 

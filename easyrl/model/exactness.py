@@ -32,9 +32,6 @@ GROUPS = [(3, [2, 4]), (2, [3, 1])]
 SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10, 14]]
 """The tokens of each of its sequences."""
 POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 2]
-NUM_TOKENS = len(POSITIONS)
-EAGER = "eager"
-"""transformers' plain attention, the definition of what a model computes."""
 NUM_DRAWS = 3
 """Rows of random tokens, one of which must agree: rounding may change a token's experts."""
 
@@ -100,7 +97,7 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
     for _ in range(NUM_DRAWS):
-        drawn = torch.randint(vocabulary_size, (NUM_TOKENS,), generator=generator)
+        drawn = torch.randint(vocabulary_size, (len(POSITIONS),), generator=generator)
         try:
             if (reason := reason_of(model, drawn.to(model.device))) is None:
                 break
@@ -121,7 +118,7 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
     positions = torch.tensor([POSITIONS], device=tokens.device)
     indices = [index for sequence in SEQUENCES for index in sequence]
-    with _attending(model, EAGER):
+    with _attending(model, "eager"):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
     layout = RecordingLayout(GROUPS, tokens.device)
     try:

@@ -109,8 +109,6 @@ class Episodes:
         futures += [f for group in self._groups.values() for _, f in group.pending.values()]
         return not all(future.done() for future in futures)
 
-    # -- start ------------------------------------------------------------------------------------
-
     def _start(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         name = name_of(prompt, self._interfaces)
         seeds = np.random.SeedSequence((self._config.runtime.seed, *key))
@@ -162,8 +160,6 @@ class Episodes:
                 f"expected observations that differ in fewer than {limit} tokens "
                 f"(rollout.max_completion_length), got {longest - num_common}"
             )
-
-    # -- turns ------------------------------------------------------------------------------------
 
     def _send(self, turn: Turn) -> None:
         """Read a turn and send its calls to the environment, or end the episode."""
@@ -253,8 +249,6 @@ class Episodes:
         if self._config.reward.on_error == "stop" and not is_lost:
             prompt = f"{group.prompt.content!r:.200}"
             raise RewardError(f"{group.error}\nfor the prompt {prompt}")
-
-    # -- end --------------------------------------------------------------------------------------
 
     def finish(self, key: Key, completions: list[Completion]) -> tuple[Messages, list[Messages]]:
         """Return the prompt, and the messages of each episode after it."""

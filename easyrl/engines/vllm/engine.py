@@ -222,8 +222,6 @@ class VllmEngine(Engine):
         self.num_prompt_tokens += sum(len(request.prompt_ids) for request, _ in groups)
         return groups
 
-    # -- turns ----------------------------------------------------------------------------------
-
     def _end_turn(self, sequence: _Sequence, sampled: Completion) -> None:
         self.num_completion_tokens += len(sampled.token_ids)
         sequence.append(sampled.token_ids.tolist(), sampled.logprobs.tolist())
@@ -341,8 +339,6 @@ class VllmEngine(Engine):
         assert output.finish_reason in ("stop", "length"), output.finish_reason
         return Completion(tokens, np.array(logprobs, dtype=np.float32), output.finish_reason)
 
-    # -- weights --------------------------------------------------------------------------------
-
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
         self._generation, self._is_cancelled = endpoint.generation, is_cancelled
@@ -386,8 +382,6 @@ class VllmEngine(Engine):
     async def _reset_prefix_cache(self, policy_version: int) -> None:
         if await self._engine.reset_prefix_cache() is False:
             raise RuntimeError(f"weights {policy_version}: vLLM did not clear its prefix cache")
-
-    # -- calls into vLLM ------------------------------------------------------------------------
 
     def _call(
         self,

@@ -27,8 +27,6 @@ EXTRA_CACHE_BYTES, DEFAULT_CACHE_BYTES = 16 * 2**20, 2**30
 STEP_FRACTION = 0.15
 """Part of vLLM's memory on a shared device for activations and captured graphs."""
 
-# -- versions -------------------------------------------------------------------------------------
-
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)
 """The same bounds as in pyproject.toml."""
@@ -70,8 +68,6 @@ def package_version(package: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
 
-
-# -- environment and engine arguments -------------------------------------------------------------
 
 ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",  # listen on loopback only
