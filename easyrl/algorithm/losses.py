@@ -73,10 +73,9 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
 
     Sources: the clipped surrogate and grpo's mean, GRPO (arXiv 2402.03300, equation 3); dapo
     (arXiv 2503.14476, section 3.3); dr_grpo (arXiv 2503.20783, section 3); cispo, MiniMax-M1
-    (arXiv 2506.13585, section 3.1), without a lower clip as there; the sequence's ratio, GSPO
-    (arXiv 2507.18071, equations 5 and 7); truncated importance sampling, Yao et al. 2025, "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training"; mask, TRL: small weights
-    reduce the loss by themselves.
+    (arXiv 2506.13585, section 3.1); the sequence's ratio, GSPO (arXiv 2507.18071, equations 5 and
+    7); truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL Training"; mask, TRL.
     """
     algorithm = config.algorithm
     inputs = _zero_masked(inputs)
@@ -117,9 +116,8 @@ def loss_denominator(config: Config, *, num_completions: int, num_tokens: int) -
     """Return the divisor of an update's gradient, which is summed over its micro-batches.
 
     `num_completions` counts all completions of the update's groups, `num_tokens` their unmasked
-    tokens. Both include completions that are not computed because their advantage is 0. A
-    completion that is masked as a whole (`algorithm.mask_truncated_completions`) counts as a
-    completion without tokens, as in TRL.
+    tokens. Both include completions that are not computed because their advantage is 0. One that is
+    masked as a whole counts as a completion without tokens, as in TRL.
 
         grpo           num_completions
         dapo, cispo    num_tokens (at least 1; if all are masked the gradient is 0)

@@ -107,19 +107,6 @@ class RingLayout:
         """Size of the ring's memory. It never grows."""
         return sum(_num_bytes(element, shape) for _, element, shape in self.arrays())
 
-    def check_memory(self) -> None:
-        """Raise ConfigError if the ring does not fit the memory available."""
-        available_bytes = available_memory_bytes()
-        if self.total_bytes > available_bytes:
-            raise ConfigError(
-                f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB, but this machine and "
-                f"its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
-                f"rollout.ring_slots ({self.num_slots}), "
-                f"rollout.num_generations ({self.num_generations}), "
-                f"rollout.max_completion_length ({self.max_completion_length}) or "
-                f"data.max_prompt_length ({self.max_prompt_length})"
-            )
-
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
         """Return the header's three lengths. Raises ValueError if the group does not fit a slot."""
         lengths = {
@@ -185,7 +172,16 @@ class RingBuffer:
 
     def __init__(self, layout: RingLayout) -> None:
         """Raises ConfigError if the memory is too small, or a pipe for the number of slots."""
-        layout.check_memory()
+        available_bytes = available_memory_bytes()
+        if layout.total_bytes > available_bytes:
+            raise ConfigError(
+                f"the ring buffer needs {layout.total_bytes / 2**20:,.0f} MiB, but this machine "
+                f"and its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
+                f"rollout.ring_slots ({layout.num_slots}), "
+                f"rollout.num_generations ({layout.num_generations}), "
+                f"rollout.max_completion_length ({layout.max_completion_length}) or "
+                f"data.max_prompt_length ({layout.max_prompt_length})"
+            )
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.taken[:] = NEVER
         self.free_pipe, self.ready_pipe = TokenPipe(), TokenPipe()

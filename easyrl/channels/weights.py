@@ -255,8 +255,7 @@ class WeightChannel:
             except BaseException as error:
                 made.set_exception(error)
 
-        # Ranks wait for each other in here, which cannot be interrupted, and on accelerators has no
-        # bound: if the wait ends early, the thread is left behind.
+        # This wait for all ranks cannot be interrupted: the thread may be left behind.
         threading.Thread(target=make, daemon=True, name="weight-channel").start()
         self._poll(made.done)
         self._group, self._abort = made.result()

@@ -302,8 +302,7 @@ def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Ten
 
 
 class _ResumedRows:
-    """Attention of the new tokens of m adjacent rows, each to its prompt, its row and themselves.
-    Rows with fewer new tokens than E are padded."""
+    """Attention of the new tokens of m adjacent rows, E or fewer each, to what they may see."""
 
     def __init__(
         self, cache: KVCache, first: int, rows: Any, num_new: Ints, device: torch.device
@@ -371,8 +370,8 @@ def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]
 @dataclass(slots=True)
 class PromptAttention:
     """Attention of rows to their groups' prompts, in one block. Queries are gathered slot by slot,
-    W places for each, as many as the slot with most rows needs. Slots whose prompt is copied to its
-    rows are hidden. Where the slots in use are few among many, their prompts are gathered, too."""
+    W places for each. Slots whose prompt is copied to its rows are hidden. Where the slots in use
+    are few among many, their prompts are gathered, too."""
 
     slots: slice | Tensor  # C of the cache
     width: int  # W

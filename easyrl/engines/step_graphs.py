@@ -48,9 +48,8 @@ ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
 CAPTURED_AT = 3
 """A step is captured when its sizes occur for the third time."""
 MAX_PADDING = 2**26
-"""Elements of keys, in a layer, by which rows may be padded in a step with a graph: it has no
-buckets. Reading as many keys and values in bfloat16 takes an H100 0.1 ms, an RTX 4090 0.3 ms, and
-launching a layer's kernels 0.3 ms (calculated)."""
+"""Elements of keys, in a layer, by which rows may be padded in a step with a graph. Reading them
+takes an H100 0.1 ms, an RTX 4090 0.3 ms, and launching a layer's kernels 0.3 ms (calculated)."""
 MAX_GRAPHS = 100
 """Bounds the memory of kernels' arguments, which torch does not count."""
 

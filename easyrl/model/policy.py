@@ -261,8 +261,7 @@ class Policy:
 
 def real_tokens(position_ids: Tensor) -> Tensor:
     """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences, each
-    of which starts at a 0 in `position_ids` [T]. Padding follows the real tokens, so a causal model
-    needs no mask."""
+    of which starts at a 0 in `position_ids` [T]. A causal model needs no other mask."""
     starts = (position_ids == 0).nonzero().squeeze(1)  # [B]
     lengths = torch.diff(starts, append=starts.new_tensor([len(position_ids)]))
     columns = torch.arange(int(lengths.max()), device=lengths.device)

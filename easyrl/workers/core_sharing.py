@@ -52,8 +52,7 @@ class WorkerCores:
         self._cores = cores
         self._sharing = sharing
         self._in_use: list[int] = []  # workers
-        # A thread keeps the affinity of the thread that started it, and outlives the use of shared
-        # cores. So it may run on all shared cores: the system finds one that is idle.
+        # A thread keeps the affinity with which it was started, so it may run on all shared cores.
         shared = {} if sharing is None else sharing.shared
         self._all_cores = {*cores, *chain(*shared.values())}
 

@@ -299,8 +299,7 @@ def with_observation(content: str | Messages, observation: str | None) -> Messag
 
 
 def common_length(sequences: Sequence[list[int]]) -> int:
-    """Return the length of the longest common prefix. Behind it every sequence has a token, unless
-    all are equal."""
+    """Length of the longest common prefix that leaves each a token, unless all are equal."""
     first, last = min(sequences), max(sequences)
     if first == last:
         return len(first)

@@ -36,9 +36,7 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
 
     def save(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
-        """Start writing `tensors`, which must not change any more. The controller requests a
-        checkpoint only after rank 0 has reported the one before it, so this does not wait for a
-        disk."""
+        """Start writing `tensors`, which must not change any more."""
         if self._thread is not None:
             self._thread.join()  # rank 0 reports at the end of its thread, after the others wrote
         self._thread = threading.Thread(target=self._write, args=(command, tensors), daemon=True)
