@@ -8,11 +8,9 @@ A worker has MAX_UNACKNOWLEDGED tokens. It gives one for each group, and gets it
 is in the ring. So a full ring stops the engines here as it does on one machine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -44,7 +42,7 @@ class RemoteRing:
     layout: RingLayout
     pipe: Connection
 
-    def attach(self, owner_id: int) -> RemoteRing:
+    def attach(self, owner_id: int) -> Self:
         return self
 
     @property

@@ -81,22 +81,12 @@ class EmbeddedEngine(PolicyEngine):
         self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, *steps)
         self.graphs = StepGraphs(policy, self.cache, sampling) if has_graphs else None
         self._sequences: list[Any] = [None] * num_rows  # the _Sequence of each row that is held
-        self._rows = np.zeros(
-            num_rows,
-            dtype=[
-                ("position", np.int64),  # of the newest token in the sequence
-                ("cell", np.int64),  # its place in the row of the KV cache
-                ("slot", np.int64),  # of the prompt
-                ("count", np.int64),  # completion tokens so far
-                ("limit", np.int64),
-                ("turn_start", np.int64),  # completion tokens before the current turn
-                ("state", np.int64),
-                ("uniforms", np.float64, longest),
-                ("tokens", np.int32, longest),
-                ("logprobs", np.float32, longest),
-                ("is_sampled", np.bool_, longest),
-            ],
-        )
+        # `position` and `cell` are those of the newest token, `slot` is that of the prompt, `count`
+        # and `turn_start` are completion tokens so far and before the current turn.
+        integers = ("position", "cell", "slot", "count", "limit", "turn_start", "state")
+        per_token = {"uniforms": "f8", "tokens": "i4", "logprobs": "f4", "is_sampled": "?"}
+        arrays = [(name, kind, longest) for name, kind in per_token.items()]
+        self._rows = np.zeros(num_rows, dtype=[*((name, "i8") for name in integers), *arrays])
 
     @property
     def has_work(self) -> bool:

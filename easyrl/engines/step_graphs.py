@@ -15,13 +15,11 @@ Shapes: n active rows, padded to B with copies of the first; L cells of each; C 
 places for the rows of each, P tokens of each.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -78,7 +76,7 @@ class _Inputs(NamedTuple):
     prompt_lengths: Any  # [C]: of shared prompts, else 0
 
     @classmethod
-    def unpacked(cls, integers: Tensor, sizes: _Sizes) -> _Inputs:
+    def unpacked(cls, integers: Tensor, sizes: _Sizes) -> Self:
         lengths = [sizes.rows] * 6 + [sizes.slots * sizes.width, sizes.slots]
         return cls(*torch.split(integers, lengths))
 

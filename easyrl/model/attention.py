@@ -12,11 +12,9 @@ other; the model's code is unchanged. The trainer's layout is `PackedGroups`; th
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +93,7 @@ class PackedGroups:
         self._may_use_flex = may_use_flex
 
     @classmethod
-    def of_sequences(
-        cls, lengths: Sequence[int], device: torch.device | str = "cpu"
-    ) -> PackedGroups:
+    def of_sequences(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Self:
         """The layout of whole sequences that share nothing."""
         return cls([(length, ()) for length in lengths], device)
 

@@ -9,14 +9,12 @@ Shapes: T tokens of the packed row, K of them with logits, H the model's width, 
 vocabulary; B sequences, L the longest of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +67,7 @@ class Policy:
         trust_remote_code: bool = False,
         attention: AttentionMode = "auto",
         dtype: DType | None = "float32",
-    ) -> Policy:
+    ) -> Self:
         """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they
         are stored, for `TrainRanks.shard`. The model is checked once, in float32 on the CPU. Raises
         ConfigError if weights are missing, if it is no causal language model, or if `attention`

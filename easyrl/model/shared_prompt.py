@@ -237,14 +237,9 @@ def attend_block(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor]
         logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - logsumexp)
         return torch.matmul(weights.to(block.value.dtype), block.value), logsumexp
+    inputs = block.query, block.key, block.value, 0.0, block.is_causal
     outputs: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        block.query,
-        block.key,
-        block.value,
-        0.0,
-        block.is_causal,
-        attn_mask=block.bias,
-        scale=settings.scaling,
+        *inputs, attn_mask=block.bias, scale=settings.scaling
     )
     return outputs[0], outputs[1].unsqueeze(-1)
 
@@ -255,26 +250,30 @@ def attend_block_backward(
     """Return the gradients of query, key and value, given the output's gradient, the merged output
     and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`
     (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
-    if not is_fused(block, settings):
-        return _plain_backward(gradient, output, logsumexp, block, settings)
-    gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient,
-        block.query,
-        block.key,
-        block.value,
-        output,
-        logsumexp.squeeze(-1),
-        0.0,
-        block.is_causal,
-        attn_mask=block.bias,
-        scale=settings.scaling,
-    )
-    return gradients[0], gradients[1], gradients[2]
+    if is_fused(block, settings):
+        inputs = gradient, block.query, block.key, block.value, output, logsumexp.squeeze(-1)
+        gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, 0.0, block.is_causal, attn_mask=block.bias, scale=settings.scaling
+        )
+        return gradients[0], gradients[1], gradients[2]
+    scores, capped = _scores(block, settings)
+    weights = torch.exp(scores - logsumexp)
+    wide = weights.dtype
+    gradient = gradient.to(wide)
+    of_value = torch.matmul(weights.transpose(-1, -2), gradient)
+    of_weights = torch.matmul(gradient, block.value.to(wide).transpose(-1, -2))
+    dot = (gradient * output).sum(dim=-1, keepdim=True)
+    of_scores = weights * (of_weights - dot) * settings.scaling
+    if capped is not None:
+        of_scores = of_scores * (1.0 - capped.square())
+    of_query = torch.matmul(of_scores, block.key.to(wide))
+    of_key = torch.matmul(of_scores.transpose(-1, -2), block.query.to(wide))
+    return of_query, of_key, of_value
 
 
 def is_fused(block: Block, settings: LayerSettings) -> bool:
-    """Return whether PyTorch's kernel computes the block: not soft-caps, nor values of other
-    size."""
+    """Return whether PyTorch's kernel for CPUs computes the block: it has no soft-capping, no
+    MLA."""
     has_one_size = block.query.shape[-1] == block.value.shape[-1]
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 
@@ -299,24 +298,6 @@ def _scores(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor | Non
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(hidden, HIDDEN)
     return scores, capped
-
-
-def _plain_backward(
-    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: LayerSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores, capped = _scores(block, settings)
-    weights = torch.exp(scores - logsumexp)
-    wide = weights.dtype
-    gradient = gradient.to(wide)
-    of_value = torch.matmul(weights.transpose(-1, -2), gradient)
-    of_weights = torch.matmul(gradient, block.value.to(wide).transpose(-1, -2))
-    dot = (gradient * output).sum(dim=-1, keepdim=True)
-    of_scores = weights * (of_weights - dot) * settings.scaling
-    if capped is not None:
-        of_scores = of_scores * (1.0 - capped.square())
-    of_query = torch.matmul(of_scores, block.key.to(wide))
-    of_key = torch.matmul(of_scores.transpose(-1, -2), block.query.to(wide))
-    return of_query, of_key, of_value
 
 
 def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:

@@ -11,10 +11,9 @@ Shapes: T tokens of the packed row, K completion tokens in it, C completions; P 
 R of a completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class Rollout:
     loss_mask: Bool  # [R]
     advantage: float
 
-    def num_tokens_behind(self, previous: Rollout | None, *, shares_prompts: bool = True) -> int:
+    def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Tokens that this rollout adds to a row that ends with `previous`."""
         has_prompt = previous is not None and previous.prompt_index == self.prompt_index
         is_shared = has_prompt and shares_prompts

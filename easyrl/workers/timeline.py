@@ -35,13 +35,13 @@ class Timeline:
         started = time.monotonic()
         is_long = self._seconds.get(kind, REPORT_SECONDS) >= REPORT_SECONDS
         if is_long or self._shown not in (None, kind):  # otherwise a hang would look like a wait
-            self.report(UnderWay(kind, started))
+            self.report(UnderWay(kind, started + self._offset))
         return started
 
     def add(self, kind: SpanKind, started: float, **counts: int) -> float:
         """End a span; return its length in seconds. `counts`: fields of Activity."""
         ended = time.monotonic()
-        self._note(kind, started, ended)
+        self._note(kind, started + self._offset, ended + self._offset)
         self._seconds[kind] = ended - started
         self._counts.update(counts)
         if ended - self._reported >= REPORT_SECONDS:
@@ -68,7 +68,7 @@ class Timeline:
         """Make the block a span; until it ends it is shown as `shown_as`, unless `is_short`."""
         started = time.monotonic()
         if not is_short:
-            self.report(UnderWay(shown_as or kind, started))
+            self.report(UnderWay(shown_as or kind, started + self._offset))
         try:
             yield
         finally:
@@ -79,12 +79,8 @@ class Timeline:
         if self._spans or under_way is not None:
             for kind, index in self._newest.items():
                 self._past[kind] = self._spans[index].ended
-            offset = self._offset
-            spans = tuple(Span(s.kind, s.started + offset, s.ended + offset) for s in self._spans)
-            if under_way is not None:
-                under_way = UnderWay(under_way.kind, under_way.started + offset)
             counts = {"num_groups": 0, **self._counts}
-            self._send(Activity(spans, under_way=under_way, **counts))
+            self._send(Activity(tuple(self._spans), under_way=under_way, **counts))
             self._shown = under_way.kind if under_way is not None else None
         self._spans, self._newest, self._counts = [], {}, Counter()
         self._reported = time.monotonic()
