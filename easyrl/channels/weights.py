@@ -1,12 +1,11 @@
 """Weights from the trainer to the rollout workers: in buckets, with a version, bounded in time.
 
-    train rank 0:  announce(version) ─► [names] ─► bucket 0 ─► bucket 1 ─► … ─► last bucket
-    rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load on arrival
+    train rank 0:  announce(version) ─► names ──► bucket 0 ─► bucket 1 ─► … ─► last bucket
+    rollout i:     receive ───────────► names ──► pieces ───► pieces ──► … ──► load on arrival
 
 Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
-`timeout_seconds`. Names, shapes and dtypes are sent when they differ from the last time; from them
-every rank computes how weights are cut into buckets. Of a rank's two buckets one is broadcast while
-the other is filled or loaded. At most one weight is gathered at a time.
+`timeout_seconds`. From names, shapes and dtypes every rank computes how weights are cut into
+buckets. Of a rank's two buckets one is broadcast while the other is filled or loaded.
 
 NCCL and HCCL refuse two ranks on one device. Where rollout and train worker share an accelerator,
 there is one bucket, memory of that device which both processes open. The process group, on the CPU,
@@ -125,7 +124,6 @@ class WeightChannel:
         self._world_size = endpoint.world_size
         self._device = torch.device(endpoint.device)
         self._timeout = timedelta(seconds=endpoint.timeout_seconds)
-        self._entries: list[Entry] = []
         self._plan: list[list[PlannedPiece]] = []
         self.not_shared_reason: str | None = None
         """Reason why no bucket is shared on the device; None: it is, or no device is shared."""
@@ -188,14 +186,12 @@ class WeightChannel:
             raise
 
     def _send(self, policy_version: int, entries: list[Entry], gathered: Iterator[Tensor]) -> int:
-        text = json.dumps(entries).encode() if entries != self._entries else b""
+        text = json.dumps(entries).encode()
         announced = torch.tensor([policy_version, len(text)], device=self._device)
         self.broadcast(announced, "announcing a version")
-        if text:
-            names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-            self.broadcast(names, "sending names")
-            self._entries = entries
-            self._plan = cut_into_buckets(entries, self._bucket_bytes)
+        names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        self.broadcast(names, "sending names")
+        self._plan = cut_into_buckets(entries, self._bucket_bytes)
         values = torch.empty(0)
         for number, pieces in enumerate(self._plan):
             self._wait_for_all_but(1)  # then the bucket before the last one is free
@@ -223,11 +219,10 @@ class WeightChannel:
             raise RuntimeError(
                 f"weight channel: expected policy version {policy_version}, got {version}"
             )
-        if num_bytes:
-            names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self.broadcast(names, "waiting for names")
-            entries = json.loads(names.cpu().numpy().tobytes())
-            self._plan = cut_into_buckets(entries, self._bucket_bytes)
+        names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self.broadcast(names, "waiting for names")
+        entries = json.loads(names.cpu().numpy().tobytes())
+        self._plan = cut_into_buckets(entries, self._bucket_bytes)
         ahead: list[list[WeightPiece]] = []
         for number in range(len(self._plan)):
             # The next bucket is received while this one is loaded.

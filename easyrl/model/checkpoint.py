@@ -60,12 +60,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: An
     for name, tensor in tensors.items():
         files[name] = 1 + num_bytes // FILE_BYTES
         num_bytes += tensor.nbytes
-    save(
-        dict(tensors),
-        storage_writer=HuggingFaceStorageWriter(str(folder), files, save_distributed=True),
-        process_group=process_group,
-        no_dist=process_group is None,
-    )
+    is_alone = process_group is None
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=is_alone)
 
 
 @torch.no_grad()

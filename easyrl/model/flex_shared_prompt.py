@@ -41,15 +41,10 @@ class FlexSharedPrompt:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D], without soft-capping."""
         assert settings.softcap is None
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        output = _compiled(flex_attention)(
-            q,
-            k,
-            v,
-            block_mask=self._mask(settings.sliding_window),
-            scale=settings.scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=_kernel_options(q.shape[-1], devices.shared_memory_bytes(q.device)),
-        )
+        mask, is_grouped = self._mask(settings.sliding_window), q.shape[1] != k.shape[1]
+        options = _kernel_options(q.shape[-1], devices.shared_memory_bytes(q.device))
+        how = {"scale": settings.scaling, "enable_gqa": is_grouped, "kernel_options": options}
+        output = _compiled(flex_attention)(q, k, v, block_mask=mask, **how)
         tokens: Tensor = output[0].transpose(0, 1)
         return tokens
 

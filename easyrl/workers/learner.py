@@ -8,7 +8,6 @@ make the same calls, each with its own micro-batches, and get the same gradient,
 
 import math
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.distributed import ReduceOp
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, load_loss
 from easyrl.config import Config, ConfigError
+from easyrl.config.train import TrainConfig
 from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
@@ -137,12 +137,7 @@ class Learner:
         square, loss = self.ranks.reduce([own_norm * own_norm, float(self._loss)])
         norm, loss = math.sqrt(square) / denominator, loss / denominator
         is_finite = math.isfinite(norm) and math.isfinite(loss)
-        learning_rate = self.config.learning_rate * learning_rate_factor(
-            self._iteration,
-            num_iterations=train.iterations,
-            warmup_iterations=train.warmup_iterations,
-            kind=train.lr_scheduler_type,
-        )
+        learning_rate = self.config.learning_rate * learning_rate_factor(self._iteration, train)
         if is_finite:
             # Normalise and clip in one pass; the factor is that of torch's clip_grad_norm_.
             factor = min(1.0, train.max_grad_norm / (norm + 1e-6)) / denominator
@@ -155,14 +150,8 @@ class Learner:
         devices.synchronize(self.policy.device)
         self.policy_version += 1
         self._loss = self._zero()
-        self._updates.append(
-            {
-                "loss": loss,
-                "grad_norm": norm,
-                "learning_rate": learning_rate,
-                "num_updates_not_finite": 0.0 if is_finite else 1.0,
-            }
-        )
+        update = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+        self._updates.append(update | {"num_updates_not_finite": float(not is_finite)})
 
     def metrics(self) -> dict[str, float]:
         """Return the iteration's metrics under TRL's names: means over its tokens or its updates.
@@ -190,21 +179,16 @@ class Learner:
                 own_part(parameter.grad).zero_()
 
 
-def learning_rate_factor(
-    iteration: int,
-    *,
-    num_iterations: int,
-    warmup_iterations: int,
-    kind: Literal["constant", "linear", "cosine"],
-) -> float:
+def learning_rate_factor(iteration: int, train: TrainConfig) -> float:
     """Return the factor of the peak learning rate in `iteration` (from 0). Warm-up rises linearly
     and reaches 1 in iteration `warmup_iterations`. `linear` and `cosine` then fall to 0, which they
     would reach just after the last iteration."""
-    if iteration < warmup_iterations:
-        return (iteration + 1) / (warmup_iterations + 1)
-    progress = (iteration - warmup_iterations) / max(1, num_iterations - warmup_iterations)
-    if kind == "constant":
+    warmup = train.warmup_iterations
+    if iteration < warmup:
+        return (iteration + 1) / (warmup + 1)
+    progress = (iteration - warmup) / max(1, train.iterations - warmup)
+    if train.lr_scheduler_type == "constant":
         return 1.0
-    if kind == "linear":
+    if train.lr_scheduler_type == "linear":
         return 1.0 - progress
     return 0.5 * (1.0 + math.cos(math.pi * progress))
