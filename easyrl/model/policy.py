@@ -105,8 +105,7 @@ class Policy:
     def compile(self) -> None:
         """Compile each decoder layer around its attention, before `checkpoint_activations`."""
         register_attention(is_compiled=True)
-        # A layer is compiled with and without gradient, for short and long rows, and for each
-        # number of threads, which changes with lent cores.
+        # Each mode, kind of row and number of threads, which changes with shared cores, counts.
         torch._dynamo.config.recompile_limit = 64
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=True)

@@ -69,9 +69,9 @@ class TrainRanks:
     def shard(
         self, module: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, offload: bool
     ) -> None:
-        """Shard the parameters of `module` and move them to the device: those of each of `layers`
-        are gathered together, and all others. Their parts become float32, or `dtype` if frozen.
-        With `offload` they stay on the CPU, and with them gradients and optimizer state."""
+        """Shard the parameters of `module` over the devices: those of each of `layers` are gathered
+        together, and all others. Parts become float32, or `dtype` if frozen. With `offload` they
+        stay on the CPU, and with them gradients and optimizer state."""
         if self.mesh is None:
             return
         from torch.distributed import fsdp

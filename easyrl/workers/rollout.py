@@ -52,8 +52,7 @@ from easyrl.workers.timeline import Timeline
 TRAIN, EVALUATE = 0, 1
 SAMPLE_GROUPS = 1  # per iteration: their texts and rewards are written to samples.jsonl
 Key = tuple[int, int, int]
-"""(TRAIN, iteration, prompt index) or (EVALUATE, evaluation_round, prompt index). Identifies a
-group and seeds the sampling of its sequences."""
+"""(TRAIN, iteration, prompt index) or (EVALUATE, evaluation_round, prompt index): seeds sampling."""
 
 
 @dataclass(slots=True)
@@ -437,9 +436,8 @@ class RolloutWorker:
             self._outbox.append((group, report))
 
     def _publish(self) -> None:
-        """Put finished groups into the ring while it has free slots. Each is reported just before:
-        if this worker dies, the controller asks the ring which of the reported groups were
-        delivered."""
+        """Put finished groups into the ring while it has free slots. Each is reported before: if
+        this worker dies, the controller knows all groups that the ring may have."""
         while self._outbox:
             assert self.port is not None
             group, report = self._outbox[0]

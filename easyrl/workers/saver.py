@@ -28,8 +28,7 @@ class CheckpointSaver:
     def __init__(
         self, send: Callable[[CheckpointSaved], None], *, keep: int, ranks: TrainRanks
     ) -> None:
-        """`send` is called from the thread; the newest `keep` checkpoints are kept. All ranks save
-        the same checkpoints; rank 0 publishes the folder."""
+        """`send` is called from the thread. All ranks save; rank 0 publishes, and keeps `keep`."""
         self._send = send
         self._keep = keep
         self._ranks = ranks

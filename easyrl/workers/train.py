@@ -218,8 +218,7 @@ class TrainWorker:
     def _exchange_weights(self, version: int) -> None:
         assert version == self.learner.policy_version
         self._close_temporary_channel()
-        # Receivers keep the other weights from the channel's first exchange. vLLM fuses weights,
-        # and needs all parts of a fused one.
+        # Receivers keep the other weights. vLLM fuses weights, and needs all parts of one.
         only_trained = self.has_exchanged and self.settings.engine == "embedded"
         with self.timeline.measure("weights"):
             error = self._broadcast(self.channel, version, only_trained=only_trained)

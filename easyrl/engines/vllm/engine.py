@@ -390,8 +390,7 @@ class VllmEngine(Engine):
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> T:
         """Run a coroutine on vLLM's loop. `is_cancelled` ends its waits in the weight channel.
-        Raises RuntimeError if no rank has reported progress (`worker.whole_weights`) for this
-        long: vLLM cannot be used any more."""
+        Raises RuntimeError if no rank has made progress (`worker.whole_weights`) for this long."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         last, changed_at = 0, time.monotonic()
         try:

