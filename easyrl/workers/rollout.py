@@ -52,7 +52,7 @@ from easyrl.workers.timeline import Timeline
 TRAIN, EVALUATE = 0, 1
 SAMPLE_GROUPS = 1  # per iteration: their texts and rewards are written to samples.jsonl
 Key = tuple[int, int, int]
-"""(TRAIN, iteration, prompt index) or (EVALUATE, evaluation_round, prompt index): seeds sampling."""
+"""(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): it seeds sampling."""
 
 
 @dataclass(slots=True)
