@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from easyrl.config import ConfigError
+from easyrl.model import exactness
 from easyrl.model import policy as policy_module
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed
@@ -104,6 +105,16 @@ def test_encoders_and_models_that_change_their_weights_are_refused(
         load(tmp_path, model_type, changes)
 
 
+def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):
+    """transformers 5.17 gave Gemma 2 one without soft-capping."""
+    for gap, expected in ((exactness._gap_to_eager, "sdpa"), (lambda *_: "wrong", "eager")):
+        model = policy_of("qwen2_moe").model
+        model.set_attn_implementation("sdpa")
+        monkeypatch.setattr(exactness, "_gap_to_eager", gap)
+        assert attend_packed(model) is not None
+        assert model.config._attn_implementation == expected
+
+
 def test_wrong_result_is_reported(monkeypatch):
     """Layer 1 attends to neighbours too: visible in the numbers alone."""
     attend = PackedGroups.attend
@@ -115,6 +126,24 @@ def test_wrong_result_is_reported(monkeypatch):
 
     monkeypatch.setattr(PackedGroups, "attend", wrong)
     assert attend_packed(tiny_model("llama", None)).startswith("a packed row gives other results")
+
+
+@pytest.mark.parametrize(
+    ("no_rope_layers", "floor_scale", "shares"),
+    [([1, 0, 1], 4, False), ([1, 0, 1], 8192, False), ([1, 1, 1], 4, True)],
+)
+def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(
+    no_rope_layers, floor_scale, shares, tmp_path
+):
+    """Llama 4 scales the queries of layers without RoPE, from place `floor_scale` on."""
+    changes = UNSHARED["llama4_text"][0] | {"layer_types": ["full_attention"] * 3}
+    changes |= {"no_rope_layers": no_rope_layers, "floor_scale": floor_scale, "attn_scale": 0.5}
+    reference = tiny_model("llama4_text", "eager", SPREAD, **changes)
+    reference.save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path))
+    assert policy.shares_prompts is shares
+    assert shares or "index in the row" in policy.no_packing_reason
+    assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
 
 
 @pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("bloom", UNSHARED["bloom"][0])])

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, loadable_model
@@ -67,6 +69,8 @@ def attend_packed(model: Any) -> str | None:
     reason = _unsupported_reason(model) or _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
+    elif model._supports_attention_backend and _best_of_draws(_gap_to_eager, model):
+        model.set_attn_implementation("eager")
     return reason
 
 
@@ -114,21 +118,29 @@ def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
     return "the logits of a token depend on later tokens, so it is no causal language model"
 
 
+def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
+    """Compare with eager attention: kernels may ignore arguments (transformers 5.17: softcap)."""
+    own = _logits(model, tokens)
+    with _attending(model, "eager"):
+        eager = _logits(model, tokens)
+    return None if _agree(own, eager) else "its kernel gives other results"
+
+
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
     positions = torch.tensor([POSITIONS], device=tokens.device)
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, "eager"):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
-    layout = RecordingLayout(GROUPS, tokens.device)
+    layout, numbering = RecordingLayout(GROUPS, tokens.device), _NumberingFinder()
     try:
-        with _attending(model, ATTENTION_NAME):
+        with _attending(model, ATTENTION_NAME), numbering:
             got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
     except UnservableLayer as layer:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
-    reason = layout.unsupported_reason(model)
+    reason = layout.unsupported_reason(model) or numbering.reason
     if reason is None and not _agree(got[indices], expected):
         reason = "a packed row gives other results than its sequences alone"
     return reason
@@ -154,6 +166,20 @@ def _attending(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(own)
+
+
+class _NumberingFinder(TorchFunctionMode):
+    """Find code that numbers the tokens of a packed row instead of using their positions. It may
+    give other results only in rows longer than the check's: llama4_text from `floor_scale` on."""
+
+    reason: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, caller = func(*args, **(kwargs or {})), sys._getframe(1).f_code
+        sorts_by_experts = caller.co_filename.endswith("transformers/integrations/moe.py")
+        if func is torch.arange and len(result) == len(POSITIONS) and not sorts_by_experts:
+            self.reason = f"{caller.co_qualname} uses a token's index in the row"
+        return result
 
 
 class RecordingLayout(PackedGroups):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import loadable_model
-from easyrl.model.attention import ATTENTION_NAME, AttentionLayout, PackedGroups, register_attention
+from easyrl.model.attention import AttentionLayout, PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed, check_causal, checked_once
 from easyrl.model.files import eos_token_ids, load_model_config, read_model_files
 from easyrl.model.lora import Adapter, Merger
@@ -75,23 +75,23 @@ class Policy:
         register_attention()
         model = _load(path, dtype, trust_remote_code=trust_remote_code)
 
-        def check() -> str | None:
+        def check() -> tuple[str | None, str]:
             with _in_float32(model):
                 reason = attend_packed(model)
                 if reason is not None:
                     check_causal(model, path)
                 cls(model, model.device, no_packing_reason=reason)._check_head(path)
-                return reason
+                return reason, model.config._attn_implementation
 
         # A model's own code is not part of its fingerprint.
-        reason = check() if trust_remote_code else checked_once(path, check)
+        reason, kernel = check() if trust_remote_code else checked_once(path, check)
         if reason is not None and attention == "shared_prompt":
             raise ConfigError(
                 "model.attention: expected auto or repeated, because prompts cannot be "
                 f"shared exactly: {reason} ({path}); got shared_prompt"
             )
-        if reason is None:
-            model.set_attn_implementation(ATTENTION_NAME)
+        if kernel != model.config._attn_implementation:
+            model.set_attn_implementation(kernel)
         model.to(device)
         return cls(model, torch.device(device), no_packing_reason=reason, attention=attention)
 
