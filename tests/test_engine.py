@@ -31,7 +31,7 @@ from easyrl.engines.sampling import StopStrings, uniform_stream
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.types import WeightPiece
-from tiny_models import SPREAD, UNSHARED, VOCABULARY, tiny_model
+from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
@@ -40,7 +40,10 @@ register_attention()
 EOS = 2
 MAX_PROMPT, MAX_COMPLETION = 12, 16
 EMBEDDED = ("qwen3", "llama", "mistral", "gemma2")
-GENERATE = {name: UNSHARED[name][0] for name in ("qwen3_next", "mamba", "gpt_oss", "bloom")}
+GENERATE = {
+    **{name: UNSHARED[name][0] for name in ("qwen3_next", "mamba", "gpt_oss", "bloom")},
+    "recurrent_gemma": {"num_key_value_heads": 1, "lru_width": 32, "attention_window_size": WINDOW},
+}
 MODELS = (*EMBEDDED, *GENERATE)
 BOTH = pytest.mark.parametrize("name", ["qwen3", "mamba"])
 SAMPLING = SamplingSettings(
@@ -255,6 +258,24 @@ def test_generation_config_of_the_model_is_ignored():
     )
     assert tokens_of(run(make_engine("mamba", policy), submitted)) == plain
     assert policy.model.generation_config is changed
+
+
+def test_group_is_generated_without_a_cache_if_the_cache_is_inexact(monkeypatch):
+    """RecurrentGemma's cache is, beyond its window."""
+    used = []
+    complete = GenerateEngine._complete
+
+    def watched(self, request, *, use_cache):
+        used.append(use_cache)
+        return complete(self, request, use_cache=use_cache)
+
+    monkeypatch.setattr(GenerateEngine, "_complete", watched)
+    run(make_engine("mamba"), requests(draw_prompts(4)))
+    assert used == [True] * 4
+    used.clear()
+    monkeypatch.setattr(GenerateEngine, "_is_exact", lambda *_: False)
+    run(make_engine("mamba"), requests(draw_prompts(4)))
+    assert used == [True, False] * 4
 
 
 # -- groups, ends and limits ----------------------------------------------------------------------

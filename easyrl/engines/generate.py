@@ -4,6 +4,10 @@ The model's own code keeps whatever state it needs between tokens. One group run
 rows have the same prompt and need no padding. A logits processor draws each token as every engine
 does (`sampling`) and leaves greedy `generate` no other choice. Exact and simple, not fast.
 
+Some models' caches lose what their layers would see without one (Doge's and RecurrentGemma's in
+transformers 5.23). So each group is checked by one plain forward, the trainer's, and if that gives
+other log-probabilities the group is generated again without a cache.
+
 Shapes: G completions of the group, R tokens of the longest completion.
 """
 
@@ -15,9 +19,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from easyrl.engines.base import FinishedGroup, PolicyEngine
+from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine
 from easyrl.engines.sampling import SamplingSettings, StopStrings, sample, uniform_stream
+from easyrl.model.attention import PackedGroups
+from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.types import Completion
+
+CACHE_TOLERANCE = 3.0
+"""Largest gap in nats with and without a cache, times sqrt(eps) of the dtype."""
 
 
 class GenerateEngine(PolicyEngine):
@@ -28,6 +37,15 @@ class GenerateEngine(PolicyEngine):
         if not self._waiting:
             return []
         request = self._waiting.popleft()
+        completions = self._complete(request, use_cache=True)
+        if not self._is_exact(request, completions):
+            completions = self._complete(request, use_cache=False)
+        self.num_prompt_tokens += len(request.prompt_ids)
+        self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
+        self.num_steps += max(len(c.token_ids) for c in completions)
+        return [(request, completions)]
+
+    def _complete(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
         sampling, model = self.sampling, self.policy.model
         limits = request.limits(sampling)
         keys = [(*request.key, i) for i in range(request.num_generations)]
@@ -47,20 +65,33 @@ class GenerateEngine(PolicyEngine):
                 stopping_criteria=[end],
                 do_sample=False,
                 max_new_tokens=max(limits),
-                use_cache=True,
+                use_cache=use_cache,
             )
         finally:
             model.generation_config = own
         tokens = output[:, prompt.shape[1] :].cpu().numpy().astype(np.int32)  # [G, R]
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)  # [G, R]
-        completions = [
+        return [
             Completion(tokens[row, :n], logprobs[row, :n], "stop" if stopped else "length")
             for row, (n, stopped) in enumerate(zip(end.lengths, end.stopped, strict=True))
         ]
-        self.num_prompt_tokens += len(request.prompt_ids)
-        self.num_completion_tokens += int(end.lengths.sum())
-        self.num_steps += int(end.lengths.max())
-        return [(request, completions)]
+
+    def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:
+        """Return whether a plain forward gives the reported log-probabilities."""
+        num_prompt, device = len(request.prompt_ids), self.policy.device
+        tokens = [torch.tensor([*request.prompt_ids, *c.token_ids]) for c in completions]
+        lengths = [len(of_sequence) for of_sequence in tokens]
+        ids = torch.cat(tokens).to(device)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        targets = torch.nonzero(positions >= num_prompt).squeeze(1)
+        hidden = self.policy.hidden_states(
+            ids, positions, PackedGroups.of_sequences(lengths, device), at=targets - 1
+        )
+        temperature = self.sampling.temperature or 1.0  # see `sample`
+        expected, _ = chunked_token_logprobs(self.policy, hidden, ids[targets], temperature)
+        got = np.concatenate([completion.logprobs for completion in completions])
+        tolerance = CACHE_TOLERANCE * torch.finfo(self.policy.model.dtype).eps ** 0.5
+        return bool(np.abs(expected.cpu().numpy() - got).max() <= tolerance)
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
