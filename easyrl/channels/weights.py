@@ -7,9 +7,8 @@ Every arrow is a broadcast in which sender and receivers wait for each other, ea
 `timeout_seconds`. From names, shapes and dtypes every rank computes how weights are cut into
 buckets. Of a rank's two buckets one is broadcast while the other is filled or loaded.
 
-NCCL and HCCL refuse two ranks on one device. Where rollout and train worker share an accelerator,
-there is one bucket, memory of that device which both processes open. The process group, on the CPU,
-only signals whose turn it is:
+Where rollout and train worker share an accelerator, there is one bucket, memory of that device
+which both processes open. The process group, on the CPU, only signals whose turn it is:
 
     train rank 0:  fill ─► "bucket n is filled" ──────────────────────────► fill …
     rollout 1:             ──────────────────────► load ─► "bucket n is read"

@@ -6,8 +6,6 @@
 
 A sequence of a group with turns is suspended where it would end; its keys and values stay in the
 cache. Whoever takes its `Turn` resumes it with tokens that are inserted, or ends it.
-
-No sequence may be in flight when weights are received (docs/design.md, Invariants).
 """
 
 from collections import deque

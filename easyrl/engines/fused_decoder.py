@@ -7,8 +7,7 @@ the same result:
     norms' weights multiplied into the next product's weights; RMSNorm and RoPE in four operations
 
 Products read copies of the weights that are stored transposed: matrices of few rows are multiplied
-1.2 to 1.4 times as fast with them. Logits of random tokens are compared with those of the model's
-own code, which is used where they differ.
+1.2 to 1.4 times as fast with them. Where logits differ, the model's own code is used.
 
 Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
 head size, V tokens of the vocabulary.

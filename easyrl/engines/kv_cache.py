@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.engines import CELLS, COPIED_TOKENS, padded, row_cells
+from easyrl.engines import COPIED_TOKENS, padded, row_cells
 from easyrl.model.shared_prompt import HIDDEN, Block, LayerSettings, SharedPrompt, attend_block
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -40,18 +40,13 @@ class KVCache:
     """Keys and values per layer, allocated when a layer is first seen."""
 
     def __init__(
-        self,
-        num_rows: int,
-        max_prompt_length: int,
-        max_completion_length: int,
-        prompt_step: int = CELLS,
-        slot_step: int = 1,
+        self, num_rows: int, max_prompt: int, max_completion: int, prompt_step: int, slot_step: int
     ) -> None:
         """Prompts take a multiple of `prompt_step` tokens, up to the longest prompt; there is a
         multiple of `slot_step` slots."""
         self.num_rows = num_rows
-        self.cells_per_row = row_cells(max_prompt_length, max_completion_length)
-        self._max_prompt_cells, self._prompt_step = padded(max_prompt_length), prompt_step
+        self.cells_per_row = row_cells(max_prompt, max_completion)
+        self._max_prompt_cells, self._prompt_step = padded(max_prompt), prompt_step
         self._slot_step = slot_step
         self.rows: list[KeysValues] = []  # per layer 2 x [S, Hkv, R, D]
         self.prompts: list[KeysValues] = []  # per layer 2 x [C, Hkv, P, D]

@@ -1,8 +1,7 @@
 """Decode steps on a GPU, captured as CUDA graphs.
 
 Launching a step's hundreds of short kernels takes longer than running them. A step without prompts
-and resumed rows takes from the host only a few sizes and integers that fit into one tensor. The
-sizes are rounded up, so that few different ones occur:
+and resumed rows takes from the host only a few integers, and sizes that are rounded up:
 
     sizes ───► graph of these sizes
     integers ───copy───► its input ───replay───► tokens and log-probabilities of all rows

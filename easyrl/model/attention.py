@@ -5,9 +5,8 @@ through the model's keyword arguments:
 
     model(input_ids, position_ids=..., attention_layout=layout)
 
-and each layer calls `layout.attend(...)`. The layout knows which tokens of the row attend to each
-other; the model's code is unchanged. The trainer's layout is `PackedGroups`; the embedded engine's
-(`engines.embedded`) reads and writes a KV cache.
+and each layer calls `layout.attend(...)`. The trainer's layout is `PackedGroups`; the embedded
+engine's reads and writes a KV cache.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """

@@ -1,8 +1,7 @@
 """Log-probabilities of given tokens at the sampling temperature, a chunk of logits at a time.
 
-The logits of a large vocabulary are by far the largest tensor of training (8,192 tokens times a
-vocabulary of 151,936: 4.6 GiB). So a chunk of hidden states passes through the model's head and is
-reduced to two numbers per token; backward recomputes its logits.
+The logits of a large vocabulary are by far the largest tensor of training. So a chunk of hidden
+states is reduced to two numbers per token; backward recomputes its logits.
 
     hidden [K, H] ─► chunk [n, H] ─► head ─► logits [n, V] ─► logprobs [n], entropy [n]
 

@@ -115,14 +115,9 @@ class _Forward(nn.Module):
         self._logprobs = partial(chunked_token_logprobs, policy, **how)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        layout: AttentionLayout,
-        logits_at: Tensor,
-        targets: Tensor,
+        self, ids: Tensor, positions: Tensor, layout: AttentionLayout, at: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        hidden = self._policy.hidden_states(input_ids, position_ids, layout, at=logits_at)
+        hidden = self._policy.hidden_states(ids, positions, layout, at=at)
         logprobs, entropy = self._logprobs(hidden, targets)
         return logprobs.clone(), entropy  # not a view: FSDP registers a hook on it
 

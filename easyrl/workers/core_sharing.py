@@ -6,10 +6,8 @@
 Each worker has a byte in shared memory that says whether it is idle. Workers read the bytes before
 each piece of work: a step of the engine, a decoder layer of the trainer.
 
-More threads may add up in another order, so results differ in their last bits. Deterministic runs
-share nothing.
-
-Imports torch only where it is used: settings are unpickled before torch may be imported.
+More threads may add up in another order, so deterministic runs share nothing. Settings are
+unpickled before torch may be imported.
 """
 
 import contextlib

@@ -454,11 +454,8 @@ class RolloutWorker:
 
 def checksum(completions: Sequence[Completion]) -> int:
     """Return the CRC-32 of a group's token ids and log-probabilities."""
-    value = 0
-    for completion in completions:
-        for array in (completion.token_ids, completion.logprobs):
-            value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)
-    return value
+    arrays = (array for each in completions for array in (each.token_ids, each.logprobs))
+    return zlib.crc32(b"".join(array.tobytes() for array in arrays))
 
 
 def _as_text(content: str | Messages) -> str:

@@ -6,10 +6,9 @@ rollout worker has ended, kills the remaining processes and removes the files:
 
     rollout worker ──── a pipe that only it holds ────► cleaner: this file, run as a script
 
-The cleaner has a session of its own, which a terminal does not signal. A private folder identifies
-everything that belongs to the engine: its sockets are in it, and its processes were started with
-the folder's path in their environment. The folder's time shows the progress of a weight update
-(`worker.whole_weights`); a file in it cancels one.
+A private folder identifies everything that belongs to the engine: its sockets are in it, and its
+processes were started with the folder's path in their environment. The folder's time shows the
+progress of a weight update (`worker.whole_weights`); a file in it cancels one.
 """
 
 import contextlib
