@@ -329,7 +329,7 @@ class _ResumedRows:
         own, window = self._cache.rows[settings.layer], settings.sliding_window
         self._new_cells.store(own, key, value)
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [ΣE, Hkv, Q, D]
-        by_row = grouped[self._tokens].unflatten(0, self._shape)  # [m, E, Hkv, Q, D]
+        by_row = grouped[self._tokens].view(*self._shape, *grouped.shape[1:])  # [m, E, Hkv, Q, D]
         by_head = by_row.transpose(1, 2).flatten(2, 3)  # [m, Hkv, E * Q, D]
         if window not in self._biases:
             bias = _bias(self._distance, self._distance < 0, window, query.dtype)
@@ -338,8 +338,9 @@ class _ResumedRows:
         k, v = (x[self._rows, :, : bias.shape[-1]] for x in own)
 
         def by_token(x: Tensor) -> Tensor:
-            apart = x.unflatten(2, (self._shape[1], -1)).transpose(1, 2)
-            return apart.flatten(0, 1)[self._real]
+            apart = x.reshape(*x.shape[:2], self._shape[1], -1, x.shape[-1]).transpose(1, 2)
+            tokens: Tensor = apart.flatten(0, 1)[self._real]
+            return tokens
 
         block = Block(by_head, k, v, is_causal=False, bias=bias)
         output, logsumexp = (by_token(x) for x in attend_block(block, settings))
@@ -375,7 +376,7 @@ class PromptAttention:
     places: Tensor  # [n]: see `gather_by_slot`
     lengths: Tensor  # [C]: of shared prompts, else 0
     positions: Tensor  # [n]: of each row
-    biases: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+    biases: dict[int | None, Tensor] = field(default_factory=dict, init=False)  # by sliding window
 
     @classmethod
     def of_rows(
@@ -399,7 +400,7 @@ class PromptAttention:
     ) -> tuple[Tensor, Tensor]:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
         _, num_heads, num_queries, _ = query.shape
-        by_slot = query[self.rows].unflatten(0, (-1, self.width))  # [C, W, Hkv, Q, D]
+        by_slot = query[self.rows].view(-1, self.width, *query.shape[1:])  # [C, W, Hkv, Q, D]
         k, v = (x[self.slots, :, : self.longest] for x in prompts)
         window = settings.sliding_window
         if window not in self.biases:

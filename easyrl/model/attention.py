@@ -46,8 +46,8 @@ def register_attention(*, is_compiled: bool = False) -> None:
     attention runs as it is: it depends on the layout."""
     from transformers import AttentionInterface
 
-    attend: Any = torch.compiler.disable(_attention) if is_compiled else _attention
-    AttentionInterface.register(ATTENTION_NAME, attend)
+    disable: Any = torch.compiler.disable
+    AttentionInterface.register(ATTENTION_NAME, disable(_attention) if is_compiled else _attention)
 
 
 def _attention(

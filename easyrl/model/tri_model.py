@@ -107,12 +107,13 @@ class TriModel:
 class _Forward(nn.Module):
     """Micro-batch -> log-probabilities [K] and entropies [K], as one module to shard."""
 
-    def __init__(self, policy: Policy, temperature: float, entropy_gradient: bool) -> None:
+    def __init__(self, policy: Policy, temperature: float, has_gradient: bool) -> None:
         super().__init__()
         self.model = policy.model
         self._policy = policy
-        how: dict[str, Any] = {"temperature": temperature, "entropy_gradient": entropy_gradient}
-        self._logprobs = partial(chunked_token_logprobs, policy, **how)
+        self._logprobs = partial(
+            chunked_token_logprobs, policy, temperature=temperature, entropy_gradient=has_gradient
+        )
 
     def forward(
         self, ids: Tensor, positions: Tensor, layout: AttentionLayout, at: Tensor, targets: Tensor
