@@ -147,21 +147,18 @@ def load_loss(config: Config) -> Loss:
         return Loss(policy_loss, loss_denominator, metrics.keys())
     spec = config.algorithm.loss_type
     loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
-    takes_config = len(inspect.signature(loss).parameters) > 1
+    arguments = [config] if len(inspect.signature(loss).parameters) > 1 else []
     denominator = getattr(module_of(spec), "loss_denominator", loss_denominator)
 
-    def call(inputs: LossInputs, config: Config) -> LossOutputs:
-        return loss(inputs, config) if takes_config else loss(inputs)  # type: ignore[no-any-return]
-
-    def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
+    def own_loss(inputs: LossInputs, _: Config) -> LossOutputs:
         inputs = _zero_masked(inputs)
-        outputs = call(inputs, config)
+        outputs = loss(inputs, *arguments)
         metrics = {name: value.detach() for name, value in outputs.metrics.items()}
         metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
         return LossOutputs(outputs.loss, metrics)
 
     try:
-        outputs = call(_zero_masked(_tiny_inputs(config)), config)
+        outputs = loss(_zero_masked(_tiny_inputs(config)), *arguments)
         divisor = float(denominator(config, num_completions=2, num_tokens=5))
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error

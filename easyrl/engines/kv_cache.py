@@ -264,9 +264,9 @@ def rows_bias(cells: Tensor, length: int, window: int | None, dtype: torch.dtype
 
 
 def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
-    """Divide rows with these numbers of cells [n], the highest length class first, into buckets of
-    adjacent rows; return the first row of each and one past its last. Two classes share a
-    bucket where that computes fewer than `bucket_cost` cells more."""
+    """Divide rows with these numbers of cells [n], the highest length class first, into buckets;
+    return each one's first row and one past its last. Two classes share a bucket where that
+    computes fewer than `bucket_cost` cells more."""
     cuts = [0, *(np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist(), len(cells)]
     buckets: list[tuple[int, int]] = []
     for start, stop in pairwise(cuts):

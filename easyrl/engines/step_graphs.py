@@ -103,8 +103,7 @@ class StepGraphs:
     def step(self, tokens: Ints, uniforms: Float64, rows: np.ndarray[Any, Any]) -> Drawn | None:
         """Return the next token of every row and its log-probability: 2 x [n]; None if the step
         cannot be captured, or if its rows are too uneven (`MAX_PADDING`). `tokens` [n]: the newest
-        of each row; `uniforms` [n]: see `sample`; `rows` [n]: the state of the active rows (fields
-        position, cell and slot)."""
+        of each row; `uniforms` [n]: see `sample`; `rows` [n]: see `StepLayout`."""
         sizes, inputs = self._prepare(tokens, uniforms, rows)
         numbers_per_cell = self._cache.rows[0][0][0, :, 0].numel()
         num_padding = sizes.rows * sizes.cells - int((rows["cell"] + 1).sum())

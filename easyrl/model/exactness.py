@@ -169,8 +169,8 @@ def _attending(model: Any, name: str) -> Iterator[None]:
 
 
 class _NumberingFinder(TorchFunctionMode):
-    """Find code that numbers the tokens of a packed row instead of using their positions. It may
-    give other results only in rows longer than the check's: llama4_text from `floor_scale` on."""
+    """Find code that numbers a packed row's tokens instead of using their positions: it may show
+    only in rows longer than the check's (llama4_text from `floor_scale` on)."""
 
     reason: str | None = None
 

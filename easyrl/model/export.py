@@ -74,9 +74,9 @@ def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False
 def export_checkpoint(
     source: Path, folder: Path, *, trust: bool = False, force: bool = False, verify: bool = True
 ) -> str:
-    """Export a checkpoint, or the newest complete one of a run folder; return a message for the
-    user. `trust`: run code that comes with the model, whatever the checkpoint's config says;
-    `force`: replace a model in `folder`; `verify` the checksums first. Raises ConfigError."""
+    """Export a checkpoint, or the newest one of a run folder; return a message for the user.
+    `trust`: run code that comes with the model; `force`: replace a model in `folder`; `verify` the
+    checksums first. Raises ConfigError."""
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
@@ -133,18 +133,18 @@ class ModelSource:
         """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""
         if self.kind == "model":
             return self.path
-        if not folder.exists():
-            if self.kind == "adapter":
-                self._merge(folder)
-                return str(folder)
-            try:
-                # `find_model` has verified it.
-                export_checkpoint(Path(self.path), folder, trust=trust, verify=False)
-            except ConfigError:
-                if Path(self.path).exists():
-                    raise
-                gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
-                raise CheckpointGone(f"{KEY}: {gone}") from None
+        if folder.exists():
+            return str(folder)
+        if self.kind == "adapter":
+            self._merge(folder)
+            return str(folder)
+        try:
+            export_checkpoint(Path(self.path), folder, trust=trust, verify=False)  # it is verified
+        except ConfigError:
+            if Path(self.path).exists():
+                raise
+            gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
+            raise CheckpointGone(f"{KEY}: {gone}") from None
         return str(folder)
 
     def _merge(self, folder: Path) -> None:

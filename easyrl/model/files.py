@@ -229,8 +229,7 @@ def tokenizer_of(config: Config, path: str = "") -> Any:
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load transformers' configuration. Raises ConfigError if the model is no causal language model
-    that transformers supports."""
+    """Load transformers' configuration of a causal language model. Raises ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     config = _load(AutoConfig, "configuration", path, trust_remote_code)

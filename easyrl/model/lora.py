@@ -43,7 +43,7 @@ def check_lora(
     is_planned: bool = False,
 ) -> int:
     """Count the elements that would be trained in the model of `path`. Raises ConfigError if the
-    model lacks the layers or, unless the run `is_planned` for another machine, peft is missing."""
+    layers or, unless the run `is_planned` for another machine, peft is missing."""
     assert lora.rank is not None
     if not (is_planned or find_spec("peft")):
         raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")

@@ -111,8 +111,7 @@ class GroupReader:
         return next(of_update, None)
 
     def _accept(self, group: RolloutGroup) -> bool:
-        """Return whether the group is new: not accepted in this iteration or the previous one.
-        Raises RuntimeError if it is off-policy or not due (docs/design.md, Invariants)."""
+        """Return whether the group is new. Raises RuntimeError if it is off-policy or not due."""
         got, index = (group.iteration, group.policy_version), group.group_index
         if got == self._previous and index in self._previously_taken:
             return False

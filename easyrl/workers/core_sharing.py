@@ -36,8 +36,7 @@ class CoreSharing:
     board: IdleBoard
     worker: int  # its own number on the board
     shared: Mapping[int, tuple[int, ...]]
-    """Other workers (their numbers) whose cores this worker, and no other, may use while they are
-    idle. They have as many threads as this one. No cores: the owner is not pinned."""
+    """Other workers' cores that it alone may use while they are idle; none: not pinned."""
 
 
 class WorkerCores:

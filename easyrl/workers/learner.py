@@ -181,8 +181,8 @@ class Learner:
 
 def learning_rate_factor(iteration: int, train: TrainConfig) -> float:
     """Return the factor of the peak learning rate in `iteration` (from 0). Warm-up rises linearly
-    and reaches 1 in iteration `warmup_iterations`. `linear` and `cosine` then fall to 0, which they
-    would reach just after the last iteration."""
+    to 1 in iteration `warmup_iterations`; `linear` and `cosine` then fall to 0 just after the
+    end."""
     warmup = train.warmup_iterations
     if iteration < warmup:
         return (iteration + 1) / (warmup + 1)
