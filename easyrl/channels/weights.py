@@ -46,12 +46,7 @@ from easyrl.types import Weight, WeightPiece
 
 BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
 """Busy-poll for this long, then sleep between polls."""
-SLICE = timedelta(seconds=0.05)
-"""Longest wait for a broadcast on the CPU between two polls."""
 ALIGNMENT_BYTES = 16
-
-Entry = tuple[str, tuple[int, ...], str]
-"""A weight's name, shape and dtype: its line in the list of names that is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +179,7 @@ class WeightChannel:
             deque(gathered, maxlen=0)
             raise
 
-    def _send(self, policy_version: int, entries: list[Entry], gathered: Iterator[Tensor]) -> int:
+    def _send(self, policy_version: int, entries: list[Any], gathered: Iterator[Tensor]) -> int:
         text = json.dumps(entries).encode()
         announced = torch.tensor([policy_version, len(text)], device=self._device)
         self.broadcast(announced, "announcing a version")
@@ -335,7 +330,7 @@ class WeightChannel:
         def is_completed() -> bool:
             if self._device.type == "cpu":
                 with contextlib.suppress(RuntimeError):  # not yet; an error is raised below again
-                    work.wait(SLICE)
+                    work.wait(timedelta(seconds=0.05))
             return bool(work.is_completed())
 
         # torch's wait on accelerators is unbounded, or polls only once per millisecond.

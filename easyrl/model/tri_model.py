@@ -30,9 +30,6 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 from easyrl.types import MicroBatch
 
-Packed = tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]
-"""input_ids [T], position_ids [T], the row's layout, logits_at [K], targets [K]"""
-
 
 class TriModel:
     def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
@@ -72,7 +69,7 @@ class TriModel:
             old_logprobs = logprobs.detach()
         return logprobs, entropy, old_logprobs, ref_logprobs
 
-    def _packed(self, batch: MicroBatch) -> Packed:
+    def _packed(self, batch: MicroBatch) -> tuple[Any, ...]:
         policy = self.policy
         layout = PackedGroups(batch.groups, policy.device, may_use_flex=policy.may_use_flex)
         arrays = batch.input_ids, batch.position_ids, batch.logits_at, batch.targets
@@ -80,7 +77,9 @@ class TriModel:
         return ids, positions, layout, at, targets
 
     @torch.no_grad()
-    def _run_other(self, weights: OtherWeights | Adapter | None, packed: Packed) -> Tensor | None:
+    def _run_other(
+        self, weights: OtherWeights | Adapter | None, packed: tuple[Any, ...]
+    ) -> Tensor | None:
         if weights is None:
             return None
         drops = isinstance(weights, OtherWeights) or not self._ranks.keeps_gathered
