@@ -374,16 +374,12 @@ class Lease:
     """A group to read in place until its release: `with port.get(...) as group`."""
 
     def __init__(self, port: RingPort, slot: int) -> None:
-        self._port = port
-        self._is_leased = True
-        self.slot = slot
+        self._port, self.slot = port, slot
         self.group = port.ring.group(slot)
 
     def release(self) -> None:
-        """Free the slot; a second call does nothing."""
-        if self._is_leased:
-            self._is_leased = False
-            self._port.free_slot(self.slot)
+        """Free the slot. Call it once."""
+        self._port.free_slot(self.slot)
 
     def __enter__(self) -> RolloutGroup:
         return self.group

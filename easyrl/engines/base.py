@@ -114,8 +114,8 @@ class Engine:
         raise NotImplementedError
 
     def receive_weights(self, policy_version: int) -> None:
-        """Receive a broadcast of weights. Raises RuntimeError while sequences are in flight. After
-        a ConnectionError or TimeoutError, join another channel and receive again."""
+        """Receive weights. Raises RuntimeError while sequences are in flight. After OSError,
+        rejoin."""
         raise NotImplementedError
 
     def _check_idle(self) -> None:

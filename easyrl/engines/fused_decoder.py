@@ -177,8 +177,8 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
-        """Compare logits of random tokens in two rows, at the first positions and at the last.
-        Logits of 0 are refused: they prove nothing."""
+        """Compare logits of random tokens at the first and last positions. Logits of 0 prove
+        nothing."""
         longest = len(self._tables[0])
         first = torch.arange(min(longest, num_tokens))
         positions = torch.cat([first, first + longest - len(first)])

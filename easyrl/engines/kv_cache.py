@@ -42,8 +42,7 @@ class KVCache:
     def __init__(
         self, num_rows: int, max_prompt: int, max_completion: int, prompt_step: int, slot_step: int
     ) -> None:
-        """Prompts take a multiple of `prompt_step` tokens, up to the longest prompt; there is a
-        multiple of `slot_step` slots."""
+        """The numbers of a prompt's cells and of slots are multiples of the steps."""
         self.num_rows = num_rows
         self.cells_per_row = row_cells(max_prompt, max_completion)
         self._max_prompt_cells, self._prompt_step = padded(max_prompt), prompt_step
@@ -281,8 +280,7 @@ def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
 
 
 def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return 0 for visible and HIDDEN for hidden keys, also those out of the window. `distance`:
-    from key to query, in tokens."""
+    """Return 0 for visible keys, else HIDDEN. `distance`: from key to query, in tokens."""
     if window is not None:
         hidden = hidden | (distance >= window)
     return hidden.to(dtype).mul_(HIDDEN)

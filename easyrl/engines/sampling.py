@@ -93,9 +93,9 @@ def _draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set to zero all but the `top_k` likeliest tokens (0: all) and, of these, the fewest whose
-    share is at least `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1). Among equal
-    weights the lower token ids are kept. [N, V] -> [N, V]"""
+    """Zero all but the `top_k` likeliest tokens (0: all) and, of these, the fewest whose share is
+    at least `top_p` (arXiv 1904.09751, section 3.1): [N, V]. Of equal weights lower ids are
+    kept."""
     likeliest, tokens = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         likeliest[:, top_k:] = 0.0

@@ -184,8 +184,8 @@ class ModelSource:
 
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
-    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing. `base`:
-    the model that an adapter belongs to, if not the one that it names."""
+    """Find the model of `path`, or an adapter's, with `base` if it names none. Raises
+    ConfigError."""
     folder = Path(path).expanduser()
     is_folder = path not in BUILT_IN_MODELS and folder.is_dir()
     is_adapter = is_folder and (folder / ADAPTER_CONFIG).is_file()

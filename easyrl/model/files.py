@@ -65,8 +65,7 @@ def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
 
 
 def fingerprint(path: str) -> str:
-    """Return an identity of the model's content: a hub revision, or a digest of configuration,
-    tokenizer and samples of the weights. Downloads only the configuration; reads a few MB."""
+    """Return an identity of the content: a hub revision, or a digest. Reads a few MB."""
     folder = Path(resolve_model(path))
     if not folder.is_dir():
         return model_config_from_hub(path).parent.name

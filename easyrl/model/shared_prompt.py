@@ -272,8 +272,7 @@ def attend_block_backward(
 
 
 def is_fused(block: Block, settings: LayerSettings) -> bool:
-    """Return whether PyTorch's kernel for CPUs computes the block: it has no soft-capping, no
-    MLA."""
+    """Return whether PyTorch's kernel computes the block: no soft-capping, no MLA."""
     has_one_size = block.query.shape[-1] == block.value.shape[-1]
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 

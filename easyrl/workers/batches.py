@@ -215,8 +215,7 @@ class Rows:
 
 
 def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
-    """Divide the rollouts, in order, among the ranks so that the largest share is minimal: a binary
-    search finds the smallest budget with which filling rows needs at most `num_ranks` of them."""
+    """Divide the rollouts, in order, so that the largest share is minimal (binary search)."""
     if num_ranks == 1:
         return rows.rows
     rollouts = [rollout for row in rows.rows for rollout in row]

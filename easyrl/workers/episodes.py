@@ -261,8 +261,7 @@ class Episodes:
         return own.episodes[0].prompt, [episode.messages for episode in own.episodes]
 
     def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Any]] | None:
-        """Score a group by the reward functions that need environments; return their numbers and
-        their future result. If the group is broken, no function can score it."""
+        """Score a group by the functions that need environments; if it is broken, none can."""
         if error := self._groups[key].error:
             future: Future[Any] = Future()
             future.set_exception(error)

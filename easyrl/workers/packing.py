@@ -41,9 +41,8 @@ class Rollout:
 def split_group(
     group: RolloutGroup, *, mask_truncated: bool = False, keep_zero_advantages: bool = False
 ) -> list[Rollout]:
-    """Split a group into its rollouts that carry a gradient. One without is left out: all its
-    tokens are masked (`mask_truncated`: those of a truncated completion are), or its advantage is 0
-    and there is neither a KL term nor an entropy bonus (`keep_zero_advantages`)."""
+    """Split a group into its rollouts that carry a gradient: not all tokens are masked, and the
+    advantage is not 0 or there is a KL term or an entropy bonus (`keep_zero_advantages`)."""
     mask = group.trained_mask(mask_truncated=mask_truncated)
     return [
         Rollout(
