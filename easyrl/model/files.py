@@ -208,9 +208,6 @@ def model_size(
     )
 
 
-# -- by transformers -------------------------------------------------------------------------------
-
-
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder, a hub id or a built-in model."""
     from transformers import AutoTokenizer

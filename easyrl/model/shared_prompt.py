@@ -227,9 +227,6 @@ def _to_tokens(block: Tensor) -> Tensor:
     return block.permute(2, 0, 1, 3)
 
 
-# -- one block: queries [B, H, L, D], keys and values [B, H, S, D] ---------------------------------
-
-
 def attend_block(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
     if not is_fused(block, settings):
