@@ -147,18 +147,18 @@ def load_loss(config: Config) -> Loss:
         return Loss(policy_loss, loss_denominator, metrics.keys())
     spec = config.algorithm.loss_type
     loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
-    arguments = [config] if len(inspect.signature(loss).parameters) > 1 else []
+    num_arguments = len(inspect.signature(loss).parameters)  # the config may be left out
     denominator = getattr(module_of(spec), "loss_denominator", loss_denominator)
 
-    def own_loss(inputs: LossInputs, _: Config) -> LossOutputs:
+    def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
         inputs = _zero_masked(inputs)
-        outputs = loss(inputs, *arguments)
+        outputs = loss(*(inputs, config)[:num_arguments])
         metrics = {name: value.detach() for name, value in outputs.metrics.items()}
         metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
         return LossOutputs(outputs.loss, metrics)
 
     try:
-        outputs = loss(_zero_masked(_tiny_inputs(config)), *arguments)
+        outputs = loss(*(_zero_masked(_tiny_inputs(config)), config)[:num_arguments])
         divisor = float(denominator(config, num_completions=2, num_tokens=5))
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error
