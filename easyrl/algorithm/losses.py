@@ -147,7 +147,7 @@ def load_loss(config: Config) -> Loss:
         return Loss(policy_loss, loss_denominator, metrics.keys())
     spec = config.algorithm.loss_type
     loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
-    num_arguments = len(inspect.signature(loss).parameters)  # the config may be left out
+    num_arguments = max(1, len(inspect.signature(loss).parameters))  # inputs and config, or inputs
     denominator = getattr(module_of(spec), "loss_denominator", loss_denominator)
 
     def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
