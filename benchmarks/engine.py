@@ -75,6 +75,8 @@ def compare(
     # Warm-up runs also capture the steps.
     seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 3)
     bytes_per_token = sum(x[0, :, 0].nbytes for layer in engine.cache.rows for x in layer)
+    layers = (*engine.cache.rows, *engine.cache.prompts)
+    cache_bytes = sum(x.nbytes for layer in layers for x in layer)
     copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
@@ -83,7 +85,7 @@ def compare(
         "completion_tokens": sum(lengths),
         **{f"{name}_tokens_per_second": rate for name, rate in rates.items()},
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),
-        "cache_mib": engine.cache.num_bytes / 2**20,
+        "cache_mib": cache_bytes / 2**20,
         "cache_mib_if_copied": copies * bytes_per_token / 2**20,
     }
 

@@ -158,11 +158,11 @@ def compile_attention(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from easyrl.model import flex_shared_prompt
-    from easyrl.model.shared_prompt import AttentionSettings
+    from easyrl.model.shared_prompt import LayerSettings
 
     prompt = num_tokens // 3
     groups = [(prompt, [num_tokens - prompt - 5, 5])]
-    settings = AttentionSettings(0, head_size**-0.5, window, None)
+    settings = LayerSettings(0, head_size**-0.5, window, None)
     compiled = flex_shared_prompt._compiled
     with (
         FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import load_config, to_commented_yaml
+from easyrl.model import checkpoint_files
 from easyrl.model.files import fingerprint
 from easyrl.runtime.run_folder import lock_folder
 
@@ -74,7 +75,9 @@ def make_run(folder: Path, states: dict[int, Any]) -> None:
         }
         text = special
         if not isinstance(special, str):
-            text = json.dumps({"format": 1, "files": {}, "state": state | special})
+            content = {"format": 1, "files": {}, "sha256": {}, "state": state | special}
+            own = checkpoint_files._content_sha256(content)
+            text = json.dumps(content | {checkpoint_files.OWN_CHECKSUM: own})
         (folder / "checkpoints" / str(version)).mkdir()
         (folder / "checkpoints" / str(version) / "state.json").write_text(text)
 

@@ -20,7 +20,7 @@ from easyrl.model.attention import (
 )
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings, Block, SharedPrompt, attend_block
+from easyrl.model.shared_prompt import Block, LayerSettings, SharedPrompt, attend_block
 from tiny_models import (
     FAMILIES,
     draw_sequences,
@@ -115,7 +115,7 @@ def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window)
     query = torch.randn(sum(lengths), heads, 16, generator=generator)
     key, value = torch.randn(2, sum(lengths), 2, 16, generator=generator)
     layout = SharedPrompt([(length, ()) for length in lengths], CPU)
-    layer = AttentionSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
+    layer = LayerSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
     expected = layout.attend(query, key, value, layer)
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
     outputs = []
@@ -133,7 +133,7 @@ def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch
     query, *others = torch.randn(3, 2, 4, 99, 64, generator=torch.Generator().manual_seed(0))
     tensors = [x.to(dtype) for x in (8 * query, *others)]
     block = Block(*tensors, is_causal=True, bias=None)
-    output, _ = attend_block(block, AttentionSettings(0, 64**-0.5, None, None))
+    output, _ = attend_block(block, LayerSettings(0, 64**-0.5, None, None))
     expected = F.scaled_dot_product_attention(*(x.double() for x in tensors), is_causal=True)
     assert (output - expected).norm() < 0.003 * expected.norm()
 
@@ -173,7 +173,7 @@ def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num
             tensor.grad = None
         return found
 
-    attention_settings = AttentionSettings(0, 0.7, window, softcap)
+    attention_settings = LayerSettings(0, 0.7, window, softcap)
     got = SharedPrompt(groups, CPU).attend(query, key, value, attention_settings)
     keys, values = (x.repeat_interleave(num_queries, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.7
@@ -205,9 +205,8 @@ def test_it_is_chosen_where_it_can_train(monkeypatch, trains_flex, head_size, so
     monkeypatch.setattr(FlexSharedPrompt, "attend", lambda *_: None)
     monkeypatch.setattr(flex_shared_prompt, "trains", lambda *_: True)
     row = torch.zeros(5, 2, head_size, dtype=dtype)
-    output = PackedGroups([(2, [2, 1])]).attend(
-        row, row, row, AttentionSettings(0, 1, None, softcap)
-    )
+    attention = LayerSettings(0, 1.0, None, softcap)
+    output = PackedGroups([(2, [2, 1])]).attend(row, row, row, attention)
     is_first = (trains_flex, head_size, softcap, dtype) == (True, SIZE, None, torch.bfloat16)
     assert (output is None) == is_first
 
@@ -221,7 +220,7 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
     monkeypatch.setattr(flex_shared_prompt, "_compiled", fail)
     flex_shared_prompt.trains.cache_clear()
     query = torch.randn(5, 4, SIZE).bfloat16()
-    key, settings = query[:, :2], AttentionSettings(0, 1.0, None, None)
+    key, settings = query[:, :2], LayerSettings(0, 1.0, None, None)
     with torch.no_grad():
         for _ in range(2):
             got = PackedGroups([(2, [2, 1])]).attend(query, key, key, settings)

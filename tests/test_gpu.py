@@ -29,7 +29,7 @@ from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
+from easyrl.model.shared_prompt import LayerSettings, SharedPrompt
 from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
 from easyrl.types import Weight, WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
@@ -78,7 +78,7 @@ def outputs_and_gradients(layout, inputs, settings):
 @pytest.mark.parametrize("window", [None, 50, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flex_attention_equals_the_blocks_in_float64(window, dtype):
-    settings = AttentionSettings(0, 0.2, window, None)
+    settings = LayerSettings(0, 0.2, window, None)
     device = torch.device("cuda")
     inputs = tensors(dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -195,9 +195,10 @@ def test_replayed_decode_steps_give_the_bits_of_plain_ones(
             for setting, value in settings.items():
                 patched.setattr(step_graphs, setting, value)
             engine = engines[name] = make_engine(policy, *inputs)
-            first = [(key, values.clone()) for key, values in policy.flat_weights()]
+            first = [(key, v.detach().flatten().clone()) for key, v in policy.named_weights()]
             bits = [generate(engine, *inputs) for _ in range(2)]
-            engine.load_weights(WeightPiece(key, 0, v.clone()) for key, v in new.flat_weights())
+            pieces = (WeightPiece(key, 0, v.detach().flatten()) for key, v in new.named_weights())
+            engine.load_weights(pieces)
             bits.append(generate(engine, *inputs))
             engine.load_weights(WeightPiece(key, 0, v) for key, v in first)  # for the next engine
         if name == "plain":

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from easyrl.config import load_config
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
@@ -162,11 +163,12 @@ def one_sequence():
 def test_reference_is_the_base_model_without_a_copy(tmp_path):
     path = saved("qwen3", tmp_path)
     policy, batch = adapted(path), one_sequence()
-    models = TriModel(policy, temperature=1.0, has_old=True, has_reference=True)
+    updates = "train.updates_per_iteration=2"
+    models = TriModel(policy, load_config(words=[updates, "algorithm.beta=0.1"]))
     assert models._reference is policy.adapter
     logprobs, _, _, ref_logprobs = models.logprobs(batch, policy_is_old=True)
     base = Policy.load(str(path))
-    expected = TriModel(base, temperature=1.0, has_old=False, has_reference=False)
+    expected = TriModel(base, load_config(words=[]))
     of_base = expected.logprobs(batch, policy_is_old=True)[0].detach()
     assert ref_logprobs is not None and not ref_logprobs.requires_grad
     torch.testing.assert_close(ref_logprobs, of_base, rtol=0.0, atol=1e-6)

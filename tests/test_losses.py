@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominator, policy_loss
 from easyrl.config import Config, ConfigError, load_config
+from easyrl.config.train import TrainConfig
 from easyrl.workers.learner import learning_rate_factor
 from runs import SMALL, finish, lines_of
 
@@ -337,6 +338,6 @@ def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
     ],
 )
 def test_learning_rate(kind, warmup, expected):
-    options = {"num_iterations": 4, "warmup_iterations": warmup, "kind": kind}
-    factors = [learning_rate_factor(iteration, **options) for iteration in range(4)]
+    train = TrainConfig(iterations=4, warmup_iterations=warmup, lr_scheduler_type=kind)
+    factors = [learning_rate_factor(iteration, train) for iteration in range(4)]
     assert factors == pytest.approx(expected)

@@ -165,7 +165,8 @@ def test_estimated_kv_cache_covers_the_allocated_one() -> None:
         engine.submit(GroupRequest((number,), [5] * 50, 1))
     while engine.has_work:
         engine.step()
-    assert 0.9 < engine.cache.num_bytes / estimate <= 1.0
+    layers = (*engine.cache.rows, *engine.cache.prompts)
+    assert 0.9 < sum(x.nbytes for layer in layers for x in layer) / estimate <= 1.0
 
 
 @pytest.mark.parametrize(("softcap", "is_trained"), [(50.0, False), (None, True)])
@@ -174,7 +175,7 @@ def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
 ) -> None:
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
     layout = shared_prompt.SharedPrompt([(512, ())], torch.device("cpu"))
-    settings = shared_prompt.AttentionSettings(0, 1.0, sliding_window=None, softcap=softcap)
+    settings = shared_prompt.LayerSettings(0, 1.0, sliding_window=None, softcap=softcap)
     query, key, value = torch.zeros(3, 512, 8, 16, requires_grad=is_trained)
 
     def attend() -> None:

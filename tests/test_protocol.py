@@ -261,7 +261,7 @@ def consume(world, owner):
     port = world.ring.attach(owner)
     while not world.is_stopped:
         iteration, version = world.iteration, world.iteration
-        reader = GroupReader(CONFIG, port, (iteration, version), wait_for_group=lambda: None)
+        reader = GroupReader(CONFIG, port, (iteration, version), lambda: None)
         reader._prompts = world.prompts
 
         def may_go_on(iteration=iteration):

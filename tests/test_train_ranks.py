@@ -405,7 +405,7 @@ class OneExpertEach(nn.Module):
 def train_own_expert(ranks: TrainRanks) -> list[Tensor]:
     """Train this rank's expert twice, and then the other rank's."""
     own = OneExpertEach()
-    ranks.shard(own, [own.experts], dtype=torch.float32)
+    ranks.shard(own, [own.experts], dtype=torch.float32, offload=False)
     for step in (0, 0, 1):
         own((ranks.rank + step) % NUM_RANKS).backward()
     return [whole(cast(Tensor, weight.grad)) for weight in own.parameters()]

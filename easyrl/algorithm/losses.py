@@ -8,7 +8,7 @@ Shapes: K completion tokens of a micro-batch, C completions in it.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ from easyrl.user_code import load_function, module_of, user_traceback
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Completion tokens of a micro-batch. Values at masked tokens, finite or not, change neither
-    the loss, nor its gradient, nor a metric."""
+    """Completion tokens of a micro-batch. Values at masked tokens, finite or not, change
+    nothing."""
 
     logprobs: Tensor  # [K], of the policy, with gradient
     old_logprobs: Tensor  # [K], of the policy before the iteration's first update, no gradient
@@ -73,10 +73,9 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
 
     Sources: the clipped surrogate and grpo's mean, GRPO (arXiv 2402.03300, equation 3); dapo
     (arXiv 2503.14476, section 3.3); dr_grpo (arXiv 2503.20783, section 3); cispo, MiniMax-M1
-    (arXiv 2506.13585, section 3.1), without a lower clip as there; the sequence's ratio, GSPO
-    (arXiv 2507.18071, equations 5 and 7); truncated importance sampling, Yao et al. 2025, "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training"; mask, TRL: small weights
-    reduce the loss by themselves.
+    (arXiv 2506.13585, section 3.1); the sequence's ratio, GSPO (arXiv 2507.18071, equations 5 and
+    7); truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL Training"; mask, TRL.
     """
     algorithm = config.algorithm
     inputs = _zero_masked(inputs)
@@ -117,9 +116,8 @@ def loss_denominator(config: Config, *, num_completions: int, num_tokens: int) -
     """Return the divisor of an update's gradient, which is summed over its micro-batches.
 
     `num_completions` counts all completions of the update's groups, `num_tokens` their unmasked
-    tokens. Both include completions that are not computed because their advantage is 0. A
-    completion that is masked as a whole (`algorithm.mask_truncated_completions`) counts as a
-    completion without tokens, as in TRL.
+    tokens. Both include completions that are not computed because their advantage is 0. One that is
+    masked as a whole counts as a completion without tokens, as in TRL.
 
         grpo           num_completions
         dapo, cispo    num_tokens (at least 1; if all are masked the gradient is 0)
@@ -139,32 +137,28 @@ class Loss(NamedTuple):
 
     policy_loss: Callable[[LossInputs, Config], LossOutputs]
     loss_denominator: Callable[..., float]
-    own_metrics: Sequence[str] | None = None
-    """Names of the metrics of the user's loss, but `tokens`; None of a built-in one."""
+    metrics: Collection[str]  # names of the metrics that `policy_loss` returns
 
 
 def load_loss(config: Config) -> Loss:
-    """Return the built-in loss, or load the user's and call it once with a tiny micro-batch. Raises
-    ConfigError if that fails."""
+    """Return the built-in loss, or load and try the user's. Raises ConfigError if it fails."""
     if not config.algorithm.has_own_loss:
-        return Loss(policy_loss, loss_denominator)
+        metrics = policy_loss(_tiny_inputs(config), config).metrics
+        return Loss(policy_loss, loss_denominator, metrics.keys())
     spec = config.algorithm.loss_type
     loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
-    takes_config = len(inspect.signature(loss).parameters) > 1
+    num_arguments = max(1, len(inspect.signature(loss).parameters))  # inputs and config, or inputs
     denominator = getattr(module_of(spec), "loss_denominator", loss_denominator)
-
-    def call(inputs: LossInputs, config: Config) -> LossOutputs:
-        return loss(inputs, config) if takes_config else loss(inputs)  # type: ignore[no-any-return]
 
     def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
         inputs = _zero_masked(inputs)
-        outputs = call(inputs, config)
+        outputs = loss(*(inputs, config)[:num_arguments])
         metrics = {name: value.detach() for name, value in outputs.metrics.items()}
         metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
         return LossOutputs(outputs.loss, metrics)
 
     try:
-        outputs = call(_zero_masked(_tiny_inputs(config)), config)
+        outputs = loss(*(_zero_masked(_tiny_inputs(config)), config)[:num_arguments])
         divisor = float(denominator(config, num_completions=2, num_tokens=5))
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error
@@ -177,7 +171,7 @@ def load_loss(config: Config) -> Loss:
             "metrics, all scalar tensors, and a positive loss_denominator, got "
             f"{outputs!r:.200} and {divisor}"
         )
-    return Loss(own_loss, denominator, sorted({*outputs.metrics, "entropy"} - {"tokens"}))
+    return Loss(own_loss, denominator, {*outputs.metrics, "tokens", "entropy"})
 
 
 def _tiny_inputs(config: Config) -> LossInputs:
@@ -211,9 +205,7 @@ def _surrogate(
     inputs: LossInputs, ratio: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `s_t` [K] of `policy_loss`, and which tokens are clipped below and above [K] bool.
-
-    Masked tokens have advantage 0: they add nothing and are not counted.
-    """
+    Masked tokens have advantage 0: they are not counted."""
     advantages, epsilon_high = inputs.advantages, algorithm.resolved_epsilon_high
     if algorithm.loss_type == "cispo":
         is_above = ratio.detach() > epsilon_high
@@ -226,10 +218,7 @@ def _surrogate(
 
 
 def _zero_masked(inputs: LossInputs) -> LossInputs:
-    """Set values at masked tokens to 0 before any exp, so that they reach no gradient either.
-
-    The policy may give a tool's token any log-probability, -inf included.
-    """
+    """Set masked tokens, whose log-probability may be -inf, to 0 before any exp."""
     names = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
     values = {name: getattr(inputs, name) for name in (*names, "advantages")}
     zeroed: dict[str, Any] = {

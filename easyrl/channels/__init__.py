@@ -6,6 +6,3 @@ Knows no model, loss or engine.
 # Here, and not in `weights`, for those who count memory without torch.
 BUCKET_BYTES, NUM_BUCKETS = 64 * 2**20, 2
 """Buckets of weights: one is broadcast while the other is filled, or loaded."""
-ALONE_BYTES = 2**20
-"""A weight of this size or more is broadcast without a bucket on the CPU: copying it into one costs
-more than the 0.1 ms of another broadcast. On accelerators the limit is BUCKET_BYTES."""

@@ -23,10 +23,8 @@ class Cgroup(NamedTuple):
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the available memory: the minimum of the machine's and that of every cgroup above.
-
-    Page cache counts as available. `root` is the folder that contains /proc and /sys.
-    """
+    """Return the available memory, page cache included: the minimum of the machine's and that of
+    every cgroup above. `root`: the folder that contains /proc and /sys."""
     cgroups = (group.available_bytes for group in _memory_cgroups(root))
     return int(max(0, min([_machine_bytes(root, "MemAvailable"), *cgroups])))
 

@@ -6,60 +6,43 @@
 
 A worker has MAX_UNACKNOWLEDGED tokens. It gives one for each group, and gets it back when the group
 is in the ring. So a full ring stops the engines here as it does on one machine.
-
-Nothing is pickled: a message is the group's numbers and the lengths of its arrays, as in the header
-of a slot, and then the arrays' bytes.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from safetensors.numpy import load, save
 
-from easyrl.channels.ring_buffer import ARRAYS, DIMENSIONS, FIELDS, RingLayout
+from easyrl.channels.ring_buffer import ARRAYS, FIELDS, RingLayout
 from easyrl.types import RolloutGroup
 
 MAX_UNACKNOWLEDGED = 4
-"""Groups of one worker that are on their way. More do not speed up a worker whose groups take
-longer than a message does."""
+"""Groups of one worker that are on their way. More do not speed it up."""
 TOKEN = b"\x01"
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encode a group whose arrays have the element types of a slot (`RingLayout.lengths`)."""
-    lengths = len(group.prompt_ids), group.num_generations, group.num_completion_tokens
-    header = np.array([*(getattr(group, name) for name in FIELDS), *lengths], np.int64)
-    return b"".join(each.tobytes() for each in (header, *(getattr(group, a) for a, _, _ in ARRAYS)))
+    """Encode a group in safetensors' format; its numbers are arrays without a dimension."""
+    names = (*FIELDS, *(name for name, _, _ in ARRAYS))
+    return save({name: np.asarray(getattr(group, name)) for name in names})
 
 
 def decode_group(message: bytes) -> RolloutGroup:
-    """Return the group, whose arrays are read-only views of the message. Raises ValueError if the
-    message is not whole."""
-    names = *FIELDS, *DIMENSIONS
-    header = np.frombuffer(message, np.int64, len(names))
-    fields: dict[str, Any] = dict(zip(names, header.tolist(), strict=True))
-    lengths, offset = {name: fields.pop(name) for name in DIMENSIONS}, header.nbytes
-    sizes = [np.dtype(element).itemsize * lengths[name] for _, element, name in ARRAYS]
-    if min(lengths.values()) < 0 or offset + sum(sizes) != len(message):
-        raise ValueError(f"expected a message with arrays of {lengths}, got {len(message)} bytes")
-    for (name, element, dimension), size in zip(ARRAYS, sizes, strict=True):
-        fields[name] = np.frombuffer(message, element, lengths[dimension], offset)
-        offset += size
-    return RolloutGroup(**fields)
+    """Raises SafetensorError if the message is not whole."""
+    fields: dict[str, Any] = load(message)
+    return RolloutGroup(**fields | {name: int(fields[name]) for name in FIELDS})
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRing:
-    """A rollout worker's access to the ring on another machine, over the pipe to its host. It has
-    the methods of `RingBuffer` and `RingPort` that such a worker calls."""
+    """A rollout worker's access to the ring on another machine: a `RingBuffer` and a `RingPort`."""
 
     layout: RingLayout
     pipe: Connection
 
-    def attach(self, owner_id: int) -> RemoteRing:
+    def attach(self, owner_id: int) -> Self:
         return self
 
     @property
@@ -67,8 +50,8 @@ class RemoteRing:
         return self.pipe.fileno()
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Send a group; return False if no token came in time. Raises ValueError if the group does
-        not fit a slot of the ring."""
+        """Send a group; return False if no token came in time. Raises ValueError if it does not
+        fit."""
         self.layout.lengths(group)
         if not self.pipe.poll(timeout_seconds):
             return False

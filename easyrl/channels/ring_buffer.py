@@ -6,20 +6,19 @@
       publishes the slot     ─────► ready pipe: slot numbers ─────► waits for a ready slot
                                                                     reads the group in place
 
-A slot number on a pipe (8 bytes) is the right to use that slot: the process that reads the number
-owns the slot alone. There is no lock that a killed process could leave held. Reads and writes of 8
-bytes are atomic, and the system call orders memory on Arm as well: a reader that has the number
-sees everything written before it was sent. Groups are delivered in order of arrival.
+The process that reads a slot number (8 bytes) from a pipe owns the slot alone. There is no lock
+that a killed process could leave held. Reads and writes of 8 bytes are atomic, and the system call
+orders memory on Arm as well. Groups are delivered in order of arrival.
 
 `RingBuffer.reclaim` finds the slots of a killed process. While a process writes or reads a slot,
 the slot's status word names it. While the slot waits, its number is on a pipe. Only during a move
 is neither true, and then the mover's counter is odd. `reclaim` takes all numbers off the pipes and
 waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
-living process belonged to a dead one. Living processes meanwhile see empty pipes, and wait.
+living process belonged to a dead one.
 
-A group is identified by its iteration and group index. Before the trainer frees the slot of a group
-that it has accepted, it records the iteration in `taken`. `RingBuffer.delivered` reads the slots,
-then `taken`: a group in neither of them has to be generated again.
+Before the trainer frees the slot of a group that it has accepted, it records the iteration in
+`taken`. `RingBuffer.delivered` reads the slots, then `taken`: a group in neither of them has to be
+generated again.
 
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
@@ -54,8 +53,7 @@ SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
 DIMENSIONS = ("num_prompt_tokens", "num_generations", "num_completion_tokens")
 
 FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
-# The status is state and owner in one word: both change in one store. The dimensions are the
-# lengths of this group's arrays.
+# The status is state and owner in one word: both change in one store.
 HEADER = ("status", *FIELDS, *DIMENSIONS)
 
 ARRAYS = (  # field of RolloutGroup, element type, its one dimension
@@ -109,24 +107,8 @@ class RingLayout:
         """Size of the ring's memory. It never grows."""
         return sum(_num_bytes(element, shape) for _, element, shape in self.arrays())
 
-    def check_memory(self) -> None:
-        """Raise ConfigError if the ring does not fit the memory available."""
-        available_bytes = available_memory_bytes()
-        if self.total_bytes > available_bytes:
-            raise ConfigError(
-                f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB, but this machine and "
-                f"its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
-                f"rollout.ring_slots ({self.num_slots}), "
-                f"rollout.num_generations ({self.num_generations}), "
-                f"rollout.max_completion_length ({self.max_completion_length}) or "
-                f"data.max_prompt_length ({self.max_prompt_length})"
-            )
-
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
-        """Return the header's three lengths for this group.
-
-        Raises ValueError if an array does not fit a slot, or does not match the group.
-        """
+        """Return the header's three lengths. Raises ValueError if the group does not fit a slot."""
         lengths = {
             "num_prompt_tokens": len(group.prompt_ids),
             "num_generations": group.num_generations,
@@ -154,7 +136,7 @@ class TokenPipe:
     """A pipe of slot numbers, 8 bytes each. Several processes read and write it."""
 
     def __init__(self, *fds: int) -> None:
-        """`fds`: both ends of an existing pipe; none: a new pipe."""
+        """`fds`: both ends; none: a new pipe."""
         self.fds = fds or os.pipe()
         for fd in self.fds:  # a reader that is too late must not block
             os.set_blocking(fd, False)
@@ -186,14 +168,20 @@ class TokenPipe:
 
 
 class RingBuffer:
-    """The shared memory and its two pipes, without a name: nothing is left behind after a kill.
-
-    Made once and passed to spawned workers, which call `attach`.
-    """
+    """The shared memory and its two pipes, without a name. Spawned workers call `attach`."""
 
     def __init__(self, layout: RingLayout) -> None:
         """Raises ConfigError if the memory is too small, or a pipe for the number of slots."""
-        layout.check_memory()
+        available_bytes = available_memory_bytes()
+        if layout.total_bytes > available_bytes:
+            raise ConfigError(
+                f"the ring buffer needs {layout.total_bytes / 2**20:,.0f} MiB, but this machine "
+                f"and its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
+                f"rollout.ring_slots ({layout.num_slots}), "
+                f"rollout.num_generations ({layout.num_generations}), "
+                f"rollout.max_completion_length ({layout.max_completion_length}) or "
+                f"data.max_prompt_length ({layout.max_prompt_length})"
+            )
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.taken[:] = NEVER
         self.free_pipe, self.ready_pipe = TokenPipe(), TokenPipe()
@@ -240,11 +228,9 @@ class RingBuffer:
 
     def reclaim(self, *dead_owners: int, timeout_seconds: float = 5.0) -> None:
         """Recover the slots of dead owners: those being written become free, those being read (or
-        finished but not published) become ready. Call from one process at a time.
-
-        Raises TimeoutError if another owner stays in a move because it is stopped, or dead as well.
-        The ring is then unchanged; call again with all dead owners.
-        """
+        finished but not published) become ready. Call from one process at a time. Raises
+        TimeoutError, with the ring unchanged, if another owner stays in a move: call again with all
+        dead owners."""
         assert all(0 <= owner < self.layout.num_owners for owner in dead_owners)
         deadline = time.monotonic() + timeout_seconds
         living = [i for i in range(self.layout.num_owners) if i not in dead_owners]
@@ -289,11 +275,7 @@ class RingBuffer:
 
     def delivered(self, iteration: int) -> set[int]:
         """Return the indices of this iteration's groups that are published in a slot, or taken by
-        the trainer. Of a dead owner, the answer is exact once its slots are reclaimed.
-
-        Groups only move from a slot to `taken`. A group that was published at the start is still in
-        its slot at the end, or the slot was freed, and its index was recorded before that.
-        """
+        the trainer. Of a dead owner, the answer is exact once its slots are reclaimed."""
 
         def are_published() -> npt.NDArray[np.bool_]:
             states = self.slots["status"] & (1 << STATE_BITS) - 1
@@ -309,11 +291,7 @@ class RingBuffer:
         return {*indices[is_published].tolist(), *np.flatnonzero(self.taken == iteration).tolist()}
 
     def group(self, slot: int) -> RolloutGroup:
-        """Return the group in a slot that this or another process has leased, as read-only NumPy
-        views of the shared memory.
-
-        Raises RuntimeError if the lengths are impossible: another process wrote into the slot.
-        """
+        """Return the group in a leased slot, as views. Raises RuntimeError if it is damaged."""
         fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
         lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
         for name, _, dimension in ARRAYS:
@@ -332,11 +310,8 @@ class RingBuffer:
 
 
 class RingPort:
-    """One worker's access to the ring.
-
-    `multiprocessing.connection.wait` returns `writable_fd` when a slot is free and `readable_fd`
-    when a group is ready. Another worker may still be faster.
-    """
+    """One worker's access to the ring. `multiprocessing.connection.wait` returns `writable_fd` when
+    a slot is free and `readable_fd` when a group is ready. Another worker may still be faster."""
 
     def __init__(self, ring: RingBuffer, owner_id: int) -> None:
         self.ring = ring
@@ -345,10 +320,7 @@ class RingPort:
         self.readable_fd = ring.ready_pipe.fds[0]
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Copy a group into a free slot and publish it; return False if none became free in time.
-
-        Raises ValueError if the group is too large for a slot, or its arrays do not match.
-        """
+        """Publish a copy of a group; return False if no slot became free. Raises ValueError."""
         ring, slots = self.ring, self.ring.slots
         lengths = ring.layout.lengths(group)
         slot = self._take(ring.free_pipe, WRITING, timeout_seconds)
@@ -402,16 +374,12 @@ class Lease:
     """A group to read in place until its release: `with port.get(...) as group`."""
 
     def __init__(self, port: RingPort, slot: int) -> None:
-        self._port = port
-        self._is_leased = True
-        self.slot = slot
+        self._port, self.slot = port, slot
         self.group = port.ring.group(slot)
 
     def release(self) -> None:
-        """Free the slot; a second call does nothing."""
-        if self._is_leased:
-            self._is_leased = False
-            self._port.free_slot(self.slot)
+        """Free the slot. Call it once."""
+        self._port.free_slot(self.slot)
 
     def __enter__(self) -> RolloutGroup:
         return self.group

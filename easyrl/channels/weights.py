@@ -1,22 +1,14 @@
 """Weights from the trainer to the rollout workers: in buckets, with a version, bounded in time.
 
-    train rank 0:  announce(version) ─► [names] ─► bucket 0 ─► bucket 1 ─► … ─► last bucket
-    rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load on arrival
+    train rank 0:  announce(version) ─► names ──► bucket 0 ─► bucket 1 ─► … ─► last bucket
+    rollout i:     receive ───────────► names ──► pieces ───► pieces ──► … ──► load on arrival
 
 Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
-`timeout_seconds`. Names are sent only when they differ from the last time. From names, shapes and
-dtypes every rank computes how weights are cut:
+`timeout_seconds`. From names, shapes and dtypes every rank computes how weights are cut into
+buckets. Of a rank's two buckets one is broadcast while the other is filled or loaded.
 
-    mixed bucket    small weights, one after another, as many as fit
-    own bucket      elements of one weight of ALONE_BYTES or more
-
-Each rank has two buckets. The sender fills one while the other is broadcast; a receiver loads one
-while the other arrives. Besides them at most one weight is gathered at a time. An own bucket is
-broadcast from the weight's memory straight to where it belongs, unless the weight is cast.
-
-NCCL and HCCL refuse two ranks on one device. Where rollout and train worker share an accelerator,
-there is one bucket, memory of that device which both processes open. The process group, on the CPU,
-only signals whose turn it is:
+Where rollout and train worker share an accelerator, there is one bucket, memory of that device
+which both processes open. The process group, on the CPU, only signals whose turn it is:
 
     train rank 0:  fill ─► "bucket n is filled" ──────────────────────────► fill …
     rollout 1:             ──────────────────────► load ─► "bucket n is read"
@@ -25,8 +17,7 @@ Where the second process cannot open this memory (in some containers), buckets a
 CPU.
 
 A process group does not survive the death of a member. A failure closes the channel; what waits for
-this end then fails too, and closes its own, until all have ended. A member that waits for a stopped
-process ends when its `is_cancelled` says so. The living members then make a channel of the next
+this end then fails too, until all have ended. The living members then make a channel of the next
 generation, and the version is sent again.
 """
 
@@ -50,17 +41,12 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from easyrl import devices
-from easyrl.channels import ALONE_BYTES, BUCKET_BYTES, NUM_BUCKETS
+from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.types import Weight, WeightPiece
 
 BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
 """Busy-poll for this long, then sleep between polls."""
-SLICE = timedelta(seconds=0.05)
-"""Longest wait for a broadcast on the CPU between two polls."""
 ALIGNMENT_BYTES = 16
-
-Entry = tuple[str, tuple[int, ...], str]
-"""A weight's name, shape and dtype: its line in the list of names that is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +68,18 @@ class PlannedPiece:
         return bucket[self.offset : self.offset + self.num_bytes].view(self.dtype)
 
 
-def cut_into_buckets(
-    entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: float
-) -> list[list[PlannedPiece]]:
-    """Cut weights (name, shape, dtype) into buckets, in order; those of `alone_bytes` or more into
-    buckets of their own."""
+def cut_into_buckets(entries: Sequence[Any], bucket_bytes: int) -> list[list[PlannedPiece]]:
+    """Cut weights (name, shape, dtype) into buckets, in order."""
     buckets: list[list[PlannedPiece]] = [[]]
     offset = 0
     for name, shape, dtype_name in entries:
         dtype, count = getattr(torch, dtype_name), math.prod(shape)
         assert bucket_bytes >= dtype.itemsize
-        is_alone = count * dtype.itemsize >= alone_bytes
         start = 0
         while start < count:
             offset = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             num_free = (bucket_bytes - offset) // dtype.itemsize
-            if num_free <= 0 or (is_alone and offset):
+            if num_free <= 0:
                 buckets.append([])
                 offset = 0
                 continue
@@ -105,8 +87,6 @@ def cut_into_buckets(
             buckets[-1].append(PlannedPiece(name, tuple(shape), start, taken, dtype, offset))
             offset += taken * dtype.itemsize
             start += taken
-        if is_alone:
-            offset = bucket_bytes  # the next weight starts a new bucket
     return [bucket for bucket in buckets if bucket]
 
 
@@ -138,7 +118,6 @@ class WeightChannel:
         self._world_size = endpoint.world_size
         self._device = torch.device(endpoint.device)
         self._timeout = timedelta(seconds=endpoint.timeout_seconds)
-        self._entries: list[Entry] = []
         self._plan: list[list[PlannedPiece]] = []
         self.not_shared_reason: str | None = None
         """Reason why no bucket is shared on the device; None: it is, or no device is shared."""
@@ -147,10 +126,6 @@ class WeightChannel:
         self._abort: Callable[[], None] = lambda: None
         self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
         self._bucket_bytes = endpoint.bucket_bytes
-        # On accelerators a copy is fast, and a broadcast takes 0.1 ms.
-        self._alone_bytes: float = (
-            ALONE_BYTES if self._device.type == "cpu" else endpoint.bucket_bytes
-        )
         self._buckets: list[Tensor] = []
         opened = devices.open_store(endpoint.store, self._timeout)
         store = PrefixStore(f"weights-{endpoint.generation}", opened)
@@ -160,17 +135,15 @@ class WeightChannel:
             assert endpoint.world_size == 2, "one sender and one receiver share a device"
             self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
         self._is_shared = len(self._buckets) == 1
-        if self._is_shared:
-            self._alone_bytes = math.inf  # a weight is copied through the bucket in any case
-        else:
+        if not self._is_shared:
+            sizes = [self._bucket_bytes] * NUM_BUCKETS
             self._buckets = [
-                _make_bucket(self._bucket_bytes, self._device) for _ in range(NUM_BUCKETS)
+                torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
             ]
 
     def close(self) -> None:
         """Leave the process group without waiting, and free the buckets. The other members' waits
-        for this one fail, at once where the backend notices. Call it on all ends, but not before
-        all have succeeded."""
+        for this one fail. Call it on all ends, but not before all have succeeded."""
         self._abort()
         self._group, self._abort = None, lambda: None
         self._pending.clear()
@@ -184,13 +157,11 @@ class WeightChannel:
         dtype: torch.dtype | None = None,
         gather: Callable[[Tensor, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype),
     ) -> int:
-        """Broadcast the weights (rank 0). Receivers keep their values of all other weights.
+        """Broadcast the weights (rank 0); return the bytes sent.
 
         `gather(weight, dtype)` makes a weight whole, in the order of `weights`, one at a time. All
         that have elements are gathered, even if a receiver is lost: other train ranks gather them
         too. `dtype`: sent dtype (None: the weight's own); what `gather` returns in another is cast.
-
-        Returns the bytes sent.
         """
         assert self.rank == 0
         weights, entries = list(weights), []
@@ -208,47 +179,32 @@ class WeightChannel:
             deque(gathered, maxlen=0)
             raise
 
-    def _send(self, policy_version: int, entries: list[Entry], gathered: Iterator[Tensor]) -> int:
-        text = json.dumps(entries).encode() if entries != self._entries else b""
+    def _send(self, policy_version: int, entries: list[Any], gathered: Iterator[Tensor]) -> int:
+        text = json.dumps(entries).encode()
         announced = torch.tensor([policy_version, len(text)], device=self._device)
         self.broadcast(announced, "announcing a version")
-        if text:
-            names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-            self.broadcast(names, "sending names")
-            self._entries = entries
-            self._plan = cut_into_buckets(entries, self._bucket_bytes, self._alone_bytes)
-        values = part = empty = torch.empty(0)
-        is_direct = False
+        names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        self.broadcast(names, "sending names")
+        self._plan = cut_into_buckets(entries, self._bucket_bytes)
+        values = torch.empty(0)
         for number, pieces in enumerate(self._plan):
             self._wait_for_all_but(1)  # then the bucket before the last one is free
             for piece in pieces:
                 if piece.start == 0:
-                    if is_direct:
-                        self._wait_for_all_but(0)  # a broadcast still reads `values`
-                    values = part = empty  # free this weight before the next is gathered
+                    values = torch.empty(0)  # free this weight before the next is gathered
                     values = next(gathered).reshape(-1)
                 part = values[piece.start : piece.start + piece.count]
-                is_direct = len(pieces) == 1 and self._is_sent_directly(piece, part)
-                if not is_direct:
-                    piece.view(self._bucket(number)).copy_(part)
+                piece.view(self._bucket(number)).copy_(part)
             if self._is_shared:
                 self._signal(f"{self._name_of(number)} is filled", root=0)
                 self._signal(f"{self._name_of(number)} is read", root=1)
             else:
-                self._start(number, part if is_direct else self._bucket(number))
+                self._start(number)
         self._wait_for_all_but(0)
         return sum(piece.num_bytes for pieces in self._plan for piece in pieces)
 
-    def receive(
-        self, policy_version: int, memory_of: Callable[[str], Tensor | None] = lambda name: None
-    ) -> Iterator[WeightPiece]:
-        """Yield the pieces of the weights, in the sender's order (ranks above 0).
-
-        `memory_of(name)` returns a weight's flattened memory, or None. A weight with buckets of its
-        own is received there directly, if dtype and device fit.
-
-        Raises RuntimeError if the sender sends another version than `policy_version`.
-        """
+    def receive(self, policy_version: int) -> Iterator[WeightPiece]:
+        """Yield the weights' pieces (ranks above 0). Raises RuntimeError for another version."""
         assert self.rank > 0
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.broadcast(announced, "waiting for a version")
@@ -257,18 +213,15 @@ class WeightChannel:
             raise RuntimeError(
                 f"weight channel: expected policy version {policy_version}, got {version}"
             )
-        if num_bytes:
-            names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self.broadcast(names, "waiting for names")
-            entries = json.loads(names.cpu().numpy().tobytes())
-            self._plan = cut_into_buckets(entries, self._bucket_bytes, self._alone_bytes)
+        names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self.broadcast(names, "waiting for names")
+        entries = json.loads(names.cpu().numpy().tobytes())
+        self._plan = cut_into_buckets(entries, self._bucket_bytes)
         ahead: list[list[WeightPiece]] = []
         for number in range(len(self._plan)):
             # The next bucket is received while this one is loaded.
-            for due in range(
-                number + len(ahead), min(number + len(self._buckets), len(self._plan))
-            ):
-                ahead.append(self._expect_bucket(due, memory_of))
+            end = min(number + len(self._buckets), len(self._plan))
+            ahead += [self._expect_bucket(n) for n in range(number + len(ahead), end)]
             self._wait_for_all_but(len(ahead) - 1)
             yield from ahead.pop(0)
             if self._is_shared:  # broadcasts need no reply: each rank has a copy
@@ -291,15 +244,13 @@ class WeightChannel:
             except BaseException as error:
                 made.set_exception(error)
 
-        # Ranks wait for each other in here, which cannot be interrupted, and on accelerators has no
-        # bound: if the wait ends early, the thread is left behind.
+        # This wait for all ranks cannot be interrupted: the thread may be left behind.
         threading.Thread(target=make, daemon=True, name="weight-channel").start()
         self._poll(made.done)
         self._group, self._abort = made.result()
 
     def _share_bucket(self, store: Any, device: torch.device) -> list[Tensor]:
-        """Return the bucket that both processes open on their device. If one of them cannot, both
-        return none and set `not_shared_reason`."""
+        """Return the bucket that both processes open, or none and set `not_shared_reason`."""
         bucket, handle, reason = torch.empty(0), "", ""
 
         def exchange(text: str, sender: int) -> str:
@@ -331,28 +282,15 @@ class WeightChannel:
     def _bucket(self, number: int) -> Tensor:
         return self._buckets[number % len(self._buckets)]
 
-    def _is_sent_directly(self, piece: PlannedPiece, part: Tensor) -> bool:
-        """Return whether `part` itself can be broadcast for a piece."""
-        return not self._is_shared and (part.dtype, part.device) == (piece.dtype, self._device)
-
-    def _expect_bucket(
-        self, number: int, memory_of: Callable[[str], Tensor | None]
-    ) -> list[WeightPiece]:
+    def _expect_bucket(self, number: int) -> list[WeightPiece]:
         """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
-        pieces, content = self._plan[number], self._bucket(number)
-        values = [piece.view(content) for piece in pieces]
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
         else:
-            own = memory_of(pieces[0].name) if len(pieces) == 1 else None
-            if own is not None:
-                part = own[pieces[0].start : pieces[0].start + pieces[0].count]
-                if self._is_sent_directly(pieces[0], part):
-                    values, content = [part], part
-            self._start(number, content)
+            self._start(number)
         return [
-            WeightPiece(piece.name, piece.start, part, piece.shape)
-            for piece, part in zip(pieces, values, strict=True)
+            WeightPiece(piece.name, piece.start, piece.view(self._bucket(number)), piece.shape)
+            for piece in self._plan[number]
         ]
 
     def _signal(self, what: str, root: int) -> None:
@@ -368,10 +306,10 @@ class WeightChannel:
         """Broadcast `tensor` from `root` and wait for the end; `what` names it in errors."""
         self._bounded(what, lambda: self._await(self._begin(tensor, root)))
 
-    def _start(self, number: int, content: Tensor) -> None:
+    def _start(self, number: int) -> None:
         """Start to broadcast the content of a bucket."""
         last = self._plan[number][-1]
-        content = content.view(torch.uint8)[: last.offset + last.num_bytes]
+        content = self._bucket(number)[: last.offset + last.num_bytes]
         work = self._bounded(self._name_of(number), lambda: self._begin(content, root=0))
         self._pending.append((number, work))
 
@@ -392,7 +330,7 @@ class WeightChannel:
         def is_completed() -> bool:
             if self._device.type == "cpu":
                 with contextlib.suppress(RuntimeError):  # not yet; an error is raised below again
-                    work.wait(SLICE)
+                    work.wait(timedelta(seconds=0.05))
             return bool(work.is_completed())
 
         # torch's wait on accelerators is unbounded, or polls only once per millisecond.
@@ -418,11 +356,9 @@ class WeightChannel:
             self.close()
             waited = time.monotonic() - started
             text, reason = f"weight channel, {self._name}, {what}", str(error).partition("\n")[0]
-            # A broadcast may start before this wait, so it may time out before this wait reaches
-            # the bound.
+            # A broadcast may have started, and so time out, before this wait.
             is_late = waited >= 0.9 * self._timeout.total_seconds()
-            is_late |= any(words in str(error) for words in ("Timed out", "timing out"))
-            if not is_late:
+            if not (is_late or "Timed out" in str(error) or "timing out" in str(error)):
                 raise ConnectionError(f"{text}: {reason}") from error
             # Gloo passes a broadcast from one receiver to the next.
             by_rank = {0: "a rollout worker", 1: "train-0"}
@@ -432,9 +368,7 @@ class WeightChannel:
             ) from error
 
 
-def _make_bucket(num_bytes: int, device: torch.device) -> Tensor:
+@functools.cache
+def _shared_bucket(num_bytes: int, device: torch.device) -> Tensor:
+    """Return the bucket of all generations: torch does not free memory that it has shared."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-_shared_bucket = functools.cache(_make_bucket)
-"""The bucket of all generations: torch does not free memory again that it has shared."""

@@ -2,11 +2,9 @@
 engine are here for the memory estimate, which imports no torch."""
 
 MAX_PREFILL_TOKENS = 2048
-"""Prompt tokens per step of the embedded engine, unless a single prompt is longer: bounds the delay
-of a step."""
+"""Prompt tokens per step, unless one prompt is longer: bounds a step's delay."""
 COPIED_TOKENS = 64
-"""Longest prompt that is copied to each of its rows: that costs less than attending to it
-separately. Measured on one core with the demo's model; with 14 million weights it costs as much."""
+"""Longest prompt that is copied to each of its rows: measured on one core, demo's model."""
 CELLS = 16
 """Rows and prompts take a multiple of this many tokens in the KV cache: kernels are faster then."""
 

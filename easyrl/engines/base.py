@@ -4,12 +4,8 @@
                                              │  ▲
                                   take_turns ▼  │ resume   (only with `has_turns`)
 
-A sequence of a group with turns is suspended where it would end. Whoever takes its `Turn` resumes
-it with tokens that are inserted, or ends it. Its keys and values stay in the cache meanwhile, and
-other sequences are generated.
-
-No sequence may be in flight when weights are received: the caller drains the engine first, and
-`receive_weights` raises otherwise (docs/design.md, Invariants).
+A sequence of a group with turns is suspended where it would end; its keys and values stay in the
+cache. Whoever takes its `Turn` resumes it with tokens that are inserted, or ends it.
 """
 
 from collections import deque
@@ -33,8 +29,7 @@ class GroupRequest:
     prompt_ids: Sequence[int]  # [P]
     num_generations: int
     completion_lengths: Sequence[int] | None = None  # [G]
-    """Maximum tokens of each completion; exact lengths if the engine ignores end-of-sequence
-    tokens (benchmarks). None: the engine's limit."""
+    """Maximum tokens of each completion; None: the engine's limit."""
     has_turns: bool = False  # a sequence that stops is suspended: see `Turn`
     first_tokens: Sequence[Sequence[int]] | None = None
     """[G]: inserted at the start of each completion, where there are any (with `has_turns`)."""
@@ -74,8 +69,7 @@ class Engine:
         self._turns: list[Turn] = []
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group. Groups are served first come, first served. Raises ConfigError if the
-        prompt exceeds the engine's limit."""
+        """Queue a group, first come, first served. Raises ConfigError if the prompt is too long."""
         longest = self.sampling.max_prompt_length
         if not 0 < len(request.prompt_ids) <= longest:
             raise ConfigError(
@@ -111,19 +105,17 @@ class Engine:
         raise NotImplementedError
 
     def step(self) -> list[FinishedGroup]:
-        """Do the engine's smallest unit of work (embedded: one token of every sequence in flight);
-        return the groups that have finished."""
+        """Do the engine's smallest unit of work; return the groups that have finished."""
         raise NotImplementedError
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
-        """Leave the weight channel of before, if any, and join this one, with one rank for each
-        device of the engine. Its waits, also later ones, end when `is_cancelled()` is true."""
+        """Join this weight channel with one rank per device. Waits end when `is_cancelled()` is
+        true."""
         raise NotImplementedError
 
     def receive_weights(self, policy_version: int) -> None:
-        """Receive a broadcast of weights and use them from now on. Raises RuntimeError while
-        sequences are in flight. After a ConnectionError or TimeoutError, join another channel and
-        receive again before the next group."""
+        """Receive weights. Raises RuntimeError while sequences are in flight. After OSError,
+        rejoin."""
         raise NotImplementedError
 
     def _check_idle(self) -> None:
@@ -153,8 +145,7 @@ class PolicyEngine(Engine):
 
     def receive_weights(self, policy_version: int) -> None:
         assert self._channel is not None
-        into = dict(self.policy.flat_weights()).get
-        self.load_weights(self._channel.receive(policy_version, into))
+        self.load_weights(self._channel.receive(policy_version))
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         """Overwrite weights piece by piece."""

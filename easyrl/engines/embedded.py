@@ -3,15 +3,12 @@
     submit ─► waiting groups ─► prompt prefilled once ─► sequences ready ─► rows ─► finished groups
 
 One forward per step processes the newest token of every row in flight and, if few sequences are
-ready to start, the prompts of the next groups: `[n decode tokens | prompt | prompt | ...]`. Decode
-tokens attend to their prompt and their row of the KV cache (`kv_cache`), prompts to themselves. The
-active rows come first, the longest before the others; finished rows cost nothing and are reused by
-the next ready sequences in the same step. Groups are served first come, first served. What a step
-computes depends on the requests and the sampled tokens alone, never on a clock (docs/design.md,
-Invariants).
+ready to start, the prompts of the next groups: `[n decode tokens | prompt | prompt | ...]`. Active
+rows come first, the longest before the others; then suspended ones. Finished rows are reused in the
+same step. When a suspended row is resumed, one step computes all tokens that were inserted.
 
-A sequence that is suspended between two turns keeps its row, behind the active ones. When it is
-resumed, one step computes all tokens that were inserted, and the row is active from then on.
+Groups are served first come, first served. What a step computes depends on the requests and the
+sampled tokens alone, never on a clock (docs/design.md, Invariants).
 
 Shapes: S rows, n of them active, V tokens of the vocabulary.
 """
@@ -29,11 +26,11 @@ from easyrl import devices
 from easyrl.engines import CELLS, MAX_PREFILL_TOKENS
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
 from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
-from easyrl.engines.kv_cache import KVCache, StepLayout, length_class
+from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
 from easyrl.model.policy import Policy
-from easyrl.types import Bool, Completion, Float32, Float64, Int32, WeightPiece
+from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
 
 ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2
 """States of a row. Rows are kept in their order, the highest first."""
@@ -83,23 +80,13 @@ class EmbeddedEngine(PolicyEngine):
         steps = (PROMPT_STEP, SLOT_STEP) if has_graphs else (CELLS, 1)
         self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, *steps)
         self.graphs = StepGraphs(policy, self.cache, sampling) if has_graphs else None
-        self._sequences: list[_Sequence | None] = [None] * num_rows
-        self._rows = np.zeros(
-            num_rows,
-            dtype=[
-                ("position", np.int64),  # of the newest token in the sequence
-                ("cell", np.int64),  # its place in the row of the KV cache
-                ("slot", np.int64),  # of the prompt
-                ("count", np.int64),  # completion tokens so far
-                ("limit", np.int64),
-                ("turn_start", np.int64),  # completion tokens before the current turn
-                ("state", np.int64),
-                ("uniforms", np.float64, longest),
-                ("tokens", np.int32, longest),
-                ("logprobs", np.float32, longest),
-                ("is_sampled", np.bool_, longest),
-            ],
-        )
+        self._sequences: list[Any] = [None] * num_rows  # the _Sequence of each row that is held
+        # `position` and `cell` are those of the newest token, `slot` is that of the prompt, `count`
+        # and `turn_start` are completion tokens so far and before the current turn.
+        integers = ("position", "cell", "slot", "count", "limit", "turn_start", "state")
+        per_token = {"uniforms": "f8", "tokens": "i4", "logprobs": "f4", "is_sampled": "?"}
+        arrays = [(name, kind, longest) for name, kind in per_token.items()]
+        self._rows = np.zeros(num_rows, dtype=[*((name, "i8") for name in integers), *arrays])
 
     @property
     def has_work(self) -> bool:
@@ -140,8 +127,6 @@ class EmbeddedEngine(PolicyEngine):
         finished, self._finished = self._finished, []
         return finished
 
-    # -- what a step computes ---------------------------------------------------------------
-
     def _choose_prefill(self) -> list[GroupRequest]:
         """Return the next prompts to prefill: none while enough sequences are ready to start."""
         rows = self.cache.num_rows
@@ -163,7 +148,7 @@ class EmbeddedEngine(PolicyEngine):
         """Move the next rows to resume behind the active ones; return how many."""
         number = longest = 0
         for row in self._rows_to_resume():
-            inserted = self._sequence(row).inserted or ()
+            inserted = self._sequences[row].inserted or ()
             longest = max(longest, 1 + len(inserted))
             if number and (number + 1) * longest > MAX_PREFILL_TOKENS:
                 break
@@ -174,11 +159,10 @@ class EmbeddedEngine(PolicyEngine):
         return number
 
     def _insert(self, num_resumed: int) -> list[Int32]:
-        """Append the inserted tokens of the rows to resume. Return what the model must process:
-        these tokens and, before them, the last one that was sampled."""
+        """Append the tokens to insert; return them, each row's with the last sampled one before."""
         fed = []
         for row in range(self.num_active, self.num_active + num_resumed):
-            sequence, state = self._sequence(row), self._rows[row]
+            sequence, state = self._sequences[row], self._rows[row]
             inserted, sequence.inserted = sequence.inserted or (), None
             start = int(state["count"])
             for name in ("count", "position", "cell"):
@@ -191,8 +175,7 @@ class EmbeddedEngine(PolicyEngine):
         return fed
 
     def _decode_with_graphs(self) -> bool:
-        """Compute the next token of every active row. Return False, having done nothing, if that
-        needs `_forward_and_sample`."""
+        """Compute the next token of every active row; return False if graphs cannot."""
         rows, active = np.arange(self.num_active), self._rows[: self.num_active]
         drawn = None
         if self.graphs is not None:
@@ -239,8 +222,7 @@ class EmbeddedEngine(PolicyEngine):
 
     def _forward(self, fed: list[Int32], prompts: list[Any], slots: list[int]) -> Tensor:
         """Return the logits of every active row, of the rows behind them that are resumed (`fed`:
-        the tokens of each), and of every prompt's last token [n + len(fed) + len(prompts), V]. The
-        prompts' keys and values go to these slots."""
+        the tokens of each), and of every prompt's last token [n + len(fed) + len(prompts), V]."""
         n = self.num_active
         device = self.policy.device
         lengths = [len(prompt) for prompt in prompts]
@@ -254,19 +236,15 @@ class EmbeddedEngine(PolicyEngine):
         spans += map(np.arange, lengths)
         positions = np.concatenate([active["position"], *spans])
         keep = np.concatenate([rows, n + np.cumsum([*map(len, spans)], dtype=np.int64) - 1])
-        of_prompts = list(zip(slots, lengths, strict=True))
+        stored = list(zip(slots, lengths, strict=True))
         num_new = [*map(len, fed)]
-        layout = StepLayout(
-            self.cache, active, of_prompts, device, resumed=resumed, num_new=num_new
-        )
+        layout = StepLayout(self.cache, active, stored, device, resumed=resumed, num_new=num_new)
         return self._run_model(
             torch.from_numpy(ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),
             layout,
             torch.from_numpy(keep).to(device),
         )
-
-    # -- rows ---------------------------------------------------------------------------------
 
     def _advance(self, tokens: Int32, logprobs: Float32) -> None:
         """Store the sampled token of every active row and end the rows that are complete."""
@@ -276,57 +254,59 @@ class EmbeddedEngine(PolicyEngine):
         active["count"] += 1
         active["position"] += 1
         active["cell"] += 1
-        stopped = np.isin(tokens, self._eos)
-        if self._stop is not None:
-            for row in np.flatnonzero(~stopped):
-                so_far = active["tokens"][row, : active["count"][row]]
-                stopped[row] = self._stop.is_complete(so_far)
-        ended = stopped | (active["count"] >= active["limit"])
-        for row in np.flatnonzero(ended):
-            self._stop_row(int(row), is_stopped=bool(stopped[row]))
+        self._stop_complete(rows)
         self._arrange()
+
+    def _stop_complete(self, rows: Ints) -> None:
+        """Stop those rows whose newest token ends a completion or a turn."""
+        counts, tokens = self._rows["count"][rows], self._rows["tokens"]
+        stopped = np.isin(tokens[rows, counts - 1], self._eos)
+        if self._stop is not None:
+            for i in np.flatnonzero(~stopped):
+                stopped[i] = self._stop.is_complete(tokens[rows[i], : counts[i]])
+        for i in np.flatnonzero(stopped | (counts >= self._rows["limit"][rows])):
+            self._stop_row(int(rows[i]), is_stopped=bool(stopped[i]))
 
     def _stop_row(self, row: int, *, is_stopped: bool) -> None:
         """Suspend the row if there may be another turn, else end it."""
-        request, state = self._sequence(row).group.request, self._rows[row]
+        request, state = self._sequences[row].group.request, self._rows[row]
         if not (is_stopped and request.has_turns):
             self._end_row(row, is_stopped=is_stopped)
             return
         state["state"] = SUSPENDED
         tokens = state["tokens"][state["turn_start"] : state["count"]].copy()
         num_left = int(state["limit"] - state["count"])
-        self._turns.append(Turn(request.key, self._sequence(row).sample_index, tokens, num_left))
-
-    def _sequence(self, row: int) -> _Sequence:
-        sequence = self._sequences[row]
-        assert sequence is not None
-        return sequence
+        self._turns.append(Turn(request.key, self._sequences[row].sample_index, tokens, num_left))
 
     def _suspended(self, turn: Turn) -> tuple[int, _Sequence]:
         """Return the row and the sequence of a turn."""
         wanted = turn.key, turn.sample_index
         for row in range(self.num_active, self.num_held):
-            sequence = self._sequence(row)
+            sequence = self._sequences[row]
             if (sequence.group.request.key, sequence.sample_index) == wanted:
                 return row, sequence
         raise AssertionError(f"{turn} is not suspended")
 
     def _rows_to_resume(self) -> list[int]:
         suspended = range(self.num_active, self.num_held)
-        return [row for row in suspended if self._sequence(row).inserted is not None]
+        return [row for row in suspended if self._sequences[row].inserted is not None]
 
     def _end_row(self, row: int, *, is_stopped: bool) -> None:
-        sequence, state = self._sequence(row), self._rows[row]
-        tokens, logprobs = (state[name][: state["count"]].copy() for name in ("tokens", "logprobs"))
-        is_sampled = None
-        if sequence.group.request.has_turns:
-            is_sampled = state["is_sampled"][: state["count"]].copy()
-        self._complete(sequence, tokens, logprobs, is_sampled, is_stopped=is_stopped)
+        sequence, state = self._sequences[row], self._rows[row]
+        group, request = sequence.group, sequence.group.request
+        names = ("tokens", "logprobs", "is_sampled")
+        tokens, logprobs, is_sampled = (state[name][: state["count"]].copy() for name in names)
+        reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
+        group.completions[sequence.sample_index] = Completion(tokens, logprobs, reason, is_sampled)
+        if len(group.completions) == request.num_generations:
+            ordered = [group.completions[i] for i in range(request.num_generations)]
+            self._finished.append((request, ordered))
+            self.cache.prompt_lengths[group.slot] = 0  # its slot is free
         self._sequences[row], state["state"] = None, ENDED
 
     def _arrange(self) -> None:
-        """Move rows into the order of their states, active ones of a higher length class before
-        others. Only rows that are in the wrong place move."""
+        """Move the rows that are not in the order of their states and, if active, length
+        classes."""
         held = self._rows[: self.num_held]
         ranks = held["state"] + (held["state"] == ACTIVE) * length_class(held["cell"] + 1)
         is_alive = ranks != ENDED
@@ -345,71 +325,29 @@ class EmbeddedEngine(PolicyEngine):
         for row, sequence in zip(targets, [self._sequences[row] for row in sources], strict=True):
             self._sequences[row] = sequence
 
-    def _next_ready(self) -> _Sequence | None:
-        """Return the next sequence that needs a row: not one that ends with its first token."""
-        while self._ready:
-            sequence = self._ready.popleft()
-            is_stopped = self._stops_at_once(sequence)
-            if sequence.group.request.has_turns or (not is_stopped and sequence.limit > 1):
-                return sequence
-            tokens = np.array([sequence.first_token], dtype=np.int32)
-            logprobs = np.array([sequence.first_logprob], dtype=np.float32)
-            self._complete(sequence, tokens, logprobs, None, is_stopped=is_stopped)
-        return None
-
-    def _stops_at_once(self, sequence: _Sequence) -> bool:
-        tokens = np.array([sequence.first_token], dtype=np.int32)
-        is_end = sequence.first_token in self._eos
-        return is_end or (self._stop is not None and self._stop.is_complete(tokens))
-
     def _start_ready_rows(self) -> None:
-        """Fill free rows."""
-        first = self.num_held
-        while self.num_held < self.cache.num_rows:
-            sequence = self._next_ready()
-            if sequence is None:
-                break
-            self._sequences[self.num_held] = sequence
-            state = self._rows[self.num_held]
-            # The newest token is the first of the completion or, where that is inserted, the last
-            # one of the prompt.
-            count = 1 if sequence.inserted is None else 0
-            state["position"] = len(sequence.group.request.prompt_ids) - 1 + count
-            state["slot"] = sequence.group.slot
-            state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
-            state["state"] = ACTIVE if count else SUSPENDED
-            state["uniforms"][: sequence.limit] = sequence.uniforms
-            state["tokens"][0] = sequence.first_token
-            state["logprobs"][0] = sequence.first_logprob
-            state["is_sampled"][:] = True
-            self.num_held += 1
-        rows = np.arange(first, self.num_held)
-        free = self.cache.start_rows(rows, self._rows["slot"][rows])
-        self._rows["cell"][rows] = free - 1 + self._rows["count"][rows]
-        for row in range(first, self.num_held):
-            sequence = self._sequence(row)
-            if sequence.group.request.has_turns and sequence.inserted is None:
-                is_stopped = self._stops_at_once(sequence)
-                if is_stopped or sequence.limit == 1:
-                    self._stop_row(row, is_stopped=is_stopped)
-        if self.num_active == first and (self._rows["state"][rows] == ACTIVE).all():
-            self.num_active = self.num_held
-        else:
+        """Fill free rows, also those of sequences that end with their first token."""
+        while self._ready and self.num_held < self.cache.num_rows:
+            first = self.num_held
+            while self._ready and self.num_held < self.cache.num_rows:
+                self._start_row(self.num_held, self._ready.popleft())
+                self.num_held += 1
+            rows = np.arange(first, self.num_held)
+            free = self.cache.start_rows(rows, self._rows["slot"][rows])
+            counts = self._rows["count"][rows]
+            self._rows["cell"][rows] = free - 1 + counts
+            self._stop_complete(rows[counts > 0])
             self._arrange()
 
-    def _complete(
-        self,
-        sequence: _Sequence,
-        tokens: Int32,
-        logprobs: Float32,
-        is_sampled: Bool | None,
-        *,
-        is_stopped: bool,
-    ) -> None:
-        group = sequence.group
-        completion = Completion(tokens, logprobs, "stop" if is_stopped else "length", is_sampled)
-        group.completions[sequence.sample_index] = completion
-        if len(group.completions) == group.request.num_generations:
-            ordered = [group.completions[i] for i in range(group.request.num_generations)]
-            self._finished.append((group.request, ordered))
-            self.cache.release_slot(group.slot)
+    def _start_row(self, row: int, sequence: _Sequence) -> None:
+        # Where the first tokens are inserted, the newest one is the prompt's last.
+        count = 1 if sequence.inserted is None else 0
+        state, self._sequences[row] = self._rows[row], sequence
+        state["position"] = len(sequence.group.request.prompt_ids) - 1 + count
+        state["slot"] = sequence.group.slot
+        state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
+        state["state"] = ACTIVE if count else SUSPENDED
+        state["uniforms"][: sequence.limit] = sequence.uniforms
+        state["tokens"][0] = sequence.first_token
+        state["logprobs"][0] = sequence.first_logprob
+        state["is_sampled"][:] = True

@@ -1,15 +1,13 @@
 """A model's forward in fewer, larger operations: for decoding in float32 on the CPU.
 
-One step of a small model is hundreds of short operations. For decoder layers of Llama's kind (also
-Qwen2, Qwen3, Mistral ...) this module computes the same with a third of them:
+For decoder layers of Llama's kind (also Qwen2, Qwen3, Mistral ...) a third of the operations gives
+the same result:
 
     q, k and v in one product, gate and up in one, the residual added by the product before it;
     norms' weights multiplied into the next product's weights; RMSNorm and RoPE in four operations
 
-Products read copies of the weights that are stored transposed, because matrices of few rows are
-multiplied 1.2 to 1.4 times as fast with them. A model's names do not prove what it computes: logits
-of random tokens are compared with those of the model's own code, of fewer with each new set of
-weights. Where they differ, that code is used.
+Products read copies of the weights that are stored transposed: matrices of few rows are multiplied
+1.2 to 1.4 times as fast with them. Where logits differ, the model's own code is used.
 
 Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
 head size, V tokens of the vocabulary.
@@ -26,18 +24,17 @@ from torch import Tensor, nn
 from easyrl.model.attention import AttentionLayout, PackedGroups
 from easyrl.model.exactness import RecordingLayout
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings
+from easyrl.model.shared_prompt import LayerSettings
 
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit: rounding in float32."""
 CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2
-"""Tokens of each row of the check, at first and with new weights: 24 take half a second with 135
-million parameters."""
+"""Tokens of each row of the check, at first and with new weights."""
 
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
-    """Return a decoder for sequences of up to `max_length` tokens, or None if the policy must run
-    through its own code."""
+    """Return a decoder for sequences of up to `max_length` tokens, or None if it would not be
+    exact."""
     parameters = list(policy.model.parameters())
     is_float32_on_cpu = all(p.dtype == torch.float32 and p.is_cpu for p in parameters)
     if not is_float32_on_cpu or policy.no_packing_reason is not None:
@@ -50,8 +47,8 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
 
 
 class _Product:
-    """x [T, H] -> x Wᵀ + b [T, N] of linear layers side by side, which share their input. `norm`:
-    the RMSNorm whose weight is multiplied into W."""
+    """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes the weight of RMSNorm
+    `norm`."""
 
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
         self._layers, self._norm = layers, norm
@@ -80,7 +77,7 @@ class _Product:
 class _Layer:
     """A decoder layer: its products, norms and attention parameters."""
 
-    def __init__(self, module: Any, settings: AttentionSettings) -> None:
+    def __init__(self, module: Any, settings: LayerSettings) -> None:
         attention, mlp = module.self_attn, module.mlp
         before, between = module.input_layernorm, module.post_attention_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -136,8 +133,7 @@ def _normalized(x: Tensor, scaled_eps: Tensor) -> Tensor:
 
 def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
     """Return cosines and signed sines of RoPE (arXiv 2104.09864, eq. 34) of each position, by
-    halves of a head: 2 x [max_length, 1, 2, D/2]. Raises ValueError if they depend on more than the
-    position."""
+    halves of a head: 2 x [max_length, 1, 2, D/2]. Raises ValueError if these depend on a batch."""
     if rotary.rope_type in ("dynamic", "longrope"):
         raise ValueError("RoPE depends on the longest sequence")
     tables = rotary(torch.zeros(1), torch.arange(max_length)[None])
@@ -181,8 +177,8 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
-        """Compare logits of random tokens in two rows, at the first positions and at the last.
-        Logits of 0 are refused: they prove nothing."""
+        """Compare logits of random tokens at the first and last positions. Logits of 0 prove
+        nothing."""
         longest = len(self._tables[0])
         first = torch.arange(min(longest, num_tokens))
         positions = torch.cat([first, first + longest - len(first)])

@@ -1,11 +1,8 @@
 """The engine for models that the embedded one cannot serve: transformers' own `generate`.
 
-    submit ─► waiting groups ─► step: one group through `generate`, with the model's own cache
-
-The model's own code keeps whatever state it needs between tokens (recurrent states, convolutions,
-chunked keys and values). One group runs at a time, so all rows have the same prompt and need no
-padding. A logits processor draws each token as every engine does (`sampling`) and leaves greedy
-`generate` no other choice. Exact and simple, not fast.
+The model's own code keeps whatever state it needs between tokens. One group runs at a time, so all
+rows have the same prompt and need no padding. A logits processor draws each token as every engine
+does (`sampling`) and leaves greedy `generate` no other choice. Exact and simple, not fast.
 
 Some models' caches lose what their layers would see without one (Doge's and RecurrentGemma's in
 transformers 5.23). So each group is checked by one plain forward, the trainer's, and if that gives
@@ -29,8 +26,7 @@ from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.types import Completion
 
 CACHE_TOLERANCE = 3.0
-"""Largest gap in nats between log-probabilities with a cache and without, in units of the square
-root of the dtype's precision: 1e-3 in float32."""
+"""Largest gap in nats with and without a cache, times sqrt(eps) of the dtype."""
 
 
 class GenerateEngine(PolicyEngine):

@@ -6,8 +6,7 @@ A group's prompt is stored once, in a slot; a row stores the tokens of one compl
     rows     [S, Hkv, R, D] ──► rows of similar length ───────┴─► merged by log-sum-exp
 
 (Hydragen, arXiv 2402.05099, section 3.) A short prompt is copied to the start of its rows instead,
-which costs less than a merge. The keys of a head are adjacent, so that batched products need no
-copy of them.
+which costs less than a merge.
 
 Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
 heads, Q query heads for each of them, D head size; of a bucket of rows: B rows, L cells; W rows of
@@ -17,6 +16,7 @@ the slot that has most; of m resumed rows: E new tokens at most, L cells.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -24,14 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.engines import CELLS, COPIED_TOKENS, padded, row_cells
-from easyrl.model.shared_prompt import (
-    HIDDEN,
-    AttentionSettings,
-    Block,
-    SharedPrompt,
-    attend_block,
-)
+from easyrl.engines import COPIED_TOKENS, padded, row_cells
+from easyrl.model.shared_prompt import HIDDEN, Block, LayerSettings, SharedPrompt, attend_block
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 KeysValues = tuple[Tensor, Tensor]
@@ -39,26 +33,19 @@ KeysValues = tuple[Tensor, Tensor]
 BUCKET_STEP = 64
 """Rows are sorted by their cells in steps of this many (`length_class`)."""
 BUCKET_NUMBERS = 40_000
-"""Cost of another bucket, in elements of keys (cells x heads x head size). Measured on one core: a
-bucket's calls take as long as attention over this many."""
+"""Cost of another bucket, in elements of keys (cells x heads x head size), on one core."""
 
 
 class KVCache:
     """Keys and values per layer, allocated when a layer is first seen."""
 
     def __init__(
-        self,
-        num_rows: int,
-        max_prompt_length: int,
-        max_completion_length: int,
-        prompt_step: int = CELLS,
-        slot_step: int = 1,
+        self, num_rows: int, max_prompt: int, max_completion: int, prompt_step: int, slot_step: int
     ) -> None:
-        """Prompts take a multiple of `prompt_step` tokens, up to the longest prompt; there is a
-        multiple of `slot_step` slots."""
+        """The numbers of a prompt's cells and of slots are multiples of the steps."""
         self.num_rows = num_rows
-        self.cells_per_row = row_cells(max_prompt_length, max_completion_length)
-        self._max_prompt_cells, self._prompt_step = padded(max_prompt_length), prompt_step
+        self.cells_per_row = row_cells(max_prompt, max_completion)
+        self._max_prompt_cells, self._prompt_step = padded(max_prompt), prompt_step
         self._slot_step = slot_step
         self.rows: list[KeysValues] = []  # per layer 2 x [S, Hkv, R, D]
         self.prompts: list[KeysValues] = []  # per layer 2 x [C, Hkv, P, D]
@@ -76,10 +63,6 @@ class KVCache:
     def prompts_size(self) -> tuple[int, int]:
         """C and P."""
         return len(self.prompt_lengths), self._longest_prompt
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for layer in (*self.rows, *self.prompts) for x in layer)
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
@@ -109,8 +92,7 @@ class KVCache:
         return [int(slot) for slot in free]
 
     def shrink(self) -> None:
-        """Free the slots, none of which is in use, if less than half of their cells were needed
-        since the last call: an evaluation may have longer prompts, and one for each row."""
+        """Free the slots if less than half of their cells were needed since the last call."""
         needed = padded(self._most_slots, self._slot_step) * self.prompt_cells(self._most_length)
         self._most_slots = self._most_length = 0
         if 2 * needed < len(self.prompt_lengths) * self._longest_prompt:
@@ -130,9 +112,6 @@ class KVCache:
 
         for layer, (keys, values) in enumerate(self.prompts):
             self.prompts[layer] = enlarged(keys), enlarged(values)
-
-    def release_slot(self, slot: int) -> None:
-        self.prompt_lengths[slot] = 0
 
     def start_rows(self, rows: Ints, slots: Ints) -> Ints:
         """Copy short prompts to their rows; return the first free cell of each row."""
@@ -177,8 +156,7 @@ def length_class(num_cells: Ints) -> Ints:
 
 
 class StepLayout:
-    """The attention layout of one engine step: n decode tokens, the tokens of resumed rows, then
-    whole prompts."""
+    """The attention layout of a step: n decode tokens, tokens of resumed rows, whole prompts."""
 
     def __init__(
         self,
@@ -216,9 +194,7 @@ class StepLayout:
         if resumed is not None and len(resumed):
             self._resumed = _ResumedRows(cache, len(rows), resumed, np.array(num_new), device)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         if settings.layer == len(self.cache.rows):
             self.cache.allocate(key, value)
         n = self._num_decode
@@ -236,9 +212,7 @@ class StepLayout:
             outputs.append(self._packed.attend_sequences(query[n:], key[n:], value[n:], settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def _decode(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         rows, window = self.cache.rows[settings.layer], settings.sliding_window
         self._newest.store(rows, key, value)
         if window not in self._buckets:
@@ -264,10 +238,9 @@ def attend_rows(
     cache: KVCache,
     buckets: Sequence[_Bucket],
     prompts: PromptAttention | None,
-    settings: AttentionSettings,
+    settings: LayerSettings,
 ) -> Tensor:
-    """Compute attention of decode tokens to their rows and to the prompts that these share:
-    [n, Hq, D] -> [n, Hq, D]"""
+    """Attend from decode tokens to their rows and shared prompts: [n, Hq, D] -> [n, Hq, D]"""
     keys, values = cache.rows[settings.layer]
     # Query heads that share a key head take the dimension of query positions: no key is copied.
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])  # [n, Hkv, Q, D]
@@ -290,9 +263,9 @@ def rows_bias(cells: Tensor, length: int, window: int | None, dtype: torch.dtype
 
 
 def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
-    """Divide rows with these numbers of cells [n], the highest length class first, into buckets of
-    adjacent rows; return the first row of each and one past its last. Two classes share a
-    bucket where that computes fewer than `bucket_cost` cells more."""
+    """Divide rows with these numbers of cells [n], the highest length class first, into buckets;
+    return each one's first row and one past its last. Two classes share a bucket where that
+    computes fewer than `bucket_cost` cells more."""
     cuts = [0, *(np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist(), len(cells)]
     buckets: list[tuple[int, int]] = []
     for start, stop in pairwise(cuts):
@@ -307,8 +280,7 @@ def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
 
 
 def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return 0 for visible and HIDDEN for hidden keys, also those out of the window. `distance`:
-    from key to query, in tokens."""
+    """Return 0 for visible keys, else HIDDEN. `distance`: from key to query, in tokens."""
     if window is not None:
         hidden = hidden | (distance >= window)
     return hidden.to(dtype).mul_(HIDDEN)
@@ -323,10 +295,7 @@ def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Ten
 
 
 class _ResumedRows:
-    """Attention of the new tokens of m adjacent rows, each to its prompt, its row and themselves.
-
-    Rows with fewer new tokens than E are padded.
-    """
+    """Attention of the new tokens of m adjacent rows, E or fewer each, to what they may see."""
 
     def __init__(
         self, cache: KVCache, first: int, rows: Any, num_new: Ints, device: torch.device
@@ -335,61 +304,49 @@ class _ResumedRows:
         self._cache, self._rows = cache, slice(first, first + len(rows))
         offsets = np.arange(num_new.max())
         is_real = offsets < num_new[:, None]  # [m, E]
-        starts = (rows["cell"] + 1 - num_new)[:, None]
-        cells = starts + offsets
-        of_cells = np.broadcast_to(first + np.arange(len(rows))[:, None], is_real.shape)
+        cells = (rows["cell"] + 1 - num_new)[:, None] + offsets
+        of_rows = np.repeat(first + np.arange(len(rows)), num_new)
         tokens = np.where(is_real, (num_new.cumsum() - num_new)[:, None] + offsets, 0)
-        lengths = cache.shared_lengths[rows["slot"]]
-        new = (torch.from_numpy(x[is_real]).to(device) for x in (of_cells, cells))
-        self._new_cells = NewCells(*new)
-        self._tokens = torch.from_numpy(tokens.ravel()).to(device)
-        self._real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
+        # From each cell of a row to its new tokens: [m, E, L].
+        distance = cells[..., None] - np.arange(padded(int(rows["cell"].max()) + 1))
         self._shape = tokens.shape
-        self._slots = torch.from_numpy(rows["slot"].copy()).to(device)
-        own_at = cells[..., None]  # [m, E, 1]: cell of each new token
-        positions = own_at + (rows["position"] - rows["cell"])[:, None, None]
-        # Distance [m, E, L] of each new token to what it may see, and what of that is hidden.
-        distance = own_at - np.arange(padded(int(rows["cell"].max()) + 1))
-        parts = [(distance, distance < 0)]
-        if lengths.any():
-            at = np.arange(padded(int(lengths.max())))
-            is_behind = at >= lengths[:, None, None]
-            parts.append((positions - at, np.broadcast_to(is_behind, (*tokens.shape, len(at)))))
-        self._parts = [[torch.from_numpy(x.copy()).to(device) for x in part] for part in parts]
-        self._biases: dict[int | None, list[Tensor]] = {}  # by sliding window
+        self._tokens, self._real, self._distance, *new_cells = (
+            torch.from_numpy(x).to(device)
+            for x in (tokens.ravel(), np.flatnonzero(is_real), distance, of_rows, cells[is_real])
+        )
+        self._new_cells = NewCells(*new_cells)
+        self._prompts: PromptAttention | None = None
+        lengths, slots = cache.shared_lengths, np.repeat(rows["slot"], num_new)
+        if lengths[slots].any():
+            positions = cells[is_real] + np.repeat(rows["position"] - rows["cell"], num_new)
+            self._prompts = PromptAttention.of_rows(slots, positions, lengths, device)
+        self._biases: dict[int | None, Tensor] = {}  # by sliding window
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """[ΣE, Hq, D], 2 x [ΣE, Hkv, D] -> [ΣE, Hq, D]"""
-        own, prompts = (each[settings.layer] for each in (self._cache.rows, self._cache.prompts))
+        own, window = self._cache.rows[settings.layer], settings.sliding_window
         self._new_cells.store(own, key, value)
-        num_heads = key.shape[1]
-        grouped = query.reshape(len(query), num_heads, -1, query.shape[-1])[self._tokens]
-        by_row = grouped.view(*self._shape, *grouped.shape[1:])  # [m, E, Hkv, Q, D]
+        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [ΣE, Hkv, Q, D]
+        by_row = grouped[self._tokens].view(*self._shape, *grouped.shape[1:])  # [m, E, Hkv, Q, D]
         by_head = by_row.transpose(1, 2).flatten(2, 3)  # [m, Hkv, E * Q, D]
-
-        window = settings.sliding_window
         if window not in self._biases:
-            self._biases[window] = [
-                _bias(distance, hidden, window, query.dtype)
-                .repeat_interleave(grouped.shape[2], dim=1)
-                .unsqueeze(1)
-                for distance, hidden in self._parts
-            ]
-        caches: list[tuple[KeysValues, slice | Tensor]] = [
-            (own, self._rows),
-            (prompts, self._slots),
-        ]
-        parts = []
-        for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
-            k, v = (x[rows, :, : bias.shape[-1]] for x in cache)
-            block = Block(by_head, k, v, is_causal=False, bias=bias)
-            parts.append(attend_block(block, settings))
-        output = parts[0][0] if len(parts) == 1 else _merged(*parts)
-        size = output.shape[-1]
-        by_token = output.view(*output.shape[:2], self._shape[1], -1, size).transpose(1, 2)
-        return by_token.flatten(0, 1)[self._real].reshape(len(query), -1, size)
+            bias = _bias(self._distance, self._distance < 0, window, query.dtype)
+            self._biases[window] = bias.repeat_interleave(grouped.shape[2], dim=1).unsqueeze(1)
+        bias = self._biases[window]
+        k, v = (x[self._rows, :, : bias.shape[-1]] for x in own)
+
+        def by_token(x: Tensor) -> Tensor:
+            apart = x.reshape(*x.shape[:2], self._shape[1], -1, x.shape[-1]).transpose(1, 2)
+            tokens: Tensor = apart.flatten(0, 1)[self._real]
+            return tokens
+
+        block = Block(by_head, k, v, is_causal=False, bias=bias)
+        output, logsumexp = (by_token(x) for x in attend_block(block, settings))
+        if self._prompts is not None:
+            prompts = self._cache.prompts[settings.layer]
+            of_prompt = self._prompts.attend(grouped, prompts, settings)
+            output = _merged((output, logsumexp), of_prompt)
+        return output.reshape(len(query), -1, output.shape[-1])
 
 
 def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
@@ -404,32 +361,20 @@ def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]
     return rows, places
 
 
+@dataclass(slots=True)
 class PromptAttention:
-    """Attention of the active rows to their groups' prompts, in one block.
+    """Attention of rows to their groups' prompts, in one block. Queries are gathered slot by slot,
+    W places for each. Slots whose prompt is copied to its rows are hidden. Where the slots in use
+    are few among many, their prompts are gathered, too."""
 
-    The rows of a slot need not be adjacent: queries are gathered slot by slot, W places for each,
-    as many as the slot with most rows needs. Slots whose prompt is copied to its rows are hidden.
-    Where the slots in use are few among many, their prompts are gathered, too.
-    """
-
-    def __init__(
-        self,
-        slots: slice | Tensor,
-        width: int,
-        longest: int,
-        *,
-        rows: Tensor,
-        places: Tensor,
-        lengths: Tensor,
-        positions: Tensor,
-    ) -> None:
-        """`slots`: C of the cache; `width`: W; `rows` [C * W] and `places` [n]: see
-        `gather_by_slot`; `lengths` [C]: of shared prompts, at most `longest`, else 0; `positions`
-        [n]: of each row."""
-        self._slots, self._width, self._size = slots, width, (len(lengths), width)
-        self._longest, self._lengths = longest, lengths
-        self._rows, self._places, self._positions = rows, places, positions
-        self._biases: dict[int | None, Tensor] = {}
+    slots: slice | Tensor  # C of the cache
+    width: int  # W
+    longest: int  # cells of a prompt that are read
+    rows: Tensor  # [C * W]: see `gather_by_slot`
+    places: Tensor  # [n]: see `gather_by_slot`
+    lengths: Tensor  # [C]: of shared prompts, else 0
+    positions: Tensor  # [n]: of each row
+    biases: dict[int | None, Tensor] = field(default_factory=dict, init=False)  # by sliding window
 
     @classmethod
     def of_rows(
@@ -449,22 +394,22 @@ class PromptAttention:
         return cls(at, width, padded(int(lengths[used].max())), **on_device)
 
     def attend(
-        self, query: Tensor, prompts: KeysValues, settings: AttentionSettings
+        self, query: Tensor, prompts: KeysValues, settings: LayerSettings
     ) -> tuple[Tensor, Tensor]:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
         _, num_heads, num_queries, _ = query.shape
-        by_slot = query[self._rows].view(*self._size, *query.shape[1:])  # [C, W, Hkv, Q, D]
-        k, v = (x[self._slots, :, : self._longest] for x in prompts)
-        if settings.sliding_window not in self._biases:
-            bias = self._bias(settings.sliding_window, query)
-            self._biases[settings.sliding_window] = bias
-        bias = self._biases[settings.sliding_window]
+        by_slot = query[self.rows].view(-1, self.width, *query.shape[1:])  # [C, W, Hkv, Q, D]
+        k, v = (x[self.slots, :, : self.longest] for x in prompts)
+        window = settings.sliding_window
+        if window not in self.biases:
+            self.biases[window] = self._bias(window, query)
+        bias = self.biases[window]
         by_head = by_slot.transpose(1, 2).flatten(2, 3)  # [C, Hkv, W * Q, D]
         block = Block(by_head, k, v, is_causal=False, bias=bias)
 
         def by_row(x: Tensor) -> Tensor:
-            apart = x.reshape(len(x), num_heads, self._width, num_queries, -1)
-            rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
+            apart = x.reshape(len(x), num_heads, self.width, num_queries, -1)
+            rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self.places]
             return rows
 
         output, logsumexp = attend_block(block, settings)
@@ -472,10 +417,11 @@ class PromptAttention:
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:
         """[C, 1, 1, P], or with a window [C, 1, W * Q, P]"""
-        cells = torch.arange(self._longest, device=query.device)
-        hidden = cells >= self._lengths[:, None]  # [C, P]
+        cells = torch.arange(self.longest, device=query.device)
+        hidden = cells >= self.lengths[:, None]  # [C, P]
         if window is None:
             return _bias(cells, hidden, None, query.dtype)[:, None, None]
-        distance = (self._positions[self._rows, None] - cells).view(*self._size, -1)  # [C, W, P]
+        positions = self.positions[self.rows].view(-1, self.width, 1)
+        distance = positions - cells  # [C, W, P]
         bias = _bias(distance, hidden[:, None], window, query.dtype)
         return bias.repeat_interleave(query.shape[2], dim=1)[:, None]

@@ -1,8 +1,7 @@
 """Verify that an engine holds the weights that it was sent, by checksums of its parameters.
 
-An engine that acknowledges an update without loading it would sample from an old policy under the
-new version. So after every update each tensor-parallel rank reports two sums for each parameter:
-over the weights that were sent for it, and over what it holds now.
+After every update each tensor-parallel rank reports two sums for each parameter: over the weights
+that were sent for it, and over what it holds now.
 
     one rank          the two sums must be equal
     several ranks     the sum over the ranks (shards), or that of each rank (copies), must be equal
@@ -21,8 +20,7 @@ class ParameterChecksum:
     """The checksums of one parameter on one rank."""
 
     parameter: str
-    is_matrix: bool = False
-    """Whether a weight that was sent for it has more than one dimension."""
+    is_matrix: bool = False  # whether a weight that was sent for it has more than one dimension
     sent: int = 0
     held: int = 0
 
@@ -32,12 +30,11 @@ class ChecksumVerifier:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int, bool]] = {}
-        """By parameter: its sums at the last update, sent and held, and whether the two differed at
-        the first update."""
+        """By parameter: its last sums, and whether they differed at the first update."""
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
-        """Raise RuntimeError if a parameter is not what was sent. `ranks`: the checksums of each
-        tensor-parallel rank, in the same order."""
+        """Raise RuntimeError if a parameter is not what was sent. `ranks`: each rank's
+        checksums."""
         stale = [
             parts[0].parameter for parts in zip(*ranks, strict=True) if not self._is_current(parts)
         ]

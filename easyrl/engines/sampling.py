@@ -1,13 +1,14 @@
 """Draw tokens by inverse transform from one uniform number each, and find stop strings.
 
-The uniform numbers of a sequence come from a counter-based generator (Philox) keyed by the
-sequence's identity. They do not depend on the batch, the engine or the worker.
+A sequence's uniform numbers come from a counter-based generator (Philox) keyed by its identity, and
+do not depend on the batch, the engine or the worker.
 
 Shapes: N sequences, V tokens of the vocabulary, R completion tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ class SamplingSettings:
 
     max_prompt_length: int
     max_completion_length: int
-    temperature: float = 1.0
-    """0 takes the likeliest token (tests and benchmarks only)."""
+    temperature: float = 1.0  # 0: take the likeliest token
     top_k: int = 0
     top_p: float = 1.0
     stop: Sequence[str] = ()
@@ -58,9 +58,9 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     """Draw a token per row from logits [N, V] and uniforms [N] (float64); return the tokens [N] and
     their log-probabilities [N] (float32).
 
-    With `top_k` and `top_p` only the likeliest tokens are drawn. The log-probability is always that
-    of the whole distribution softmax(logits / temperature), which is what is trained. Temperature 0
-    takes the likeliest token; its log-probability is that at temperature 1.
+    The log-probability is always that of the whole distribution softmax(logits / temperature),
+    which is what is trained, also with `top_k` and `top_p`. Temperature 0 takes the likeliest
+    token; its log-probability is that at temperature 1.
     """
     scores = shifted_scores(logits, settings.temperature or 1.0)  # [N, V]
     weights = scores.exp()
@@ -93,9 +93,9 @@ def _draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set to zero all but the `top_k` likeliest tokens (0: all) and, of these, the fewest whose
-    share is at least `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1). Among equal
-    weights the lower token ids are kept. [N, V] -> [N, V]"""
+    """Zero all but the `top_k` likeliest tokens (0: all) and, of these, the fewest whose share is
+    at least `top_p` (arXiv 1904.09751, section 3.1): [N, V]. Of equal weights lower ids are
+    kept."""
     likeliest, tokens = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         likeliest[:, top_k:] = 0.0
@@ -107,42 +107,23 @@ def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 class StopStrings:
     """Detect when a completion's text first contains one of some strings (`rollout.stop`), also
-    inside of a token or across tokens.
-
-    Only the tail is decoded that the longest string can span, and only if the newest token can end
-    a string. There is no state per sequence: engines may move their rows.
-    """
+    inside of a token or across tokens. Only the tail is decoded that the longest string can span,
+    and only if the newest token can end a string."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._decode = text_decoder(tokenizer)
         self._strings = tuple(strings)
         self._last_characters = {string[-1] for string in strings}
-        # A token with text has at least one byte. One more token: the first may lose its space.
+        # A token has at least one byte. One more token: the first may lose its space.
         self._num_tokens = max(len(string.encode()) for string in strings) + 1
-        self._texts: dict[int, str] = {}
+        # Decoded twice in a row, the second token keeps its leading space.
+        self._text_of = cache(lambda token: self._decode([token, token]))
 
     def is_complete(self, token_ids: Int32) -> bool:
-        """Return whether the text of `token_ids` [R] contains a string, given that the text
-        without the last token contains none. The text is that which rewards get."""
+        """Return whether the text of `token_ids` [R] contains a string, given that it did not
+        before."""
         newest = self._text_of(int(token_ids[-1]))
         if self._last_characters.isdisjoint(newest) and INCOMPLETE not in newest:
             return False
-        text = self._decode(self._tail(token_ids))
+        text = self._decode(token_ids[-self._num_tokens :].tolist())
         return any(string in text for string in self._strings)
-
-    def _tail(self, token_ids: Int32) -> list[int]:
-        """Return the last tokens with text, starting at a whole character: a tokenizer may decode
-        a character's later bytes to nothing."""
-        tail: list[int] = []
-        for token in reversed(token_ids.tolist()):
-            if text := self._text_of(token):
-                tail.append(token)
-                if len(tail) >= self._num_tokens and INCOMPLETE not in text:
-                    break
-        return tail[::-1]
-
-    def _text_of(self, token: int) -> str:
-        """Decode the token twice in a row: the second one keeps its leading space."""
-        if token not in self._texts:
-            self._texts[token] = self._decode([token, token])
-        return self._texts[token]

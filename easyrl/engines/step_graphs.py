@@ -1,8 +1,7 @@
 """Decode steps on a GPU, captured as CUDA graphs.
 
-A decode step is hundreds of short kernels, and launching them takes longer than running them. If a
-step computes neither prompts nor resumed rows, all that it takes from the host are a few sizes and
-integers that fit into one tensor. The sizes are rounded up, so that few different ones occur:
+Launching a step's hundreds of short kernels takes longer than running them. A step without prompts
+and resumed rows takes from the host only a few integers, and sizes that are rounded up:
 
     sizes ───► graph of these sizes
     integers ───copy───► its input ───replay───► tokens and log-probabilities of all rows
@@ -15,13 +14,11 @@ Shapes: n active rows, padded to B with copies of the first; L cells of each; C 
 places for the rows of each, P tokens of each.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -40,7 +37,7 @@ from easyrl.engines.kv_cache import (
 )
 from easyrl.engines.sampling import SamplingSettings, sample
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings
+from easyrl.model.shared_prompt import LayerSettings
 from easyrl.types import Float64
 
 ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
@@ -48,9 +45,8 @@ ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
 CAPTURED_AT = 3
 """A step is captured when its sizes occur for the third time."""
 MAX_PADDING = 2**26
-"""Elements of keys, in a layer, by which rows may be padded in a step with a graph: it has no
-buckets. Reading as many keys and values in bfloat16 takes an H100 0.1 ms, an RTX 4090 0.3 ms, and
-launching a layer's kernels 0.3 ms (calculated)."""
+"""Elements of keys, in a layer, by which rows may be padded in a step with a graph. Reading them
+takes an H100 0.1 ms, an RTX 4090 0.3 ms, and launching a layer's kernels 0.3 ms (calculated)."""
 MAX_GRAPHS = 100
 """Bounds the memory of kernels' arguments, which torch does not count."""
 
@@ -78,11 +74,8 @@ class _Inputs(NamedTuple):
     rows_by_place: Any  # [C * W]
     prompt_lengths: Any  # [C]: of shared prompts, else 0
 
-    def packed(self) -> Tensor:
-        return torch.from_numpy(np.concatenate(self))
-
     @classmethod
-    def unpacked(cls, integers: Tensor, sizes: _Sizes) -> _Inputs:
+    def unpacked(cls, integers: Tensor, sizes: _Sizes) -> Self:
         lengths = [sizes.rows] * 6 + [sizes.slots * sizes.width, sizes.slots]
         return cls(*torch.split(integers, lengths))
 
@@ -108,18 +101,15 @@ class StepGraphs:
         self.num_replays = 0
 
     def step(self, tokens: Ints, uniforms: Float64, rows: np.ndarray[Any, Any]) -> Drawn | None:
-        """Return the next token of every row and its log-probability: 2 x [n]. Return None if the
-        step cannot be captured, or if its rows are too uneven (`MAX_PADDING`).
-
-        `tokens` [n]: the newest of each row; `uniforms` [n]: see `sample`; `rows` [n]: the state of
-        the active rows (fields position, cell and slot).
-        """
+        """Return the next token of every row and its log-probability: 2 x [n]; None if the step
+        cannot be captured, or if its rows are too uneven (`MAX_PADDING`). `tokens` [n]: the newest
+        of each row; `uniforms` [n]: see `sample`; `rows` [n]: see `StepLayout`."""
         sizes, inputs = self._prepare(tokens, uniforms, rows)
         numbers_per_cell = self._cache.rows[0][0][0, :, 0].numel()
         num_padding = sizes.rows * sizes.cells - int((rows["cell"] + 1).sum())
         if num_padding * numbers_per_cell > MAX_PADDING:
             return None
-        integers = inputs.packed()
+        integers = torch.from_numpy(np.concatenate(inputs))
         if self._can_compute is None:
             self._can_compute = self._try(sizes, integers.to(self._policy.device))
         if not self._can_compute:
@@ -193,7 +183,9 @@ class StepGraphs:
         try:
             replay, drawn = devices.capture(lambda: self._compute(sizes, integers), self._pool)
             replay()
-            if _bits_equal(drawn, expected):
+            pairs = zip(drawn, expected, strict=True)
+            # Log-probabilities may be NaN.
+            if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
                 return _Graph(integers, replay, drawn)
             _warn("a replayed step differs")
         except Exception as error:  # any: out of memory, or a kernel that cannot be captured
@@ -201,12 +193,6 @@ class StepGraphs:
         self._captures = False
         self._graphs.clear()
         return None
-
-
-def _bits_equal(one: Drawn, other: Drawn) -> bool:
-    """Return whether tokens and log-probabilities, which may be NaN, have the same bits."""
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def _warn(reason: object) -> None:
@@ -223,20 +209,12 @@ class _PaddedRows:
         self._newest = NewCells(inputs.sources, inputs.cells)
         self._prompts: PromptAttention | None = None
         if sizes.slots:
-            self._prompts = PromptAttention(
-                slice(0, sizes.slots),
-                sizes.width,
-                sizes.prompt,
-                rows=inputs.rows_by_place,
-                places=inputs.places,
-                lengths=inputs.prompt_lengths,
-                positions=inputs.positions,
-            )
+            slots, lengths = slice(0, sizes.slots), inputs.prompt_lengths
+            of_rows = inputs.rows_by_place, inputs.places, lengths, inputs.positions
+            self._prompts = PromptAttention(slots, sizes.width, sizes.prompt, *of_rows)
         self._biases: dict[int | None, Tensor] = {}  # by sliding window
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         sources = self._inputs.sources
         self._newest.store(self._cache.rows[settings.layer], key[sources], value[sources])
         window, length = settings.sliding_window, self._sizes.cells

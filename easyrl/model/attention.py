@@ -5,24 +5,21 @@ through the model's keyword arguments:
 
     model(input_ids, position_ids=..., attention_layout=layout)
 
-and each layer calls `layout.attend(...)`. The layout knows which tokens of the row attend to each
-other; the model's code is unchanged. The trainer's layout is `PackedGroups`; the embedded engine's
-(`engines.embedded`) reads and writes a KV cache.
+and each layer calls `layout.attend(...)`. The trainer's layout is `PackedGroups`; the embedded
+engine's reads and writes a KV cache.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from easyrl import devices
-from easyrl.model.shared_prompt import AttentionSettings, Groups, SharedPrompt
+from easyrl.model.shared_prompt import Groups, LayerSettings, SharedPrompt
 
 ATTENTION_NAME = "easyrl"
 
@@ -35,29 +32,22 @@ notes: list[str] = []
 
 
 class UnservableLayer(Exception):
-    """EasyRL's attention cannot compute a layer exactly; the message is a clause that names the
-    layer and the reason. Raised, and handled in `exactness`, only while a model is loaded."""
+    """EasyRL's attention cannot compute a layer exactly; the message is a clause with the
+    reason."""
 
 
 class AttentionLayout(Protocol):
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """Compute attention over the packed row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
 
 
-def register_attention() -> None:
-    """Register `attn_implementation="easyrl"` with transformers."""
+def register_attention(*, is_compiled: bool = False) -> None:
+    """Register `attn_implementation="easyrl"` with transformers. If layers are compiled, their
+    attention runs as it is: it depends on the layout."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-
-
-def compile_around_attention() -> None:
-    """Let compiled layers run their attention as it is: it depends on the layout."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
+    disable: Any = torch.compiler.disable
+    AttentionInterface.register(ATTENTION_NAME, disable(_attention) if is_compiled else _attention)
 
 
 def _attention(
@@ -80,7 +70,7 @@ def _attention(
         raise UnservableLayer(f"layer {module.layer_idx} uses its own attention mask")
     if attention_layout is None:
         raise UnservableLayer(f"layer {module.layer_idx} does not pass the layout to its attention")
-    settings = AttentionSettings(
+    settings = LayerSettings(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
@@ -93,11 +83,7 @@ def _attention(
 
 
 class PackedGroups:
-    """The layout of a row of groups, `[P | R1 | R2 | ...]` each, with the prompt once.
-
-    Every completion attends causally to its prompt and itself, and to no other completion. Uses
-    FlexAttention in half precision on devices that can train it, else `shared_prompt`.
-    """
+    """The layout of a row of groups, `[P | R1 | R2 | ...]` each: FlexAttention where possible."""
 
     def __init__(
         self, groups: Groups, device: torch.device | str = "cpu", *, may_use_flex: bool = True
@@ -106,15 +92,11 @@ class PackedGroups:
         self._may_use_flex = may_use_flex
 
     @classmethod
-    def of_sequences(
-        cls, lengths: Sequence[int], device: torch.device | str = "cpu"
-    ) -> PackedGroups:
+    def of_sequences(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Self:
         """The layout of whole sequences that share nothing."""
         return cls([(length, ()) for length in lengths], device)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         uses_flex = (
             self._may_use_flex
             and query.dtype in (torch.bfloat16, torch.float16)

@@ -4,11 +4,9 @@
                      ◄───────────────────read_tensors───────────────────
 
 Names: `model.<parameter>` and `optimizer.<parameter>.<exp_avg, …>`; frozen parameters are left out,
-tied ones are stored once. Random states are not needed: a policy whose forward draws numbers would
-not agree with its engine. The tensors are written and read by torch.distributed.checkpoint with its
-Hugging Face storage: each rank writes its parts into its own safetensors files, and reads the parts
-that it needs, however many ranks have written. No pickle is involved; everything else is JSON
-(`checkpoint_files`, which needs no torch).
+tied ones are stored once. torch.distributed.checkpoint's Hugging Face storage writes and reads
+them: each rank writes its parts into its own safetensors files, and reads the parts that it needs,
+however many ranks have written. Everything else is JSON (`checkpoint_files`, which needs no torch).
 """
 
 import warnings
@@ -54,47 +52,31 @@ def copy_of_training(
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:
-    """Write the tensors to `folder`, which is created, and return when they are on the disk.
-
-    All ranks of `process_group` (None: there is one rank) call this together; if one fails, all
-    do. Next to training it needs a group of its own. Raises OSError, or torch's wrapper of one.
-    """
-    index, file_bytes = 1, 0
+    """Write the tensors to `folder`, which is created, and return when they are on the disk. All
+    ranks of `process_group` (None: there is one rank) call this together; if one fails, all do.
+    Raises OSError, or torch's wrapper of one."""
     files: dict[str, int] = {}
+    num_bytes = 0
     for name, tensor in tensors.items():
-        if file_bytes and file_bytes + tensor.nbytes > FILE_BYTES:
-            index, file_bytes = index + 1, 0
-        files[name] = index
-        file_bytes += tensor.nbytes
-    save(
-        dict(tensors),
-        storage_writer=HuggingFaceStorageWriter(str(folder), files, save_distributed=True),
-        process_group=process_group,
-        no_dist=process_group is None,
-    )
+        files[name] = 1 + num_bytes // FILE_BYTES
+        num_bytes += tensor.nbytes
+    is_alone = process_group is None
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=is_alone)
 
 
 @torch.no_grad()
 def read_tensors(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    process_group: Any = None,
+    folder: Path, model: nn.Module, optimizer: Optimizer | None = None, process_group: Any = None
 ) -> None:
-    """Overwrite model and optimizer by the tensors in `folder`, bit for bit. Without an optimizer
-    only the weights are read."""
+    """Overwrite model and, if given, optimizer by the tensors in `folder`, bit for bit."""
     reader = HuggingFaceStorageReader(str(folder))
     if optimizer is None:
         tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in _trained(model)}
     else:
         _allocate_state(model, optimizer, reader.read_metadata().state_dict_metadata)
         tensors = _training(model, optimizer)
-    load(
-        tensors,
-        storage_reader=reader,
-        process_group=process_group,
-        no_dist=process_group is None,
-    )
+    load(tensors, storage_reader=reader, process_group=process_group, no_dist=process_group is None)
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

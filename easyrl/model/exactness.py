@@ -27,18 +27,15 @@ from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, loadable_model
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
 from easyrl.model.files import PACKED_LAYERS, fingerprint
-from easyrl.model.shared_prompt import AttentionSettings, Groups
+from easyrl.model.shared_prompt import Groups, LayerSettings
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
 SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10, 14]]
 """The tokens of each of its sequences."""
-NUM_TOKENS = SEQUENCES[-1][-1] + 1
-EAGER = "eager"
-"""transformers' plain attention, the definition of what a model computes."""
+POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 2]
 NUM_DRAWS = 3
-"""Rows of random tokens, one of which must agree: the last bit of a mixture of experts' router may
-send a token to another expert, but no row agrees by chance."""
+"""Rows of random tokens, one of which must agree: rounding may change a token's experts."""
 
 
 def checked_once(path: str, check: Callable[[], Any]) -> Any:
@@ -68,19 +65,17 @@ def checked_once(path: str, check: Callable[[], Any]) -> Any:
 
 
 def attend_packed(model: Any) -> str | None:
-    """Switch a model from transformers' attention to EasyRL's, if that is exact. Returns None, or a
-    clause with the reason why the model keeps transformers' attention."""
+    """Switch a model to EasyRL's attention; return None, or a clause why that is not exact."""
     reason = _unsupported_reason(model) or _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
     elif model._supports_attention_backend and _best_of_draws(_gap_to_eager, model):
-        model.set_attn_implementation(EAGER)
+        model.set_attn_implementation("eager")
     return reason
 
 
 def check_causal(model: Any, path: str) -> None:
-    """Raise ConfigError if a token's logits depend on later tokens, or if running the model changes
-    its weights."""
+    """Raise ConfigError if logits depend on later tokens, or a forward changes the weights."""
     before = [parameter._version for parameter in model.parameters()]
     reason = _best_of_draws(_looks_ahead, model)
     if before != [parameter._version for parameter in model.parameters()]:
@@ -101,13 +96,12 @@ def _unsupported_reason(model: Any) -> str | None:
 
 @torch.no_grad()
 def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -> str | None:
-    """Call `reason_of` on the model and rows of random tokens; return None as soon as it does.
-    Raises ConfigError if the model cannot be run."""
+    """Return `reason_of`'s first None for rows of random tokens. Raises ConfigError."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
     for _ in range(NUM_DRAWS):
-        drawn = torch.randint(vocabulary_size, (NUM_TOKENS,), generator=generator)
+        drawn = torch.randint(vocabulary_size, (len(POSITIONS),), generator=generator)
         try:
             if (reason := reason_of(model, drawn.to(model.device))) is None:
                 break
@@ -125,21 +119,18 @@ def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
 
 
 def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
-    """Compare the current attention with eager: fast kernels may ignore arguments (in transformers
-    5.17 soft-capping)."""
+    """Compare with eager attention: kernels may ignore arguments (transformers 5.17: softcap)."""
     own = _logits(model, tokens)
-    with _attending(model, EAGER):
+    with _attending(model, "eager"):
         eager = _logits(model, tokens)
     return None if _agree(own, eager) else "its kernel gives other results"
 
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
-    positions = torch.zeros(1, len(tokens), dtype=torch.int64, device=tokens.device)
-    for sequence in SEQUENCES:
-        positions[0, sequence] = torch.arange(len(sequence), device=tokens.device)
+    positions = torch.tensor([POSITIONS], device=tokens.device)
     indices = [index for sequence in SEQUENCES for index in sequence]
-    with _attending(model, EAGER):
+    with _attending(model, "eager"):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
     layout, numbering = RecordingLayout(GROUPS, tokens.device), _NumberingFinder()
     try:
@@ -178,15 +169,15 @@ def _attending(model: Any, name: str) -> Iterator[None]:
 
 
 class _NumberingFinder(TorchFunctionMode):
-    """Find code that numbers the tokens of a packed row instead of using their positions. It may
-    give other results only in rows longer than the check's: llama4_text from `floor_scale` on."""
+    """Find code that numbers a packed row's tokens instead of using their positions: it may show
+    only in rows longer than the check's (llama4_text from `floor_scale` on)."""
 
     reason: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, caller = func(*args, **(kwargs or {})), sys._getframe(1).f_code
         sorts_by_experts = caller.co_filename.endswith("transformers/integrations/moe.py")
-        if func is torch.arange and len(result) == NUM_TOKENS and not sorts_by_experts:
+        if func is torch.arange and len(result) == len(POSITIONS) and not sorts_by_experts:
             self.reason = f"{caller.co_qualname} uses a token's index in the row"
         return result
 
@@ -196,11 +187,9 @@ class RecordingLayout(PackedGroups):
 
     def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
         super().__init__(groups, device)
-        self.settings: list[AttentionSettings] = []
+        self.settings: list[LayerSettings] = []
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         if settings.layer != len(self.settings):
             raise UnservableLayer(
                 f"layer {settings.layer} calls attention when layer {len(self.settings)} should, "
@@ -210,8 +199,7 @@ class RecordingLayout(PackedGroups):
         return super().attend(query, key, value, settings)
 
     def unsupported_reason(self, model: Any) -> str | None:
-        """Return what the short row cannot show: layers without attention, and missing windows,
-        which some classes apply only in the mask that transformers builds for them."""
+        """Return what the short row cannot show: layers without attention, and missing windows."""
         text = model.config.get_text_config()
         if len(self.settings) < (getattr(text, "num_hidden_layers", 0) or 0):
             return f"layer {len(self.settings)} does not use transformers' attention interface"

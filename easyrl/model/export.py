@@ -1,7 +1,6 @@
 """Models as Hugging Face folders: those that a run writes, and those that evaluation loads.
 
-Weights have checkpoint names, also those of experts that transformers fuses in memory. `--model` of
-an evaluation may name:
+Weights have checkpoint names. `--model` of an evaluation may name:
 
     built-in, folder, hub id   unchanged
     run folder                 its model/; for an unfinished run its newest checkpoint
@@ -52,9 +51,8 @@ class DiskError(ConfigError):
 
 @contextmanager
 def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False) -> Iterator[Path]:
-    """Yield a path to write a model to. Afterwards it replaces `folder`, which never holds an
-    incomplete model, and must not exist if `is_new`. One of a sharded model's ranks `is_writer`.
-    Raises DiskError."""
+    """Yield a path to write a model to. Afterwards it replaces `folder`, which must not exist if
+    `is_new`. One of a sharded model's ranks `is_writer`. Raises DiskError."""
     from safetensors import SafetensorError
 
     folder = folder.resolve()
@@ -76,9 +74,9 @@ def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False
 def export_checkpoint(
     source: Path, folder: Path, *, trust: bool = False, force: bool = False, verify: bool = True
 ) -> str:
-    """Export a checkpoint, or the newest complete one of a run folder; return a message for the
-    user. `trust`: run code that comes with the model, whatever the checkpoint's config says;
-    `force`: replace a model in `folder`; `verify` the checksums first. Raises ConfigError."""
+    """Export a checkpoint, or the newest one of a run folder; return a message for the user.
+    `trust`: run code that comes with the model; `force`: replace a model in `folder`; `verify` the
+    checksums first. Raises ConfigError."""
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
@@ -101,14 +99,13 @@ def export_checkpoint(
     policy = Policy.load(model.path, trust_remote_code=trust, dtype=dtype)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
-    while True:
-        try:
-            read_tensors(checkpoint.path, policy.model)
-            break
-        except (Exception, CheckpointException):
-            if checkpoint.path.exists():
-                raise
-            checkpoint = find_checkpoint(source)  # a running run has deleted it
+    try:
+        read_tensors(checkpoint.path, policy.model)
+    except (Exception, CheckpointException):
+        if checkpoint.path.exists():
+            raise
+        # A running run has deleted it.
+        return export_checkpoint(source, folder, trust=trust, force=force, verify=verify)
     with replace_folder(folder, is_new=not force) as new:
         policy.save(new, tokenizer)
     return (
@@ -120,12 +117,9 @@ def export_checkpoint(
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     kind: Literal["model", "checkpoint", "adapter"]
-    path: str
-    """The folder or hub id."""
-    base: str
-    """The model with its configuration: itself, or the one it was trained from."""
-    tokenizer: str = ""
-    """An adapter's folder, if it has a tokenizer of its own."""
+    path: str  # the folder or hub id
+    base: str  # the model with its configuration: itself, or the one it was trained from
+    tokenizer: str = ""  # an adapter's folder, if it has a tokenizer of its own
 
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
@@ -136,22 +130,21 @@ class ModelSource:
         return hashlib.sha256(fingerprint(self.base).encode() + content).hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:
-        """Return the path of a complete model, made in `folder` if necessary. Raises ConfigError if
-        it cannot be made, CheckpointGone if its run has removed it."""
+        """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""
         if self.kind == "model":
             return self.path
-        if not folder.exists():
-            if self.kind == "adapter":
-                self._merge(folder)
-                return str(folder)
-            try:
-                # `find_model` has verified it.
-                export_checkpoint(Path(self.path), folder, trust=trust, verify=False)
-            except ConfigError:
-                if Path(self.path).exists():
-                    raise
-                gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
-                raise CheckpointGone(f"{KEY}: {gone}") from None
+        if folder.exists():
+            return str(folder)
+        if self.kind == "adapter":
+            self._merge(folder)
+            return str(folder)
+        try:
+            export_checkpoint(Path(self.path), folder, trust=trust, verify=False)  # it is verified
+        except ConfigError:
+            if Path(self.path).exists():
+                raise
+            gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
+            raise CheckpointGone(f"{KEY}: {gone}") from None
         return str(folder)
 
     def _merge(self, folder: Path) -> None:
@@ -191,9 +184,8 @@ class ModelSource:
 
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
-    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing.
-
-    `base`: the model that an adapter belongs to, if not the one that it names."""
+    """Find the model of `path`, or an adapter's, with `base` if it names none. Raises
+    ConfigError."""
     folder = Path(path).expanduser()
     is_folder = path not in BUILT_IN_MODELS and folder.is_dir()
     is_adapter = is_folder and (folder / ADAPTER_CONFIG).is_file()

@@ -34,11 +34,8 @@ class ModelFiles:
     """A model's configuration and size, from its files."""
 
     path: str
-    config: dict[str, Any]
-    """The content of `config.json`."""
-    num_weights: int | None
-    """Elements of all weights, tied ones once; None if unknown (not downloaded yet, or not in
-    safetensors)."""
+    config: dict[str, Any]  # the content of `config.json`
+    num_weights: int | None  # elements of all weights, tied ones once; None if unknown
     stored_dtype: str
     """torch's name of the dtype of all weights; float32 if they differ, or if it is unknown."""
 
@@ -68,8 +65,7 @@ def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
 
 
 def fingerprint(path: str) -> str:
-    """Return an identity of the model's content: a hub revision, or a digest of configuration,
-    tokenizer and samples of the weights. Downloads only the configuration; reads a few MB."""
+    """Return an identity of the content: a hub revision, or a digest. Reads a few MB."""
     folder = Path(resolve_model(path))
     if not folder.is_dir():
         return model_config_from_hub(path).parent.name
@@ -129,9 +125,7 @@ def _weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> tuple[i
 
 def max_positions(model_config: dict[str, Any]) -> int | None:
     """Return the longest sequence for which `config.json` makes the model exact; None if it sets no
-    bound. (`longrope` and `dynamic` RoPE choose the factors of a whole batch by its longest
-    position; up to this length they are constant.)
-    """
+    bound. Up to this length the factors of `longrope` and `dynamic` RoPE are constant."""
     config = model_config.get("text_config") or model_config
     longest = config.get("max_position_embeddings") or config.get("n_positions")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -214,9 +208,6 @@ def model_size(
     )
 
 
-# -- by transformers -------------------------------------------------------------------------------
-
-
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder, a hub id or a built-in model."""
     from transformers import AutoTokenizer
@@ -234,10 +225,7 @@ def tokenizer_of(config: Config, path: str = "") -> Any:
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load transformers' configuration of a causal language model.
-
-    Raises ConfigError if transformers does not support the model, or it generates no text.
-    """
+    """Load transformers' configuration of a causal language model. Raises ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     config = _load(AutoConfig, "configuration", path, trust_remote_code)

@@ -1,9 +1,9 @@
 """Shared-prompt attention by FlexAttention: one compiled kernel over the whole packed row.
 
 Blocks of 128 x 128 scores that the mask hides are never computed. Used in half precision on
-accelerators that can train FlexAttention (`devices.trains_flex_attention`), whose float32 kernels
-are many times slower than `shared_prompt`. One kernel serves rows of every length: one for each
-would be up to 1.5 times as fast, but takes ten seconds to compile for every new length.
+accelerators that can train FlexAttention, whose float32 kernels are many times slower than
+`shared_prompt`. One kernel serves rows of every length: one for each would be up to 1.5 times as
+fast, but takes ten seconds to compile for every new length.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from easyrl import devices
 from easyrl.model.attention import notes
-from easyrl.model.shared_prompt import AttentionSettings, Groups
+from easyrl.model.shared_prompt import Groups, LayerSettings
 
 LARGE_HEAD_SIZE, LARGE_HEAD_BYTES = 128, 160 * 1024
 """Kernels for larger heads than this need about this much shared memory with torch's block sizes.
@@ -37,21 +37,14 @@ class FlexSharedPrompt:
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D], without soft-capping."""
         assert settings.softcap is None
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        output = _compiled(flex_attention)(
-            q,
-            k,
-            v,
-            block_mask=self._mask(settings.sliding_window),
-            scale=settings.scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=_kernel_options(q.shape[-1], devices.shared_memory_bytes(q.device)),
-        )
+        mask, is_grouped = self._mask(settings.sliding_window), q.shape[1] != k.shape[1]
+        options = _kernel_options(q.shape[-1], devices.shared_memory_bytes(q.device))
+        how = {"scale": settings.scaling, "enable_gqa": is_grouped, "kernel_options": options}
+        output = _compiled(flex_attention)(q, k, v, block_mask=mask, **how)
         tokens: Tensor = output[0].transpose(0, 1)
         return tokens
 
@@ -64,8 +57,7 @@ class FlexSharedPrompt:
         return self._masks[window]
 
     def visible(self, window: int | None) -> Callable[[Any, Any, Any, Any], Any]:
-        """Return the mask function: token q attends to token k if k is in its group's prompt or
-        its own completion, not ahead, and within the window."""
+        """Return the mask: own completion and its group's prompt, not ahead, within the window."""
         group_of, segment_of, positions = self._group_of, self._segment_of, self._positions
 
         def mask(_batch: Any, _head: Any, q: Any, k: Any) -> Any:
@@ -82,15 +74,14 @@ class FlexSharedPrompt:
 def trains(
     device: torch.device, dtype: torch.dtype, query: torch.Size, key: torch.Size, window: int | None
 ) -> bool:
-    """Try the kernels of such layers once, on three tokens; note why they fail (no C compiler, too
-    little shared memory). `query` and `key`: number and size of their heads."""
+    """Try the kernels of such layers (number and size of heads) once; note why they fail."""
     q, k = (
         torch.zeros(3, *s, dtype=dtype, device=device, requires_grad=True) for s in (query, key)
     )
     layout = FlexSharedPrompt([(2, (1,))], device)
     try:
         with torch.enable_grad():
-            output = layout.attend(q, k, k, AttentionSettings(0, 1.0, window, None))
+            output = layout.attend(q, k, k, LayerSettings(0, 1.0, window, None))
             torch.autograd.grad(output.sum(), [q, k])
     except Exception as error:  # of Inductor, Triton or the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -101,8 +92,7 @@ def trains(
 
 def _kernel_options(head_size: int, shared_memory_bytes: int) -> dict[str, Any]:
     """Return options with which the kernels compile, forward and backward."""
-    # The kernel that is otherwise taken for fewer than 128 queries has no valid configuration for
-    # some numbers of them.
+    # The kernel for fewer than 128 queries has no valid configuration for some numbers of them.
     options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     if head_size > LARGE_HEAD_SIZE and shared_memory_bytes < LARGE_HEAD_BYTES:
         options |= {"num_stages": 1}
@@ -116,11 +106,8 @@ def _describe_tokens(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
     for number, (prompt_length, completion_lengths) in enumerate(groups):
         for segment, length in ((PROMPT, prompt_length), *enumerate(completion_lengths)):
             start = 0 if segment == PROMPT else prompt_length
-            columns.append(
-                np.stack(
-                    [np.full(length, number), np.full(length, segment), start + np.arange(length)]
-                )
-            )
+            positions = start + np.arange(length)
+            columns.append(np.stack(np.broadcast_arrays(number, segment, positions)))
     return np.concatenate(columns, axis=1).astype(np.int32)
 
 

@@ -1,8 +1,7 @@
 """Log-probabilities of given tokens at the sampling temperature, a chunk of logits at a time.
 
-The logits of a large vocabulary are by far the largest tensor of training (8,192 tokens times a
-vocabulary of 151,936: 4.6 GiB). So they never exist all at once: a chunk of hidden states passes
-through the model's head and is reduced to two numbers per token; backward recomputes its logits.
+The logits of a large vocabulary are by far the largest tensor of training. So a chunk of hidden
+states is reduced to two numbers per token; backward recomputes its logits.
 
     hidden [K, H] ─► chunk [n, H] ─► head ─► logits [n, V] ─► logprobs [n], entropy [n]
 
@@ -41,8 +40,7 @@ def chunked_token_logprobs(
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_logprobs(policy.head(hidden), targets, temperature)` of hidden states [K, H]
-    and targets [K], a chunk at a time. If all logits fit one, nothing is computed twice.
-    """
+    and targets [K], a chunk at a time."""
 
     chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
     num_chunks = -(-len(targets) * policy.vocabulary_size * 4 // chunk_bytes)
@@ -60,11 +58,9 @@ def chunked_token_logprobs(
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Logits [K, V] and targets [K] -> log-probabilities [K] and entropies [K].
-
-    Both are of the sampling distribution softmax(logits / temperature), in float32, in nats. The
-    entropies have a gradient only with `entropy_gradient`, which an entropy bonus needs.
-    """
+    """Return log-probabilities [K] and entropies [K] of targets [K], given logits [K, V]: of the
+    sampling distribution softmax(logits / temperature), in float32, in nats. The entropies have a
+    gradient only with `entropy_gradient`, which an entropy bonus needs."""
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         lambda rows: rows, max(1, len(targets)), targets, temperature, entropy_gradient, logits
     )
@@ -79,8 +75,7 @@ def shifted_scores(logits: Tensor, temperature: float) -> Tensor:
 
 
 def block_sums(values: Tensor) -> Tensor:
-    """Return the sums of BLOCK columns each [K, V / BLOCK, rounded up] of values [K, V]. Their sum
-    keeps the long tail of a large vocabulary, which torch.log_softmax on the CPU loses."""
+    """Sum BLOCK columns each: [K, V] -> [K, V / BLOCK, rounded up]; this keeps the long tail."""
     num_whole = values.shape[1] // BLOCK
     whole, rest = values[:, : num_whole * BLOCK], values[:, num_whole * BLOCK :]
     sums = whole.view(len(values), num_whole, BLOCK).sum(dim=-1)

@@ -4,11 +4,8 @@
 
 peft puts them into the trainer's modules, whose code is unchanged. A weight leaves the trainer
 merged, under its name without an adapter, or in parts that the embedded engine merges: W once, and
-A, B and the factor with each update. The model without its adapters is the reference, which
-therefore needs no memory.
-
-Adapters and frozen weights of a sharded model (`sharding`) are sharded alike. Merging a weight and
-saving the adapter are collective: all ranks call them together.
+A, B and the factor with each update. Of a sharded model merging a weight and saving the adapter are
+collective: all ranks call them together.
 
 Adapted are `nn.Linear` and transformers' `Conv1D`, except the head. Experts that transformers fuses
 into one tensor stay frozen: peft would have to merge them in every forward.
@@ -45,20 +42,14 @@ def check_lora(
     trust_remote_code: bool = False,
     is_planned: bool = False,
 ) -> int:
-    """Count the elements that would be trained in the model of `path` with transformers' `config`.
-    Raises ConfigError if peft is missing, unless the run `is_planned` for another machine, or the
-    model lacks the layers."""
+    """Count the elements that would be trained in the model of `path`. Raises ConfigError if the
+    layers or, unless the run `is_planned` for another machine, peft is missing."""
     assert lora.rank is not None
-    has_peft = find_spec("peft") is not None
-    if not (has_peft or is_planned):
+    if not (is_planned or find_spec("peft")):
         raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")
     model = meta_model(config, trust_remote_code=trust_remote_code)
-    if not has_peft:
-        shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
-        return lora.rank * sum(map(sum, shapes))
-    with torch.device("meta"):
-        Adapter(model, lora, path=path, seed=0)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
+    return lora.rank * sum(map(sum, shapes))
 
 
 class Adapter:
@@ -127,8 +118,8 @@ class Adapter:
             yield
 
     def save(self, folder: Path, *, is_writer: bool = True) -> None:
-        """Write them in peft's format: `PeftModel.from_pretrained(base model, folder)`. All ranks
-        of a sharded model call this together, and one of them `is_writer`."""
+        """Write them in peft's format. All ranks call this together, and one of them
+        `is_writer`."""
         state = {}
         for name, parameter in self._peft.named_parameters():
             if parameter.requires_grad:
@@ -172,10 +163,7 @@ def _merge(weight: Tensor, parts: Iterable[Any], is_transposed: bool, out: Tenso
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """Return the merged weight of one of peft's layers.
-
-    A sharded model's tensors are gathered first: a product of parts could have other last bits.
-    """
+    """Return a layer's merged weight. Tensors are gathered first, to keep the last bits."""
     weight: Tensor = whole(layer.base_layer.weight)
     a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
     parts = a, b, layer.scaling["default"]
@@ -207,8 +195,7 @@ def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
 
 
 def _supported_by_peft(model: Any, names: list[str]) -> list[str]:
-    """Return the layers whose names peft takes literally: in mixtures of experts it maps some names
-    to tensors that transformers 5 fuses, when it adapts and when it loads."""
+    """Return the layers that peft takes literally: it maps some names to fused experts."""
     import peft
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

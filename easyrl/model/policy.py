@@ -9,14 +9,12 @@ Shapes: T tokens of the packed row, K of them with logits, H the model's width, 
 vocabulary; B sequences, L the longest of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import loadable_model
-from easyrl.model.attention import (
-    AttentionLayout,
-    PackedGroups,
-    compile_around_attention,
-    register_attention,
-)
+from easyrl.model.attention import AttentionLayout, PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed, check_causal, checked_once
 from easyrl.model.files import eos_token_ids, load_model_config, read_model_files
 from easyrl.model.lora import Adapter, Merger
@@ -62,7 +55,7 @@ class Policy:
         self.adapter: Adapter | None = None
         self._merger = Merger(model)
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
-        self._layers = next(iter(_layers_of(model)), model)
+        self._layers = _layers_of(model)
         self._base_output: Any = None  # the class of the layers' output, once they have run
 
     @classmethod
@@ -74,26 +67,24 @@ class Policy:
         trust_remote_code: bool = False,
         attention: AttentionMode = "auto",
         dtype: DType | None = "float32",
-    ) -> Policy:
+    ) -> Self:
         """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they
-        are stored, for `TrainRanks.shard`. Where nothing is converted, processes share the pages of
-        the files. A model is checked once, in float32 on the CPU. Raises ConfigError if weights are
-        missing, if it is no causal language model, or if `attention` asks for shared prompts that
-        it cannot compute exactly.
-        """
+        are stored, for `TrainRanks.shard`. The model is checked once, in float32 on the CPU. Raises
+        ConfigError if weights are missing, if it is no causal language model, or if `attention`
+        asks for shared prompts that it cannot compute exactly."""
         register_attention()
         model = _load(path, dtype, trust_remote_code=trust_remote_code)
 
-        def check() -> tuple[str | None, str, int]:
+        def check() -> tuple[str | None, str]:
             with _in_float32(model):
                 reason = attend_packed(model)
                 if reason is not None:
                     check_causal(model, path)
-                layers = cls(model, model.device, no_packing_reason=reason)._check_head(path)
-                return reason, model.config._attn_implementation, layers
+                cls(model, model.device, no_packing_reason=reason)._check_head(path)
+                return reason, model.config._attn_implementation
 
         # A model's own code is not part of its fingerprint.
-        reason, kernel, layers = check() if trust_remote_code else checked_once(path, check)
+        reason, kernel = check() if trust_remote_code else checked_once(path, check)
         if reason is not None and attention == "shared_prompt":
             raise ConfigError(
                 "model.attention: expected auto or repeated, because prompts cannot be "
@@ -102,9 +93,7 @@ class Policy:
         if kernel != model.config._attn_implementation:
             model.set_attn_implementation(kernel)
         model.to(device)
-        policy = cls(model, torch.device(device), no_packing_reason=reason, attention=attention)
-        policy._layers = _layers_of(model)[layers]
-        return policy
+        return cls(model, torch.device(device), no_packing_reason=reason, attention=attention)
 
     def checkpoint_activations(self) -> None:
         """Recompute each decoder layer from its input in the backward pass from now on."""
@@ -114,11 +103,9 @@ class Policy:
             )
 
     def compile(self) -> None:
-        """Compile each decoder layer, but not EasyRL's attention (`torch.compile`). Call it before
-        `checkpoint_activations`."""
-        compile_around_attention()
-        # A layer is compiled with and without gradient, for short and long rows, and for each
-        # number of threads, which changes with lent cores.
+        """Compile each decoder layer around its attention, before `checkpoint_activations`."""
+        register_attention(is_compiled=True)
+        # Each mode, kind of row and number of threads, which changes with shared cores, counts.
         torch._dynamo.config.recompile_limit = 64
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=True)
@@ -169,9 +156,8 @@ class Policy:
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [K, V] of `hidden_states` [K, H].
 
-        This runs the model's own forward, whatever its head does besides a matrix product, with
-        the layers' forward replaced by their result. Until the call returns the model has no
-        layers, so no other thread and no hook may run it. Recomputation in backward is safe.
+        This runs the model's own forward, with the layers' forward replaced by their result. Until
+        the call returns the model has no layers, so no other thread and no hook may run it.
         """
         given = self._base_output(last_hidden_state=hidden.unsqueeze(0))
         self._layers.forward = lambda *_, **__: given  # shadows the class's method
@@ -193,18 +179,15 @@ class Policy:
         return int(self.model.config.get_text_config().vocab_size)
 
     @torch.no_grad()
-    def _check_head(self, path: str) -> int:
-        """Check that layers and head apart equal the model: log-probabilities are computed in
-        chunks. Return which of `_layers_of` are the layers."""
+    def _check_head(self, path: str) -> None:
+        """Check that layers and head apart equal the model."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         expected = self.forward(tokens, tokens, layout, logits_at=tokens)
-        for index, layers in enumerate(_layers_of(self.model)):
-            self._layers = layers
-            with suppress(Exception):  # any, depending on what the model's code expects
-                got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
-                if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
-                    return index
+        with suppress(Exception):  # any, depending on what the model's code expects
+            got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
+            if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
+                return
         raise ConfigError(
             f"model.path: the logits of {type(self.model).__name__} ({path}) are not a function of "
             "its last hidden states alone, as computing them in chunks requires; use another model"
@@ -233,9 +216,7 @@ class Policy:
         """Turn the module's tensors into the weights of the model without adapters."""
         if self.adapter is not None:
             return self.adapter.weights(named, merge=merge)
-        return [
-            Weight.stored(name, tensor, is_trained=tensor.requires_grad) for name, tensor in named
-        ]
+        return [Weight.stored(name, w, is_trained=w.requires_grad) for name, w in named]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Materialize `weights` one at a time."""
@@ -243,23 +224,16 @@ class Policy:
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         """Overwrite weights, or merge adapters into them, piece by piece."""
-        own = dict(self.flat_weights())
+        own = {name: weight.data.view(-1) for name, weight in self.model.named_parameters()}
         for piece in pieces:
             if piece.name not in own:
                 self._merger.load(piece)
                 continue
             self._merger.base.pop(piece.name, None)
-            target = own[piece.name][piece.start : piece.start + len(piece.values)]
-            if target.data_ptr() != piece.values.data_ptr():  # else it was received in place
-                target.copy_(piece.values)
-
-    def flat_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight's name and its memory as a flat view [n]."""
-        return ((name, tensor.data.view(-1)) for name, tensor in self.model.named_parameters())
+            own[piece.name][piece.start : piece.start + len(piece.values)] = piece.values
 
     def weights_sha256(self) -> str:
-        """Return the SHA-256 of all weights' bytes, in name order. Collective, like `save`: all
-        ranks of a sharded policy call it together."""
+        """Return the SHA-256 of all weights' bytes, in name order. Collective, like `save`."""
         digest = hashlib.sha256()
         for name, tensor in self.named_weights():
             digest.update(name.encode())
@@ -268,9 +242,7 @@ class Policy:
         return digest.hexdigest()
 
     def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
-        """Write a Hugging Face folder that transformers and vLLM can load, adapters merged. A
-        sharded policy is gathered weight by weight onto the CPU of the rank with `is_writer`.
-        """
+        """Write a Hugging Face folder, adapters merged. All ranks call this; one `is_writer`."""
         gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
         for weight in self._exported(self.model.state_dict(keep_vars=True).items()):
@@ -286,9 +258,7 @@ class Policy:
 
 def real_tokens(position_ids: Tensor) -> Tensor:
     """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences, each
-    of which starts at a 0 in `position_ids` [T]. Padding follows the real tokens, so a causal model
-    needs no mask: each row gives what its sequence gives alone.
-    """
+    of which starts at a 0 in `position_ids` [T]. A causal model needs no other mask."""
     starts = (position_ids == 0).nonzero().squeeze(1)  # [B]
     lengths = torch.diff(starts, append=starts.new_tensor([len(position_ids)]))
     columns = torch.arange(int(lengths.max()), device=lengths.device)
@@ -367,10 +337,10 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         narrow(model)
 
 
-def _layers_of(model: Any) -> list[Any]:
-    """Return the modules that may be the model without its head, the likeliest first."""
-    candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
-    return [layers for layers in candidates if layers is not None and layers is not model]
+def _layers_of(model: Any) -> Any:
+    """Return the model without its head."""
+    decoder = model.get_decoder()
+    return decoder if decoder is not model else getattr(model, "model", model)  # Llama 4
 
 
 def _check_complete(path: str, found: Mapping[str, Any]) -> None:

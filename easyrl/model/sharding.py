@@ -1,9 +1,8 @@
 """The train ranks, and how a model is distributed over them: sharded (FSDP2), or whole on one.
 
-Weights, gradients and optimizer state are divided along their first dimension, a part for each
-rank. A layer's weights are gathered before it computes and dropped afterwards, in forward and again
-in backward; then its gradient is summed over the ranks and each keeps its part. So a rank holds at
-most one whole layer, besides the weights outside of layers (embeddings, head). Where memory allows
+Weights, gradients and optimizer state are divided along their first dimension. A layer's weights
+are gathered before it computes and dropped afterwards, in forward and again in backward; then its
+gradient is summed over the ranks and each keeps its part. Where memory allows
 (`train.reshard=false`), weights are gathered once per update, and gradients summed once at its end.
 
     rank 0   gather layer 1 ─► compute ─► gather layer 2 ─► …      each gather and each sum waits
@@ -39,14 +38,11 @@ class TrainRanks:
 
     rank, size = 0, 1
     device = torch.device("cpu")
-    mesh: DeviceMesh | None = None
-    """None: models stay whole."""
+    mesh: DeviceMesh | None = None  # None: models stay whole
     group_for_files: dist.ProcessGroup | None = None
-    """The process group for checkpoints, which may be written while training; None: this rank is
-    alone."""
+    """The process group for checkpoints; None: this rank is alone."""
     keeps_gathered = False
-    """Whether weights stay gathered, and gradients whole, until the update ends. Set before
-    `shard`."""
+    """Whether weights stay gathered until the update ends. Set before `shard`."""
     _parts: Sequence[Any] = ()  # the sharded modules
     _timeout_seconds = 0.0
 
@@ -54,10 +50,9 @@ class TrainRanks:
     def join(
         cls, store: str, *, rank: int, size: int, device: torch.device, timeout_seconds: float
     ) -> TrainRanks:
-        """Initialize rank `rank` of `size` in torch's default process group. `store`:
-        see `devices.open_store`. Raises TimeoutError if the others do not join within
-        `timeout_seconds`, which also bounds every later wait for them.
-        """
+        """Initialize rank `rank` of `size` in torch's default process group over
+        `devices.open_store`. Raises TimeoutError if the others do not join within
+        `timeout_seconds`, which also bounds every later wait for them."""
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks = cls()
@@ -72,16 +67,11 @@ class TrainRanks:
         return ranks
 
     def shard(
-        self,
-        module: nn.Module,
-        layers: Iterable[nn.Module],
-        *,
-        dtype: torch.dtype,
-        offload: bool = False,
+        self, module: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, offload: bool
     ) -> None:
-        """Shard the parameters of `module` and move them to the device: those of each of `layers`
-        are gathered together, and all others. Their parts become float32, or `dtype` if frozen.
-        With `offload` they stay on the CPU, and with them gradients and optimizer state."""
+        """Shard the parameters of `module` over the devices: those of each of `layers` are gathered
+        together, and all others. Parts become float32, or `dtype` if frozen. With `offload` they
+        stay on the CPU, and with them gradients and optimizer state."""
         if self.mesh is None:
             return
         from torch.distributed import fsdp
@@ -124,8 +114,7 @@ class TrainRanks:
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Raise a failed wait for the other ranks as TimeoutError if it was too long, or as
-        ConnectionError if one of them has ended."""
+        """Raise a failed wait for the other ranks as TimeoutError or ConnectionError."""
         try:
             yield
         except RuntimeError as error:
@@ -140,8 +129,7 @@ class TrainRanks:
 
 
 def _reduce_unused(sharded: Any) -> None:
-    """Reduce zeros for parameters that this rank's tokens do not use (an expert): all ranks must
-    take part in the same reductions."""
+    """Reduce zeros for parameters that this rank's tokens do not use (experts), as others do."""
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch >= 2.13
         sharded.set_reduce_scatter_unused_params(True, recurse=False)
         return
@@ -167,8 +155,7 @@ def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return the whole weight, without gradient. A sharded weight is gathered: all ranks call this
-    for the same weights in the same order."""
+    """Return the whole weight, without gradient. A sharded one is gathered: all ranks call this."""
     weight = weight.detach()
     if not is_sharded(weight):
         return weight

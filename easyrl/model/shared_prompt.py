@@ -1,8 +1,7 @@
 """Shared-prompt attention: a group is packed as `[P | R1 | R2 | ... | RG]`.
 
 A prompt token attends to the prompt, a completion token to its prompt and its own completion, both
-causally. So the attention of a packed row consists of two kinds of blocks, and nothing else is
-computed:
+causally:
 
     own      every segment (a prompt or a completion) to itself, causally
     prompt   all completions of a group together to their prompt, whose keys are not copied
@@ -41,7 +40,7 @@ HIDDEN = -1e30
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSettings:
+class LayerSettings:
     """A layer's attention parameters."""
 
     layer: int
@@ -82,21 +81,18 @@ class SharedPrompt:
         self._buckets = make_buckets(np.array(segments, dtype=np.int64), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
         num_heads = key.shape[1]
         # The fused kernel assumes that the elements of a head are adjacent, and does not check it.
         rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            *(x.reshape(len(x), num_heads, -1, x.shape[-1]) for x in rows),
-            (self, settings),
+            *(x.reshape(len(x), num_heads, -1, x.shape[-1]) for x in rows), self, settings
         )
         return output.flatten(1, 2)
 
     def attend_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> Tensor:
         """Compute `attend` of whole sequences without gradient: fused kernels store no scores."""
         if settings.softcap is not None:
@@ -110,7 +106,7 @@ class SharedPrompt:
         return output.flatten(1, 2)
 
     def own_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> list[tuple[Bucket, Block]]:
         window = settings.sliding_window
         blocks = []
@@ -119,13 +115,12 @@ class SharedPrompt:
             bias = None
             if window is not None and window < length:
                 bias = self._bias(np.arange(length), np.arange(length), window, query)
-            q, k, v = (_to_block(bucket.take(x)) for x in (query, key, value))
-            k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-            blocks.append((bucket, Block(q, k, v, is_causal=bias is None, bias=bias)))
+            cells = (bucket.take(x) for x in (query, key, value))
+            blocks.append((bucket, _block(*cells, is_causal=bias is None, bias=bias)))
         return blocks
 
     def prompt_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> list[tuple[slice, slice, Block]]:
         """Return blocks, each with the tokens of its queries and of its keys."""
         window = settings.sliding_window
@@ -142,17 +137,12 @@ class SharedPrompt:
                 positions = num_prompt + np.concatenate([np.arange(n) for n in lengths])
                 if positions.max() - first >= window:
                     bias = self._bias(positions, np.arange(first, num_prompt), window, query)
-            q, k, v = (
-                _to_block(x[where].unsqueeze(0))
-                for x, where in ((query, completions), (key, keys), (value, keys))
-            )
-            k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-            blocks.append((completions, keys, Block(q, k, v, is_causal=False, bias=bias)))
+            cells = (x[None] for x in (query[completions], key[keys], value[keys]))
+            blocks.append((completions, keys, _block(*cells, is_causal=False, bias=bias)))
         return blocks
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
-        """Extend a prompt's keys by the tokens behind them to a padded length; return them with the
-        bias [1, S] that hides the extension."""
+        """Extend a prompt's keys to a padded length; return the bias [1, S] that hides this."""
         length = keys.stop - keys.start
         width = padded_length(length)
         if width == length or keys.start + width > len(query):
@@ -175,14 +165,9 @@ class _Attention(torch.autograd.Function):
     """[T, Hkv, G, D], 2 x [T, Hkv, 1, D] -> [T, Hkv, G, D]"""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout_and_settings: tuple[SharedPrompt, AttentionSettings],
+    def forward(  # noqa: PLR0917
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Any, settings: LayerSettings
     ) -> Tensor:
-        layout, settings = layout_and_settings
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         logsumexp = torch.empty(0)  # [T, Hkv, G, 1]
         for bucket, block in layout.own_blocks(query, key, value, settings):
@@ -195,13 +180,13 @@ class _Attention(torch.autograd.Function):
             part, part_logsumexp = (_to_tokens(x) for x in attend_block(block, settings))
             merge(output[queries], logsumexp[queries], part, part_logsumexp)
         ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.layout_and_settings = layout_and_settings
+        ctx.layout, ctx.settings = layout, settings
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        layout, settings = ctx.layout_and_settings
+        layout, settings = ctx.layout, ctx.settings
         gradient = gradients[0]
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
         for bucket, block in layout.own_blocks(query, key, value, settings):
@@ -221,7 +206,15 @@ class _Attention(torch.autograd.Function):
             of_query[queries] += _to_tokens(parts[0])
             of_key[keys] += _to_tokens(parts[1].sum(1, keepdim=True))
             of_value[keys] += _to_tokens(parts[2].sum(1, keepdim=True))
-        return of_query, of_key, of_value, None
+        return of_query, of_key, of_value, None, None
+
+
+def _block(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, bias: Tensor | None
+) -> Block:
+    q, k, v = (_to_block(cells) for cells in (query, key, value))
+    k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return Block(q, k, v, is_causal, bias)
 
 
 def _to_block(cells: Tensor) -> Tensor:
@@ -234,59 +227,54 @@ def _to_tokens(block: Tensor) -> Tensor:
     return block.permute(2, 0, 1, 3)
 
 
-# -- one block: queries [B, H, L, D], keys and values [B, H, S, D] ---------------------------------
-
-
-def attend_block(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
+def attend_block(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
     if not is_fused(block, settings):
         scores = _scores(block, settings)[0]
         logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - logsumexp)
         return torch.matmul(weights.to(block.value.dtype), block.value), logsumexp
+    inputs = block.query, block.key, block.value, 0.0, block.is_causal
     outputs: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        block.query,
-        block.key,
-        block.value,
-        0.0,
-        block.is_causal,
-        attn_mask=block.bias,
-        scale=settings.scaling,
+        *inputs, attn_mask=block.bias, scale=settings.scaling
     )
     return outputs[0], outputs[1].unsqueeze(-1)
 
 
 def attend_block_backward(
-    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: AttentionSettings
+    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: LayerSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given the output's gradient, the merged output
     and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`
     (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
-    if not is_fused(block, settings):
-        return _plain_backward(gradient, output, logsumexp, block, settings)
-    gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient,
-        block.query,
-        block.key,
-        block.value,
-        output,
-        logsumexp.squeeze(-1),
-        0.0,
-        block.is_causal,
-        attn_mask=block.bias,
-        scale=settings.scaling,
-    )
-    return gradients[0], gradients[1], gradients[2]
+    if is_fused(block, settings):
+        inputs = gradient, block.query, block.key, block.value, output, logsumexp.squeeze(-1)
+        gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, 0.0, block.is_causal, attn_mask=block.bias, scale=settings.scaling
+        )
+        return gradients[0], gradients[1], gradients[2]
+    scores, capped = _scores(block, settings)
+    weights = torch.exp(scores - logsumexp)
+    wide = weights.dtype
+    gradient = gradient.to(wide)
+    of_value = torch.matmul(weights.transpose(-1, -2), gradient)
+    of_weights = torch.matmul(gradient, block.value.to(wide).transpose(-1, -2))
+    dot = (gradient * output).sum(dim=-1, keepdim=True)
+    of_scores = weights * (of_weights - dot) * settings.scaling
+    if capped is not None:
+        of_scores = of_scores * (1.0 - capped.square())
+    of_query = torch.matmul(of_scores, block.key.to(wide))
+    of_key = torch.matmul(of_scores.transpose(-1, -2), block.query.to(wide))
+    return of_query, of_key, of_value
 
 
-def is_fused(block: Block, settings: AttentionSettings) -> bool:
-    """Return whether PyTorch's kernel for CPUs computes the block. It supports neither soft-capping
-    nor values of another size than keys (multi-head latent attention)."""
+def is_fused(block: Block, settings: LayerSettings) -> bool:
+    """Return whether PyTorch's kernel computes the block: no soft-capping, no MLA."""
     has_one_size = block.query.shape[-1] == block.value.shape[-1]
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 
 
-def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor | None]:
+def _scores(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor | None]:
     """Return scores [B, H, L, S], float32 or wider, and tanh(score / softcap) if soft-capped."""
     query, key = block.query, block.key.transpose(-1, -2)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -306,24 +294,6 @@ def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor |
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(hidden, HIDDEN)
     return scores, capped
-
-
-def _plain_backward(
-    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: AttentionSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores, capped = _scores(block, settings)
-    weights = torch.exp(scores - logsumexp)
-    wide = weights.dtype
-    gradient = gradient.to(wide)
-    of_value = torch.matmul(weights.transpose(-1, -2), gradient)
-    of_weights = torch.matmul(gradient, block.value.to(wide).transpose(-1, -2))
-    dot = (gradient * output).sum(dim=-1, keepdim=True)
-    of_scores = weights * (of_weights - dot) * settings.scaling
-    if capped is not None:
-        of_scores = of_scores * (1.0 - capped.square())
-    of_query = torch.matmul(of_scores, block.key.to(wide))
-    of_key = torch.matmul(of_scores.transpose(-1, -2), block.query.to(wide))
-    return of_query, of_key, of_value
 
 
 def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
@@ -377,7 +347,8 @@ class Bucket:
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
         """Write a block's real cells to their tokens in [T, ...]."""
-        cells = _to_cells(block, self.num_segments)
+        by_segment = block.view(self.num_segments, -1, *block.shape[1:])
+        cells = by_segment.permute(0, 3, 1, 2, 4)  # [B*Hkv, G, L, D] -> [B, L, Hkv, G, D]
         if self.whole is not None:
             tokens[self.whole].view(cells.shape).copy_(cells)
         else:
@@ -386,11 +357,9 @@ class Bucket:
 
 
 def make_buckets(segments: _Ints, device: torch.device) -> list[Bucket]:
-    """Divide segments [n, 2] (start, length) into buckets, the longest first.
-
-    Minimizes the cost of scores and buckets over all cuts of the segments sorted by length, by
-    dynamic programming over the distinct widths.
-    """
+    """Divide segments [n, 2] (start, length) into buckets, the longest first: minimize the cost of
+    scores and buckets over all cuts of the segments sorted by length, by dynamic programming over
+    the distinct widths."""
     longest_first = segments[np.argsort(-segments[:, 1], kind="stable")]
     falling, starts = np.unique(-padded_length(longest_first[:, 1]), return_index=True)
     bounds = np.append(starts, len(segments))  # where each width starts
@@ -430,9 +399,3 @@ def _make_bucket(segments: _Ints, device: torch.device) -> Bucket:
         real=on_device(real),
         tokens_of_real=on_device(tokens[real]),
     )
-
-
-def _to_cells(block: Tensor, num_segments: int) -> Tensor:
-    """[B*Hkv, G, L, D] -> [B, L, Hkv, G, D]"""
-    by_segment = block.view(num_segments, -1, *block.shape[1:])
-    return by_segment.permute(0, 3, 1, 2, 4)

@@ -1,14 +1,12 @@
 """Policy, old policy and reference: three sets of weights for one module, one packed input.
 
-A micro-batch is moved and packed once, and the three run on it one after another:
-
                      ┌─ reference's weights (no gradient) ─► ref_logprobs
     MicroBatch ──────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
-Only the trained weights of the old policy are kept, and with LoRA the reference is the policy
-without its adapters. The policy runs last, so that its activations do not exist while the others
-run, and its weights are in place when backward recomputes.
+A micro-batch is moved and packed once. Only the old policy's trained weights are kept, and with
+LoRA the reference is the policy without its adapters. The policy runs last, so that its activations
+do not exist while the others run, and its weights are in place when backward recomputes.
 
 Shapes: T tokens of the packed row, K completion tokens in it.
 """
@@ -17,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from easyrl import devices
+from easyrl.config import Config
 from easyrl.model.attention import AttentionLayout, PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.lora import Adapter
@@ -30,56 +30,36 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 from easyrl.types import MicroBatch
 
-Packed = tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]
-"""Parts of a micro-batch on the device: input_ids [T], position_ids [T], the row's layout,
-logits_at [K], targets [K]."""
-
 
 class TriModel:
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        temperature: float,
-        has_old: bool,
-        has_reference: bool,
-        offload: Sequence[str] = (),
-        entropy_gradient: bool = False,
-        ranks: TrainRanks | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """Reference and old policy start as copies of `policy`, which is sharded over `ranks` and
-        computes in `dtype`. `offload`: `train.offload` of the config; weights on the CPU are moved
-        to the device for each micro-batch.
-        """
+    def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
+        """Reference and old policy start as copies of `policy`, which is sharded over `ranks`.
+        Copies on the CPU (`train.offload`) are moved to the device for each micro-batch."""
+        train, algorithm = config.train, config.algorithm
         self.policy = policy
-        self._forward = _Forward(policy, temperature, entropy_gradient)
+        has_entropy_gradient = algorithm.entropy_coef > 0.0
+        self._forward = _Forward(policy, config.rollout.temperature, has_entropy_gradient)
         self._ranks = ranks or TrainRanks()
         if self._ranks.mesh is not None:
-            self._ranks.shard(
-                self._forward, policy.blocks, dtype=dtype, offload="optimizer" in offload
-            )
+            dtype, offload = getattr(torch, config.model.dtype), "optimizer" in train.offload
+            self._ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
             policy.device = self._ranks.device
-        self.old = OtherWeights(policy, offload="old" in offload) if has_old else None
+        self.old: OtherWeights | None = None
+        """The policy before the iteration's first update; None: there is one update."""
+        if train.updates_per_iteration > 1:
+            self.old = OtherWeights(policy, offload="old" in train.offload)
         self._reference: OtherWeights | Adapter | None = None
-        if has_reference:
-            self._reference = policy.adapter or OtherWeights(policy, offload="reference" in offload)
-
-    def keep_old(self) -> None:
-        """Copy the policy to the old policy."""
-        if self.old is not None:
-            self.old.copy_from_policy()
+        if algorithm.beta > 0.0:
+            offload = "reference" in train.offload
+            self._reference = policy.adapter or OtherWeights(policy, offload=offload)
 
     def logprobs(
         self, batch: MicroBatch, *, policy_is_old: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return log-probabilities at the sampling temperature: the policy's with gradient, its
         entropy in nats (with gradient if asked for), the old policy's, and the reference's (None
-        without one), all of them [K].
-
-        `policy_is_old`: the policy has made no step since `keep_old`, so its own log-probabilities
-        are the old policy's.
-        """
+        without one), all of them [K]. `policy_is_old`: the policy has made no step in
+        this iteration."""
         assert policy_is_old or self.old is not None
         packed = self._packed(batch)
         ref_logprobs = self._run_other(self._reference, packed)
@@ -89,7 +69,7 @@ class TriModel:
             old_logprobs = logprobs.detach()
         return logprobs, entropy, old_logprobs, ref_logprobs
 
-    def _packed(self, batch: MicroBatch) -> Packed:
+    def _packed(self, batch: MicroBatch) -> tuple[Any, ...]:
         policy = self.policy
         layout = PackedGroups(batch.groups, policy.device, may_use_flex=policy.may_use_flex)
         arrays = batch.input_ids, batch.position_ids, batch.logits_at, batch.targets
@@ -97,7 +77,9 @@ class TriModel:
         return ids, positions, layout, at, targets
 
     @torch.no_grad()
-    def _run_other(self, weights: OtherWeights | Adapter | None, packed: Packed) -> Tensor | None:
+    def _run_other(
+        self, weights: OtherWeights | Adapter | None, packed: tuple[Any, ...]
+    ) -> Tensor | None:
         if weights is None:
             return None
         drops = isinstance(weights, OtherWeights) or not self._ranks.keeps_gathered
@@ -122,41 +104,29 @@ class TriModel:
 
 
 class _Forward(nn.Module):
-    """Micro-batch -> log-probabilities [K] and entropies [K]. A module, so that layers and head are
-    sharded as one."""
+    """Micro-batch -> log-probabilities [K] and entropies [K], as one module to shard."""
 
-    def __init__(self, policy: Policy, temperature: float, entropy_gradient: bool) -> None:
+    def __init__(self, policy: Policy, temperature: float, has_gradient: bool) -> None:
         super().__init__()
         self.model = policy.model
         self._policy = policy
-        self._temperature = temperature
-        self._entropy_gradient = entropy_gradient
+        self._logprobs = partial(
+            chunked_token_logprobs, policy, temperature=temperature, entropy_gradient=has_gradient
+        )
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        layout: AttentionLayout,
-        logits_at: Tensor,
-        targets: Tensor,
+        self, ids: Tensor, positions: Tensor, layout: AttentionLayout, at: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        hidden = self._policy.hidden_states(input_ids, position_ids, layout, at=logits_at)
-        logprobs, entropy = chunked_token_logprobs(
-            self._policy,
-            hidden,
-            targets,
-            self._temperature,
-            entropy_gradient=self._entropy_gradient,
-        )
+        hidden = self._policy.hidden_states(ids, positions, layout, at=at)
+        logprobs, entropy = self._logprobs(hidden, targets)
         return logprobs.clone(), entropy  # not a view: FSDP registers a hook on it
 
 
 class OtherWeights:
     """A second set of a policy's trained weights, swapped into its module while needed.
 
-    The parameter objects stay the same and only point to other memory, so module, optimizer state,
-    tied weights and compiled kernels are unaffected and nothing is copied. A sharded policy's parts
-    are overwritten and written back instead, because gathering reads them in place.
+    The parameter objects stay the same and only point to other memory. A sharded policy's parts are
+    overwritten and written back instead, because gathering reads them in place.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:

@@ -239,8 +239,7 @@ class Member:
             weights = self.policy.weights()
             self.channel.send(self._version, weights, dtype=self.dtype, gather=gathered)
         else:
-            into = dict(self.policy.flat_weights()).get
-            self.policy.load_weights(self.channel.receive(self._version, into))
+            self.policy.load_weights(self.channel.receive(self._version))
 
     def digest(self) -> str:
         """Return a hash of all weights in the engines' dtype."""

@@ -8,19 +8,16 @@
                 rank 0 ◄     └─ pipes (bytes) ─► rank 1, rank 2, …
                 all ranks run forward and backward; after UpdateEnd they step the optimizer
 
-A micro-step is one forward and backward of all train ranks. Rank 0 alone reads the ring, so that a
-group is delivered once and its slot is freed once. Every rank has one micro-batch in every
+A micro-step is one forward and backward of all train ranks. Every rank has one micro-batch in every
 micro-step (EMPTY if there are fewer rollouts than ranks), so that all ranks reach the same
 collectives.
 
 `sync` is `periodic` with one wait: no group is trained before all have arrived. In deterministic
 mode groups are trained in order of their group index, and a micro-step is filled before it is
-trained: which rank trains a rollout, and when, follows from the groups' order and lengths alone.
-Otherwise whatever has arrived is trained at once, unless it is very little (MIN_FILL).
+trained. Otherwise whatever has arrived is trained at once, unless it is very little (MIN_FILL).
 
 With several updates per iteration, the group index decides which update a group belongs to. If
-arrival decided, short completions would be trained first. Groups of later updates wait in their
-slots.
+arrival decided, short completions would be trained first.
 """
 
 import pickle
@@ -37,10 +34,8 @@ from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers.packing import EMPTY, Rollout, pack, split_group
 
 MIN_FILL = 0.05
-"""Smallest part of the token budget that is trained while more groups are to come. Small
-micro-batches cost more per token (27 % more at 600 tokens than at 4096, tiny model on one core).
-With 0.01 or 0.1, iterations of 16 prompts took 2 to 3 % longer."""
-
+"""Smallest part of the token budget that is trained while more groups are to come. With 0.01 or
+0.1, iterations of 16 prompts took 2 to 3 % longer (tiny model on one core)."""
 
 Step = tuple[MicroBatch, list[bytes]]
 """A micro-step: the micro-batch of rank 0, and the shares of the other ranks (`pack_share`)."""
@@ -54,20 +49,14 @@ class UpdateEnd:
 
 
 class GroupReader:
-    """Reader of one iteration's groups from the ring: each exactly once, all of one policy.
-
-    A worker that dies can leave a group twice. The late duplicate is dropped and counted.
-    """
+    """Reader of one iteration's groups from the ring, all of one policy. A worker that dies can
+    leave a group twice: the late duplicate is dropped and counted."""
 
     def __init__(
-        self,
-        config: Config,
-        port: RingPort,
-        expected: tuple[int, int],
-        wait_for_group: Callable[[], None],
+        self, config: Config, port: RingPort, expected: tuple[int, int], wait: Callable[[], None]
     ) -> None:
         """`expected`: the iteration, and the policy version that was broadcast at its start.
-        `wait_for_group` returns when the ring may hold another group."""
+        `wait` returns when the ring may hold another group."""
         train = config.train
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
         self.num_slots = port.ring.layout.num_slots
@@ -77,14 +66,13 @@ class GroupReader:
         self._expected = expected
         self._previous = expected[0] - 1, expected[1] - train.updates_per_iteration
         self._previously_taken = {*np.flatnonzero(port.ring.taken == self._previous[0]).tolist()}
-        self._wait_for_group = wait_for_group
+        self._wait_for_group = wait
         self._waits_for_all = config.runtime.schedule == "sync"
         self._prompts: dict[int, int] = {}  # of the groups that have arrived, by group index
         self._arrived: dict[int, Lease] = {}  # those not handed out, in order of arrival
 
     def next(self, update: int, *, wait: bool) -> Lease | None:
-        """Return the next group of an update that has groups left; None, with `wait=False`, if it
-        has not arrived yet."""
+        """Return the update's next group; None, with `wait=False`, if it has not arrived yet."""
         while (index := self._available(update)) is None:
             lease = self._port.get(0.0)
             if lease is not None:
@@ -123,9 +111,7 @@ class GroupReader:
         return next(of_update, None)
 
     def _accept(self, group: RolloutGroup) -> bool:
-        """Return whether the group is new; False if it has been accepted before, in this iteration
-        or the previous one. Raises RuntimeError if it is off-policy or not due (docs/design.md,
-        Invariants)."""
+        """Return whether the group is new. Raises RuntimeError if it is off-policy or not due."""
         got, index = (group.iteration, group.policy_version), group.group_index
         if got == self._previous and index in self._previously_taken:
             return False
@@ -150,10 +136,8 @@ class GroupReader:
 def micro_steps(
     config: Config, reader: GroupReader, *, num_ranks: int, shares_prompts: bool
 ) -> Iterator[Step | UpdateEnd]:
-    """Yield for each update its micro-steps, then its UpdateEnd.
-
-    Raises RuntimeError for a group that is off-policy or not due.
-    """
+    """Yield for each update its micro-steps, then its UpdateEnd. Raises RuntimeError for a group
+    that is off-policy or not due."""
     max_tokens = config.max_tokens_per_micro_batch
     waits_until_full = config.runtime.deterministic
     mask_truncated = config.algorithm.mask_truncated_completions
@@ -163,12 +147,9 @@ def micro_steps(
         """Copy the rollouts, then free the slots of the groups that are complete."""
         own, *others = share_out(rows, num_ranks)
         step = pack(own, shares_prompts=shares_prompts), [pickle.dumps(share) for share in others]
-        release(complete)
-        return step
-
-    def release(leases: list[Lease]) -> None:
-        for lease in leases:
+        for lease in complete:
             lease.release()
+        return step
 
     for update in range(config.train.updates_per_iteration):
         num_left, num_loss_tokens = reader.groups_per_update, 0
@@ -193,8 +174,8 @@ def micro_steps(
                         rows, leases = new_rows(), [lease]
                         rows.add(rollout)
             if not rows.rows:  # no rollout of these groups has a gradient
-                release(leases)
-                leases = []
+                while leases:
+                    leases.pop().release()
             elif lease is None or not num_left:
                 yield shared_out(rows, leases)
                 rows, leases = new_rows(), []
@@ -209,10 +190,7 @@ def pack_share(share: bytes, *, shares_prompts: bool) -> MicroBatch:
 
 
 class Rows:
-    """Rollouts in order, filled one after another into rows of at most `max_tokens`.
-
-    A row takes at least one rollout, however long.
-    """
+    """Rollouts in order, filled into rows of at most `max_tokens`, and of one rollout at least."""
 
     def __init__(self, max_tokens: int, *, shares_prompts: bool) -> None:
         self.max_tokens = max_tokens
@@ -222,8 +200,7 @@ class Rows:
         self._num_free = 0  # tokens of the last row
 
     def add(self, rollout: Rollout, max_rows: int | None = None) -> bool:
-        """Add a rollout to the last row, or to a new one; return False if that would be one more
-        than `max_rows`."""
+        """Add a rollout to the last row, or to a new one unless there are `max_rows`."""
         previous = self.rows[-1][-1] if self.rows else None
         num_tokens = rollout.num_tokens_behind(previous, shares_prompts=self.shares_prompts)
         if previous is None or num_tokens > self._num_free:
@@ -238,11 +215,7 @@ class Rows:
 
 
 def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
-    """Divide the rollouts, in order, among the ranks so that the largest share is minimal.
-
-    Ranks wait for each other layer by layer, so the largest share decides. A binary search finds
-    the smallest budget with which filling rows needs at most `num_ranks` of them.
-    """
+    """Divide the rollouts, in order, so that the largest share is minimal (binary search)."""
     if num_ranks == 1:
         return rows.rows
     rollouts = [rollout for row in rows.rows for rollout in row]

@@ -4,13 +4,10 @@
     train worker, waiting for a group ───── its cores ──► rollout worker
 
 Each worker has a byte in shared memory that says whether it is idle. Workers read the bytes before
-each piece of work: a step of the engine, a decoder layer of the trainer. One that becomes busy
-shares its cores until the other's current piece is done.
+each piece of work: a step of the engine, a decoder layer of the trainer.
 
-More threads may add up in another order, so results differ in their last bits. Deterministic runs
-share nothing.
-
-Imports torch only where it is used: settings are unpickled before torch may be imported.
+More threads may add up in another order, so deterministic runs share nothing. Settings are
+unpickled before torch may be imported.
 """
 
 import contextlib
@@ -39,8 +36,7 @@ class CoreSharing:
     board: IdleBoard
     worker: int  # its own number on the board
     shared: Mapping[int, tuple[int, ...]]
-    """Other workers (their numbers) whose cores this worker, and no other, may use while they are
-    idle. They have as many threads as this one. No cores: the owner is not pinned."""
+    """Other workers' cores that it alone may use while they are idle; none: not pinned."""
 
 
 class WorkerCores:
@@ -53,8 +49,7 @@ class WorkerCores:
         self._cores = cores
         self._sharing = sharing
         self._in_use: list[int] = []  # workers
-        # A thread keeps the affinity of the thread that started it, and outlives the use of shared
-        # cores. So it may run on all shared cores: the system finds one that is idle.
+        # A thread keeps the affinity with which it was started, so it may run on all shared cores.
         shared = {} if sharing is None else sharing.shared
         self._all_cores = {*cores, *chain(*shared.values())}
 

@@ -4,8 +4,7 @@
                                                               ▲                   ├► engine.end
                                                               └───────────────────┘
 
-Groups are started as others end, so that few environments exist at a time. Episodes that wait for
-theirs keep their place in the engine, and others are generated.
+Groups are started as others end, so that few environments exist at a time.
 
 In deterministic runs answers are handed over at barriers: when no sequence can be continued and no
 call is pending, all answers are, in a fixed order. So what a step computes does not depend on how
@@ -88,8 +87,8 @@ class Episodes:
         self._queue.append((key, prompt, num_generations))
 
     def advance(self) -> list[FinishedGroup]:
-        """Start groups, send turns to their environments, and hand answers to the engine. Return
-        the groups that have failed before they were generated."""
+        """Start groups, exchange turns and answers; return groups that have failed at their
+        start."""
         for turn in self._engine.take_turns():
             self._send(turn)
         self.pool.poll()
@@ -106,8 +105,6 @@ class Episodes:
         futures = [future for group in self._groups.values() for future in group.resets]
         futures += [f for group in self._groups.values() for _, f in group.pending.values()]
         return not all(future.done() for future in futures)
-
-    # -- start ------------------------------------------------------------------------------------
 
     def _start(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         name = name_of(prompt, self._interfaces)
@@ -137,19 +134,13 @@ class Episodes:
             completions = [Completion(end, zero, "stop", nothing) for _ in resets]
             self._failed.append((request, completions))
             return
-        first_tokens = [each[num_common:] for each in ids]
-        for episode, tokens in zip(group.episodes, first_tokens, strict=True):
+        own = [each[num_common:] for each in ids]
+        for episode, tokens in zip(group.episodes, own, strict=True):
             episode.num_read = len(tokens)
-        group.prompt_ids = ids[0]
-        has_own = any(first_tokens)
+        group.prompt_ids, common = ids[0], ids[0][:num_common]
+        first_tokens = own if any(own) else None
         self._engine.submit(
-            GroupRequest(
-                key,
-                ids[0][:num_common],
-                len(ids),
-                has_turns=True,
-                first_tokens=first_tokens if has_own else None,
-            )
+            GroupRequest(key, common, len(ids), has_turns=True, first_tokens=first_tokens)
         )
 
     def _check_lengths(self, longest: int, num_common: int) -> None:
@@ -167,8 +158,6 @@ class Episodes:
                 f"(rollout.max_completion_length), got {longest - num_common}"
             )
 
-    # -- turns ------------------------------------------------------------------------------------
-
     def _send(self, turn: Turn) -> None:
         """Read a turn and send its calls to the environment, or end the episode."""
         group = self._groups[turn.key]
@@ -177,12 +166,9 @@ class Episodes:
         calls = self._read(group, episode, turn.token_ids.tolist())
         if group.error:
             self._end(turn, episode, "error")
-        elif interface.is_game:
-            text = episode.messages[-1]["content"]
-            future = self.pool.act(turn.key, turn.sample_index, text)
-            group.pending[turn.sample_index] = turn, future
-        elif calls:
-            future = self.pool.act(turn.key, turn.sample_index, calls)
+        elif interface.is_game or calls:
+            action = episode.messages[-1]["content"] if interface.is_game else calls
+            future = self.pool.act(turn.key, turn.sample_index, action)
             group.pending[turn.sample_index] = turn, future
         else:
             self._end(turn, episode, "answer")
@@ -192,10 +178,9 @@ class Episodes:
         conversations = self._conversations[group.environment]
         text, calls = conversations.read_turn(token_ids, group.prompt_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if read := [call for call in calls if isinstance(call, ToolCall)]:
-            message["tool_calls"] = [
-                {"type": "function", "function": call._asdict()} for call in read
-            ]
+        read = [call._asdict() for call in calls if isinstance(call, ToolCall)]
+        if read:
+            message["tool_calls"] = [{"type": "function", "function": call} for call in read]
         episode.messages.append(message)
         episode.num_turns += 1
         episode.num_read += len(token_ids)
@@ -254,8 +239,7 @@ class Episodes:
         self._engine.end(turn, "length" if reason == "length" else "stop")
 
     def _break(self, group: _Group, error: Exception) -> None:
-        """Give a group up: its environments cannot be used any more. Raises RewardError if that is
-        to end the run (`reward.on_error`)."""
+        """Give a group up; raise RewardError if that is to end the run (`reward.on_error`)."""
         is_slow = isinstance(error, TimeoutError) and not self._config.runtime.deterministic
         is_lost = is_slow or isinstance(error, GroupLost)
         group.error = (GroupLost if is_lost else HostLost)(f"rollout.environment: {error}")
@@ -263,13 +247,8 @@ class Episodes:
             prompt = f"{group.prompt.content!r:.200}"
             raise RewardError(f"{group.error}\nfor the prompt {prompt}")
 
-    # -- end --------------------------------------------------------------------------------------
-
-    def finish(
-        self, key: Key, completions: Sequence[Completion]
-    ) -> tuple[Messages, list[Messages]]:
-        """Return the prompt, and the messages of each episode after it, also of turns that were cut
-        off."""
+    def finish(self, key: Key, completions: list[Completion]) -> tuple[Messages, list[Messages]]:
+        """Return the prompt, and the messages of each episode after it."""
         own = self._groups[key]
         self._num_open -= 1
         for episode, completion in zip(own.episodes, completions, strict=True):
@@ -279,8 +258,7 @@ class Episodes:
         return own.episodes[0].prompt, [episode.messages for episode in own.episodes]
 
     def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Any]] | None:
-        """Score a group by the reward functions that need environments; return their numbers and
-        their future result. If the group is broken, no function can score it."""
+        """Score a group by the functions that need environments; if it is broken, none can."""
         if error := self._groups[key].error:
             future: Future[Any] = Future()
             future.set_exception(error)
@@ -317,8 +295,7 @@ def with_observation(content: str | Messages, observation: str | None) -> Messag
 
 
 def common_length(sequences: Sequence[list[int]]) -> int:
-    """Return the length of the longest common prefix. Behind it every sequence has a token, unless
-    all are equal."""
+    """Length of the longest common prefix that leaves each a token, unless all are equal."""
     first, last = min(sequences), max(sequences)
     if first == last:
         return len(first)

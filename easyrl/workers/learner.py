@@ -2,15 +2,12 @@
 
     begin_iteration ─► accumulate, accumulate, … ─► step ─► accumulate, … ─► step ─► metrics
 
-Knows no ring, no controller and no clock: an update's gradient is a function of its micro-batches
-alone. Every train rank has a learner. All of them make the same calls, each with its own
-micro-batches, and get the same gradient, norm, decision to step and metrics.
+An update's gradient is a function of its micro-batches alone. Every train rank has a learner. All
+make the same calls, each with its own micro-batches, and get the same gradient, norm and metrics.
 """
 
 import math
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +16,7 @@ from torch.distributed import ReduceOp
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, load_loss
 from easyrl.config import Config, ConfigError
+from easyrl.config.train import TrainConfig
 from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
@@ -32,9 +30,7 @@ MEANS = {
     "clip_ratio/low_mean": "clipped_low",
     "clip_ratio/high_mean": "clipped_high",
     "sampling/sampling_logp_difference/mean": "logp_difference",
-}
-KL_MEANS = {"kl": "kl"}
-CORRECTION_MEANS = {
+    "kl": "kl",
     "sampling/importance_sampling_ratio/mean": "importance_sampling_ratio",
     "sampling/importance_sampling_ratio/capped": "importance_sampling_capped",
 }
@@ -45,43 +41,26 @@ class Learner:
     """A policy, its optimizer, and the gradient of the current update."""
 
     def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
-        """The current policy becomes the reference if `algorithm.beta` needs one. The policy is
-        sharded over `ranks`."""
+        """The policy is sharded over `ranks`, and becomes the reference if there is one."""
         self.policy = policy
         self.ranks = ranks or TrainRanks()
         self.ranks.keeps_gathered = config.train.reshard is False and self.ranks.mesh is not None
-        self.policy_version = 0
-        """Number of optimizer updates, dropped ones included."""
+        self.policy_version = 0  # number of optimizer updates, dropped ones included
         self.config = config
-        train, algorithm = config.train, config.algorithm
-        if train.compile:
+        if config.train.compile:
             policy.compile()
-        if train.activation_checkpointing:
+        if config.train.activation_checkpointing:
             policy.checkpoint_activations()
-        self._tri_model = TriModel(
-            policy,
-            temperature=config.rollout.temperature,
-            has_old=train.updates_per_iteration > 1,
-            has_reference=algorithm.beta > 0.0,
-            offload=train.offload,
-            entropy_gradient=algorithm.entropy_coef > 0.0,
-            ranks=self.ranks,
-            dtype=getattr(torch, config.model.dtype),
-        )
+        self.tri_model = TriModel(policy, config, self.ranks)
         self._parameters = policy.trained_parameters()
         self.optimizer = torch.optim.AdamW(
             self._parameters, config.learning_rate, ADAM_BETAS, weight_decay=0.0, fused=True
         )
         self._functions = load_loss(config)
-        self._means = dict(MEANS)
-        if algorithm.beta > 0.0:
-            self._means |= KL_MEANS
-        if config.importance_sampling_correction != "none":
-            self._means |= CORRECTION_MEANS
-        if (returned := self._functions.own_metrics) is not None:
-            own = {f"loss/{name}": name for name in returned if name not in self._means.values()}
-            known = {*returned, "logp_difference"}
-            self._means = {mean: name for mean, name in self._means.items() if name in known} | own
+        summed = {*self._functions.metrics, "logp_difference"}
+        self._means = {mean: name for mean, name in MEANS.items() if name in summed}
+        own = sorted(summed - {"tokens", *MEANS.values()})
+        self._means |= {f"loss/{name}": name for name in own}
         self._zero_gradients()
         self.begin_iteration(0)
 
@@ -97,28 +76,18 @@ class Learner:
         read_tensors(checkpoint, self.policy.model, self.optimizer, group)
         self.policy_version = policy_version
 
-    @property
-    def has_old(self) -> bool:
-        """Whether the policy before the iteration's first update is kept."""
-        return self._tri_model.old is not None
-
-    def old_policy(self) -> AbstractContextManager[None]:
-        """Put the old policy's weights in place of the policy's (`has_old`)."""
-        assert self._tri_model.old is not None
-        return self._tri_model.old.in_place()
-
     def begin_iteration(self, iteration: int) -> None:
         """Keep the current policy as the old policy of this iteration's updates."""
         self._iteration = iteration
-        self._tri_model.keep_old()
+        if self.tri_model.old is not None:
+            self.tri_model.old.copy_from_policy()
         self._sums = {name: self._zero() for name in ("tokens", *self._means.values())}
         self._largest_difference = self._zero()
         self._updates: list[dict[str, float]] = []
         self._loss = self._zero()
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Run forward and backward of one micro-batch. Raises ConfigError if a layer cannot be
-        compiled."""
+        """Run forward and backward. Raises ConfigError if a layer cannot be compiled."""
         try:
             inputs = self._loss_inputs(batch)
             outputs = self._functions.policy_loss(inputs, self.config)
@@ -142,7 +111,7 @@ class Learner:
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
         """Move a micro-batch to the device and compute the log-probabilities that are needed."""
-        logprobs, entropy, old_logprobs, ref_logprobs = self._tri_model.logprobs(
+        logprobs, entropy, old_logprobs, ref_logprobs = self.tri_model.logprobs(
             batch, policy_is_old=not self._updates
         )
         names = "rollout_logprobs", "advantages", "loss_mask", "completion_of_token"
@@ -157,12 +126,9 @@ class Learner:
         )
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
-        """Step the optimizer with the accumulated gradient over the update's `loss_denominator`.
-
-        A gradient or loss that is not finite is dropped and counted.
-        """
+        """Step the optimizer with the gradient; drop and count one that is not finite."""
         train = self.config.train
-        self._tri_model.finish_gradients(EMPTY)
+        self.tri_model.finish_gradients(EMPTY)
         denominator = self._functions.loss_denominator(
             self.config, num_completions=num_completions, num_tokens=num_tokens
         )
@@ -171,12 +137,7 @@ class Learner:
         square, loss = self.ranks.reduce([own_norm * own_norm, float(self._loss)])
         norm, loss = math.sqrt(square) / denominator, loss / denominator
         is_finite = math.isfinite(norm) and math.isfinite(loss)
-        learning_rate = self.config.learning_rate * learning_rate_factor(
-            self._iteration,
-            num_iterations=train.iterations,
-            warmup_iterations=train.warmup_iterations,
-            kind=train.lr_scheduler_type,
-        )
+        learning_rate = self.config.learning_rate * learning_rate_factor(self._iteration, train)
         if is_finite:
             # Normalise and clip in one pass; the factor is that of torch's clip_grad_norm_.
             factor = min(1.0, train.max_grad_norm / (norm + 1e-6)) / denominator
@@ -189,28 +150,18 @@ class Learner:
         devices.synchronize(self.policy.device)
         self.policy_version += 1
         self._loss = self._zero()
-        self._updates.append(
-            {
-                "loss": loss,
-                "grad_norm": norm,
-                "learning_rate": learning_rate,
-                "num_updates_not_finite": 0.0 if is_finite else 1.0,
-            }
-        )
+        update = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+        self._updates.append(update | {"num_updates_not_finite": float(not is_finite)})
 
     def metrics(self) -> dict[str, float]:
         """Return the iteration's metrics under TRL's names: means over its tokens or its updates.
-
-        Rollouts without a gradient are not computed and not included. If there are no others, the
-        means are NaN.
-        """
+        Rollouts without a gradient are not included; if there are no others, the means are NaN."""
         totals = self.ranks.reduce([float(total) for total in self._sums.values()])
         sums = dict(zip(self._sums, totals, strict=True))
-        (largest_difference,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
+        (largest,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
         tokens = sums["tokens"] or math.nan
         metrics = {name: sums[total] / tokens for name, total in self._means.items()}
-        largest_difference = largest_difference if tokens > 0 else math.nan
-        metrics["sampling/sampling_logp_difference/max"] = largest_difference
+        metrics["sampling/sampling_logp_difference/max"] = largest if tokens > 0 else math.nan
         for name in self._updates[0]:
             values = [update[name] for update in self._updates]
             metrics[name] = sum(values) / (1 if name.startswith("num_") else len(values))
@@ -228,23 +179,16 @@ class Learner:
                 own_part(parameter.grad).zero_()
 
 
-def learning_rate_factor(
-    iteration: int,
-    *,
-    num_iterations: int,
-    warmup_iterations: int,
-    kind: Literal["constant", "linear", "cosine"],
-) -> float:
-    """Return the factor of the peak learning rate in `iteration` (from 0).
-
-    Warm-up rises linearly and reaches 1 in iteration `warmup_iterations`. `linear` and `cosine`
-    then fall to 0, which they would reach just after the last iteration.
-    """
-    if iteration < warmup_iterations:
-        return (iteration + 1) / (warmup_iterations + 1)
-    progress = (iteration - warmup_iterations) / max(1, num_iterations - warmup_iterations)
-    if kind == "constant":
+def learning_rate_factor(iteration: int, train: TrainConfig) -> float:
+    """Return the factor of the peak learning rate in `iteration` (from 0). Warm-up rises linearly
+    to 1 in iteration `warmup_iterations`; `linear` and `cosine` then fall to 0 just after the
+    end."""
+    warmup = train.warmup_iterations
+    if iteration < warmup:
+        return (iteration + 1) / (warmup + 1)
+    progress = (iteration - warmup) / max(1, train.iterations - warmup)
+    if train.lr_scheduler_type == "constant":
         return 1.0
-    if kind == "linear":
+    if train.lr_scheduler_type == "linear":
         return 1.0 - progress
     return 0.5 * (1.0 + math.cos(math.pi * progress))

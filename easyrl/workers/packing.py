@@ -3,18 +3,17 @@
     RolloutGroup, … ──► [prompt | completion | completion …][prompt | completion …] ──► MicroBatch
 
 The unit of packing is one rollout: a group larger than the budget is split, and its prompt is
-repeated in each part. Where prompts are not shared (`model.attention`), every rollout has its own
-and the row consists of whole sequences. Which rollouts share a micro-batch is a function of their
-order and lengths alone (docs/design.md, Invariants).
+repeated in each part. Where prompts are not shared (`model.attention`), the row consists of whole
+sequences. Which rollouts share a micro-batch is a function of their order and lengths alone
+(docs/design.md, Invariants).
 
 Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
 R of a completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -32,26 +31,18 @@ class Rollout:
     loss_mask: Bool  # [R]
     advantage: float
 
-    def num_tokens_behind(self, previous: Rollout | None, *, shares_prompts: bool = True) -> int:
-        """Tokens that this rollout adds to a row that ends with `previous`: its completion, and its
-        prompt unless that is shared with `previous`."""
+    def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
+        """Tokens that this rollout adds to a row that ends with `previous`."""
         has_prompt = previous is not None and previous.prompt_index == self.prompt_index
         is_shared = has_prompt and shares_prompts
         return len(self.completion_ids) + (0 if is_shared else len(self.prompt_ids))
 
 
 def split_group(
-    group: RolloutGroup,
-    *,
-    mask_truncated: bool = False,
-    keep_zero_advantages: bool = False,
+    group: RolloutGroup, *, mask_truncated: bool = False, keep_zero_advantages: bool = False
 ) -> list[Rollout]:
-    """Split a group into its rollouts that carry a gradient.
-
-    A rollout without one is left out: all its tokens are masked (with `mask_truncated`, those of a
-    truncated completion are), or its advantage is 0 and there is neither a KL term nor an entropy
-    bonus (`keep_zero_advantages`).
-    """
+    """Split a group into its rollouts that carry a gradient: not all tokens are masked, and the
+    advantage is not 0 or there is a KL term or an entropy bonus (`keep_zero_advantages`)."""
     mask = group.trained_mask(mask_truncated=mask_truncated)
     return [
         Rollout(
@@ -68,11 +59,7 @@ def split_group(
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Pack rollouts one after another into a row.
-
-    With `shares_prompts`, consecutive rollouts of one prompt share it; otherwise each rollout is a
-    whole sequence.
-    """
+    """Pack rollouts into a row. Consecutive rollouts of one prompt share it (`shares_prompts`)."""
     groups: list[tuple[int, list[int]]] = []
     ids: list[Int32] = []
     positions: list[np.ndarray] = []
@@ -111,5 +98,4 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
 
 _ID = np.zeros(1, np.int32)
 EMPTY = pack([Rollout(-1, _ID, _ID, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)])
-"""Micro-batch of a rank without a rollout. Its one completion token is masked: the loss and its
-gradient are 0, and no metric counts it."""
+"""Micro-batch of a rank without a rollout: one masked token, so loss and gradient are 0."""

@@ -5,10 +5,8 @@
     train worker ──weights─────┘                          ▼
                                     ring ◄── group ◄── advantages
 
-With environments (`episodes`) they act between two turns of a completion.
-
-The loop alternates between one engine step and everything else. While the engine has work, the
-worker waits only for a free slot in the ring (back-pressure).
+With environments (`episodes`) they act between two turns of a completion. The loop alternates
+between one engine step and everything else.
 """
 
 import time
@@ -53,8 +51,7 @@ from easyrl.workers.timeline import Timeline
 
 TRAIN, EVALUATE = 0, 1
 Key = tuple[int, int, int]
-"""(TRAIN, iteration, prompt index) or (EVALUATE, evaluation_round, prompt index). Identifies a
-group and seeds the sampling of its sequences."""
+"""(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): it seeds sampling."""
 
 
 @dataclass(slots=True)
@@ -119,8 +116,16 @@ class RolloutWorker:
         """Groups for the ring, with their reports if these have not been sent."""
 
     def _load(self) -> tuple[Any, Engine]:
-        model, sampling = self.config.model, sampling_settings(self.config, self.sampling)
-        tokenizer = tokenizer_of(self.config)
+        model, tokenizer = self.config.model, tokenizer_of(self.config)
+        sampling = SamplingSettings(
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_completion_length=self.sampling.max_completion_length,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+            stop=self.config.rollout.stop,
+            seed=self.config.runtime.seed,
+        )
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
         policy = Policy.load(
@@ -364,8 +369,7 @@ class RolloutWorker:
 
         A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
         rewards are all equal: the controller replaces it by another prompt. In the last round such
-        a group is delivered like all others. Its advantages are exactly 0, so without a KL term or
-        entropy bonus it has no gradient, but its completions count in the loss's denominator.
+        a group is delivered like all others: its completions count in the loss's denominator.
         """
         algorithm, completions = self.config.algorithm, own.completions
         is_skipped = not scored.scores
@@ -432,11 +436,8 @@ class RolloutWorker:
             self._outbox.append((group, report))
 
     def _publish(self) -> None:
-        """Put finished groups into the ring while it has free slots.
-
-        Each is reported just before: if this worker dies, the controller asks the ring which of the
-        reported groups were delivered, and knows all that were.
-        """
+        """Put finished groups into the ring while it has free slots. Each is reported before: if
+        this worker dies, the controller knows all groups that the ring may have."""
         while self._outbox:
             assert self.port is not None
             group, report = self._outbox[0]
@@ -453,25 +454,8 @@ class RolloutWorker:
 
 def checksum(completions: Sequence[Completion]) -> int:
     """Return the CRC-32 of a group's token ids and log-probabilities."""
-    value = 0
-    for completion in completions:
-        for array in (completion.token_ids, completion.logprobs):
-            value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)
-    return value
-
-
-def sampling_settings(config: Config, sampling: SamplingChoice | None = None) -> SamplingSettings:
-    """Return the engine's settings; `sampling` overrides the training's."""
-    sampling = sampling or SamplingChoice.of_training(config.rollout)
-    return SamplingSettings(
-        max_prompt_length=config.data.max_prompt_length,
-        max_completion_length=sampling.max_completion_length,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        stop=tuple(config.rollout.stop),
-        seed=config.runtime.seed,
-    )
+    arrays = (array for each in completions for array in (each.token_ids, each.logprobs))
+    return zlib.crc32(b"".join(array.tobytes() for array in arrays))
 
 
 def _as_text(content: str | Messages) -> str:

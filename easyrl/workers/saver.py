@@ -13,14 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from easyrl.events import CheckpointSaved, SaveCheckpoint
+from easyrl.model import checkpoint_files
 from easyrl.model.checkpoint import write_tensors
-from easyrl.model.checkpoint_files import (
-    discard_unfinished,
-    keep_newest,
-    name_best,
-    publish,
-    unfinished_name,
-)
 from easyrl.model.sharding import TrainRanks
 
 
@@ -28,19 +22,14 @@ class CheckpointSaver:
     def __init__(
         self, send: Callable[[CheckpointSaved], None], *, keep: int, ranks: TrainRanks
     ) -> None:
-        """`send` is called from the thread; the newest `keep` checkpoints are kept. All ranks save
-        the same checkpoints; rank 0 publishes the folder."""
+        """`send` is called from the thread. All ranks save; rank 0 publishes, and keeps `keep`."""
         self._send = send
         self._keep = keep
         self._ranks = ranks
         self._thread: threading.Thread | None = None
 
     def save(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
-        """Start writing `tensors`, which must not change any more.
-
-        Does not wait for a disk: the controller requests a checkpoint only after rank 0 has
-        reported the one before it.
-        """
+        """Start writing `tensors`, which must not change any more."""
         if self._thread is not None:
             self._thread.join()  # rank 0 reports at the end of its thread, after the others wrote
         self._thread = threading.Thread(target=self._write, args=(command, tensors), daemon=True)
@@ -51,16 +40,18 @@ class CheckpointSaver:
         began = time.monotonic()
         error = ""
         try:
-            write_tensors(unfinished_name(path), tensors, self._ranks.group_for_files)
+            write_tensors(
+                checkpoint_files.unfinished_name(path), tensors, self._ranks.group_for_files
+            )
             if self._ranks.rank == 0:
-                publish(path, command.state)
+                checkpoint_files.publish(path, command.state)
                 if command.best_version is not None:
-                    name_best(path.parent, command.best_version)
-                keep_newest(path.parent, self._keep)
+                    checkpoint_files.name_best(path.parent, command.best_version)
+                checkpoint_files.keep_newest(path.parent, self._keep)
         except BaseException as cause:  # torch's own CheckpointException is no Exception
             error = _reason(cause)
             if self._ranks.rank == 0:
-                discard_unfinished(path.parent)  # free the disk for the next one
+                checkpoint_files.discard_unfinished(path.parent)  # free the disk for the next one
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._send(CheckpointSaved(command.policy_version, time.monotonic() - began, size, error))
 

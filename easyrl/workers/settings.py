@@ -29,10 +29,8 @@ class WorkerSettings:
     store: str  # over which process groups are made (`devices.open_store`)
     log_file: str | None  # for the worker's output; None: the terminal
     device_indices: tuple[int, ...] = ()  # the user's numbers of its accelerators
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the worker's process (`launch.with_environment`)."""
-    memory_fraction: float | None = None
-    """This worker's part of the memory of a device that both roles use; None: it has its own."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of its process
+    memory_fraction: float | None = None  # of a device that both roles use; None: it has its own
     cores: tuple[int, ...] = ()  # CPU cores that the worker is pinned to; empty: it is not
     core_sharing: CoreSharing | None = None  # None: every worker keeps its own cores
     rank: int = 0  # of a train worker
@@ -43,8 +41,7 @@ class WorkerSettings:
     pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
-    sources: Mapping[str, str] | None = None
-    """The user's files of rewards and loss, as they were when the run started."""
+    sources: Mapping[str, str] | None = None  # the user's files, as they were at the run's start
     address: str = LOOPBACK  # of this machine: process groups listen there
     listener: socket | None = None  # where this worker serves `store`; None: it does not
     clock_offset_seconds: float = 0.0  # of the controller's machine's clock to this one's

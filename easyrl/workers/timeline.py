@@ -1,9 +1,8 @@
 """Timeline of a worker's activities, reported to the controller a few times a second.
 
 Adjacent spans of one kind are merged, so that thousands of engine steps become a few messages. A
-span is reported at its end; if it may last long (waits, weight exchanges, work whose last span was
-long), also at its begin, so that observers know what a quiet worker does. Training does not depend
-on the reports; the controller ends or replaces workers that report no work for
+span is reported at its end; if it may last long, also at its begin, so that observers know what a
+quiet worker does. The controller ends or replaces workers that report no work for
 `runtime.stall_seconds`.
 """
 
@@ -36,14 +35,13 @@ class Timeline:
         started = time.monotonic()
         is_long = self._seconds.get(kind, REPORT_SECONDS) >= REPORT_SECONDS
         if is_long or self._shown not in (None, kind):  # otherwise a hang would look like a wait
-            self.report(UnderWay(kind, started))
+            self.report(UnderWay(kind, started + self._offset))
         return started
 
     def add(self, kind: SpanKind, started: float, **counts: int) -> float:
-        """End a span that began at `started`; return its length in seconds. `counts`: fields of
-        Activity, such as `num_tokens`."""
+        """End a span; return its length in seconds. `counts`: fields of Activity."""
         ended = time.monotonic()
-        self._note(kind, started, ended)
+        self._note(kind, started + self._offset, ended + self._offset)
         self._seconds[kind] = ended - started
         self._counts.update(counts)
         if ended - self._reported >= REPORT_SECONDS:
@@ -70,7 +68,7 @@ class Timeline:
         """Make the block a span; until it ends it is shown as `shown_as`, unless `is_short`."""
         started = time.monotonic()
         if not is_short:
-            self.report(UnderWay(shown_as or kind, started))
+            self.report(UnderWay(shown_as or kind, started + self._offset))
         try:
             yield
         finally:
@@ -81,12 +79,8 @@ class Timeline:
         if self._spans or under_way is not None:
             for kind, index in self._newest.items():
                 self._past[kind] = self._spans[index].ended
-            offset = self._offset
-            spans = tuple(Span(s.kind, s.started + offset, s.ended + offset) for s in self._spans)
-            if under_way is not None:
-                under_way = UnderWay(under_way.kind, under_way.started + offset)
             counts = {"num_groups": 0, **self._counts}
-            self._send(Activity(spans, under_way=under_way, **counts))
+            self._send(Activity(tuple(self._spans), under_way=under_way, **counts))
             self._shown = under_way.kind if under_way is not None else None
         self._spans, self._newest, self._counts = [], {}, Counter()
         self._reported = time.monotonic()

@@ -10,9 +10,8 @@ controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learne
 
 There is one train worker per train device. Rank 0 takes the commands (except `Stop`), reads the
 ring, broadcasts weights and publishes files. It sends the other ranks each command and their share
-of the rollouts. They wait on pipes, not on the ranks' process group: a wait for the next group may
-be long, and `Stop` must get through. If a rank dies, the others' pipes raise EOFError or
-ConnectionError; then they end, and the supervisor reports the one that died.
+of the rollouts over pipes: a wait for the next group may be long, and `Stop` must get through. If a
+rank dies, the others' pipes raise EOFError or ConnectionError, and they end.
 """
 
 import threading
@@ -87,8 +86,7 @@ class TrainWorker:
         if settings.num_train_ranks > 1:
             self.control.send(events.Starting("waiting for the other train workers"))
         else:
-            # A single rank needs sharding only with bfloat16 or an offloaded optimizer: weights are
-            # then gathered layer by layer.
+            # A single rank is sharded only to gather weights layer by layer.
             is_offloaded = "optimizer" in self.config.train.offload and self.device.type != "cpu"
             if self.config.model.dtype == "float32" and not is_offloaded:
                 return TrainRanks()
@@ -133,14 +131,12 @@ class TrainWorker:
             with self.ranks.naming_failures():
                 self._obey(command)
 
-    def _next_command(self) -> events.Command:
+    def _next_command(self) -> Any:
         if not self.is_first_rank:
-            command: events.Command = self._receive()
-            return command
+            return self._receive()
         with self.cores.idle():
             command = self._take_command()
-        of_rank0 = events.CancelExchange | events.SendWeights | events.Stop
-        if not isinstance(command, of_rank0):
+        if not isinstance(command, events.CancelExchange | events.SendWeights | events.Stop):
             self._dispatch(command)
         return command
 
@@ -150,8 +146,7 @@ class TrainWorker:
             pipe.send(message)
 
     def _receive(self) -> Any:
-        """Wait for the next message of rank 0, or of the controller, which sends `Stop` to every
-        rank."""
+        """Wait for the next message of rank 0, or the controller's `Stop`."""
         sources = [*self.settings.pipes, self.control]
         ready = wait(sources, timeout=0.0)
         if not ready:
@@ -159,11 +154,8 @@ class TrainWorker:
                 ready = wait(sources)
         return (self.control if self.control in ready else self.settings.pipes[0]).recv()
 
-    def _take_command(self) -> events.Command:
-        if self._deferred:
-            return self._deferred.popleft()
-        command: events.Command = self.control.recv()
-        return command
+    def _take_command(self) -> Any:
+        return self._deferred.popleft() if self._deferred else self.control.recv()
 
     def _obey(self, command: events.Command) -> None:
         match command:
@@ -221,14 +213,12 @@ class TrainWorker:
         """Return whether the weight exchange that is going on has been cancelled."""
         while self.control.poll():
             self._deferred.append(self.control.recv())
-        ends = events.CancelExchange | events.Stop
-        return any(isinstance(command, ends) for command in self._deferred)
+        return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
 
     def _exchange_weights(self, version: int) -> None:
         assert version == self.learner.policy_version
         self._close_temporary_channel()
-        # Receivers keep the other weights from the channel's first exchange. vLLM fuses weights,
-        # and needs all parts of a fused one.
+        # Receivers keep the other weights. vLLM fuses weights, and needs all parts of one.
         only_trained = self.has_exchanged and self.settings.engine == "embedded"
         with self.timeline.measure("weights"):
             error = self._broadcast(self.channel, version, only_trained=only_trained)
@@ -241,8 +231,8 @@ class TrainWorker:
     def _broadcast(
         self, channel: WeightChannel | None, version: int, *, only_trained: bool = False
     ) -> str:
-        """Rank 0 sends the weights; the other ranks gather the same ones, in the same order. Return
-        the error if the channel fails."""
+        """Send the weights, or gather the same ones on other ranks; return a failed channel's
+        error."""
         policy, merge = self.learner.policy, self.settings.engine == "vllm"
         weights = policy.weights(only_trained=only_trained, merge=merge)
         # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.
@@ -255,18 +245,18 @@ class TrainWorker:
             return ""
         for weight in weights:
             gathered(weight.materialize(), dtype or weight.reference.dtype)
-            # Otherwise a device queues all gathers, and the last times out while rank 0 waits for
-            # engines.
+            # Else a device queues all gathers, and the last times out while rank 0 waits.
             devices.synchronize(self.device)
         return ""
 
     def _send_weights(self, command: events.SendWeights) -> None:
         """Send the iteration's policy, which is the old one after the first of several updates."""
-        version, learner = command.policy_version, self.learner
-        is_old = version != learner.policy_version
-        if is_old and (version != self._iteration_version or not learner.has_old):
-            self._report(events.WeightsExchanged(version, "the iteration is over"))
-            return
+        version, old = command.policy_version, None
+        if version != self.learner.policy_version:
+            old = self.learner.tri_model.old
+            if version != self._iteration_version or old is None:
+                self._report(events.WeightsExchanged(version, "the iteration is over"))
+                return
         self._close_temporary_channel()
         self.ranks.drop_gathered()
         with self.timeline.measure("weights"):
@@ -274,7 +264,7 @@ class TrainWorker:
             if not error:
                 if self.is_first_rank:  # now, since the others' waits for it have a bound
                     self._dispatch(command)
-                with learner.old_policy() if is_old else nullcontext():
+                with nullcontext() if old is None else old.in_place():
                     error = self._broadcast(channel, version)
         self._temporary_channel = channel
         self._report(events.WeightsExchanged(version, error))
@@ -345,17 +335,11 @@ class TrainWorker:
 
     def _dispatched(self, reader: GroupReader) -> Iterator[MicroBatch | UpdateEnd]:
         """Rank 0: send each other rank its shares; yield the own micro-batches and ends of updates.
-
-        Commands are obeyed while no rank has begun the next micro-step or the optimizer's step, so
-        that no rank waits for another one in vain.
-        """
-        shares_prompts, num_ranks = (
-            self.learner.policy.shares_prompts,
-            self.settings.num_train_ranks,
-        )
-        for step in micro_steps(
-            self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts
-        ):
+        Commands are obeyed while no rank has begun the next micro-step or the optimizer's step."""
+        num_ranks = self.settings.num_train_ranks
+        shares_prompts = self.learner.policy.shares_prompts
+        steps = micro_steps(self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts)
+        for step in steps:
             self._check_commands()
             if isinstance(step, UpdateEnd):
                 self._dispatch(step)

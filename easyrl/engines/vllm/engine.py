@@ -5,10 +5,10 @@
               in the prefix cache
     receive_weights ─► every tensor-parallel rank, over the weight channel (`worker`)
 
-vLLM works in processes of its own, also between two calls of `step`; its client needs an event
-loop, which runs in a thread. Which sequences share a forward pass depends on when requests arrive,
-so results may differ between runs. With `is_deterministic` requests are handed over all at once,
-while vLLM is idle and paused, and each has a seed (some devices sample such rows one by one).
+vLLM works in processes of its own; its client needs an event loop, which runs in a thread. Which
+sequences share a forward pass depends on when requests arrive, so results may differ between runs.
+With `is_deterministic` requests are handed over all at once, while vLLM is idle and paused, and
+each has a seed (some devices sample such rows one by one).
 
 Log-probabilities are those of the whole distribution at the sampling temperature, which is what is
 trained. vLLM reports them at temperature 1, or after all changes to the distribution. So with top-k
@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -58,7 +58,7 @@ from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_a
 from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import maybe_sleep
-from easyrl.types import Bool, Completion, Float32, Int32
+from easyrl.types import Completion
 
 STEP_SECONDS = 0.02
 """Longest time that `step` waits for a group: the rollout worker has other work too."""
@@ -72,8 +72,7 @@ EXTENSION = f"{WORKER}.WorkerExtension"
 COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
 """From vLLM 0.32 on each completion names the weight versions of its tokens."""
 LEAST_FRACTION = 0.01
-"""vLLM refuses to start unless its fraction of the memory is free. With a given size of the cache
-it does not use the fraction for anything else."""
+"""vLLM wants this part to be free, and does not use it if the cache's size is given."""
 USE_EMBEDDED = "use rollout.engine=embedded"
 T = TypeVar("T")
 
@@ -85,19 +84,16 @@ class _Sequence:
     request: GroupRequest
     sample_index: int
     limit: int
-    token_ids: Int32
-    logprobs: Float32
-    is_sampled: Bool
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
     num_turns: int = 0
 
-    def append(self, token_ids: Sequence[int] | Int32, logprobs: Float32 | None) -> None:
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         """Append sampled tokens or, without log-probabilities, inserted ones."""
-        new = np.array(token_ids, dtype=np.int32)
-        is_sampled = np.full(len(new), logprobs is not None)
-        values = np.zeros(len(new), dtype=np.float32) if logprobs is None else logprobs
-        self.token_ids = np.concatenate([self.token_ids, new])
-        self.logprobs = np.concatenate([self.logprobs, values])
-        self.is_sampled = np.concatenate([self.is_sampled, is_sampled])
+        self.token_ids += token_ids
+        self.logprobs += logprobs or [0.0] * len(token_ids)
+        self.is_sampled += [bool(logprobs)] * len(token_ids)
 
 
 class VllmEngine(Engine):
@@ -121,14 +117,11 @@ class VllmEngine(Engine):
         is_deterministic: bool = False,
         number: int = 0,
     ) -> None:
-        """Start vLLM's processes and load the model.
-
-        `stop_at`: a token that ends completions, besides the model's own. `memory_fraction`: part
-        of an accelerator's memory for weights and KV cache; `is_device_shared`: the trainer uses it
-        too. `log_file`: the file that this process's output goes to. `number`: engines with one
-        seed and different numbers draw different samples.
-
-        Raises ConfigError if vLLM does not support the model or has too little memory for it."""
+        """Start vLLM's processes and load the model. `stop_at`: a token that ends completions,
+        besides the model's own. `memory_fraction`: part of an accelerator's memory for weights and
+        KV cache; `is_device_shared`: the trainer uses it too. `number`: engines with one seed and
+        different numbers draw different samples. Raises ConfigError if vLLM does not support the
+        model or has too little memory for it."""
         super().__init__(sampling)
         self.policy_version = -1
         self._is_deterministic = is_deterministic
@@ -155,6 +148,8 @@ class VllmEngine(Engine):
         num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
+        cache = model, dtype, num_rows, max_tokens
+        part = memory_fraction if is_device_shared else None
         self._cleanup = Cleanup()
         try:
             arguments = AsyncEngineArgs(
@@ -169,14 +164,7 @@ class VllmEngine(Engine):
                 skip_tokenizer_init=not sampling.stop,
                 async_scheduling=False if is_deterministic else None,
                 enable_prefix_caching=True,
-                kv_cache_memory_bytes=cache_bytes(
-                    model,
-                    dtype,
-                    num_rows,
-                    max_tokens,
-                    device=device,
-                    shared_part=memory_fraction if is_device_shared else None,
-                ),
+                kv_cache_memory_bytes=cache_bytes(*cache, device=device, shared_part=part),
                 gpu_memory_utilization=LEAST_FRACTION if is_device_shared else memory_fraction,
                 tensor_parallel_size=tensor_parallel_size,
                 distributed_executor_backend=f"{WORKER}.{executor}",
@@ -234,11 +222,9 @@ class VllmEngine(Engine):
         self.num_prompt_tokens += sum(len(request.prompt_ids) for request, _ in groups)
         return groups
 
-    # -- turns ----------------------------------------------------------------------------------
-
     def _end_turn(self, sequence: _Sequence, sampled: Completion) -> None:
         self.num_completion_tokens += len(sampled.token_ids)
-        sequence.append(sampled.token_ids, sampled.logprobs)
+        sequence.append(sampled.token_ids.tolist(), sampled.logprobs.tolist())
         sequence.num_turns += 1
         if sampled.finish_reason == "length":
             self._end_sequence(sequence, "length")
@@ -250,7 +236,7 @@ class VllmEngine(Engine):
     def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
         assert 0 < len(tokens) < turn.num_left
         sequence = self._suspended.pop((turn.key, turn.sample_index))
-        sequence.append(tokens, None)
+        sequence.append(tokens)
         self._to_sample.append(sequence)
 
     def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
@@ -260,20 +246,14 @@ class VllmEngine(Engine):
         request = sequence.request
         ended = self._ended.setdefault(request.key, {})
         ended[sequence.sample_index] = Completion(
-            sequence.token_ids, sequence.logprobs, reason, sequence.is_sampled
+            np.array(sequence.token_ids, dtype=np.int32),
+            np.array(sequence.logprobs, dtype=np.float32),
+            reason,
+            np.array(sequence.is_sampled, dtype=np.bool_),
         )
         if len(ended) == request.num_generations:
             ordered = [completion for _, completion in sorted(self._ended.pop(request.key).items())]
             self._complete.append((request, ordered))
-
-    def _new_sequences(self, request: GroupRequest) -> list[_Sequence]:
-        sequences = []
-        for index, limit in enumerate(request.limits(self.sampling)):
-            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.bool_)
-            sequences.append(_Sequence(request, index, limit, *nothing))
-            if request.first_tokens:
-                sequences[-1].append(request.first_tokens[index], None)
-        return sequences
 
     async def _start_waiting(self) -> None:
         """Hand all waiting requests over to vLLM, in order."""
@@ -283,7 +263,11 @@ class VllmEngine(Engine):
             await self._reset_prefix_cache(self.policy_version)
         for request in self._waiting:
             if request.has_turns:
-                self._to_sample.extend(self._new_sequences(request))
+                limits = request.limits(self.sampling)
+                sequences = [_Sequence(request, index, limit) for index, limit in enumerate(limits)]
+                for sequence, tokens in zip(sequences, request.first_tokens or (), strict=False):
+                    sequence.append(tokens)
+                self._to_sample.extend(sequences)
                 continue
             seed = _seed_of(self.sampling.seed, request.key)
             name = "-".join(map(str, request.key))
@@ -293,7 +277,7 @@ class VllmEngine(Engine):
         for each in self._to_sample:
             key, count = (*each.request.key, each.sample_index), len(each.token_ids)
             seed = _seed_of(self.sampling.seed, (*key, count))
-            ids = [*each.request.prompt_ids, *each.token_ids.tolist()]
+            ids = [*each.request.prompt_ids, *each.token_ids]
             name = "-".join(map(str, (*key, each.num_turns)))
             await self._start(name, ids, seed, each.limit - count, each)
         self._to_sample.clear()
@@ -355,8 +339,6 @@ class VllmEngine(Engine):
         assert output.finish_reason in ("stop", "length"), output.finish_reason
         return Completion(tokens, np.array(logprobs, dtype=np.float32), output.finish_reason)
 
-    # -- weights --------------------------------------------------------------------------------
-
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
         self._generation, self._is_cancelled = endpoint.generation, is_cancelled
@@ -401,8 +383,6 @@ class VllmEngine(Engine):
         if await self._engine.reset_prefix_cache() is False:
             raise RuntimeError(f"weights {policy_version}: vLLM did not clear its prefix cache")
 
-    # -- calls into vLLM ------------------------------------------------------------------------
-
     def _call(
         self,
         coroutine: Coroutine[Any, Any, T],
@@ -410,8 +390,7 @@ class VllmEngine(Engine):
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> T:
         """Run a coroutine on vLLM's loop. `is_cancelled` ends its waits in the weight channel.
-        Raises RuntimeError if no rank has reported progress (`worker.report_progress`) for this
-        long: vLLM cannot be used any more."""
+        Raises RuntimeError if no rank has made progress (`worker.whole_weights`) for this long."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         last, changed_at = 0, time.monotonic()
         try:
@@ -469,8 +448,7 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Make errors with the reason from vLLM's log, where alone its processes write it: the message
-    of the last exception."""
+    """Make errors with the reason from vLLM's log: the message of the last exception."""
 
     def __init__(self, file: str | None) -> None:
         self._file = Path(file or os.devnull)

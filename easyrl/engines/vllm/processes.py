@@ -1,18 +1,15 @@
 """Remove vLLM's processes and files when the rollout worker ends, however it ends.
 
-vLLM's processes connect through sockets in the file system, which remain if one of them is killed.
-A process that is starting ends with its parent only once it has imported vLLM. So a cleaner process
-waits until the rollout worker has ended, kills the remaining processes and removes the files:
+vLLM's sockets remain in the file system if one of its processes is killed, and a process that is
+starting ends with its parent only once it has imported vLLM. So a cleaner process waits until the
+rollout worker has ended, kills the remaining processes and removes the files:
 
     rollout worker ──── a pipe that only it holds ────► cleaner: this file, run as a script
 
-The cleaner has a session of its own, which a terminal does not signal, and loads only the standard
-library. A private folder identifies everything that belongs to the engine: its sockets are in it,
-and its processes were started with the folder's path in their environment. The folder's time shows
-the progress of a weight update (`worker.report_progress`); a file in it cancels one.
+A private folder identifies everything that belongs to the engine: its sockets are in it, and its
+processes were started with the folder's path in their environment. The folder's time shows the
+progress of a weight update (`worker.whole_weights`); a file in it cancels one.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os

@@ -5,8 +5,7 @@
                    ◄── checksums of each parameter ── vLLM's model
 
 vLLM imports this module by name, which registers the transfer. Every tensor-parallel rank is a
-member of the weight channel and loads its share of each weight as it arrives; besides the model it
-holds a bucket and the weights of one layer.
+member of the weight channel and loads its share of each weight as it arrives.
 
 After an update each parameter is compared with the weights that were sent for it, by the sum of the
 bits of the elements: vLLM may fuse, split or pad weights (with zeros) without changing the sum. On
@@ -84,8 +83,8 @@ class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
 @contextmanager
 def _tied_to_rollout_worker() -> Iterator[None]:
     """End with the rollout worker, ignore a terminal's signals, and create temporary files in the
-    folder that `processes.Cleanup` removes. At the end remove the names of locks, which all
-    processes have opened by then."""
+    folder that `processes.Cleanup` removes. At the end remove the names of locks, which are all
+    open."""
     die_with_parent()
     tempfile.tempdir = os.environ[FOLDER]
     for signum in (signal.SIGINT, signal.SIGHUP):  # the controller handles them
@@ -99,8 +98,7 @@ def _tied_to_rollout_worker() -> Iterator[None]:
 
 @dataclass
 class TransferInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    endpoint: dict[str, Any]
-    """`WeightEndpoint` of the first tensor-parallel rank."""
+    endpoint: dict[str, Any]  # `WeightEndpoint` of the first tensor-parallel rank
 
 
 @dataclass
@@ -233,8 +231,7 @@ class WorkerExtension:
 def whole_weights(
     pieces: Iterator[WeightPiece], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of each weight, and report progress after each piece. The values are a
-    copy: vLLM keeps them until a layer has all of its weights."""
+    """Yield name and a copy of each weight, which vLLM keeps, and report progress."""
     values = torch.empty(0)
     for piece in pieces:
         if piece.start == 0:
@@ -244,20 +241,14 @@ def whole_weights(
         values[piece.start : end].copy_(piece.values)
         if end == len(values):
             yield piece.name, values.view(piece.shape)
-        report_progress()
-
-
-def report_progress() -> None:
-    """Show the rollout worker that this rank does not hang: change the folder's time."""
-    os.utime(os.environ[FOLDER])
+        os.utime(os.environ[FOLDER])  # shows the rollout worker that this rank does not hang
 
 
 # -- checksums ------------------------------------------------------------------------------------
 
 
 def checksum(values: Tensor) -> int:
-    """Sum the elements' bits as integers; zeros add nothing. Devices that cannot add integers
-    exactly leave it to the CPU."""
+    """Sum the elements' bits as integers, on the CPU where devices cannot add them exactly."""
     bits = values.detach().contiguous().view(_INTEGER_TYPES[values.dtype.itemsize]).view(-1)
     chunks = torch.split(bits, CHUNK_ELEMENTS)
     on_device = devices.adds_integers(values.device)
