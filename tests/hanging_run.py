@@ -7,19 +7,13 @@ bucket; or it does not answer any more once all are loaded. Both count from 0. S
 import the main script too, so that this holds in all of them, vLLM's own among them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
-from torch import Tensor
-
-from easyrl.channels.weights import WeightChannel, WeightEndpoint
-from easyrl.types import Weight, WeightPiece
+from easyrl.channels.weights import WeightChannel
+from easyrl.types import Weight
 from easyrl.workers.settings import WorkerSettings
 
 if __name__ == "__main__":
@@ -31,17 +25,17 @@ send, receive = WeightChannel.send, WeightChannel.receive
 weight_endpoint = WorkerSettings.weight_endpoint
 
 
-def hang() -> None:
+def hang():
     while True:
         time.sleep(1.0)
 
 
-def send_and_hang(self: WeightChannel, version: int, weights: Iterable[Weight], **more: Any) -> int:
+def send_and_hang(self, version, weights, **more):
     is_due = version == int(UPDATE)
     return send(self, version, _late(weights) if is_due else weights, **more)
 
 
-def _late(weights: Iterable[Weight]) -> Iterator[Weight]:
+def _late(weights):
     num_bytes = 0
     for weight in weights:
         before, num_bytes = num_bytes, num_bytes + weight.reference.nbytes
@@ -51,16 +45,16 @@ def _late(weights: Iterable[Weight]) -> Iterator[Weight]:
             yield weight
 
 
-def _never() -> Tensor:
+def _never():
     hang()
     raise AssertionError
 
 
-def small_buckets(self: WorkerSettings, *rank: int) -> WeightEndpoint:
+def small_buckets(self, *rank):
     return replace(weight_endpoint(self, *rank), bucket_bytes=BUCKET_BYTES)
 
 
-def receive_and_hang(self: WeightChannel, version: int, *more: Any) -> Iterator[WeightPiece]:
+def receive_and_hang(self, version, *more):
     num_bytes = 0
     for piece in receive(self, version, *more):
         yield piece
@@ -71,10 +65,10 @@ def receive_and_hang(self: WeightChannel, version: int, *more: Any) -> Iterator[
         hang()
 
 
-WorkerSettings.weight_endpoint = small_buckets  # type: ignore[method-assign]
-WeightChannel.receive = receive_and_hang  # type: ignore[method-assign]
+WorkerSettings.weight_endpoint = small_buckets
+WeightChannel.receive = receive_and_hang
 if WHO == "trainer":
-    WeightChannel.send = send_and_hang  # type: ignore[method-assign]
+    WeightChannel.send = send_and_hang
 
 if __name__ == "__main__":
     from easyrl.cli import main

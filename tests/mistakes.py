@@ -1,12 +1,8 @@
 """Mistakes as a user types them, and the files they are made with."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from easyrl.config import load_config, to_commented_yaml
 from easyrl.model.files import fingerprint
@@ -32,7 +28,7 @@ def text(completions, answer, **columns):
 CHAT = [{"role": "user", "content": "1+1="}]
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder):
     """Data, rewards, configs and models that the mistakes name, in `folder`."""
     texts = {
         "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
@@ -58,7 +54,7 @@ def write_files(folder: Path) -> None:
     locks.append(lock_folder(folder / "run_in_use"))
 
 
-def make_run(folder: Path, states: dict[int, Any]) -> None:
+def make_run(folder, states):
     """A run folder with checkpoints of these policy versions: of each what is special in its state,
     or the text of its state.json."""
     (folder / "checkpoints").mkdir(parents=True)
@@ -79,9 +75,9 @@ def make_run(folder: Path, states: dict[int, Any]) -> None:
         (folder / "checkpoints" / str(version) / "state.json").write_text(text)
 
 
-locks: list[int] = []
+locks = []
 """Locks of run folders that seem to be in use."""
-RUNS: dict[str, dict[int, Any]] = {
+RUNS = {
     "run_without": {},
     "run_broken": {10: '{"format": 1', 20: ""},
     "run_whole": {10: {}},
@@ -91,10 +87,10 @@ RUNS: dict[str, dict[int, Any]] = {
 }
 
 
-def change_json(name: str, **values: Any) -> Callable[[Path], None]:
+def change_json(name, **values):
     """Set keys in one of a model's JSON files; None takes a key away."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         content = json.loads((folder / name).read_text()) | values
         kept = {key: value for key, value in content.items() if value is not None}
         (folder / name).write_text(json.dumps(kept))
@@ -102,8 +98,8 @@ def change_json(name: str, **values: Any) -> Callable[[Path], None]:
     return change
 
 
-def remove(*patterns: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def remove(*patterns):
+    def change(folder):
         for pattern in patterns:
             for file in folder.glob(pattern):
                 file.unlink()
@@ -111,11 +107,11 @@ def remove(*patterns: str) -> Callable[[Path], None]:
     return change
 
 
-def replace(name: str, content: bytes) -> Callable[[Path], None]:
+def replace(name, content):
     return lambda folder: (folder / name).write_bytes(content) and None
 
 
-def lose_a_shard(folder: Path) -> None:
+def lose_a_shard(folder):
     (folder / "model.safetensors").rename(folder / "1-of-2.safetensors")
     index = {"weight_map": {"a": "1-of-2.safetensors", "b": "2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -125,7 +121,7 @@ ROPE = {"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1.0], "short
 ROPE["original_max_position_embeddings"] = 512
 OWN_CODE = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
-BROKEN_MODELS: dict[str, Callable[[Path], None]] = {
+BROKEN_MODELS = {
     "no_config": remove("config.json"),
     "bad_config": replace("config.json", b'{"model_type": "qwen3",\n'),
     "no_weights": remove("*.safetensors"),
@@ -136,7 +132,7 @@ BROKEN_MODELS: dict[str, Callable[[Path], None]] = {
     "cut_off": replace("model.safetensors", (TINY / "model.safetensors").read_bytes()[:-1000]),
     "lost_shard": lose_a_shard,
 }
-OTHER_MODELS: dict[str, Callable[[Path], None]] = {
+OTHER_MODELS = {
     "own_code": change_json("config.json", model_type="mine", auto_map=OWN_CODE),
     "longrope": change_json("config.json", rope_parameters=ROPE),
     "thinks": change_json(

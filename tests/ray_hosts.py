@@ -2,8 +2,6 @@
 /tmp/ray of its own. They share the disk. The first one, 10.99.0.1, has the bridge and Ray's head.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Self
 
 import psutil
 
@@ -43,7 +40,7 @@ while len(ray.nodes()) < int(sys.argv[2]): time.sleep(0.1); assert time.time() <
 """
 
 
-def unsupported_reason() -> str:
+def unsupported_reason():
     """Why there can be no such hosts here; empty if there can."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return "needs unshare and ip (util-linux, iproute2)"
@@ -53,7 +50,7 @@ def unsupported_reason() -> str:
 
 
 class Host:
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.address = f"10.99.0.{number}"
         set_up = SET_UP.format(number=number, address=self.address)
         self._holder = subprocess.Popen([*UNSHARE, set_up], stdout=subprocess.PIPE, text=True)
@@ -62,21 +59,21 @@ class Host:
         (first,) = psutil.Process(self._holder.pid).children()
         self.pid = first.pid  # of its process 1, as counted here
 
-    def popen(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+    def popen(self, *words, **options):
         """Start a process here."""
         command = ["nsenter", "--all", f"--target={self.pid}", *words]
         return subprocess.Popen(command, text=True, env={**os.environ, **TOKEN}, **options)
 
-    def ip(self, words: str) -> None:
+    def ip(self, words):
         command = ["nsenter", "--net", f"--target={self.pid}", "ip", *words.split()]
         subprocess.run(command, check=True)
 
-    def start_ray(self, *words: str) -> None:
+    def start_ray(self, *words):
         ray = (sys.executable, "-m", "ray.scripts.scripts", "start", *RAY_WORDS, *words)
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.popen(*ray, f"--node-ip-address={self.address}", **silent)
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """All that run here."""
         ours = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found = []
@@ -86,7 +83,7 @@ class Host:
                     found.append(process)
         return found
 
-    def named(self, name: str) -> list[psutil.Process]:
+    def named(self, name):
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -94,7 +91,7 @@ class Host:
                     found.append(process)
         return found
 
-    def workers(self) -> dict[str, psutil.Process]:
+    def workers(self):
         """EasyRL's workers, by the name of their log."""
         found = {}
         for process in self.processes():
@@ -104,7 +101,7 @@ class Host:
                     found[log.stem] = process
         return found
 
-    def listening(self, process: psutil.Process) -> set[str]:
+    def listening(self, process):
         """Addresses on which a process listens; psutil looks at our own network alone."""
         sockets = set()
         for fd in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -119,7 +116,7 @@ class Host:
                     found.add(".".join(map(str, raw[::-1])) if len(raw) == 4 else raw.hex())
         return found
 
-    def kill(self) -> None:
+    def kill(self):
         """End all of the host's processes at once."""
         self._holder.kill()
         self._holder.wait()
@@ -132,9 +129,9 @@ class Host:
 class Hosts:
     """A Ray cluster: a head without CPUs on the first host, a node on each other one."""
 
-    def __init__(self, num_hosts: int, num_cpus: int) -> None:
+    def __init__(self, num_hosts, num_cpus):
         self._exit = contextlib.ExitStack()
-        self.all: list[Host] = []
+        self.all = []
         try:
             for number in range(1, num_hosts + 1):
                 self.all.append(Host(number))
@@ -153,13 +150,13 @@ class Hosts:
             self._exit.close()
             raise
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *exc_info):
         self._exit.close()
 
-    def _bridge(self) -> None:
+    def _bridge(self):
         """Connect the hosts by veth pairs and a bridge on the first one."""
         self.head.ip("link add eth0 type bridge")
         for host in self.nodes:
@@ -170,7 +167,7 @@ class Hosts:
             host.ip(f"addr add {host.address}/24 dev eth0")
             host.ip("link set eth0 up")
 
-    def _wait_for_nodes(self, number: int) -> None:
+    def _wait_for_nodes(self, number):
         words = (sys.executable, "-c", WAIT_FOR_NODES, self.address, str(number))
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
@@ -179,10 +176,10 @@ class Hosts:
             time.sleep(0.5)
         raise TimeoutError("the Ray cluster did not start")
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words):
         """Start `easyrl grpo` on the first host."""
         command = (sys.executable, "-m", "easyrl", "grpo", "--ray-address", self.address, *words)
         return self.head.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def host_of(self, worker: str) -> Host:
+    def host_of(self, worker):
         return next(host for host in self.all if worker in host.workers())

@@ -5,19 +5,15 @@
 Spawned processes import the main script too, so that this also holds in the train worker.
 """
 
-from __future__ import annotations
-
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 from easyrl.workers import saver
 
 write_tensors = saver.write_tensors
 
 
-def write_slowly(folder: Path, tensors: Any, process_group: Any = None) -> None:
+def write_slowly(folder, tensors, process_group=None):
     log = folder.parent.parent / "logs" / "easyrl.log"
     while folder.name.startswith("1.") and "training waits" not in log.read_text():
         time.sleep(0.05)

@@ -1,7 +1,5 @@
 """The memory estimate against measured memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -10,7 +8,6 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -20,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.measuring import peak_bytes
 from easyrl import devices
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model
 from easyrl.devices import parse_assumed
@@ -31,7 +28,7 @@ from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
-from easyrl.runtime.memory import CERTAIN, Part, check_memory, estimate_memory, memory_budgets
+from easyrl.runtime.memory import CERTAIN, check_memory, estimate_memory, memory_budgets
 from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.plan import make_plan
 from easyrl.runtime.preflight import check_run
@@ -48,7 +45,7 @@ FULL = (  # prompts and completions of full length, and full micro-batches
 )
 
 
-def write_task(folder: Path, sizes: tuple[int, ...], *, is_tied: bool) -> tuple[str, ...]:
+def write_task(folder, sizes, *, is_tied):
     """Save a random model, prompts, and a reward that differs within a group; return settings."""
     save_model(folder / "model", sizes, is_tied=is_tied)
     reward = "def hashed(completion_ids, **_):\n    return [sum(ids) % 7 for ids in completion_ids]"
@@ -59,9 +56,7 @@ def write_task(folder: Path, sizes: tuple[int, ...], *, is_tied: bool) -> tuple[
     return *data, f"reward.functions=[{folder}/own.py:hashed]", *FULL
 
 
-def save_model(
-    folder: Path, sizes: tuple[int, ...], head_size: int = 64, *, is_tied: bool = True
-) -> Qwen3Config:
+def save_model(folder, sizes, head_size=64, *, is_tied=True):
     """Save a model with random weights, whose completions hardly ever end early. `sizes`: width,
     MLP's width, layers, heads, key and value heads, vocabulary."""
     torch.manual_seed(0)
@@ -75,7 +70,7 @@ def save_model(
     return config
 
 
-def placed(config: Config) -> Placement:
+def placed(config):
     """Place a run on the devices that the config names, without looking for accelerators."""
     names = config.devices.infer, config.devices.train
     sets = [parse_device_set(each or "cpu") for each in names]
@@ -83,7 +78,7 @@ def placed(config: Config) -> Placement:
     return Placement(*sets, "cuda", 1, 4, infer_memory_fraction=fraction)
 
 
-def estimated(*words: str, **placed_as: Any) -> list[Part]:
+def estimated(*words, **placed_as):
     config = load_config(words=words)
     files = read_model_files(config.model.path)
     num_trained = None if config.model.lora.rank is None else 1000
@@ -92,7 +87,7 @@ def estimated(*words: str, **placed_as: Any) -> list[Part]:
     return estimate_memory(config, replace(placed(config), **placed_as), size)
 
 
-def of(role: str, *words: str, **placed_as: Any) -> dict[str, int]:
+def of(role, *words, **placed_as):
     parts = estimated(*words, **placed_as)
     return {part.what: part.num_bytes for part in parts if part.process.startswith(role)}
 
@@ -102,9 +97,7 @@ def of(role: str, *words: str, **placed_as: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 @pytest.mark.parametrize("vocabulary", [500, 20000])  # the last layer, and the head, need most
-def test_micro_batch_formula_equals_measured_allocations(
-    vocabulary: int, checkpointing: str, tmp_path: Path
-) -> None:
+def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointing, tmp_path):
     model_config = save_model(tmp_path, (64, 256, 3, 4, 2, vocabulary), head_size=16)
     lengths = "data.max_prompt_length=60", "rollout.max_completion_length=60"
     group = "rollout.num_generations=8", "train.prompts_per_iteration=1"
@@ -121,10 +114,10 @@ def test_micro_batch_formula_equals_measured_allocations(
     assert sum(expected) == pytest.approx(taken, rel=TOLERANCE)
 
 
-def measured_peaks(*words: str) -> list[int]:
+def measured_peaks(*words):
     """Return the peaks of a run's workers in bytes, rollout before train."""
     run = subprocess.Popen(command("--no-live", *words), stdout=subprocess.DEVNULL)
-    peaks: dict[int, int] = {}
+    peaks = {}
     while run.poll() is None:
         with contextlib.suppress(psutil.Error, OSError):
             for child in psutil.Process(run.pid).children():
@@ -146,9 +139,7 @@ def measured_peaks(*words: str) -> list[int]:
         ((768, 2304, 10, 12, 6, 28000), True),  # 92
     ],
 )
-def test_estimate_equals_the_measured_peak(
-    sizes: tuple[int, ...], is_tied: bool, tmp_path: Path
-) -> None:
+def test_estimate_equals_the_measured_peak(sizes, is_tied, tmp_path):
     where = "devices.infer=cpu", "devices.train=cpu", f"output.dir={tmp_path}/run"
     words = *write_task(tmp_path, sizes, is_tied=is_tied), *where
     words = *words, "train.max_tokens_per_micro_batch=2048"
@@ -156,7 +147,7 @@ def test_estimate_equals_the_measured_peak(
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)
 
 
-def test_estimated_kv_cache_covers_the_allocated_one() -> None:
+def test_estimated_kv_cache_covers_the_allocated_one():
     words = ("data.max_prompt_length=50", "rollout.max_completion_length=30")
     estimate = of("rollout", *words, "rollout.num_generations=3", "train.eval_every=1")["KV cache"]
     sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
@@ -170,17 +161,17 @@ def test_estimated_kv_cache_covers_the_allocated_one() -> None:
 
 @pytest.mark.parametrize(("softcap", "is_trained"), [(50.0, False), (None, True)])
 def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
-    monkeypatch: pytest.MonkeyPatch, softcap: float | None, is_trained: bool
-) -> None:
+    monkeypatch, softcap, is_trained
+):
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
     layout = shared_prompt.SharedPrompt([(512, ())], torch.device("cpu"))
     settings = shared_prompt.AttentionSettings(0, 1.0, sliding_window=None, softcap=softcap)
     query, key, value = torch.zeros(3, 512, 8, 16, requires_grad=is_trained)
 
-    def attend() -> None:
+    def attend():
         output = layout.attend(query, key, value, settings)
         if is_trained:
-            output.sum().backward()  # type: ignore[no-untyped-call]
+            output.sum().backward()
 
     with torch.inference_mode(not is_trained):
         peak = peak_bytes(attend, torch.device("cpu"))
@@ -206,11 +197,11 @@ APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 
         ("rollout", "KV cache", "model.dtype=bfloat16", 0.5),
     ],
 )
-def test_estimate_follows_the_settings(role: str, what: str, words: str, ratio: float) -> None:
+def test_estimate_follows_the_settings(role, what, words, ratio):
     assert of(role, *words.split())[what] / of(role)[what] == pytest.approx(ratio, rel=0.1)
 
 
-def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights() -> None:
+def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights():
     npu = {"accelerator": "npu"}
     halves = (*APART, "model.dtype=bfloat16", "train.max_tokens_per_micro_batch=4096")
     on_gpu, on_npu = of("train", *halves), of("train", *halves, **npu)
@@ -239,7 +230,7 @@ def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights(
         ("model.lora.rank=2 algorithm.beta=0.1", 2.96),  # and the engine's copy of the layers
     ],
 )
-def test_certain_memory_is_counted_in_copies_of_the_model(words: str, copies: float) -> None:
+def test_certain_memory_is_counted_in_copies_of_the_model(words, copies):
     certain = CERTAIN.keys() - {"KV cache", "ring buffer"}
     parts = [p for p in estimated(*LEAST, *words.split()) if p.what in certain]
     of_model = sum(p.num_bytes * p.num_processes for p in parts if p.memory == "cpu")
@@ -247,9 +238,7 @@ def test_certain_memory_is_counted_in_copies_of_the_model(words: str, copies: fl
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.3, 0.7])
-def test_a_part_of_a_device_is_refused_just_where_vllm_has_no_cache(
-    fraction: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_a_device_is_refused_just_where_vllm_has_no_cache(fraction, monkeypatch):
     monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 6 * WEIGHTS)
     words = (*LEAST, *SHARED, f"rollout.memory_fraction={fraction}")
     parts = of("rollout", *words, engine=EngineChoice("vllm"))
@@ -267,9 +256,7 @@ def test_a_part_of_a_device_is_refused_just_where_vllm_has_no_cache(
         ({"moe_intermediate_size": 4, "num_experts_per_tok": 3}, True, 12),
     ],
 )
-def test_sizes_of_unusual_models_are_read(
-    more: dict[str, Any], is_batched: bool, mlp_width: int
-) -> None:
+def test_sizes_of_unusual_models_are_read(more, is_batched, mlp_width):
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
     size = model_size({"text_config": {**sizes, **more}}, 1000)
     assert size is not None and (size.is_batched, size.mlp_width) == (is_batched, mlp_width)
@@ -289,9 +276,7 @@ def test_sizes_of_unusual_models_are_read(
         ("8x140GiB", ("runtime.deterministic=true",), "auto", 4_096),
     ],
 )
-def test_trainer_uses_the_memory_that_there_is(
-    devices: str, words: tuple[str, ...], reshard: bool | str, tokens: int
-) -> None:
+def test_trainer_uses_the_memory_that_there_is(devices, words, reshard, tokens):
     qwen3 = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
     qwen3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     size = model_size({**qwen3, "vocab_size": 151_936, "tie_word_embeddings": True}, 1_720_574_976)
@@ -313,9 +298,7 @@ def test_trainer_uses_the_memory_that_there_is(
         (0.9, "model.lora.rank=2 train.offload=[optimizer]", ""),
     ],
 )
-def test_part_of_a_device_that_cannot_suffice_is_refused(
-    fraction: float, words: str, refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_of_a_device_that_cannot_suffice_is_refused(fraction, words, refused, monkeypatch):
     monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 6 * WEIGHTS)
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
     all_words = *LEAST, "rollout.num_generations=2", *SHARED, *words.split()
@@ -326,13 +309,13 @@ def test_part_of_a_device_that_cannot_suffice_is_refused(
         check_memory(estimated(*all_words), memory_budgets(placed(load_config(words=all_words))))
 
 
-def dry_run(*words: str) -> list[str]:
+def dry_run(*words):
     config = load_config(words=["devices.infer=cpu", "devices.train=cpu", *words])
     lines = make_plan(config).text.splitlines()
     return lines[lines.index("") + 1 :]
 
 
-def test_the_table_adds_up_and_fits_a_narrow_terminal() -> None:
+def test_the_table_adds_up_and_fits_a_narrow_terminal():
     lines = dry_run("devices.train=cpu:2", "train.prompts_per_iteration=4")
     assert max(map(len, lines)) <= 38  # 40 behind a comment sign
     assert any(line.startswith("train-0 to 1, each") for line in lines)
@@ -341,9 +324,7 @@ def test_the_table_adds_up_and_fits_a_narrow_terminal() -> None:
     assert sizes[0] == pytest.approx(sum(sizes[1 : end + 1]), abs=end)  # each is rounded
 
 
-def test_dry_run_needs_only_the_models_config_and_warns_as_a_start_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_dry_run_needs_only_the_models_config_and_warns_as_a_start_does(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**30)
     (line,) = dry_run(f"model.path={tmp_path}")
     assert line.startswith("a run would not start: model.path (--model)")

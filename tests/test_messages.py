@@ -1,7 +1,5 @@
 """Groups as messages: the same values arrive, and damaged messages are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from multiprocessing import Pipe
 
@@ -12,11 +10,10 @@ from hypothesis import strategies as st
 from test_batches import GROUPS, vars_of
 
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, RemoteRing, decode_group, encode_group
-from easyrl.types import RolloutGroup
 from own_workers import FIRST, make_group, make_ring
 
 
-def assert_same(one: RolloutGroup, other: RolloutGroup) -> None:
+def assert_same(one, other):
     """Every field has the same value and element type."""
     for name, expected in vars_of(one).items():
         got = getattr(other, name)
@@ -25,12 +22,12 @@ def assert_same(one: RolloutGroup, other: RolloutGroup) -> None:
 
 
 @given(GROUPS)
-def test_groups_arrive_as_they_were_sent(groups: list[RolloutGroup]) -> None:
+def test_groups_arrive_as_they_were_sent(groups):
     for group in groups:
         assert_same(group, decode_group(encode_group(group)))
 
 
-def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy() -> None:
+def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy():
     ring, group = make_ring(1), make_group(FIRST)
     assert ring.attach(0).put(decode_group(encode_group(group)), 0.0)
     lease = ring.attach(1).get(0.0)
@@ -47,7 +44,7 @@ WHOLE = encode_group(make_group(FIRST))
 
 
 @given(st.integers(0, len(WHOLE) - 1))
-def test_a_group_that_is_cut_off_is_refused(length: int) -> None:
+def test_a_group_that_is_cut_off_is_refused(length):
     with pytest.raises(ValueError):
         decode_group(WHOLE[:length])
 
@@ -59,12 +56,12 @@ def test_a_group_that_is_cut_off_is_refused(length: int) -> None:
         *(bytes(48), bytes(57), np.array([1, 2, 3, 4, 0, 0, -1]).tobytes()),
     ],
 )
-def test_foreign_bytes_are_refused(foreign: bytes) -> None:
+def test_foreign_bytes_are_refused(foreign):
     with pytest.raises(ValueError):
         decode_group(foreign)
 
 
-def test_a_worker_waits_for_tokens_while_its_groups_are_not_acknowledged() -> None:
+def test_a_worker_waits_for_tokens_while_its_groups_are_not_acknowledged():
     host, worker = Pipe()
     layout = make_ring(1).layout
     port = RemoteRing(layout, worker).attach(0)

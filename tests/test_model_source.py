@@ -1,14 +1,11 @@
 """Models that `--model` accepts for evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -35,7 +32,7 @@ from easyrl.runtime.run import start_from
 from mistakes import TINY, make_run
 
 
-def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path):
     run = tmp_path / "run"
     make_run(run, {})
     with pytest.raises(ConfigError, match="expected a checkpoint"):
@@ -67,9 +64,7 @@ def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path
         ({}, "hf_quant_config.json"),  # NVIDIA's ModelOpt
     ],
 )
-def test_quantized_model_is_refused_before_anything_is_loaded(
-    tmp_path: Path, changes: dict[str, Any], file: str
-) -> None:
+def test_quantized_model_is_refused_before_anything_is_loaded(tmp_path, changes, file):
     folder = shutil.copytree(TINY, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -79,7 +74,7 @@ def test_quantized_model_is_refused_before_anything_is_loaded(
             find_model(str(path))
 
 
-def adapter(folder: Path, base: str | None) -> Path:
+def adapter(folder, base):
     """Write a peft adapter for the built-in model's query projections."""
     folder.mkdir()
     content = {
@@ -103,7 +98,7 @@ def adapter(folder: Path, base: str | None) -> Path:
     return folder
 
 
-def test_adapter_is_merged_into_its_base_model(tmp_path: Path) -> None:
+def test_adapter_is_merged_into_its_base_model(tmp_path):
     source = find_model(str(adapter(tmp_path / "adapter", str(TINY))))
     made = Path(source.make(tmp_path / "made"))
     before, merged = (load_file(folder / "model.safetensors") for folder in (TINY, made))
@@ -121,9 +116,9 @@ def test_adapter_is_merged_into_its_base_model(tmp_path: Path) -> None:
     assert other.identity() == source.identity()
 
 
-def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path: Path) -> None:
+def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path):
     folder, plain = (adapter(tmp_path / name, "tiny") for name in ("own", "plain"))
-    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = (
         "{% for message in messages %}<ask>{{ message['content'] }}{% endfor %}"
     )
@@ -152,7 +147,7 @@ def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path: Path) -> None
     assert ids == [99, *tokenizer("1")["input_ids"]]
 
 
-def test_adapter_without_its_base_or_weights_is_refused(tmp_path: Path) -> None:
+def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
     alone = str(adapter(tmp_path / "alone", None))
     gone = str(adapter(tmp_path / "gone", str(tmp_path / "no model")))
     for path, base, reason in (
@@ -176,8 +171,8 @@ def test_adapter_without_its_base_or_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_local_folder_wins_over_the_built_in_model_but_a_resumed_run_keeps_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     run = tmp_path / "run"
     make_run(run, {10: {}})
     monkeypatch.chdir(tmp_path)
@@ -210,11 +205,9 @@ HUB_ANSWERS = [
 
 
 @pytest.mark.parametrize(("status", "headers", "reason"), HUB_ANSWERS)
-def test_error_of_the_hub_is_reported(
-    monkeypatch: pytest.MonkeyPatch, status: int, headers: dict[str, str], reason: str
-) -> None:
+def test_error_of_the_hub_is_reported(monkeypatch, status, headers, reason):
     class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             is_file = "/resolve/" in self.path
             self.send_response(status if is_file else 200)
             for name, value in headers.items() if is_file else ():
@@ -233,9 +226,7 @@ def test_error_of_the_hub_is_reported(
         server.shutdown()
 
 
-def test_a_silent_hub_leaves_its_clients_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_hub_leaves_its_clients_as_they_are(tmp_path, monkeypatch):
     """EasyRL reads the cache meanwhile, and asks again the next time."""
     import datasets
 
@@ -260,7 +251,7 @@ def test_a_silent_hub_leaves_its_clients_as_they_are(
     assert reach_hub() and loadable_model("owner/name") == "owner/name"
 
 
-def test_max_positions_of_model_configs() -> None:
+def test_max_positions_of_model_configs():
     for config, positions in (
         ({"text_config": {"max_position_embeddings": 64}}, 64),
         ({"n_positions": 32}, 32),

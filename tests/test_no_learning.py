@@ -1,9 +1,6 @@
 """A run that cannot learn says so once, with causes and the command that shows its samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ HEALTHY = {
 }
 
 
-def warning(*changes: dict[str, Any]) -> str:
+def warning(*changes):
     lines = [{"iteration": number, **HEALTHY, **each} for number, each in enumerate(changes, 4)]
     return no_learning_warning(lines, load_config(), Path("my run"))
 
@@ -34,7 +31,7 @@ def warning(*changes: dict[str, Any]) -> str:
         ({"completions/mean_length": 1.0}, "data.chat"),
     ],
 )
-def test_three_iterations_at_an_extreme_are_explained(change: dict[str, Any], cause: str) -> None:
+def test_three_iterations_at_an_extreme_are_explained(change, cause):
     text = warning(change, change, change)
     assert cause in text and "iterations 5 to 7" in text
     assert "easyrl samples 'my run' --iteration 7" in text
@@ -44,7 +41,7 @@ def test_three_iterations_at_an_extreme_are_explained(change: dict[str, Any], ca
 
 
 @pytest.mark.long
-def test_the_warning_appears_once_in_the_output_and_in_the_log(tmp_path: Path) -> None:
+def test_the_warning_appears_once_in_the_output_and_in_the_log(tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "r.py").write_text("def zero(completions, **_): return [0.0] * len(completions)")
     words = ("--reward", f"{tmp_path}/r.py:zero", "--iterations", "5", *SMALL)

@@ -1,11 +1,8 @@
 """Closed output pipes and closed standard streams do not change a run."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from easyrl.runtime.run_folder import read_lines
 from runs import SMALL, command
 
 
-def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
+def in_a_shell(line):
     """Run `line`; its exit code is that of the command in it."""
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     return subprocess.run(
@@ -30,7 +27,7 @@ def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
         "COMMAND >&- 2>&- <&-",
     ],
 )
-def test_run_with_closed_output_ends_as_any_other(tmp_path: Path, line: str) -> None:
+def test_run_with_closed_output_ends_as_any_other(tmp_path, line):
     folder = tmp_path / "run"
     run = shlex.join(command("--output", str(folder), "--iterations", "2", *SMALL))
     done = in_a_shell(line.replace("COMMAND", run))
@@ -41,6 +38,6 @@ def test_run_with_closed_output_ends_as_any_other(tmp_path: Path, line: str) -> 
 
 
 @pytest.mark.parametrize("words", ["config", "--help", "grpo --dry-run"])
-def test_output_can_be_piped_to_a_process_that_reads_nothing(words: str) -> None:
+def test_output_can_be_piped_to_a_process_that_reads_nothing(words):
     done = in_a_shell(f"{shlex.join(command()[:-1])} {words} | true; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stderr) == (0, "")

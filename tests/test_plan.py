@@ -1,7 +1,5 @@
 """`easyrl grpo --dry-run --assume`: planning for devices that this machine does not have."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -34,7 +32,7 @@ SPARING = ["model.dtype=bfloat16", "train.activation_checkpointing=true"]
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+def qwen(tmp_path_factory):
     """A model's folder that has only its config.json."""
     folder = tmp_path_factory.mktemp("qwen")
     (folder / "config.json").write_text(json.dumps(QWEN))
@@ -42,17 +40,17 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _hub_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hub_is_unreachable(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
 
-def dry_run(*words: str) -> tuple[int, str]:
+def dry_run(*words):
     result = CliRunner().invoke(app, ["grpo", "--dry-run", *words])
     return result.exit_code, result.output
 
 
-def proposed(output: str) -> list[str] | None:
+def proposed(output):
     """The words of the command that the plan proposes."""
     lines = [line.removeprefix("# ") for line in output.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("easyrl grpo")]
@@ -60,7 +58,7 @@ def proposed(output: str) -> list[str] | None:
     return commands[0][2:] if commands else None
 
 
-def test_devices_are_assumed_by_number_and_memory_or_name() -> None:
+def test_devices_are_assumed_by_number_and_memory_or_name():
     for text, count, gib in (("4x23.5gb", 4, 23.5), ("8xH100", 8, 79), ("4090", 1, 23.5)):
         assumed = parse_assumed(text)
         assert (assumed.count, assumed.num_bytes) == (count, gib * 2**30)
@@ -82,15 +80,13 @@ def test_devices_are_assumed_by_number_and_memory_or_name() -> None:
         (["--assume", "8x80GiB", "data.max_prompt_length=50000", TOKENS], "data.max_prompt_length"),
     ],
 )
-def test_a_plan_of_what_could_not_start_is_refused(
-    words: list[str], expected: str, qwen: str
-) -> None:
+def test_a_plan_of_what_could_not_start_is_refused(words, expected, qwen):
     model = [] if "--model" in words else ["--model", qwen]
     code, output = dry_run(*model, *words)
     assert code == 2 and expected in output
 
 
-def test_planning_without_dry_run_is_refused(tmp_path: Path) -> None:
+def test_planning_without_dry_run_is_refused(tmp_path):
     for words in (["--assume", "8x80GiB"], ["--full"]):
         result = CliRunner().invoke(app, ["grpo", "--output", str(tmp_path / "run"), *words])
         assert result.exit_code == 2 and "--dry-run" in result.output
@@ -107,9 +103,7 @@ def test_planning_without_dry_run_is_refused(tmp_path: Path) -> None:
         ("8x24GiB", ["--infer-devices", "0-3", "--train-devices", "4-7"], "", True),
     ],
 )
-def test_the_proposed_command_fits(
-    assume: str, words: list[str], changed: str, starts: bool, qwen: str
-) -> None:
+def test_the_proposed_command_fits(assume, words, changed, starts, qwen):
     code, output = dry_run("--assume", assume, "--model", qwen, "--dataset", "countdown", *words)
     assert code == (0 if starts else 2)
     assert starts == ("a run would not start" not in output)
@@ -122,7 +116,7 @@ def test_the_proposed_command_fits(
     assert "warning" not in output and proposed(output) is None
 
 
-def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path: Path) -> None:
+def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path):
     large = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, **large, "num_attention_heads": 64}))
     code, output = dry_run("--assume", "8x80GiB", "--model", str(tmp_path))
@@ -132,7 +126,7 @@ def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path: P
     assert dry_run("--assume", "8x80GiB", *better)[0] == 0
 
 
-def test_where_nothing_fits_no_command_is_proposed(qwen: str) -> None:
+def test_where_nothing_fits_no_command_is_proposed(qwen):
     code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
     assert code == 2 and proposed(output) is None
     assert "nothing that was tried fits" in output and "model.lora.rank" in output
@@ -145,7 +139,7 @@ def test_where_nothing_fits_no_command_is_proposed(qwen: str) -> None:
     assert code == 2 and len(found) == 2
 
 
-def test_a_plan_is_a_config_file(tmp_path: Path) -> None:
+def test_a_plan_is_a_config_file(tmp_path):
     for full in ([], ["--full"]):
         code, output = dry_run("--assume", "2x80GiB", "model.dtype=bfloat16", "--seed", "7", *full)
         assert code == 0 and bool(full) == ("learning_rate" in output)
@@ -155,7 +149,7 @@ def test_a_plan_is_a_config_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def user_files(tmp_path, monkeypatch):
     """A data set, and a reward that prints when it is loaded and when it is called."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -173,7 +167,7 @@ def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("user_files")
-def test_data_and_functions_are_tried_as_by_a_start(words: str, expected: str) -> None:
+def test_data_and_functions_are_tried_as_by_a_start(words, expected):
     code, output = dry_run(*shlex.split(words))
     assert code == 2 and expected in output.partition("a run would not start: ")[2]
     assert "all on cpu" in output  # the memory that it would need
@@ -181,9 +175,7 @@ def test_data_and_functions_are_tried_as_by_a_start(words: str, expected: str) -
 
 @pytest.mark.parametrize("dataset", ["rows.jsonl", "hub/data"])
 @pytest.mark.usefixtures("user_files")
-def test_data_on_a_hub_that_is_unreachable_is_a_warning(
-    dataset: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_data_on_a_hub_that_is_unreachable_is_a_warning(dataset, capfd):
     code, output = dry_run("--dataset", dataset, "--reward", "own.py:score")
     assert code == 0 and "all on cpu" in output
     assert ("warning: not checked: data.dataset" in output) == (dataset == "hub/data")

@@ -1,22 +1,18 @@
 """Compute in bfloat16 over float32 weights, activation checkpointing, and compiled layers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import test_updates
 import torch
 import transformers
 from safetensors.torch import load_file
-from test_train_ranks import Ranks, ranks
+from test_train_ranks import ranks
 from test_updates import model, train
 from torch._dynamo.utils import counters
 
 from easyrl.config import ConfigError
-from easyrl.config.model import DType
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
 from runs import SMALL, finish, lines_of, summary_of
@@ -33,20 +29,20 @@ LARGEST_GAP, MEAN_GAP = 0.5, 0.01
 
 
 @pytest.mark.parametrize("words", [(), HARDER], ids=["plain", "two updates, a reference"])
-def test_activation_checkpointing_changes_no_bit_of_the_gradient(words: tuple[str, ...]) -> None:
+def test_activation_checkpointing_changes_no_bit_of_the_gradient(words):
     plain, checkpointed = train(*words), train(*words, "train.activation_checkpointing=true")
     for got, expected in zip(checkpointed.gradients, plain.gradients, strict=True):
         assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
 
 
-def test_activation_checkpointing_keeps_only_the_inputs_of_layers() -> None:
-    def kept_bytes(is_checkpointed: bool) -> int:
+def test_activation_checkpointing_keeps_only_the_inputs_of_layers():
+    def kept_bytes(is_checkpointed):
         policy = Policy.load("tiny")
         if is_checkpointed:
             policy.checkpoint_activations()
-        sizes: dict[int, int] = {}
+        sizes = {}
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
+        def keep(tensor):
             sizes[tensor.data_ptr()] = tensor.nbytes
             return tensor
 
@@ -66,9 +62,7 @@ LORA = ("model.lora.rank=3",)
 @pytest.mark.parametrize(
     ("lora", "more"), [((), ()), ((), ("train.activation_checkpointing=true",)), (LORA, ())]
 )
-def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(
-    ranks: Ranks, lora: tuple[str, ...], more: tuple[str, ...]
-) -> None:
+def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(ranks, lora, more):
     exact = train(*HARDER, *lora).gradients[0]
     float32 = ranks.train(*HARDER, *lora)
     outcomes = ranks.train(*HARDER, *lora, BFLOAT16, SAME_LOSS, *more)
@@ -92,7 +86,7 @@ def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
-def test_a_run_in_bfloat16(tmp_path: Path, devices: str) -> None:
+def test_a_run_in_bfloat16(tmp_path, devices):
     folder = tmp_path / "run"
     code, _, err = finish(
         *("--output", str(folder), "--iterations", "4", "--train-devices", devices, *SMALL),
@@ -114,20 +108,20 @@ def test_a_run_in_bfloat16(tmp_path: Path, devices: str) -> None:
 
 
 def test_weights_are_loaded_in_their_final_dtype_and_are_the_pages_of_their_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """All processes then share them, and the host never holds the model in another dtype."""
-    asked: list[torch.dtype] = []
+    asked = []
     load = transformers.AutoModelForCausalLM.from_pretrained
 
-    def spy(*arguments: Any, dtype: torch.dtype, **options: Any) -> Any:
+    def spy(*arguments, dtype, **options):
         asked.append(dtype)
         return load(*arguments, dtype=dtype, **options)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
     tiny_model("qwen3", None).bfloat16().save_pretrained(tmp_path)
     for dtype in (None, "bfloat16"):
-        policy = Policy.load(str(tmp_path), dtype=dtype)  # type: ignore[arg-type]
+        policy = Policy.load(str(tmp_path), dtype=dtype)
         mapped = [
             [int(end, 16) for end in line.split()[0].split("-")]
             for line in Path("/proc/self/maps").read_text().splitlines()
@@ -143,9 +137,7 @@ def test_weights_are_loaded_in_their_final_dtype_and_are_the_pages_of_their_file
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(None, "float32"), ("bfloat16", "bfloat16")])
-def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(
-    dtype: DType | None, kept: str, tmp_path: Path
-) -> None:
+def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(dtype, kept, tmp_path):
     """Gemma multiplies embeddings by the root of their size."""
     tiny_model("gemma3_text", None).bfloat16().save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), dtype=dtype)
@@ -154,14 +146,12 @@ def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(
     assert dtype or (scale.dtype == torch.float32 and scale != scale.bfloat16())
 
 
-def test_check_of_a_bfloat16_model_equals_that_of_the_float32_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_check_of_a_bfloat16_model_equals_that_of_the_float32_model(monkeypatch, tmp_path):
     """A layer's weights are float32 while it runs, and the loaded ones afterwards."""
-    seen: set[torch.dtype] = set()
+    seen = set()
     forward = torch.nn.Linear.forward
 
-    def watched(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    def watched(layer, x):
         seen.update((layer.weight.dtype, x.dtype))
         return forward(layer, x)
 
@@ -185,7 +175,7 @@ NOT_COMPILED = {"mamba"}  # an error of torch 2.13's compiler
 NOT_TRAINED = {"roberta"}
 
 
-def assert_same_gradients(*words: str, bound: float = 1e-5) -> None:
+def assert_same_gradients(*words, bound=1e-5):
     torch._dynamo.reset()
     counters.clear()
     plain, compiled = train(*words), train(*words, COMPILE)
@@ -194,19 +184,19 @@ def assert_same_gradients(*words: str, bound: float = 1e-5) -> None:
         assert largest_gradient_gap(got, expected) <= bound
 
 
-def test_compiled_layers_give_the_gradient_of_plain_ones() -> None:
+def test_compiled_layers_give_the_gradient_of_plain_ones():
     assert_same_gradients(*CHECKPOINTED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("words", [(), HARDER, (*HARDER, *LORA), ("model.attention=repeated",)])
-def test_other_settings(words: tuple[str, ...]) -> None:
+def test_other_settings(words):
     assert_same_gradients(*words)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *UNSHARED} - NOT_COMPILED - NOT_TRAINED))
-def test_other_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models(family, tmp_path, monkeypatch):
     changes = UNSHARED[family][0] if family in UNSHARED else {}
     tiny_model(family, spread=SPREAD, **changes).save_pretrained(tmp_path)
     monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
@@ -215,9 +205,7 @@ def test_other_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
-def test_a_model_that_cannot_be_compiled_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_compiled_is_named(tmp_path, monkeypatch):
     tiny_model("mamba", spread=SPREAD, **UNSHARED["mamba"][0]).save_pretrained(tmp_path)
     monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
     with pytest.raises(ConfigError, match=r"train\.compile"):
@@ -229,9 +217,7 @@ def test_a_model_that_cannot_be_compiled_is_named(
     ("words", "more", "bound"),
     [(CHECKPOINTED, (), 1e-5), ((*HARDER, *LORA), (), 1e-5), (HARDER, (BFLOAT16, SAME_LOSS), 0.3)],
 )
-def test_two_ranks(
-    ranks: Ranks, words: tuple[str, ...], more: tuple[str, ...], bound: float
-) -> None:
+def test_two_ranks(ranks, words, more, bound):
     expected = train(*words)
     for outcome in ranks.train(*words, *more, COMPILE):
         for got, gradient in zip(outcome.gradients, expected.gradients, strict=True):
@@ -239,7 +225,7 @@ def test_two_ranks(
 
 
 @pytest.mark.long
-def test_a_run_with_lent_cores(tmp_path: Path) -> None:
+def test_a_run_with_lent_cores(tmp_path):
     """The number of threads changes, and layers are compiled for each."""
     folder, rewards = tmp_path / "run", tmp_path / "rewards.py"
     rewards.write_text("def score(completions, **_): return [len(c) % 3 for c in completions]")

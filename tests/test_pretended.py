@@ -4,15 +4,12 @@ It computes with the CPU's kernels. So a run on it must end in the bits of the s
 if the CPU leaves out its fused kernels, which accelerators do not have (`altered_run.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_lost_workers import bits_of
@@ -36,7 +33,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def reward(tmp_path: Path) -> None:
+def reward(tmp_path):
     """Completions of a group differ in this reward, so that every group has a gradient."""
     (tmp_path / "own.py").write_text(
         "def hashed(completion_ids, **_):\n"
@@ -44,13 +41,13 @@ def reward(tmp_path: Path) -> None:
     )
 
 
-def run(*words: str, **environment: str) -> str:
+def run(*words, **environment):
     code, out, err = finish(*words, altered=True, **ENVIRONMENT, **environment)
     assert (code, err) == (0, "")
     return out
 
 
-def python(script: str, given: str = "") -> subprocess.CompletedProcess[str]:
+def python(script, given=""):
     return subprocess.run(
         [sys.executable, "-c", script],
         check=False,
@@ -61,16 +58,16 @@ def python(script: str, given: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def on(infer: str, train: str, folder: Path) -> tuple[str, ...]:
+def on(infer, train, folder):
     where = ("--infer-devices", infer, "--train-devices", train, "--output", str(folder))
     return *where, f"reward.functions=[{folder.parent}/own.py:hashed]", *WORDS
 
 
-def log_of(folder: Path, worker: str) -> str:
+def log_of(folder, worker):
     return (folder / f"logs/{worker}.log").read_text()
 
 
-def test_a_tensor_of_the_cpu_and_too_much_memory_are_refused() -> None:
+def test_a_tensor_of_the_cpu_and_too_much_memory_are_refused():
     script = """
 import torch, torch_npu
 weight = torch.ones(4, 4, device="npu")
@@ -93,7 +90,7 @@ except torch.OutOfMemoryError:
     assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_two_engines_and_two_trainers_resumed_with_workers_killed(tmp_path: Path) -> None:
+def test_two_engines_and_two_trainers_resumed_with_workers_killed(tmp_path):
     """FSDP2 and the weight channel over HCCL, a reference, an old policy, checkpoints; both
     schedules; one worker dies in a broadcast and one while it generates."""
     cpu, npu = tmp_path / "cpu", tmp_path / "npu"
@@ -107,9 +104,9 @@ def test_two_engines_and_two_trainers_resumed_with_workers_killed(tmp_path: Path
     assert bits_of(npu) == bits_of(cpu)
 
 
-def test_a_shared_device_with_offloading_and_recorded_steps(tmp_path: Path) -> None:
+def test_a_shared_device_with_offloading_and_recorded_steps(tmp_path):
     """Weights cross in memory of the device that both processes open."""
-    ends: list[Any] = []
+    ends = []
     for device in ("0", "cpu"):
         folder = tmp_path / device
         words = (*HARDER, "train.offload=[optimizer,reference,old]", "--iterations", "3")
@@ -129,9 +126,7 @@ def test_a_shared_device_with_offloading_and_recorded_steps(tmp_path: Path) -> N
     ],
     ids=["LoRA", "bfloat16, engine on the CPU"],
 )
-def test_other_models_and_devices(
-    tmp_path: Path, infer: str, train: str, words: tuple[str, ...]
-) -> None:
+def test_other_models_and_devices(tmp_path, infer, train, words):
     for name, where in (("npu", (infer, train)), ("cpu", ("cpu", "cpu"))):
         run(*on(*where, tmp_path / name), *words, "--iterations", "3")
     assert bits_of(tmp_path / "npu") == bits_of(tmp_path / "cpu")
@@ -163,7 +158,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.long
-def test_estimates_equal_the_peaks_of_the_allocator(tmp_path: Path) -> None:
+def test_estimates_equal_the_peaks_of_the_allocator(tmp_path):
     """Of each role's largest worker, without what is not the allocator's: the driver's context and
     HCCL's buffers. The device records no steps, so there are no CUDA graphs on either side."""
     task = write_task(tmp_path, (384, 1152, 4, 6, 2, 8000), is_tied=False)  # 13 million weights

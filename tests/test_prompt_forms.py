@@ -1,21 +1,16 @@
 """Rows as prompts and as columns for rewards: templates, system prompts, chats, names."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.data.chat import check_prompts, read_messages, render_prompt, text_decoder
 from easyrl.data.datasets import open_prompts
-from easyrl.engines.base import GroupRequest
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.files import load_tokenizer
 from easyrl.types import Prompt
@@ -27,14 +22,14 @@ CHAT = [{"role": "user", "content": "2+3?"}]
 FROM_SYSTEM = [{"role": "system", "content": "Add."}, *CHAT]
 
 
-def first(folder: Path, row: dict[str, Any] = ROW, **data: Any) -> Prompt:
+def first(folder, row=ROW, **data):
     file = folder / "data.jsonl"
     file.write_text(json.dumps(row) + "\n")
     flags = {f"data.{key}": value for key, value in data.items()}
     return open_prompts(load_config(None, {"data.dataset": str(file), **flags})).prompt(0)
 
 
-def error_of(folder: Path, row: dict[str, Any] = ROW, **data: Any) -> str:
+def error_of(folder, row=ROW, **data):
     with pytest.raises(ConfigError) as caught:
         first(folder, row, **data)
     return str(caught.value)
@@ -164,7 +159,7 @@ SUM = [{"role": "user", "content": "1+1="}]
 
 
 @pytest.fixture
-def tokenizer() -> Any:
+def tokenizer():
     """Tokenizer that puts `<pad>` before a text."""
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = TEMPLATE
@@ -202,7 +197,7 @@ TURNS = (
 )
 
 
-def characters(template: str) -> Any:
+def characters(template):
     """Tokenizer with a token for each character, and tags that are special tokens."""
     names = ["<pad>", "<bos>", "<eos>", "<think>", "</think>", "<|turn|>", "<unk>"]
     vocabulary = {name: k for k, name in enumerate([*names, *map(chr, range(10, 127))])}
@@ -250,7 +245,7 @@ def test_rewards_see_tags_and_no_other_special_tokens():
 
 
 def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, tokenizer):
-    def of(*words: str) -> Config:
+    def of(*words):
         return load_config(None, {}, words)
 
     with_it = render_prompt(SUM, tokenizer, {"thinks": True})
@@ -265,8 +260,8 @@ def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, t
         check_prompts(examples, tokenizer, of(*words, thinks))
 
     worker = RolloutWorker.__new__(RolloutWorker)
-    submitted: list[GroupRequest] = []
+    submitted = []
     worker.config, worker.tokenizer, worker._groups = of(thinks), tokenizer, {}
-    worker.engine = SimpleNamespace(submit=submitted.append)  # type: ignore[assignment]
+    worker.engine = SimpleNamespace(submit=submitted.append)
     worker._submit(0, 0, [(0, Prompt(0, SUM, {}))], 2, {})
     assert submitted[0].prompt_ids == with_it

@@ -1,7 +1,5 @@
 """`easyrl.train` and `easyrl.evaluate`."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json
@@ -14,7 +12,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
 
 import datasets
 import pandas
@@ -35,23 +32,23 @@ from tool_models import call, chat_model
 ROOT = Path(__file__).parent.parent
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(50, 54)]
 LOCK = threading.Lock()  # cannot be pickled
-SMALL: dict[str, Any] = {
+SMALL = {
     "train": {"prompts_per_iteration": 2},
     "rollout": {"num_generations": 2, "max_completion_length": 8},
     "data": {"max_prompt_length": 32},
 }
 
 
-def length(completions: list[str], **columns: Any) -> list[float]:
+def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-def open_descriptors() -> int:
+def open_descriptors():
     gc.collect()  # pipes of ended processes
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def traces() -> tuple[Any, ...]:
+def traces():
     """State of this process that a call may not change."""
     stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     children = [
@@ -63,14 +60,14 @@ def traces() -> tuple[Any, ...]:
     return threads, children, dict(os.environ), list(sys.path), stop
 
 
-def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> None:
+def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path):
     weight = 2.0  # a function of a function, with a value of its own
 
-    def doubled(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    def doubled(completions, answer, **columns):
         return [weight * len(text) for text in completions]
 
     before = traces()
-    options: dict[str, Any] = {**SMALL, "iterations": 1, "progress": False}
+    options = {**SMALL, "iterations": 1, "progress": False}
     run = train("tiny", ROWS, [doubled, length], output=tmp_path / "run", **options)
     num_descriptors = open_descriptors()
     assert len(run.metrics) == 1 and run.summary["iterations"] == 1
@@ -103,8 +100,8 @@ for value in ({"reward.functions": make(2)}, {"rollout.environment": Room}):
 """
 
 
-def test_the_same_objects_have_the_same_identity_in_another_process() -> None:
-    def run(number: int, seed: str) -> list[str]:
+def test_the_same_objects_have_the_same_identity_in_another_process():
+    def run(number, seed):
         command = (sys.executable, "-c", PROGRAM % number)
         env = {**os.environ, "PYTHONHASHSEED": seed}
         return subprocess.check_output(command, env=env, text=True).splitlines()
@@ -115,17 +112,17 @@ def test_the_same_objects_have_the_same_identity_in_another_process() -> None:
 
 
 @pytest.mark.long
-def test_classes_and_tools_are_environments(tmp_path: Path) -> None:
+def test_classes_and_tools_are_environments(tmp_path):
     rate = 0.5
 
     class Silent:
-        def reset(self, **columns: Any) -> None:
+        def reset(self, **columns):
             pass
 
-        def get_reward(self) -> float:
+        def get_reward(self):
             return rate
 
-    def add(a: int, b: int) -> int:
+    def add(a, b):
         """
         Add two numbers.
 
@@ -167,9 +164,7 @@ def test_classes_and_tools_are_environments(tmp_path: Path) -> None:
         ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
     ],
 )
-def test_mistakes_are_value_errors_and_leave_nothing(
-    arguments: dict[str, Any], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_value_errors_and_leave_nothing(arguments, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inputs").mkdir()
     with pytest.raises(ValueError, match=re.escape(shown)):
@@ -181,7 +176,7 @@ def test_mistakes_are_value_errors_and_leave_nothing(
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_the_functions_have_the_options_of_the_commands() -> None:
+def test_the_functions_have_the_options_of_the_commands():
     not_in_python = {"no_live", "words", "dry_run", "assume", "full"}
     for command, function in ((grpo, train), (eval_command, evaluate)):
         options = inspect.signature(command).parameters.keys() - not_in_python
@@ -194,7 +189,7 @@ def test_the_functions_have_the_options_of_the_commands() -> None:
         easyrl.no_such_name  # noqa: B018
 
 
-def script(body: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+def script(body, tmp_path, **environment):
     file = tmp_path / "script.py"
     file.write_text(body)
     return subprocess.Popen(
@@ -207,7 +202,7 @@ def script(body: str, tmp_path: Path, **environment: str) -> subprocess.Popen[st
     )
 
 
-def test_a_script_without_a_guard_gets_one_clear_error(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_gets_one_clear_error(tmp_path):
     reward = "lambda completions, **columns: [0.0]"
     body = f"import easyrl\neasyrl.train('tiny', {ROWS}, {reward}, output='run', **{SMALL})\n"
     _, err = script(body, tmp_path).communicate(timeout=240)
@@ -216,7 +211,7 @@ def test_a_script_without_a_guard_gets_one_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_interrupted_call_can_be_resumed(tmp_path: Path) -> None:
+def test_an_interrupted_call_can_be_resumed(tmp_path):
     body = f"""
 import easyrl
 if __name__ == "__main__":
@@ -236,7 +231,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_the_example_of_the_page_learns(tmp_path: Path) -> None:
+def test_the_example_of_the_page_learns(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
     small = code.replace("iterations=20", "iterations=2").replace('held_out": 20', 'held_out": 2')
     out, err = script(small, tmp_path).communicate(timeout=300)
@@ -250,17 +245,17 @@ class FakeDisplay(list[str]):
     HTML = staticmethod(str)
     update = list.append
 
-    def display(self, html: str, *, display_id: bool) -> FakeDisplay:
+    def display(self, html, *, display_id):
         assert display_id and not self
         self.update(html)
         return self
 
 
-def test_a_notebook_shows_one_output_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
     assert notebook_display() is None
     display, times = FakeDisplay(), iter(range(100))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    of_rich: list[Any] = []  # Rich would add an output of its own for each picture
+    of_rich = []  # Rich would add an output of its own for each picture
     monkeypatch.setattr("rich.jupyter.display", lambda *given: of_rich.append(given))
     view = NotebookView(display, now=lambda: float(next(times)))
     view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
@@ -272,7 +267,7 @@ def test_a_notebook_shows_one_output_that_is_updated(monkeypatch: pytest.MonkeyP
     assert not of_rich
 
 
-def test_results_of_a_folder(tmp_path: Path) -> None:
+def test_results_of_a_folder(tmp_path):
     for kind in (Run, Evaluation):
         with pytest.raises(ValueError, match=r"config\.yaml"):
             kind(tmp_path)

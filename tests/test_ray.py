@@ -3,17 +3,12 @@
 A worker takes one CPU, so three workers are on three nodes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -39,40 +34,38 @@ SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     with cluster_of(*[{"num_cpus": 1}] * 3) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def no_ray(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def no_ray(tmp_path_factory):
     """Environment in which `import ray` fails."""
     folder = tmp_path_factory.mktemp("no_ray")
     (folder / "ray.py").write_text("raise AssertionError('ray is imported')")
     return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-def on(cluster: Any, infer: str, train: str = "ray:cpu:1") -> tuple[str, ...]:
+def on(cluster, infer, train="ray:cpu:1"):
     devices = ("--infer-devices", infer, "--train-devices", train)
     return ("--ray-address", cluster.address, *devices)
 
 
-def nodes_of_newest_run(cluster: Any) -> list[str]:
+def nodes_of_newest_run(cluster):
     """The node of each worker that was placed."""
     actors = list(cluster.global_state.actor_table(None, None, None).values())
     newest = max(each["JobID"] for each in actors)
     return [each["Address"]["NodeID"] for each in actors if each["JobID"] == newest]
 
 
-def outcome_of(folder: Path) -> tuple[Any, ...]:
+def outcome_of(folder):
     """Results that are equal in runs with the same bits."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     return summary_of(folder)["weights_sha256"], metrics
 
 
-def assert_same_bits(
-    cluster: Any, tmp_path: Path, infer: int, train: int, *words: str, **environment: str
-) -> Path:
+def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     """Run without Ray and on the cluster; return the folder of the latter."""
     here, there = tmp_path / "here", tmp_path / "there"
     on_here = ("--infer-devices", f"cpu:{infer}", "--train-devices", f"cpu:{train}")
@@ -91,7 +84,7 @@ def assert_same_bits(
     return there
 
 
-def assert_shown(folder: Path, pid: int, address: str, infer: int, train: int) -> None:
+def assert_shown(folder, pid, address, infer, train):
     """`easyrl status` shows the workers, not their actors, and their nodes."""
     workers = {each["name"]: each for each in workers_of(folder)}
     named = [f"rollout-{n}" for n in range(infer)] + [f"train-{n}" for n in range(train)]
@@ -108,13 +101,11 @@ def assert_shown(folder: Path, pid: int, address: str, infer: int, train: int) -
     [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)],
     ids=["engines", "train-ranks"],
 )
-def test_runs_end_in_the_same_bits_with_and_without_ray(
-    cluster: Any, no_ray: dict[str, str], tmp_path: Path, infer: int, train: int
-) -> None:
+def test_runs_end_in_the_same_bits_with_and_without_ray(cluster, no_ray, tmp_path, infer, train):
     assert_same_bits(cluster, tmp_path, infer, train, **no_ray)
 
 
-def test_commands_without_ray_devices_do_not_import_it(no_ray: dict[str, str]) -> None:
+def test_commands_without_ray_devices_do_not_import_it(no_ray):
     environment = os.environ | no_ray
     command = [sys.executable, "-c", "import easyrl.cli"]
     subprocess.run(command, env=environment, check=True, capture_output=True)
@@ -123,7 +114,7 @@ def test_commands_without_ray_devices_do_not_import_it(no_ray: dict[str, str]) -
 
 
 @contextmanager
-def live(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def live(folder, *words):
     """An endless run; ends with a signal and leaves no process behind."""
     process = start("--output", str(folder), "--iterations", "100000", *words)
     try:
@@ -141,12 +132,11 @@ def live(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     assert [line["iteration"] for line in lines] == list(range(len(lines)))
 
 
-def workers_of(folder: Path) -> list[dict[str, Any]]:
-    workers: list[dict[str, Any]] = request(folder, {"command": "status"})["workers"]
-    return workers
+def workers_of(folder):
+    return request(folder, {"command": "status"})["workers"]
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(is_so, process):
     deadline = time.monotonic() + 90
     while not is_so():
         assert time.monotonic() < deadline and process.poll() is None
@@ -156,7 +146,7 @@ def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def refused(*words: str, timeout_seconds: int) -> str:
+def refused(*words, timeout_seconds):
     """The message of a run that is refused in time, before a worker loads anything."""
     started = time.monotonic()
     code, out, err = finish(*words, *SMALL, f"runtime.timeout_seconds={timeout_seconds}")
@@ -171,9 +161,7 @@ def refused(*words: str, timeout_seconds: int) -> str:
     ("ray:cpu:3", "ray:cpu:1", ("devices.infer (--infer-devices)", "of 3 rollout workers")),
     ("ray:cpu:1", "ray:cpu:4", ("devices.train (--train-devices)", "all 4 train workers")),
 ])  # fmt: skip
-def test_more_workers_than_the_cluster_has_room_for(
-    cluster: Any, tmp_path: Path, infer: str, train: str, named: tuple[str, ...]
-) -> None:
+def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path, infer, train, named):
     """A signal ends the wait for places."""
     folder = tmp_path / "run"
     words = ("--output", str(folder), *on(cluster, infer, train))
@@ -191,7 +179,7 @@ def test_more_workers_than_the_cluster_has_room_for(
 
 @pytest.mark.long
 @pytest.mark.parametrize("problem", ["another version", "no EasyRL"])
-def test_a_node_that_cannot_run_easyrl(cluster: Any, tmp_path: Path, problem: str) -> None:
+def test_a_node_that_cannot_run_easyrl(cluster, tmp_path, problem):
     path = tmp_path / "path"
     if problem == "no EasyRL":
         path.mkdir()
@@ -226,17 +214,13 @@ ENVIRONMENT = (
 @pytest.mark.long
 @pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
 @pytest.mark.parametrize("words", [ALL, ENVIRONMENT], ids=["all", "environment"])
-def test_features_end_in_the_same_bits_with_and_without_ray(
-    cluster: Any, tmp_path: Path, words: tuple[str, ...], infer: int, train: int
-) -> None:
+def test_features_end_in_the_same_bits_with_and_without_ray(cluster, tmp_path, words, infer, train):
     assert_same_bits(cluster, tmp_path, infer, train, *words)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
-def test_a_killed_and_resumed_run_ends_in_the_same_bits(
-    cluster: Any, tmp_path: Path, infer: int, train: int
-) -> None:
+def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer, train):
     whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
     folder, devices = tmp_path / "run", on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
     words = (*SAME, "train.save_every=2", *devices)
@@ -251,9 +235,7 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(
 
 @pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_head_that_does_not_answer_ends_the_run_resumable(
-    signum: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_head_that_does_not_answer_ends_the_run_resumable(signum, tmp_path):
     folder = tmp_path / "run"
     with cluster_of({"num_cpus": 2}) as cluster:
         words = (*SMALL, "--iterations=10000", "train.save_every=1")
@@ -268,23 +250,23 @@ def test_a_head_that_does_not_answer_ends_the_run_resumable(
     assert process.returncode == 1 and "head" in err and f"--resume {folder}" in err
 
 
-def names_of_engines(folder: Path) -> set[str]:
+def names_of_engines(folder):
     is_working = {each["name"]: each["state"] == "working" for each in workers_of(folder)}
     return {name for name, works in is_working.items() if works and name.startswith("rollout")}
 
 
-def scale(folder: Path, wanted: str) -> None:
+def scale(folder, wanted):
     request(folder, {"command": "scale", "infer_devices": wanted})
 
 
-def wait_for_iteration(folder: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_iteration(folder, process):
     """Wait for a whole iteration."""
     num_done = request(folder, {"command": "status"})["iteration"]
     wait_until(lambda: request(folder, {"command": "status"})["iteration"] > num_done + 1, process)
 
 
 @pytest.mark.long
-def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path: Path) -> None:
+def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
     folder = tmp_path / "run"
     words = (
         *on(cluster, "ray:cpu:1"),
@@ -315,7 +297,7 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path
 
 
 @pytest.mark.long
-def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
+def test_a_lost_node_changes_no_bit(tmp_path):
     """Its rollout worker is replaced on the node that was free."""
     here, folder = tmp_path / "here", tmp_path / "run"
     every = ("--iterations", "20", *SAME)
@@ -336,9 +318,7 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(cluster, tmp_path):
     results = []
     here = ("--infer-devices", "cpu:2")
     there = ("--infer-devices", "ray:cpu:2", "--ray-address", cluster.address)

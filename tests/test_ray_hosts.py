@@ -1,12 +1,7 @@
 """Runs on Ray hosts with addresses of their own (`ray_hosts`), and a host that is lost."""
 
-from __future__ import annotations
-
 import random
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ray_hosts import Host, Hosts, unsupported_reason
@@ -34,7 +29,7 @@ ACTOR = "ray::WorkerHost"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+def undisturbed(tmp_path_factory):
     """Bits of the run on one machine, without Ray."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     code, _, err = finish("--output", str(folder), *WORDS, "--infer-devices", "cpu:2")
@@ -42,19 +37,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return bits_of(folder)
 
 
-def kill_raylet(host: Host) -> None:
+def kill_raylet(host):
     (raylet,) = host.named("raylet")
     raylet.kill()
 
 
-def cut_off(host: Host) -> None:
+def cut_off(host):
     host.ip("link set eth0 down")
 
 
 @pytest.mark.parametrize("lose", [None, Host.kill, cut_off])
-def test_a_lost_host_changes_no_bit(
-    tmp_path: Path, undisturbed: tuple[Any, ...], lose: Callable[[Host], None] | None
-) -> None:
+def test_a_lost_host_changes_no_bit(tmp_path, undisturbed, lose):
     """Without a loss: workers listen on their hosts' addresses alone."""
     folder = tmp_path / "run"
     with Hosts(3, num_cpus=3) as hosts:
@@ -77,9 +70,7 @@ def test_a_lost_host_changes_no_bit(
     assert bits_of(folder) == undisturbed
 
 
-def test_a_lost_trainer_restarts_the_run_where_there_is_room(
-    tmp_path: Path, undisturbed: tuple[Any, ...]
-) -> None:
+def test_a_lost_trainer_restarts_the_run_where_there_is_room(tmp_path, undisturbed):
     with Hosts(3, num_cpus=3) as hosts:
         words = ("--output", str(tmp_path / "run"), *WORDS, *RAY, "runtime.restart=on_failure")
         process = hosts.start(*words)
@@ -92,8 +83,8 @@ def test_a_lost_trainer_restarts_the_run_where_there_is_room(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_random_kill_leaves_no_process_and_the_run_finishes_or_resumes(
-    tmp_path: Path, undisturbed: tuple[Any, ...], seed: int
-) -> None:
+    tmp_path, undisturbed, seed
+):
     draw = random.Random(seed)
     victim = draw.choice(["driver", "raylet", ACTOR])
     moments = ["importing", "loading", "held-out", *(f"iteration {n}/" for n in range(1, 6))]

@@ -1,14 +1,10 @@
 """Parts of a run on a Ray cluster, without one: the host of a worker, the placement, the checks."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,6 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import count_devices, parse_device_set
 from easyrl.runtime import supervisor as supervisor_module
 from easyrl.runtime.placement import (
-    Placement,
     check_scale,
     describe,
     engines_on,
@@ -41,7 +36,7 @@ GPUS = Resources("cuda", 8, (32, 32), "a cluster")
 # -- devices and placement -------------------------------------------------------------------------
 
 
-def test_ray_devices_are_counted_and_others_refused() -> None:
+def test_ray_devices_are_counted_and_others_refused():
     for text, kind, count in (("ray:8", "accelerator", 8), ("ray:cpu:4", "cpu", 4)):
         parsed = parse_device_set(text)
         assert (parsed.kind, parsed.count, parsed.is_ray, str(parsed)) == (kind, count, True, text)
@@ -57,22 +52,20 @@ def test_ray_devices_are_counted_and_others_refused() -> None:
     ((16, 1), 2, 8),
     ((2,), 3, 1),  # there is no place for all
 ])  # fmt: skip
-def test_workers_share_the_cpus_of_nodes(
-    num_cpus: tuple[int, ...], num_workers: int, num_threads: int
-) -> None:
+def test_workers_share_the_cpus_of_nodes(num_cpus, num_workers, num_threads):
     assert Resources("cpu", 0, num_cpus, "").num_threads(num_workers) == num_threads
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def place(*words: str, resources: Resources = GPUS) -> Placement:
+def place(monkeypatch):
+    def place(*words, resources=GPUS):
         monkeypatch.setattr(cluster_module, "connect", lambda config, num_workers: resources)
         return resolve_placement(load_config(words=words))
 
     return place
 
 
-def test_workers_of_a_cluster_have_devices_of_their_own(place: Any) -> None:
+def test_workers_of_a_cluster_have_devices_of_their_own(place):
     words = ("devices.infer=ray:4", "devices.train=ray:2", "devices.spare=ray:2")
     placement = place(*words, "rollout.engine=embedded")
     every = [placement.indices_of("train", rank) for rank in range(2)]
@@ -87,7 +80,7 @@ def test_workers_of_a_cluster_have_devices_of_their_own(place: Any) -> None:
     assert {*shrunk.indices} < {*placement.infer.indices} < {*grown.indices}
 
 
-def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place: Any) -> None:
+def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place):
     placement = place("devices.infer=ray:cpu:3", resources=CPUS)
     assert (str(placement.infer), str(placement.train)) == ("ray:cpu:3", "ray:cpu:1")
     placement = place("devices.train=ray:2", "rollout.engine=embedded")
@@ -95,7 +88,7 @@ def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place: Any) -> Non
     assert not {*placement.infer.indices} & {*placement.train.indices}
 
 
-def test_an_evaluation_is_placed_on_a_cluster(place: Any) -> None:
+def test_an_evaluation_is_placed_on_a_cluster(place):
     place("devices.infer=ray:cpu:1", resources=CPUS)
     config = load_config(words=["devices.infer=ray:cpu:2"])
     placement = place_evaluation(config, num_prompts=10, num_samples=1)
@@ -111,22 +104,20 @@ def test_an_evaluation_is_placed_on_a_cluster(place: Any) -> None:
     (("devices.ray_address=127.0.0.1:1",), r"^devices\.ray_address "),
     (("devices.infer=ray:1",), "ray:cpu:N"),  # there is no accelerator
 ])  # fmt: skip
-def test_ray_devices_that_do_not_fit_are_refused(
-    place: Any, words: tuple[str, ...], named: str
-) -> None:
+def test_ray_devices_that_do_not_fit_are_refused(place, words, named):
     resources = CPUS if words == ("devices.infer=ray:1",) else GPUS
     with pytest.raises(ConfigError, match=f"{named}.*got"):
         place(*words, resources=resources)
 
 
-def test_a_live_run_is_not_scaled_to_devices_of_another_sort(place: Any) -> None:
+def test_a_live_run_is_not_scaled_to_devices_of_another_sort(place):
     placement = place("devices.infer=ray:cpu:2", resources=CPUS)
     for wanted in ("cpu:1", "0", "ray:1"):
         with pytest.raises(ConfigError, match=r"--infer-devices: expected .*ray:cpu:2.*, got"):
             check_scale(load_config(), placement, placement.infer, parse_device_set(wanted))
 
 
-def test_workers_on_several_nodes_are_as_many_devices() -> None:
+def test_workers_on_several_nodes_are_as_many_devices():
     assert count_devices(["10.0.0.1/cpu", "10.0.0.1/cpu", "10.0.0.2/cpu"]) == 3
     assert count_devices(["10.0.0.1/cuda:0", "10.0.0.2/cuda:0", "cpu"]) == 3
 
@@ -134,14 +125,14 @@ def test_workers_on_several_nodes_are_as_many_devices() -> None:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def test_without_ray_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_installed_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"easyrl-train\[ray\]"):
         connect(load_config(words=["devices.infer=ray:1"]), 1)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "no.such.host.invalid:6379"])
-def test_an_address_without_a_cluster_is_named(address: str) -> None:
+def test_an_address_without_a_cluster_is_named(address):
     started = time.monotonic()
     with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
         connect(load_config(words=[f"devices.ray_address={address}"]), 1)
@@ -149,14 +140,12 @@ def test_an_address_without_a_cluster_is_named(address: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_another_server_at_the_address_is_named(
-    answer: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_server_at_the_address_is_named(answer, monkeypatch):
     monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         clients = []
 
-        def serve() -> None:
+        def serve():
             clients.append(server.accept()[0])
             clients[0].sendall(answer)
 
@@ -185,14 +174,14 @@ FACTS = {
     ({"without_driver": ("cuda",)}, "driver for cuda"),
     ({"network_problem": "expected another address"}, "another address"),
 ])  # fmt: skip
-def test_a_node_that_cannot_run_a_worker_is_named(changes: Any, named: str) -> None:
+def test_a_node_that_cannot_run_a_worker_is_named(changes, named):
     facts = ray_host.NodeFacts(**(FACTS | changes))
     problem = ray_launcher.problem_of(facts)
     assert problem.startswith("node node-2 (10.0.0.2): expected ")
     assert re.search(named, problem)
 
 
-def test_a_node_like_this_one_can_run_workers() -> None:
+def test_a_node_like_this_one_can_run_workers():
     assert ray_launcher.problem_of(ray_host.NodeFacts(**FACTS)) == ""
     assert "--output" in ray_launcher.problem_of(ray_host.NodeFacts(**FACTS), Path("/runs"))
 
@@ -201,11 +190,11 @@ def test_a_node_like_this_one_can_run_workers() -> None:
 
 
 class Unreachable:
-    def kill(self) -> None:
+    def kill(self):
         pass
 
 
-def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch):
     monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(ray_launcher, "KILL_SECONDS", 1.0)
     is_over = threading.Event()
@@ -222,7 +211,7 @@ def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def host() -> Iterator[Any]:
+def host():
     """The host of train rank 0, with a ring of two slots."""
     host = ray_host.WorkerHost()
     host._ring = make_ring(2)
@@ -231,25 +220,23 @@ def host() -> Iterator[Any]:
     host._ring.close()
 
 
-def group(number: int) -> bytes:
+def group(number):
     return encode_group(make_group(FIRST + number))
 
 
 class Put(threading.Thread):
     """Puts a group, and waits for a slot if the ring is full."""
 
-    def __init__(self, host: Any, sender: str, number: int) -> None:
+    def __init__(self, host, sender, number):
         super().__init__(daemon=True)
         self.host, self.arguments, self.is_done = host, (sender, group(number)), None
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         self.is_done = self.host.put(*self.arguments)
 
 
-def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(
-    host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(host, monkeypatch):
     monkeypatch.setattr(ray_host, "RETRY_SECONDS", 0.05)
     assert host.put("rollout-0 a", group(0)) and host.put("rollout-1 b", group(1))
     fenced, waiting = Put(host, "rollout-0 a", 2), Put(host, "rollout-1 b", 3)

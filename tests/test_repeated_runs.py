@@ -1,9 +1,5 @@
 """A whole run of a model that cannot share prompts: reported, on-policy and exact."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,7 +12,7 @@ REWARD = (
 )
 
 
-def flags_of_run(folder: Path, family: str) -> tuple[str, ...]:
+def flags_of_run(folder, family):
     """A run of the model on two iterations; its reward is the number of the first token."""
     tokens = {"vocab_size": 99, "eos_token_id": 1, "bos_token_id": None}
     model = tiny_model(family, None, SPREAD, **UNSHARED[family][0], **tokens)
@@ -28,10 +24,9 @@ def flags_of_run(folder: Path, family: str) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path: Path) -> None:
+def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path):
     code, out, err = finish(
-        *flags_of_run(tmp_path, "qwen3_next"),
-        "rollout.max_completion_length=12",
+        *flags_of_run(tmp_path, "qwen3_next"), "rollout.max_completion_length=12"
     )
     assert code == 0, err
     (note,) = [line for line in out.splitlines() if line.startswith("model.attention: ")]
@@ -47,7 +42,7 @@ def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_sharing_that_only_the_loaded_model_refuses_ends_as_a_users_mistake(tmp_path: Path) -> None:
+def test_sharing_that_only_the_loaded_model_refuses_ends_as_a_users_mistake(tmp_path):
     """Attention sinks are found when the model first asks for them."""
     flags = flags_of_run(tmp_path, "gpt_oss")
     code, _, err = finish(*flags, "model.attention=shared_prompt")

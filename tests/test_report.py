@@ -3,8 +3,6 @@
 The text of a report is in tests/golden (test_screens.py).
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import io
@@ -14,63 +12,62 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.observe.history import read_history, worst_to_best
 from easyrl.observe.trace import TraceWriter
 from run_events import METRICS, run_events
-from runs import Finished, lines_of, summary_of
+from runs import lines_of, summary_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 EVIL = "<script>document.title = 'hit'</script><img src='http://example.org/x.png'> [bold]\x1b[2J"
 
 
-def call(*words: object) -> Result:
+def call(*words):
     return CliRunner().invoke(cli.app, list(map(str, words)))
 
 
-def page_of(*runs: Path) -> str:
+def page_of(*runs):
     file = runs[0] / "page.html"
     done = call("report", *runs, "-o", file, "--force")
     assert done.exit_code == 0, done.output
     return file.read_text()
 
 
-def text_of(page: str) -> str:
+def text_of(page):
     """The text that a reader sees."""
     body = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.DOTALL)
     return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", body).split()))
 
 
 @pytest.fixture
-def run(finished_run: Finished, tmp_path: Path) -> Path:
+def run(finished_run, tmp_path):
     """A copy, for tests that change it."""
     return Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
 
 
-def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+def write_lines(file, lines):
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def make_run(folder: Path, lines: list[dict[str, Any]], config: str = "") -> Path:
+def make_run(folder, lines, config=""):
     """Write a run folder without a trace."""
     write_lines(folder / "metrics.jsonl", lines)
     (folder / "config.yaml").write_text(config)
     return folder
 
 
-def line(iteration: int, **more: Any) -> dict[str, Any]:
+def line(iteration, **more):
     """A line of metrics.jsonl."""
     values = {"policy_version": iteration + 1, "num_tokens": 100 * (iteration + 1)}
     return {**METRICS, "iteration": iteration, **values, **more}
 
 
-def test_page_shows_what_the_run_was(run: Path) -> None:
+def test_page_shows_what_the_run_was(run):
     page, summary = text_of(page_of(run)), summary_of(run)
     for name in ("accuracy_before", "accuracy_after"):
         assert f"{summary[name]:.3f} ± 0." in page
@@ -90,7 +87,7 @@ def test_page_shows_what_the_run_was(run: Path) -> None:
     assert "output.dir" not in page
 
 
-def test_samples_go_from_the_lowest_to_the_highest_reward(run: Path) -> None:
+def test_samples_go_from_the_lowest_to_the_highest_reward(run):
     """Those of the newest iterations. A line that is being written is left out."""
     one = {"iteration": 2, "prompt_index": 5, "prompt": EVIL, "completion": EVIL}
     lines = [one | {"reward": reward} for reward in (0.5, 1.0, 1.0, 1.0, None, 0.0)]
@@ -105,9 +102,7 @@ def test_samples_go_from_the_lowest_to_the_highest_reward(run: Path) -> None:
     assert "<script" not in page and "<img" not in page and "\x1b" not in page
 
 
-def test_several_runs_share_figures_and_differing_settings_are_marked(
-    run: Path, tmp_path: Path
-) -> None:
+def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_path):
     lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(4)]
     other = make_run(tmp_path / "other", lines, "train: {learning_rate: 0.5}")
     alone, both = page_of(other), page_of(other, run)
@@ -119,7 +114,7 @@ def test_several_runs_share_figures_and_differing_settings_are_marked(
     assert "other: trace.json has no iteration" in text_of(both)
 
 
-def test_a_resumed_run_shows_nothing_that_was_undone(tmp_path: Path) -> None:
+def test_a_resumed_run_shows_nothing_that_was_undone(tmp_path):
     """The second command resumes after the first iteration."""
     folder = make_run(tmp_path / "run", [line(0)])
     first = run_events(folder)[:-2]
@@ -135,16 +130,14 @@ def test_a_resumed_run_shows_nothing_that_was_undone(tmp_path: Path) -> None:
         assert history.messages[text] == 1
 
 
-def test_long_run_gives_a_small_page(tmp_path: Path) -> None:
+def test_long_run_gives_a_small_page(tmp_path):
     lines = [line(n, kl=n % 7, entropy=None if n % 2 else 1.0) for n in range(3000)]
     page = page_of(make_run(tmp_path / "long", lines))
     assert len(page) < 500_000
     assert "3000 iterations" not in page and "1 to 3000, none missing" in text_of(page)
 
 
-def test_csv_has_a_row_for_each_iteration(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "easyrl.observe.report", None)  # with matplotlib
     other = make_run(tmp_path / "other", [line(0, only_here=7)])
     rows = list(csv.DictReader(io.StringIO(call("report", "--csv", run, other).output)))
@@ -156,7 +149,7 @@ def test_csv_has_a_row_for_each_iteration(
     assert rows[4]["only_here"] == "7" and rows[1]["only_here"] == ""
 
 
-def test_plots_are_written_in_the_format_of_their_names(run: Path, tmp_path: Path) -> None:
+def test_plots_are_written_in_the_format_of_their_names(run, tmp_path):
     """Any name of a run can be drawn."""
     assert call("plot", run, "-o", run / "c.png").exit_code == 0
     assert (run / "c.png").read_bytes().startswith(b"\x89PNG")
@@ -170,9 +163,7 @@ def test_plots_are_written_in_the_format_of_their_names(run: Path, tmp_path: Pat
     assert "\x1b" not in picture + page
 
 
-def test_files_of_others_are_replaced_only_by_force(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_others_are_replaced_only_by_force(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, file in {
         ("plot", run, "-o", "mine.svg"): "mine.svg",
@@ -189,7 +180,7 @@ def test_files_of_others_are_replaced_only_by_force(
     assert Path("rates.json").read_text() == "mine"
 
 
-def test_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:
+def test_mistakes_are_user_errors(run, tmp_path):
     (tmp_path / "empty").mkdir()
     write_lines(tmp_path / "evaluation" / "samples.jsonl", [])
     for name in ("config.yaml", "settings.json"):
@@ -230,7 +221,7 @@ document.body.innerHTML = "<pre>" + JSON.stringify(found) + "</pre>"
 """
 
 
-def browse(page: Path) -> str:
+def browse(page):
     """Open a page in headless Chromium; return its elements, as its scripts leave them."""
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
@@ -242,7 +233,7 @@ def browse(page: Path) -> str:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian's package `chromium`)")
-def test_page_in_a_browser(run: Path, tmp_path: Path) -> None:
+def test_page_in_a_browser(run, tmp_path):
     """No console error, every plot drawn within the width, and no request to the network."""
     shutil.copytree(run, tmp_path / "second run")
     page = page_of(run, tmp_path / "second run")

@@ -3,8 +3,6 @@
 Each is compared with a run of the same settings that nothing interrupted (`uninterrupted`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -14,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -38,7 +35,7 @@ SAME = ("runtime.deterministic=true", "rollout.max_completion_length=100", "trai
 SMALL_AND_SAME = (*SMALL, *SAME)
 
 
-def outcome_of(folder: Path) -> tuple[Any, ...]:
+def outcome_of(folder):
     """Return what two equal runs have in common: metrics, samples, summary."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     summary = {
@@ -49,7 +46,7 @@ def outcome_of(folder: Path) -> tuple[Any, ...]:
     return metrics, lines_of(folder / "samples.jsonl"), summary
 
 
-def succeed(*words: str, **environment: str) -> str:
+def succeed(*words, **environment):
     code, out, err = finish(*words, **environment)
     assert (code, err) == (0, ""), err
     return out
@@ -59,11 +56,11 @@ Uninterrupted = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+def uninterrupted(tmp_path_factory):
     """Folder of a whole run with these words; made once for all tests of this file."""
-    folders: dict[tuple[str, ...], Path] = {}
+    folders = {}
 
-    def run(*words: str) -> Path:
+    def run(*words):
         if words not in folders:
             folders[words] = tmp_path_factory.mktemp("whole") / "run"
             # Under the other schedule, which ends in the same bits, too.
@@ -74,7 +71,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return run
 
 
-def run_until(line: str, folder: Path, *words: str) -> None:
+def run_until(line, folder, *words):
     """Kill a run after it has printed a line that begins so."""
     process = start("--output", str(folder), *SMALL_AND_SAME, *words)
     wait_for_line(process, line)
@@ -84,7 +81,7 @@ def run_until(line: str, folder: Path, *words: str) -> None:
     assert wait_until_gone(processes, 5.0) == []
 
 
-def resume(folder: Path, *words: str, **environment: str) -> str:
+def resume(folder, *words, **environment):
     return succeed("--resume", str(folder), *words, **environment)
 
 
@@ -113,9 +110,7 @@ ONE_UPDATE = ("--iterations", "6", "--train-devices")
         for way in WAYS
     ],
 )
-def test_a_killed_and_resumed_run_ends_in_the_same_bits(
-    tmp_path: Path, uninterrupted: Uninterrupted, way: str
-) -> None:
+def test_a_killed_and_resumed_run_ends_in_the_same_bits(tmp_path, uninterrupted, way):
     words, folder = (*WAYS[way], *FAST), tmp_path / "run"
     once = uninterrupted(*words)
     run_until("checkpoint of iteration 3:", folder, *words)
@@ -130,9 +125,7 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(
 
 
 @pytest.mark.long
-def test_more_iterations_continue_a_finished_run(
-    tmp_path: Path, uninterrupted: Uninterrupted
-) -> None:
+def test_more_iterations_continue_a_finished_run(tmp_path, uninterrupted):
     once = uninterrupted("train.lr_scheduler_type=constant", "--iterations", "4")
     twice, words = tmp_path / "twice", (*SMALL_AND_SAME, "train.lr_scheduler_type=constant")
     out = succeed("--output", str(twice), "--iterations", "2", *words)
@@ -155,12 +148,9 @@ def test_more_iterations_continue_a_finished_run(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("signum", "words"),
-    [(signal.SIGTERM, TWO_UPDATES), (signal.SIGINT, (*ONE_UPDATE, "cpu:2"))],
+    ("signum", "words"), [(signal.SIGTERM, TWO_UPDATES), (signal.SIGINT, (*ONE_UPDATE, "cpu:2"))]
 )
-def test_a_signal_saves_the_last_whole_iteration(
-    tmp_path: Path, uninterrupted: Uninterrupted, signum: int, words: tuple[str, ...]
-) -> None:
+def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum, words):
     once, folder = uninterrupted(*words), tmp_path / "run"
     saving = (*SMALL_AND_SAME, *words, "train.save_every=null")
     process = start("--output", str(folder), *saving, EASYRL_RANDOM_DELAYS="0.05")
@@ -178,7 +168,7 @@ def test_a_signal_saves_the_last_whole_iteration(
 
 
 @pytest.mark.long
-def test_a_checkpoint_may_take_longer_to_write_than_the_next_iterations(tmp_path: Path) -> None:
+def test_a_checkpoint_may_take_longer_to_write_than_the_next_iterations(tmp_path):
     """The run must wait in the controller: a train worker that waited for its writer would keep the
     rollout workers waiting for weights until runtime.timeout_seconds are over."""
     folder = tmp_path / "run"
@@ -199,7 +189,7 @@ def test_a_checkpoint_may_take_longer_to_write_than_the_next_iterations(tmp_path
 # -- kills ---------------------------------------------------------------------------------------
 
 
-def kill_somewhere(process: subprocess.Popen[str], chance: random.Random) -> None:
+def kill_somewhere(process, chance):
     """SIGKILL to the controller, to one worker, or to all at once."""
     workers = [p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())]
     victims = [psutil.Process(process.pid), *workers]
@@ -210,7 +200,7 @@ def kill_somewhere(process: subprocess.Popen[str], chance: random.Random) -> Non
     assert wait_until_gone(victims, 10.0) == []
 
 
-def wait_for_saving(process: subprocess.Popen[str], folder: Path, beyond: int) -> None:
+def wait_for_saving(process, folder, beyond):
     """Wait until a checkpoint later than the iteration `beyond` is being written."""
     deadline = time.monotonic() + 120
     while process.poll() is None and not any(
@@ -226,8 +216,8 @@ def wait_for_saving(process: subprocess.Popen[str], folder: Path, beyond: int) -
     ("num_kills", "iterations", "devices"), [(10, 30, "cpu"), (11, 30, "cpu"), (4, 9, "cpu:2")]
 )
 def test_kills_at_random_moments_repeat_and_skip_no_group(
-    tmp_path: Path, uninterrupted: Uninterrupted, num_kills: int, iterations: int, devices: str
-) -> None:
+    tmp_path, uninterrupted, num_kills, iterations, devices
+):
     """Of the controller, of a worker or of all, every second time while a checkpoint is written."""
     chance, folder = random.Random(num_kills), tmp_path / "run"
     settings = ("--iterations", str(iterations), "--train-devices", devices)
@@ -261,8 +251,8 @@ def test_kills_at_random_moments_repeat_and_skip_no_group(
 @pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [("cpu:2", "cpu"), ("cpu", "cpu:2")])
 def test_another_number_of_ranks_continues_to_the_same_weights(
-    tmp_path: Path, uninterrupted: Uninterrupted, before: str, after: str
-) -> None:
+    tmp_path, uninterrupted, before, after
+):
     words, twice = ("algorithm.beta=0.05", *ONE_UPDATE, before), tmp_path / "twice"
     once = uninterrupted(*words)
     run_until("checkpoint of iteration 3:", twice, *words)
@@ -281,9 +271,7 @@ def test_another_number_of_ranks_continues_to_the_same_weights(
 
 
 @pytest.mark.long
-def test_a_signal_while_a_checkpoint_is_written_waits_for_the_last_one(
-    tmp_path: Path, uninterrupted: Uninterrupted
-) -> None:
+def test_a_signal_while_a_checkpoint_is_written_waits_for_the_last_one(tmp_path, uninterrupted):
     once, folder = uninterrupted(*ONE_UPDATE, "cpu:2"), tmp_path / "run"
     process = start("--output", str(folder), *SMALL_AND_SAME, *ONE_UPDATE, "cpu:2")
     wait_for_saving(process, folder, 1)

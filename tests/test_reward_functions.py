@@ -1,12 +1,9 @@
 """Reward functions: the built-in ones, those written for TRL or verl, and errors before a run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from typing import Any
 
 import numpy as np
 import pandas
@@ -27,18 +24,17 @@ from easyrl.types import Prompt
 from math_answers import GSM8K, KNOWN, MATH, NAN, TYPED
 
 
-def scores(name: str, completions: list[Any], /, **columns: Any) -> list[float | None]:
+def scores(name, completions, /, **columns):
     """Names with `__` are settings; others are columns, the same for each completion."""
     settings = {key: value for key, value in columns.items() if "__" in key}
     num = len(completions)
     ids = columns.pop("completion_ids", [[1]] * num)
     function = load_reward(name, config_of(name, **settings))
     values = {key: [value] * num for key, value in columns.items() if "__" not in key}
-    found: list[float | None] = function(completions=completions, completion_ids=ids, **values)
-    return found
+    return function(completions=completions, completion_ids=ids, **values)
 
 
-def chat(text: str) -> list[dict[str, str]]:
+def chat(text):
     return [{"role": "assistant", "content": text}]
 
 
@@ -124,7 +120,7 @@ def test_countdown_is_exact_and_reads_the_last_answer():
         assert scores("countdown", texts, nums=nums, target=target) == [None] * 4
 
 
-def solution(answer: str) -> str:
+def solution(answer):
     boxed = answer if "boxed" in answer else rf"\boxed{{{answer.strip('$')}}}"
     return f"As $1 + 1 = 2$ and $x^2 \\ge 0$, the answer is {boxed}."
 

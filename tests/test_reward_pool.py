@@ -1,18 +1,14 @@
 """Reward processes: never blocking, one failed call costs itself alone, nothing stays behind."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +21,7 @@ from easyrl.rewards import pool as pool_module
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
-from easyrl.rewards.worker import PROCESS_NAME, Call, Scored
+from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.runtime.metrics import iteration_metrics, logged_metrics
 from easyrl.types import Prompt
 from runs import SMALL, finish, lines_of, summary_of, without_timing
@@ -109,24 +105,24 @@ Open = Callable[..., RewardPool]
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(FUNCTIONS)
     return file
 
 
 @pytest.fixture
-def reports() -> list[str]:
+def reports():
     """Messages that the pools have reported."""
     return []
 
 
 @pytest.fixture
-def open_pool(own: Path, reports: list[str]) -> Iterator[Open]:
+def open_pool(own, reports):
     """Function that opens a pool for names of FUNCTIONS and built-in names."""
     with ExitStack() as opened:
 
-        def make(*names: str, **settings: object) -> RewardPool:
+        def make(*names, **settings):
             specs = [name if name in ("code", "math") else f"{own}:{name}" for name in names]
             pool = RewardPool(config_of(*specs, **settings), None, reports.append)
             opened.callback(pool.close)
@@ -135,20 +131,20 @@ def open_pool(own: Path, reports: list[str]) -> Iterator[Open]:
         yield make
 
 
-def score(pool: RewardPool, *prompts: str, **columns: Any) -> list[Scored]:
+def score(pool, *prompts, **columns):
     """Two completions of each prompt."""
     for key, prompt in enumerate(prompts or ("1+1=",)):
         pool.submit(key, Call(prompt, ["2", "3"], [[5], [6, 7]], columns))
     return finished(pool, len(prompts) or 1)
 
 
-def scores_of(pool: RewardPool, *prompts: str, **columns: Any) -> Any:
+def scores_of(pool, *prompts, **columns):
     (scored,) = score(pool, *prompts, **columns)
     assert scored.scores and not scored.errors, scored
     return scored.scores
 
 
-def ended(pid: float, seconds: float = 5.0) -> bool:
+def ended(pid, seconds=5.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie":
@@ -160,7 +156,7 @@ def ended(pid: float, seconds: float = 5.0) -> bool:
 # Before a run.
 
 
-def tried(own: Path, *names: str, **settings: object) -> list[str]:
+def tried(own, *names, **settings):
     config = config_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2, **settings)
     return try_rewards(config, Prompt(0, "1+1=", {"answer": "2"}))
 
@@ -403,7 +399,7 @@ def test_weighted_sum_ignores_functions_without_a_score():
     assert rewards.tolist() == [2.0, 2.0, 0.0] and rewards.dtype == "float32"
 
 
-def group_scored(index: int, rewards: list[float], **changes: Any) -> events.GroupScored:
+def group_scored(index, rewards, **changes):
     group = {
         "iteration": 0,
         "group_index": index,
@@ -417,13 +413,13 @@ def group_scored(index: int, rewards: list[float], **changes: Any) -> events.Gro
     return events.GroupScored(**{**group, **changes})
 
 
-def test_skipped_groups_are_counted_and_have_no_reward() -> None:
+def test_skipped_groups_are_counted_and_have_no_reward():
     nan = float("nan")
     skipped = {"errors": ["why"], "is_skipped": True, "is_unwanted": True}
     skipped["rewards_by_function"] = []
     groups = [group_scored(0, [0.0, 1.0]), group_scored(1, [nan, nan], **skipped)]
     trained = events.IterationTrained(0, 1, 2, 16, 0.0, {})
-    ledger: Any = SimpleNamespace(
+    ledger = SimpleNamespace(
         reports=groups, trained=trained, round=1, engine_seconds={"rollout-0": 1.0}
     )
     metrics = iteration_metrics(ledger, 0, ["score"], {}, seconds=1.0, num_devices=2)
@@ -436,7 +432,7 @@ def test_skipped_groups_are_counted_and_have_no_reward() -> None:
     assert str(metrics["reward"]) == "nan"
 
 
-def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:
+def test_logged_metrics_are_averaged_over_the_groups_that_have_them():
     logged = [{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]
     groups = [group_scored(n, [0.0, 1.0], logged=each) for n, each in enumerate(logged)]
     assert logged_metrics(groups, taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}

@@ -20,14 +20,7 @@ from hypothesis import strategies as st
 
 from easyrl.channels import ring_buffer
 from easyrl.channels.memory import available_memory_bytes, kill_reason, oom_kills
-from easyrl.channels.ring_buffer import (
-    ARRAYS,
-    HEADER,
-    READY,
-    RingBuffer,
-    RingLayout,
-    TokenPipe,
-)
+from easyrl.channels.ring_buffer import ARRAYS, HEADER, READY, RingBuffer, RingLayout, TokenPipe
 from easyrl.types import RolloutGroup
 
 RING_FILE = sys.modules[RingBuffer.__module__].__file__
@@ -101,9 +94,7 @@ def new_ring():
 
 
 SHAPE = st.tuples(
-    st.integers(0, 10**9),
-    st.lists(st.integers(0, 8), min_size=1, max_size=3),
-    st.integers(0, 16),
+    st.integers(0, 10**9), st.lists(st.integers(0, 8), min_size=1, max_size=3), st.integers(0, 16)
 )
 
 

@@ -1,42 +1,34 @@
 """The run folder: one writer, whole lines wherever it is cut off, a log of what went wrong."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
 import shutil
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from easyrl import events
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.observe.lines import PlainLines
 from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.run import FAILED, run
-from easyrl.runtime.run_folder import (
-    RunFolder,
-    RunFolderLost,
-    lock_folder,
-    read_lines,
-)
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines
 from runs import SMALL
 
 
-def config_for(folder: Path) -> Config:
+def config_for(folder):
     return load_config(None, {"output.dir": str(folder)}, SMALL)
 
 
-def finished(iteration: int) -> events.IterationFinished:
+def finished(iteration):
     metrics = {"iteration": iteration, "entropy": math.nan, "note": 'a "}" \n b'}
     return events.IterationFinished(0.0, metrics)
 
 
-def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path: Path) -> None:
+def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path):
     folder = RunFolder(config_for(tmp_path / "run"))
     for iteration in range(3):
         folder.observe(finished(iteration))
@@ -57,14 +49,11 @@ def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_an_error_is_short_on_the_screen_and_complete_in_the_log(
-    is_removed: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    is_removed, tmp_path, monkeypatch, capfd
+):
     folder = tmp_path / "run"
 
-    def fail(controller: Controller) -> None:
+    def fail(controller):
         if is_removed:
             shutil.rmtree(folder)
             controller.notify(finished(0))
@@ -84,17 +73,17 @@ def test_an_error_is_short_on_the_screen_and_complete_in_the_log(
 class FullFile:
     """A file on a full disk: it takes seven bytes, and then none for the next `num_failures`."""
 
-    def __init__(self, file: Any, num_failures: int) -> None:
+    def __init__(self, file, num_failures):
         self._file, self._rest, self._num_failures = file, 7, num_failures
         self.tell, self.truncate = file.tell, file.truncate
 
-    def __enter__(self) -> FullFile:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._file.close()
 
-    def write(self, content: bytes) -> int:
+    def write(self, content):
         if self._rest:
             content, self._rest = content[: self._rest], 0
         elif self._num_failures:
@@ -103,13 +92,11 @@ class FullFile:
         return int(self._file.write(content))
 
 
-def test_disk_that_is_full_for_a_moment_loses_no_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_is_full_for_a_moment_loses_no_line(tmp_path, monkeypatch):
     """As when a checkpoint that does not fit fills the disk, until it is removed."""
     folder, num_failures, open_file = RunFolder(config_for(tmp_path / "run")), 1, Path.open
 
-    def open_full(path: Path, *mode: Any, **options: Any) -> Any:
+    def open_full(path, *mode, **options):
         file = open_file(path, *mode, **options)
         return FullFile(file, num_failures) if path.name == "metrics.jsonl" else file
 
@@ -125,10 +112,8 @@ def test_disk_that_is_full_for_a_moment_loses_no_line(
     assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
 
 
-def test_folder_whose_config_cannot_be_written_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path, text: str) -> None:
+def test_folder_whose_config_cannot_be_written_is_removed(tmp_path, monkeypatch):
+    def fail(path, text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", fail)
@@ -137,10 +122,10 @@ def test_folder_whose_config_cannot_be_written_is_removed(
     assert not (tmp_path / "run").exists()
 
 
-def begun(tmp_path: Path) -> tuple[Path, dict[str, int]]:
+def begun(tmp_path):
     """A folder with two iterations, and the sizes of its files after the first."""
     folder = RunFolder(config_for(tmp_path / "run"))
-    sizes: dict[str, int] = {}
+    sizes = {}
     for iteration in range(2):
         sample = events.Sample("2", 1.0, 0.0, {})
         group = events.GroupScored(iteration, 0, 0, [1.0], [], [1], 0, 0.0, samples=[sample])
@@ -153,9 +138,7 @@ def begun(tmp_path: Path) -> tuple[Path, dict[str, int]]:
 
 
 @pytest.mark.parametrize("num_lost", [0, 5])
-def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(
-    tmp_path: Path, num_lost: int
-) -> None:
+def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, num_lost):
     """After a power failure bytes may be missing that were written before the checkpoint."""
     path, sizes = begun(tmp_path)
     if num_lost:
@@ -169,7 +152,7 @@ def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(
     assert read_lines(path / "metrics.jsonl") == [{"iteration": 0}, {"iteration": 1}]
 
 
-def test_folder_belongs_to_one_user_and_one_writer(tmp_path: Path) -> None:
+def test_folder_belongs_to_one_user_and_one_writer(tmp_path):
     folder = RunFolder(config_for(tmp_path / "runs" / "run"))
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     with pytest.raises(ConfigError, match="still running"):

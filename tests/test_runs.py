@@ -1,13 +1,10 @@
 """Whole runs of `easyrl grpo`, as a user starts them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.model.checkpoint_files import checkpoints_in
 from mistakes import TINY
-from runs import SMALL, Finished, finish, lines_of, start, summary_of, wait_for_line
+from runs import SMALL, finish, lines_of, start, summary_of, wait_for_line
 from runs import without_timing as plain
 from tiny_models import untied_model
 
 
-def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> None:
+def test_a_run_writes_metrics_samples_and_summary(finished_run):
     folder, out = finished_run
     assert "iteration 3/3" in out
     summary = summary_of(folder)
@@ -40,9 +37,7 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> Non
     assert all(sample["length"] > 0 for sample in samples)
 
 
-def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summary(
-    finished_run: Finished,
-) -> None:
+def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summary(finished_run):
     folder = finished_run.folder
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -55,7 +50,7 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
     assert any(not torch.equal(before[n], t) for n, t in weights.items()), "nothing was trained"
 
 
-def take_evaluation(metrics: dict[str, Any]) -> dict[str, Any]:
+def take_evaluation(metrics):
     """Remove the evaluation's part from an iteration's metrics, and return it."""
     return {name: metrics.pop(name) for name in list(metrics) if name.startswith("eval/")}
 
@@ -75,9 +70,7 @@ SCHEDULED = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", SCHEDULED)
-def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
-    tmp_path: Path, case: str
-) -> None:
+def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, case):
     """Deterministic mode, random delays in engine, rewards, ring and trainer; and one of the two is
     evaluated on its way, which changes nothing either."""
     iterations, more = SCHEDULED[case]
@@ -113,7 +106,7 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
 
 
 @pytest.mark.long
-def test_a_runs_own_config_starts_a_new_run(finished_run: Finished, tmp_path: Path) -> None:
+def test_a_runs_own_config_starts_a_new_run(finished_run, tmp_path):
     """Two rollout workers, a ring of one slot, and sampling from a part of the tokens."""
     words = ("rollout.ring_slots=1", "rollout.top_p=0.9", "rollout.top_k=3")
     code, out, err = finish(
@@ -144,7 +137,7 @@ def sometimes(completions, **columns):
 
 
 @pytest.mark.long
-def test_a_run_with_an_own_model_data_and_rewards(tmp_path: Path) -> None:
+def test_a_run_with_an_own_model_data_and_rewards(tmp_path):
     untied_model(tmp_path / "model")  # without a chat template
     (tmp_path / "chat.jinja").write_text(CHAT_TEMPLATE)
     question = [{"role": "1", "content": "1+2="}]
@@ -172,7 +165,7 @@ def test_a_run_with_an_own_model_data_and_rewards(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Path) -> None:
+def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path):
     """A model whose output is an ordinary one, but whose gradient is larger than float32 holds."""
     untied_model(tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
@@ -199,9 +192,7 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_stopped_in_an_evaluation(
-    tmp_path: Path,
-) -> None:
+def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_stopped_in_an_evaluation(tmp_path):
     folder = tmp_path / "run"
     words = (*SMALL[:-1], "rollout.max_completion_length=100", "data.num_held_out=96")
     words += ("train.eval_every=1", "train.keep_checkpoints=1")
@@ -240,7 +231,7 @@ LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
 @pytest.mark.long
 @pytest.mark.parametrize("words", [(), LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_demo_learns(tmp_path: Path, words: tuple[str, ...], seed: int) -> None:
+def test_demo_learns(tmp_path, words, seed):
     folder = tmp_path / "run"
     code, _, err = finish(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
     assert (code, err) == (0, "")
@@ -253,7 +244,7 @@ def test_demo_learns(tmp_path: Path, words: tuple[str, ...], seed: int) -> None:
 
 
 @pytest.mark.long
-def test_demo_learns_while_it_loses_a_worker_in_every_fifth_iteration(tmp_path: Path) -> None:
+def test_demo_learns_while_it_loses_a_worker_in_every_fifth_iteration(tmp_path):
     folder = tmp_path / "run"
     words = ("--output", str(folder), "--infer-devices", "cpu:2", "runtime.max_restarts=1000")
     points = "rollout-0@iteration:4:10,rollout-1@iteration:9:10"

@@ -1,14 +1,9 @@
 """Which engines a run may add and remove while it is live, and its spare devices."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +16,6 @@ from easyrl.config.devices import parse_device_set
 from easyrl.runtime.control import request
 from easyrl.runtime.placement import (
     EngineChoice,
-    Placement,
     check_scale,
     first_engines,
     numbered,
@@ -35,15 +29,15 @@ EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=
 
 
 @pytest.fixture(autouse=True)
-def _eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def _eight_gpus(monkeypatch):
     monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
 
 
-def place(*words: str) -> Placement:
+def place(*words):
     return resolve_placement(load_config(words=words))
 
 
-def scale(wanted: str, *words: str, size: int = 1, starting: str | None = None) -> None:
+def scale(wanted, *words, size=1, starting=None):
     """Scale a run with these settings; its engines span `size` devices each."""
     placement = place(*(words or EIGHT))
     placement = replace(placement, engine=EngineChoice("vllm", "", size))
@@ -54,7 +48,7 @@ def scale(wanted: str, *words: str, size: int = 1, starting: str | None = None) 
 
 
 @pytest.mark.parametrize("wanted", ["0-3", "0", "0-4", "4", "1,3,5"])
-def test_any_free_devices_may_generate(wanted: str) -> None:
+def test_any_free_devices_may_generate(wanted):
     scale(wanted)
 
 
@@ -68,23 +62,19 @@ def test_any_free_devices_may_generate(wanted: str) -> None:
     ("0-2", "tensor_parallel_size", {"size": 2}),
     ("0-1,3-4", "unlike 3", {"size": 2}),  # an engine keeps its devices
 ])  # fmt: skip
-def test_what_a_run_cannot_be_scaled_to_is_named(
-    wanted: str, named: str, options: dict[str, Any]
-) -> None:
+def test_what_a_run_cannot_be_scaled_to_is_named(wanted, named, options):
     with pytest.raises(ConfigError, match=named):
         scale(wanted, **options)
 
 
-def test_a_deterministic_run_is_not_scaled_and_large_engines_are() -> None:
+def test_a_deterministic_run_is_not_scaled_and_large_engines_are():
     with pytest.raises(ConfigError, match=r"runtime\.deterministic"):
         scale("cpu:2", *ON_CPU, "runtime.deterministic=true")
     scale("0-1,4-5", size=2)
     scale("2-5", size=2)
 
 
-def test_engines_on_a_cluster_get_other_accelerators_than_the_trainer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_engines_on_a_cluster_get_other_accelerators_than_the_trainer(monkeypatch):
     resources = cluster.Resources("cuda", 24, (64, 64, 64))
     monkeypatch.setattr(cluster, "connect", lambda config, num_workers: resources)
     words = ("devices.infer=ray:4", "devices.train=ray:2", "devices.max_rollout_workers=6")
@@ -103,11 +93,11 @@ def test_engines_on_a_cluster_get_other_accelerators_than_the_trainer(
     (("devices.infer=0-3", "devices.train=7", "devices.max_rollout_workers=5"), 5),
     ((*ON_CPU, "devices.spare=cpu:2"), 3),
 ])  # fmt: skip
-def test_the_most_rollout_workers_a_run_may_have(words: tuple[str, ...], most: int) -> None:
+def test_the_most_rollout_workers_a_run_may_have(words, most):
     assert place(*words).max_rollout_workers == most
 
 
-def test_spare_devices_are_used_last() -> None:
+def test_spare_devices_are_used_last():
     placement = place("devices.spare=6-7")
     assert (str(placement.infer), str(placement.train)) == ("0-4", "5")
     assert str(first_engines(6, placement)) == "0-4,6"
@@ -126,12 +116,12 @@ def test_spare_devices_are_used_last() -> None:
         "runtime.autoscale",
     ),
 ])  # fmt: skip
-def test_spare_devices_that_cannot_be_used_are_named(words: tuple[str, ...], key: str) -> None:
+def test_spare_devices_that_cannot_be_used_are_named(words, key):
     with pytest.raises(ConfigError, match=f"^{key}.*: expected .*, got"):
         place(*words)
 
 
-def test_spare_devices_have_a_flag() -> None:
+def test_spare_devices_have_a_flag():
     asked = ("--infer-devices", "cpu", "--train-devices", "cpu", "--spare-devices", "cpu:2")
     result = CliRunner().invoke(app, ["grpo", "--dry-run", *asked])
     assert result.exit_code == 0
@@ -150,27 +140,25 @@ OTHER_FEATURES = (
     [(), pytest.param(OTHER_FEATURES, marks=pytest.mark.long)],
     ids=["plain", "other features"],
 )
-def test_engines_are_added_to_a_live_run_and_removed_from_it(
-    tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path, words):
     run = tmp_path / "run"
     on_cpu = ("--infer-devices", "cpu", "--train-devices", "cpu", "devices.max_rollout_workers=2")
     process = start("--output", str(run), "--iterations", "100000", *SMALL, *on_cpu, *words)
 
-    def status() -> tuple[dict[str, str], int]:
+    def status():
         """The states of the rollout workers, and the number of iterations."""
         reply = request(run, {"command": "status"})
         rollout = (each for each in reply["workers"] if each["kind"] == "rollout")
         return {each["name"]: each["state"] for each in rollout}, reply["iteration"]
 
-    def wait_until(is_so: Callable[[dict[str, str], int], bool]) -> int:
+    def wait_until(is_so):
         deadline = time.monotonic() + 600
         while not is_so(*status()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         return status()[1]
 
-    def scale_to(wanted: str) -> None:
+    def scale_to(wanted):
         request(run, {"command": "scale", "infer_devices": wanted})
 
     try:

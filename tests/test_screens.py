@@ -3,18 +3,14 @@
 `golden_files.py` says how to write the files anew.
 """
 
-from __future__ import annotations
-
 import html
 import itertools
 import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,11 +22,9 @@ from easyrl.config import load_config, to_commented_yaml
 from easyrl.evaluation import view as eval_view
 from easyrl.evaluation.figures import compare, summarize
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
-from easyrl.events import Event, Note
 from easyrl.observe.lines import PlainLines, end_table, print_end
 from easyrl.observe.observers import Guard
 from easyrl.observe.run_files import RunFiles
-from easyrl.observe.state import RunState
 from easyrl.observe.text import say_rich
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.view import render
@@ -45,7 +39,7 @@ MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The folder `run` with the trace of the events."""
     monkeypatch.chdir(tmp_path)
     run = Path("run")
@@ -59,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def picture(state: RunState, width: int = 80, height: int = 24) -> str:
+def picture(state, width=80, height=24):
     console = Console(width=width, height=height, color_system=None, force_terminal=False)
     lines = console.render_lines(
         render(state, state.newest + 2.4, width, height),
@@ -70,21 +64,21 @@ def picture(state: RunState, width: int = 80, height: int = 24) -> str:
     return "\n".join("".join(segment.text for segment in line) for line in lines) + "\n"
 
 
-def test_live_view(folder: Path) -> None:
+def test_live_view(folder):
     """During the run, and read from its trace."""
     for stream in (run_events(folder), list(RunFiles(folder).read())):
         pictures = [f"-- {n} events\n{picture(state_of(stream[:n]))}" for n in MOMENTS]
         check_golden("live_view", "".join(pictures))
 
 
-def test_live_view_of_other_runs() -> None:
+def test_live_view_of_other_runs():
     """Resumed, failed, and long ones; large and narrow terminals."""
     stream = run_events(Path("run"))
     start = run_started(Path("run"))
     resumed = replace(start, num_iterations=1, earlier=[METRICS], accuracies=[(1, 0.9)])
     lines = [{**METRICS, "iteration": n, "reward": n / 100} for n in range(200)]
     long = [events.IterationFinished(119.0, line) for line in lines]
-    long += [events.Evaluated(119.0, n / 100, 9, 0.1, n) for n in range(99)]  # type: ignore[misc]
+    long += [events.Evaluated(119.0, n / 100, 9, 0.1, n) for n in range(99)]
     pictures = {
         "resumed": picture(state_of([resumed, events.RunEnded(1, "")])),
         "failed": picture(state_of([*stream[:19], events.RunEnded(1, "killed")])),
@@ -95,7 +89,7 @@ def test_live_view_of_other_runs() -> None:
     check_golden("live_view_of_other_runs", "".join(f"-- {k}\n{v}" for k, v in pictures.items()))
 
 
-def test_live_view_fits_into_any_terminal() -> None:
+def test_live_view_fits_into_any_terminal():
     stream = run_events(Path("run"))[1:19]
     for width, height, num_rollout in itertools.product((1, 40, 80, 300), (1, 5, 24, 100), (1, 40)):
         state = state_of([run_started(Path("run"), num_rollout), *stream])
@@ -121,7 +115,7 @@ for event in run_events(Path("run")):
 """
 
 
-def test_terminal_is_restored_at_the_end(folder: Path) -> None:
+def test_terminal_is_restored_at_the_end(folder):
     """With the last picture and the result on 24 lines. Other text of the process goes to a log."""
     Path("noisy.py").write_text(NOISY)
     path = f"{Path(__file__).parent}:{Path(cli.__file__).parents[2]}"
@@ -135,7 +129,7 @@ def test_terminal_is_restored_at_the_end(folder: Path) -> None:
         assert text in log and text not in terminal.output
 
 
-def test_plain_lines(folder: Path, capsys: Capture) -> None:
+def test_plain_lines(folder, capsys):
     """Of the run, and of `easyrl watch`."""
     lines = PlainLines()
     for event in run_events(folder):
@@ -153,11 +147,11 @@ PAIRS = {"rollout-0": "cuda:0,1", "train-0": "cuda:2", "train-1": "cuda:3", "tra
 GPUS |= {f"train-{n}": f"cuda:{n}" for n in range(4, 8)}
 
 
-def busy(infer: float, train: float) -> dict[str, float]:
+def busy(infer, train):
     return {"infer_seconds": infer, "train_seconds": train}
 
 
-ENDS: dict[str, tuple[Mapping[str, str], Sequence[str], Mapping[str, Any]]] = {
+ENDS = {
     "no accuracy": (CPUS, (), {"accuracy_after": None, "groups_not_replaced": 7}),
     "short": (CPUS, (), {"iterations": 9, "accuracy_before": None}),
     "one function": (CPUS, (), {"rewards": {"one": [2.0, 3.0]}}),
@@ -176,7 +170,7 @@ ENDS: dict[str, tuple[Mapping[str, str], Sequence[str], Mapping[str, Any]]] = {
 }
 
 
-def test_end_table(capsys: Capture) -> None:
+def test_end_table(capsys):
     shown, start = "", run_started(Path("run"))
     for name, (devices, words, more) in ENDS.items():
         run = replace(start, config=load_config(words=words), devices=devices)
@@ -186,7 +180,7 @@ def test_end_table(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("name", ["runs/1", "a [red]b:smile:", "slash[/b]", "x" * 120])
-def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys: Capture, name: str) -> None:
+def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys, name):
     say_rich(end_table(run_started(Path(name)), SUMMARY))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  easyrl")]
     resumed = ["easyrl", "grpo", "--resume", name, "--iterations", "8"]
@@ -194,7 +188,7 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys: Capture, n
     assert [shlex.split(line) for line in lines] == [*reads, resumed]
 
 
-def test_error_text_cannot_take_over_the_terminal(capsys: Capture) -> None:
+def test_error_text_cannot_take_over_the_terminal(capsys):
     print_end(1, "bad \x1b[2J\x07 \udcff\nsecond line" + "." * 100_000)
     shown = capsys.readouterr().err
     assert "\x1b" not in shown and "\x07" not in shown and "\udcff" not in shown
@@ -204,7 +198,7 @@ def test_error_text_cannot_take_over_the_terminal(capsys: Capture) -> None:
 # Samples and the report.
 
 
-def test_samples_and_report(folder: Path) -> None:
+def test_samples_and_report(folder):
     """Equal completions of a prompt are folded; names of columns may be anything."""
     first = {"iteration": 0, "prompt_index": 0, "prompt": f"2+3= {HOSTILE}", "completion": "5"}
     first |= {"reward": 1.0, "rewards": {"right": 1.0, "brief": 0.5}, "truncated": False}
@@ -235,10 +229,10 @@ ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
 ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "correct_reward": 1.0}
 
 
-def answers(num_correct: Callable[[int], int]) -> dict[str, list[dict[str, Any]]]:
+def answers(num_correct):
     """20 problems, 8 samples of each."""
 
-    def sample(problem: int, number: int) -> dict[str, Any]:
+    def sample(problem, number):
         reward = float(number < num_correct(problem))
         rewards = {"right": reward, "format": 0.25}
         line = {"prompt": f"[red]problem\n{problem}\x1b[2J", "reward": reward, "rewards": rewards}
@@ -247,8 +241,8 @@ def answers(num_correct: Callable[[int], int]) -> dict[str, list[dict[str, Any]]
     return {f"p{n}": [sample(n, number) for number in range(8)] for n in range(20)}
 
 
-def show_progress(view: EvalView) -> None:
-    def some(num_done: int) -> dict[str, Any]:
+def show_progress(view):
+    def some(num_done):
         return {str(n): [{"reward": float(n % 2)}] for n in range(num_done)}
 
     view.start(ABOUT, Path("ev"), "so", 100, 40)
@@ -263,7 +257,7 @@ def show_progress(view: EvalView) -> None:
     view.show_progress(20.0, some(100), 1900)
 
 
-def test_evaluation(capsys: Capture) -> None:
+def test_evaluation(capsys):
     show_progress(EvalView(live=False))
     run = {**ABOUT, "num_too_long": 0, "wall_seconds": 10.0, "tokens_per_second": 1234.5}
     half = list(answers(lambda problem: 8 * (problem % 2)).values())
@@ -276,7 +270,7 @@ def test_evaluation(capsys: Capture) -> None:
     check_golden("evaluation", capsys.readouterr().out)
 
 
-def test_bar_is_removed_when_the_evaluation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_removed_when_the_evaluation_is_stopped(monkeypatch):
     monkeypatch.setattr(eval_view, "is_live_terminal", lambda: True)
     view = EvalView(live=True)
     with pytest.raises(KeyboardInterrupt), view.bar:
@@ -292,19 +286,18 @@ def test_bar_is_removed_when_the_evaluation_is_stopped(monkeypatch: pytest.Monke
 class Fails:
     is_closed = False
 
-    def __call__(self, event: Event) -> Note | None:
+    def __call__(self, event):
         if isinstance(event, events.NoEvents):
             raise KeyError("a bug")
-        return None
 
-    def close(self) -> None:
+    def close(self):
         self.is_closed = True
 
 
-def test_observer_that_fails_is_replaced_with_one_note() -> None:
-    received: list[Event] = []
+def test_observer_that_fails_is_replaced_with_one_note():
+    received = []
     observer = Fails()
-    guard = Guard(observer, fallback=received.append)  # type: ignore[arg-type]
+    guard = Guard(observer, fallback=received.append)
     run, first = run_started(Path("run")), events.NoEvents(1.0, "")
     second = events.IterationStarted(2.0, 0)
     with pytest.raises(KeyError):  # before the run has started, the failure is the run's

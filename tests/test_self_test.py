@@ -1,24 +1,18 @@
 """`easyrl doctor --test` on this machine's CPU, and how a run on accelerators uses its result."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from easyrl import devices
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.config.devices import DeviceSet
 from easyrl.runtime import run as run_module
 from easyrl.runtime import self_test
-from easyrl.runtime.placement import Placement, resolve_placement
-from easyrl.runtime.preflight import Preflight
+from easyrl.runtime.placement import resolve_placement
 
 WRONG_ATTENTION = """
 import sys
@@ -35,14 +29,14 @@ if "easyrl.runtime.self_test_part" in sys.orig_argv:
 """One of a prompt's tokens has no value, as by a kernel with a wrong mask."""
 
 
-def environment_with(folder: Path, customize: str) -> dict[str, str]:
+def environment_with(folder, customize):
     """Return an environment in which every Python process runs this code first."""
     (folder / "sitecustomize.py").write_text(customize)
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.mark.long
-def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path: Path) -> None:
+def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "easyrl", "doctor", "--test"],
         capture_output=True,
@@ -61,7 +55,7 @@ def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path: Path) -> N
     assert done.returncode == 1 and "runs can start" in done.stdout
 
 
-def test_crash_and_hang_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_and_hang_are_errors(tmp_path, monkeypatch):
     crash = environment_with(tmp_path, "import os; os.kill(os.getpid(), 9)")
     assert self_test._error(["weights", "cpu", "cpu"], crash) == "killed by signal 9"
     monkeypatch.setattr(self_test, "PART_SECONDS", 0.5)
@@ -72,26 +66,26 @@ def test_crash_and_hang_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 class Machine:
     """Two GPUs on which parts fail unless they run with a safe setting."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.errors: dict[str, str] = {}  # the part that fails: the setting with which it passes
+    def __init__(self, folder, monkeypatch):
+        self.errors = {}  # the part that fails: the setting with which it passes
         self.label = "H100"
-        self.ran: list[tuple[str, Mapping[str, str]]] = []
-        self.notes: list[Any] = []
+        self.ran = []
+        self.notes = []
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         monkeypatch.setenv("NCCL_P2P_DISABLE", "0")  # restored afterwards
         monkeypatch.setattr(self_test, "_error", self._run)
         monkeypatch.setattr(devices, "device_label", lambda *_: self.label)
 
-    def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    def _run(self, arguments, environment):
         part, *words = arguments
         self.ran.append((part, environment))
         return "" if self.errors.get(part, "") in {*words, ""} else "wrong values"
 
-    def start(self, config: Config | None = None) -> tuple[Config, list[str]]:
+    def start(self, config=None):
         return self_test.before_run(config or load_config(), gpus(0, 1), self.notes.append)
 
 
-def gpus(infer: int, train: int) -> Placement:
+def gpus(infer, train):
     return replace(
         resolve_placement(load_config(None, ON_CPU)),
         accelerator="cuda",
@@ -104,11 +98,11 @@ ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path, monkeypatch):
     return Machine(tmp_path, monkeypatch)
 
 
-def test_devices_are_tested_once_for_their_versions(machine: Machine) -> None:
+def test_devices_are_tested_once_for_their_versions(machine):
     config = load_config()
     assert machine.start(config) == (config, [])
     seen = [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in machine.ran]
@@ -120,11 +114,8 @@ def test_devices_are_tested_once_for_their_versions(machine: Machine) -> None:
     assert len(machine.ran) == 6
 
 
-def test_run_uses_what_passes_and_says_so(machine: Machine) -> None:
-    machine.errors = {
-        "weights": "NCCL_P2P_DISABLE=1",
-        "attention": "model.attention=without_flex",
-    }
+def test_run_uses_what_passes_and_says_so(machine):
+    machine.errors = {"weights": "NCCL_P2P_DISABLE=1", "attention": "model.attention=without_flex"}
     for _ in range(2):  # the second time from the cache
         os.environ["NCCL_P2P_DISABLE"] = "0"
         config, warnings = machine.start()
@@ -135,7 +126,7 @@ def test_run_uses_what_passes_and_says_so(machine: Machine) -> None:
     assert len(machine.notes) == 1
 
 
-def test_part_that_never_passes_is_tested_again(machine: Machine) -> None:
+def test_part_that_never_passes_is_tested_again(machine):
     machine.errors = {"attention": "no such setting"}
     for _ in range(2):
         config, (warning,) = machine.start()
@@ -147,16 +138,14 @@ def test_part_that_never_passes_is_tested_again(machine: Machine) -> None:
     assert len(machine.ran) == num_ran
 
 
-def test_controller_gets_the_safe_settings(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_gets_the_safe_settings(machine, tmp_path, monkeypatch):
     machine.errors = {"attention": "model.attention=without_flex"}
     before_run = self_test.before_run
 
     class Reached(Exception):
         pass
 
-    def controller(checked: Preflight, **_: Any) -> None:
+    def controller(checked, **_):
         raise Reached(checked.config.model.attention, checked.warnings)
 
     monkeypatch.setattr(run_module, "Controller", controller)

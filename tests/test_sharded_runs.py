@@ -1,7 +1,5 @@
 """Whole runs over two train ranks, as a user starts them."""
 
-from __future__ import annotations
-
 import hashlib
 import signal
 from pathlib import Path
@@ -12,14 +10,7 @@ from safetensors.torch import load_file
 from test_clean_ends import end, is_worker, started
 from test_runs import HARDER
 
-from runs import (
-    SMALL,
-    finish,
-    lines_of,
-    summary_of,
-    wait_for_line,
-    wait_until_gone,
-)
+from runs import SMALL, finish, lines_of, summary_of, wait_for_line, wait_until_gone
 
 RUN = (*SMALL, "train.prompts_per_iteration=6", "runtime.deterministic=true")
 TWO = ("--train-devices", "cpu:2")
@@ -36,7 +27,7 @@ TWO = ("--train-devices", "cpu:2")
     ],
     ids=["plain", "harder", "LoRA", "dynamic sampling"],
 )
-def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_two_train_ranks_end_in_the_weights_of_one(tmp_path, words):
     ends = []
     for devices in (("--train-devices", "cpu"), TWO):
         folder = tmp_path / devices[1].replace(":", "-")
@@ -63,7 +54,7 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[
     assert all(line["num_updates_not_finite"] == 0 for line in lines_of(folder / "metrics.jsonl"))
 
 
-def train_workers(pid: int) -> list[psutil.Process]:
+def train_workers(pid):
     """Return the train workers by rank: workers are spawned in order, the rollout worker first."""
     workers = [p for p in psutil.Process(pid).children() if is_worker(p)]
     return sorted(workers, key=lambda p: p.create_time())[1:]
@@ -79,9 +70,7 @@ def train_workers(pid: int) -> list[psutil.Process]:
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
-    tmp_path: Path, victim: int, signum: int
-) -> None:
+def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(tmp_path, victim, signum):
     process, processes = started(tmp_path, *TWO, "runtime.timeout_seconds=4")
     workers = train_workers(process.pid)
     assert len(workers) == 2
@@ -96,7 +85,7 @@ def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_while_the_last_boundary_is_awaited_ends_the_wait(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_the_last_boundary_is_awaited_ends_the_wait(tmp_path):
     process, processes = started(tmp_path, *TWO)
     follower = train_workers(process.pid)[1]
     follower.suspend()  # so that rank 0 cannot come to an end
@@ -109,7 +98,7 @@ def test_a_rank_that_dies_while_the_last_boundary_is_awaited_ends_the_wait(tmp_p
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_a_run_over_two_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_over_two_ranks(tmp_path):
     process, processes = started(tmp_path, *TWO)
     process.send_signal(signal.SIGINT)
     returned, _, err = end(process, processes)

@@ -1,8 +1,5 @@
 """Long runs use no more memory, files or threads than in their first minutes."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from statistics import median
 
 import psutil
@@ -30,12 +27,10 @@ AT_A_TIME = 3
     ],
     ids=["demo", "two train ranks", "two thousand short iterations"],
 )
-def test_nothing_piles_up(
-    tmp_path: Path, words: tuple[str, ...], iterations: list[int], growth: float
-) -> None:
+def test_nothing_piles_up(tmp_path, words, iterations, growth):
     folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations=100000", *words)
-    usage: dict[int, list[tuple[int, int, int]]] = {}
+    usage = {}
     try:
         for number in iterations:
             wait_for_line(process, f"iteration {number}/", timeout=900)

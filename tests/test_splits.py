@@ -1,23 +1,17 @@
 """`easyrl plan`: the simulation of an iteration, and its predictions for real runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from easyrl.cli import app
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, Rates, fit
 from easyrl.planning.simulation import (
-    Outcome,
     Split,
     flags_of,
     mean_speed,
@@ -25,7 +19,7 @@ from easyrl.planning.simulation import (
     read_rates,
     simulate,
 )
-from runs import Finished, finish
+from runs import finish
 
 RATES = [[0.0186, 0.00035, 0.0], [0.31, 0.0007, 0.0]]
 """Of an engine and a trainer (`altered_run.py`): three times what `bench loop` recorded for its
@@ -41,7 +35,7 @@ WORDS = (
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_predictions_are_within_a_tenth_of_real_runs(tmp_path: Path) -> None:
+def test_predictions_are_within_a_tenth_of_real_runs(tmp_path):
     """Engines and trainers sleep, so that two cores are enough. The rates are those of one run with
     one of each."""
     measured = {}
@@ -76,7 +70,7 @@ RATES_OF_WORK = Rates(
 make_rates = RATES_OF_WORK._replace
 
 
-def make_config(**changes: Any) -> Config:
+def make_config(**changes):
     words = {
         "train.prompts_per_iteration": 8,
         "rollout.num_generations": 4,
@@ -86,15 +80,13 @@ def make_config(**changes: Any) -> Config:
     return load_config(None, words | {k.replace("__", "."): v for k, v in changes.items()})
 
 
-def outcome(
-    rates: Rates, config: Config, num_engines: int = 1, num_trainers: int = 1, **of_group: Any
-) -> Outcome:
+def outcome(rates, config, num_engines=1, num_trainers=1, **of_group):
     group = Group([100] * 4, 0.0, True, True)._replace(**of_group)
     groups = [group] * config.train.prompts_per_iteration
     return simulate(rates, groups, config, num_engines, num_trainers)
 
 
-def test_an_engine_and_a_trainer_take_as_long_as_worked_out() -> None:
+def test_an_engine_and_a_trainer_take_as_long_as_worked_out():
     """Four times two groups of 100 steps; the trainer computes each two while the next are
     generated, and the last two after that."""
     found = outcome(make_rates(trainer=(0.1, 0.0, 0.5)), make_config())
@@ -105,7 +97,7 @@ def test_an_engine_and_a_trainer_take_as_long_as_worked_out() -> None:
     assert found.train_busy == pytest.approx((4 * 0.1 + 0.5) / found.seconds, abs=1e-3)
 
 
-def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times() -> None:
+def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times():
     """It starts with the first two groups; later ones wait, until a micro-batch is full."""
     slow = make_rates(trainer=(0.0, 0.005, 0.0))
     found = outcome(slow, make_config(train__max_tokens_per_micro_batch=800))
@@ -118,14 +110,14 @@ def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times() -> None:
     assert periodic.seconds < sync.seconds - 2.0
 
 
-def test_engines_share_the_prompts() -> None:
+def test_engines_share_the_prompts():
     """Two groups each at a time: with four engines all start at once, with one in four turns."""
     for num_engines, num_turns in ((1, 4), (4, 1), (8, 1)):
         found = outcome(make_rates(trainer=(0.0, 0.0, 0.0)), make_config(), num_engines)
         assert found.seconds == pytest.approx(num_turns * 99 * 0.01 + 0.01, abs=2e-3)
 
 
-def test_broadcast_scoring_and_communication_cost_time() -> None:
+def test_broadcast_scoring_and_communication_cost_time():
     """Two trainers gather half of the weights; four rounds send them to 8 engines. The only
     micro-batch also communicates, which costs time if fewer trainers were measured."""
     config, rates = make_config(), make_rates()
@@ -142,7 +134,7 @@ def test_broadcast_scoring_and_communication_cost_time() -> None:
     assert later - plain == pytest.approx(1.0, abs=1e-3)
 
 
-def test_uneven_completions_are_shared_out_in_order() -> None:
+def test_uneven_completions_are_shared_out_in_order():
     """Two trainers and completions of 300, 100, 100, 100 tokens: shares of 300 and 300; the longest
     one is the largest share of four trainers."""
     rates = make_rates(engine=(0.0, 0.0, 0.0), trainer=(0.0, 0.01, 0.0))
@@ -152,7 +144,7 @@ def test_uneven_completions_are_shared_out_in_order() -> None:
         assert found.seconds == pytest.approx(tokens * 0.01, rel=2e-3)
 
 
-def test_rates_are_found_again_in_rows_that_they_give() -> None:
+def test_rates_are_found_again_in_rows_that_they_give():
     engine = [[n, n * rows, p, 0.01 * n + 1e-4 * n * rows + 1e-3 * p]
               for n, rows, p in ((10, 32, 0), (8, 5, 64), (20, 17, 32), (3, 1, 0))]  # fmt: skip
     trainer = [[n, tokens, u, 0.1 * n + 1e-3 * tokens + 0.3 * u]
@@ -169,14 +161,12 @@ def test_rates_are_found_again_in_rows_that_they_give() -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def plan(*words: str) -> tuple[int, str]:
+def plan(*words):
     result = CliRunner().invoke(app, ["plan", *words])
     return result.exit_code, result.output
 
 
-def test_every_split_of_a_finished_run_and_the_best_one(
-    finished_run: Finished, tmp_path: Path
-) -> None:
+def test_every_split_of_a_finished_run_and_the_best_one(finished_run, tmp_path):
     file = tmp_path / "splits.json"
     words = "train.prompts_per_iteration=16", "--json", str(file), "--force"
     code, output = plan(str(finished_run.folder), "--devices", "8", *words)
@@ -201,15 +191,13 @@ def test_every_split_of_a_finished_run_and_the_best_one(
         (["cuda:0,1", "cuda:2"], 2, "--infer-devices 0-3 --train-devices 4-6"),
     ],
 )
-def test_flags_name_devices_of_the_measured_kind(devices: list[str], size: int, flags: str) -> None:
+def test_flags_name_devices_of_the_measured_kind(devices, size, flags):
     config = load_config(None, {"rollout.tensor_parallel_size": size})
     run = MeasuredRun(config, dict(zip(("rollout-0", "train-0"), devices, strict=True)), deque())
     assert flags_of(run, Split(2, 3, 1.0, 1.0, 1.0, 0.0, 0.0)) == flags
 
 
-def test_a_benchmark_file_gives_the_same_plan_as_the_run(
-    tmp_path: Path, finished_run: Finished
-) -> None:
+def test_a_benchmark_file_gives_the_same_plan_as_the_run(tmp_path, finished_run):
     rates = TypeAdapter(MeasuredRun).dump_python(read_rates(finished_run.folder), mode="json")
     file, devices = tmp_path / "loop.json", ("--devices", "3")
     file.write_text(json.dumps({"results": [{"model": "a", "rates": rates}]}))
@@ -229,8 +217,6 @@ def test_a_benchmark_file_gives_the_same_plan_as_the_run(
         (("no/such/run", "--devices", "8"), "no/such/run"),
     ],
 )
-def test_mistakes_are_reported_with_their_names(
-    words: Sequence[str], named: str, finished_run: Finished
-) -> None:
+def test_mistakes_are_reported_with_their_names(words, named, finished_run):
     code, output = plan(*(word.format(run=finished_run.folder) for word in words))
     assert code == 2 and named in output, output

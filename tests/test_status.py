@@ -1,9 +1,6 @@
 """Which side of a run waits, and how many engines would balance both."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,14 +13,14 @@ from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.status import COLUMNS, Balance
 
 
-def add(balance: Balance, *engines: float, train: float, seconds: float = 100.0) -> None:
+def add(balance, *engines, train, seconds=100.0):
     """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
     trained = events.IterationTrained(0, 1, 4, 100, train, {})
-    ledger: Any = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
+    ledger = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
     balance.add(ledger, seconds, 1.0, len(engines))
 
 
-def test_shares_of_waiting_of_the_last_iterations() -> None:
+def test_shares_of_waiting_of_the_last_iterations():
     balance = Balance()
     assert balance.waiting() == {"rollout": None, "train": None}
     assert balance.num_engines() is None
@@ -43,20 +40,18 @@ def test_shares_of_waiting_of_the_last_iterations() -> None:
     ((13.0,), 10.0, 2),
     ((30.0,), 10.0, 3),
 ])  # fmt: skip
-def test_the_balanced_number_follows_from_the_work_of_both_sides(
-    engines: tuple[float, ...], train: float, expected: int
-) -> None:
+def test_the_balanced_number_follows_from_the_work_of_both_sides(engines, train, expected):
     balance = Balance()
     add(balance, *engines, train=train)
     assert balance.num_engines() == expected
 
 
-def test_autoscale_follows_the_balanced_number_once_two_iterations_agree() -> None:
+def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
     words = ["devices.infer=cpu", "devices.train=cpu", "devices.spare=cpu:2"]
     config = load_config(words=[*words, "runtime.autoscale=true"])
     placement, numbers = resolve_placement(config), iter([2, 5, 5, 3, None, 1, 1])
     fleet = SimpleNamespace(num_refused=0, infer_devices=placement.infer)
-    controller: Any = SimpleNamespace(
+    controller = SimpleNamespace(
         config=config,
         checked=SimpleNamespace(placement=placement),
         fleet=fleet,
@@ -74,9 +69,9 @@ def test_autoscale_follows_the_balanced_number_once_two_iterations_agree() -> No
 
 
 @pytest.mark.parametrize("waiting", [0.25, None])
-def test_status_as_a_table(waiting: float | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_a_table(waiting, capsys):
     row = ("rollout-0", "rollout", 11, "cuda:0,1", "leaving", 1)
-    status: dict[str, Any] = {
+    status = {
         "iteration": 1,
         "num_iterations": 5,
         "waiting": {"rollout": waiting, "train": waiting},

@@ -1,11 +1,8 @@
 """The generated tasks, and the built-in models made for them."""
 
-from __future__ import annotations
-
 import random
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import make_tiny
 from easyrl.data.hub import BUILT_IN_MODELS
-from easyrl.data.tasks import (
-    ARITHMETIC,
-    COUNTDOWN,
-    COUNTDOWN_SMALL,
-    applied,
-    score,
-)
+from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, applied, score
 from runs import finish, summary_of
 
 TINY = BUILT_IN_MODELS["tiny"]
@@ -34,7 +25,7 @@ TINY = BUILT_IN_MODELS["tiny"]
     ],
 )
 def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, index, row):
-    def key(row: dict[str, Any]) -> object:  # without the order of the numbers
+    def key(row):  # without the order of the numbers
         return (*sorted(row["nums"]), row["target"]) if "nums" in row else row["prompt"]
 
     assert task.train_row(0, index) == row
@@ -46,7 +37,7 @@ def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, in
         assert keys.isdisjoint(key(task.train_row(seed, index)) for index in range(1000))
 
 
-def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
+def is_solvable(nums, target, operations):
     """Try every order and every operation."""
     if len(nums) == 1:
         return nums[0] == target

@@ -1,12 +1,10 @@
 """Reports of what workers do."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
 
-from easyrl.events import Activity, SpanKind, UnderWay
+from easyrl.events import UnderWay
 from easyrl.workers import timeline
 from easyrl.workers.timeline import Timeline
 
@@ -14,23 +12,23 @@ from easyrl.workers.timeline import Timeline
 class Line:
     """A timeline, its reports, and the time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr(timeline.time, "monotonic", lambda: self.now)
-        self.reports: list[Activity] = []
+        self.reports = []
         self.timeline = Timeline(self.reports.append)
 
-    def work(self, kind: SpanKind, seconds: float, **counts: int) -> None:
+    def work(self, kind, seconds, **counts):
         started, self.now = self.now, self.now + seconds
         assert self.timeline.add(kind, started, **counts) == pytest.approx(seconds)
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Line:
+def line(monkeypatch):
     return Line(monkeypatch)
 
 
-def test_adjacent_spans_of_one_kind_are_merged(line: Line) -> None:
+def test_adjacent_spans_of_one_kind_are_merged(line):
     """Concurrent scoring does not split generation."""
     for seconds in (0.01, 0.02, 0.03):
         line.work("generate", seconds)
@@ -47,7 +45,7 @@ def test_adjacent_spans_of_one_kind_are_merged(line: Line) -> None:
     assert activity.num_groups == 2
 
 
-def test_reports_a_few_times_a_second(line: Line) -> None:
+def test_reports_a_few_times_a_second(line):
     for _ in range(1000):  # 5 seconds
         line.work("train", 0.005)
     assert 15 <= len(line.reports) <= 20
@@ -56,7 +54,7 @@ def test_reports_a_few_times_a_second(line: Line) -> None:
     assert len(line.reports) <= 21
 
 
-def test_spans_of_one_kind_never_overlap(line: Line) -> None:
+def test_spans_of_one_kind_never_overlap(line):
     """Concurrent calls, answered in any order: Chrome's format allows no overlap in a row."""
     sent = [100.0, 100.1, 100.2, 100.9, 100.3]
     for answered, began in zip((100.5, 101.0, 101.0005, 101.6, 102.4), sent, strict=True):
@@ -69,8 +67,8 @@ def test_spans_of_one_kind_never_overlap(line: Line) -> None:
     assert (spans[0].started, spans[-1].ended) == (100.0, 102.4)
 
 
-def test_long_work_is_reported_when_it_begins_and_quick_work_is_not(line: Line) -> None:
-    def begun(seconds: float) -> UnderWay | None:
+def test_long_work_is_reported_when_it_begins_and_quick_work_is_not(line):
+    def begun(seconds):
         line.reports.clear()
         line.timeline.begin("train")
         shown = line.reports[-1].under_way if line.reports else None

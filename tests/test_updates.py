@@ -2,14 +2,11 @@
 
 Hand-made groups cross a real ring into a real train worker."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
-from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config, load_config
 from easyrl.model import tri_model
 from easyrl.model.attention import PackedGroups
@@ -52,7 +48,7 @@ BASE = (
 )
 
 
-def make_group(index: int) -> RolloutGroup:
+def make_group(index):
     """Ragged, with masked tokens and completions of advantage 0; group 4 has no others."""
     rng = np.random.default_rng(index)
     lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
@@ -76,7 +72,7 @@ def make_group(index: int) -> RolloutGroup:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def model(tmp_path_factory):
     """`MODEL` is the folder of a tiny random model."""
     folder = tmp_path_factory.mktemp("model")
     changes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
@@ -100,11 +96,11 @@ class Trained:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def state_of(policy: Policy) -> dict[str, Tensor]:
+def state_of(policy):
     return {name: weight.detach().clone() for name, weight in policy.named_weights()}
 
 
-def shake(policy: Policy, scale: float) -> None:
+def shake(policy, scale):
     """Move the policy, which may be sharded, away from its reference."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -115,12 +111,12 @@ def shake(policy: Policy, scale: float) -> None:
             weight.add_(noise, alpha=scale)
 
 
-def whole_gradients(policy: Policy) -> dict[str, Tensor]:
+def whole_gradients(policy):
     named = policy.model.named_parameters()
     return {n: whole(cast(Tensor, p.grad)).clone() for n, p in named if p.requires_grad}
 
 
-def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
+def train(*words, order=None):
     """Train one iteration; groups arrive in this order."""
     config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
     ring = make_ring(NUM_GROUPS)
@@ -135,23 +131,21 @@ def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
         ours.close()
 
 
-def train_iteration(
-    worker: TrainWorker, producer: RingPort, arrivals: list[RolloutGroup]
-) -> Trained:
+def train_iteration(worker, producer, arrivals):
     """Groups arrive one for each wait. Steps are plain descent: Adam's first steps have the same
     size for any gradient, which amplifies rounding."""
     learner, trained = worker.learner, Trained(worker.config)
     loss_inputs = learner._loss_inputs
 
-    def arrive() -> None:
+    def arrive():
         assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
 
-    def note_batch(batch: MicroBatch) -> LossInputs:
+    def note_batch(batch):
         inputs = loss_inputs(batch)
         trained.batches[-1].append((batch, inputs))
         return inputs
 
-    def descend() -> None:
+    def descend():
         trained.gradients.append(whole_gradients(learner.policy))
         with torch.no_grad():
             for weight in learner.policy.trained_parameters():
@@ -159,9 +153,9 @@ def train_iteration(
         trained.weights_before.append(state_of(learner.policy))
         trained.batches.append([])
 
-    worker._wait_for_group = arrive  # type: ignore[method-assign]
-    learner._loss_inputs = note_batch  # type: ignore[method-assign]
-    learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
+    worker._wait_for_group = arrive
+    learner._loss_inputs = note_batch
+    learner.optimizer.step = descend
     shake(learner.policy, 0.02)
     trained.weights_before.append(state_of(learner.policy))
     event = worker._train(ITERATION)
@@ -176,7 +170,7 @@ def train_iteration(
 # -- by definition --------------------------------------------------------------------------------
 
 
-def plain_model(weights: dict[str, Tensor] | None = None) -> Any:
+def plain_model(weights=None):
     """The model of transformers with its own attention, in float64."""
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, attn_implementation="eager", dtype=torch.float64
@@ -186,9 +180,7 @@ def plain_model(weights: dict[str, Tensor] | None = None) -> Any:
     return model.double()
 
 
-def sequence_logprobs(
-    model: Any, prompt: list[int], completion: list[int]
-) -> tuple[Tensor, Tensor]:
+def sequence_logprobs(model, prompt, completion):
     ids = torch.tensor([prompt + completion])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
     every = torch.log_softmax(logits, dim=-1)
@@ -196,7 +188,7 @@ def sequence_logprobs(
     return chosen, -(every.exp() * every).sum(-1)
 
 
-def gradient_by_definition(trained: Trained, update: int) -> dict[str, Tensor]:
+def gradient_by_definition(trained, update):
     """Sequence by sequence, with three separate models, nothing left out."""
     config = trained.config
     policy = plain_model(trained.weights_before[update])
@@ -251,7 +243,7 @@ LOSSES = {
     "truncated masked": ("algorithm.mask_truncated_completions=true", "algorithm.loss_type=dapo"),
 }
 SHUFFLED = (3, 5, 0, 4, 2, 1)
-WAYS: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = [
+WAYS = [
     (("train.max_tokens_per_micro_batch=19",), None),
     (("train.max_tokens_per_micro_batch=70",), SHUFFLED),
     (("runtime.schedule=sync",), SHUFFLED),
@@ -262,7 +254,7 @@ WAYS: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = [
 
 @pytest.mark.parametrize("num_updates", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_that_of_the_formula_in_any_order(loss: str, num_updates: int) -> None:
+def test_the_gradient_is_that_of_the_formula_in_any_order(loss, num_updates):
     """Groups arrive in any order, and are streamed or trained all at once."""
     words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
     expected = train(*words, "runtime.schedule=sync")
@@ -284,7 +276,7 @@ def test_the_gradient_is_that_of_the_formula_in_any_order(loss: str, num_updates
 # -- which weights --------------------------------------------------------------------------------
 
 
-def logprobs_of(policy: Policy, batch: Any) -> Tensor:
+def logprobs_of(policy, batch):
     logits = policy.forward(
         torch.from_numpy(batch.input_ids),
         torch.from_numpy(batch.position_ids),
@@ -294,7 +286,7 @@ def logprobs_of(policy: Policy, batch: Any) -> Tensor:
     return token_logprobs(logits, torch.from_numpy(batch.targets), TEMPERATURE)[0].detach()
 
 
-def with_weights(weights: dict[str, Tensor]) -> Policy:
+def with_weights(weights):
     policy = Policy.load(MODEL)
     with torch.no_grad():
         for name, weight in policy.named_weights():
@@ -303,7 +295,7 @@ def with_weights(weights: dict[str, Tensor]) -> Policy:
 
 
 @pytest.mark.parametrize("offload", ["[]", "[reference, old]", "[old]"])
-def test_old_and_reference_are_the_weights_of_their_time(offload: str) -> None:
+def test_old_and_reference_are_the_weights_of_their_time(offload):
     trained = train(
         *("algorithm.beta=0.1", "train.updates_per_iteration=3"), f"train.offload={offload}"
     )
@@ -323,7 +315,7 @@ def test_old_and_reference_are_the_weights_of_their_time(offload: str) -> None:
             assert not inputs.old_logprobs.requires_grad and not inputs.ref_logprobs.requires_grad
 
 
-def test_other_weights_leave_the_module_as_it_was() -> None:
+def test_other_weights_leave_the_module_as_it_was():
     policy = Policy.load(MODEL)
     other = OtherWeights(policy, offload=False)
     before = policy.weights_sha256()
@@ -343,9 +335,7 @@ def test_other_weights_leave_the_module_as_it_was() -> None:
         assert policy.weights_sha256() == after
 
 
-def test_offloaded_weights_are_not_written_before_the_device_has_read_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monkeypatch):
     """The device reads parts of a sharded model after the forward has returned on the host."""
     policy = Policy.load(MODEL)
     weight = next(policy.model.parameters())
@@ -364,7 +354,7 @@ def test_offloaded_weights_are_not_written_before_the_device_has_read_them(
 # -- updates --------------------------------------------------------------------------------------
 
 
-def prompts_of(batches: list[tuple[Any, LossInputs]]) -> set[tuple[int, ...]]:
+def prompts_of(batches):
     found = set()
     for batch, _ in batches:
         start = 0
@@ -376,21 +366,19 @@ def prompts_of(batches: list[tuple[Any, LossInputs]]) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), SHUFFLED])
 @pytest.mark.parametrize("schedule", ["periodic", "sync"])
-def test_an_update_trains_the_groups_of_its_indices_in_any_order_of_arrival(
-    schedule: str, order: tuple[int, ...]
-) -> None:
+def test_an_update_trains_the_groups_of_its_indices_in_any_order_of_arrival(schedule, order):
     words = ("train.updates_per_iteration=3", "algorithm.beta=0.1", f"runtime.schedule={schedule}")
     trained = train(*words, order=order)
     expected = [{tuple(g.prompt_ids.tolist()) for g in GROUPS[i : i + 2]} for i in (0, 2, 4)]
     assert [prompts_of(batches) for batches in trained.batches] == expected
 
 
-def test_other_ranks_wait_for_rank_0_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_wait_for_rank_0_weight_by_weight(monkeypatch):
     """Each wait has its own bound. A device would queue them all at once, and the last one would
     then take as long as the whole exchange, the engines' part included."""
-    log: list[str] = []
+    log = []
 
-    def make(name: str) -> Tensor:
+    def make(name):
         log.append(name)
         return torch.zeros(2)
 

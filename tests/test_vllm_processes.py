@@ -1,7 +1,5 @@
 """vLLM's processes are removed with their rollout worker, and its weights are verified."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -27,7 +25,7 @@ time.sleep(1000)
 """
 
 
-def test_killed_worker_leaves_no_names_and_no_processes() -> None:
+def test_killed_worker_leaves_no_names_and_no_processes():
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     folder = holder.stdout.readline().strip()
@@ -42,9 +40,7 @@ def test_killed_worker_leaves_no_names_and_no_processes() -> None:
     assert not Path(folder).exists()
 
 
-def test_folder_path_is_short_enough_for_sockets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_path_is_short_enough_for_sockets(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
@@ -57,9 +53,7 @@ def test_folder_path_is_short_enough_for_sockets(
     assert not Path(cleanup.folder).exists()
 
 
-def test_process_that_cannot_be_killed_is_not_waited_for_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_cannot_be_killed_is_not_waited_for_forever(tmp_path, monkeypatch):
     folder = tmp_path / "names"
     folder.mkdir()
     monkeypatch.setattr(processes, "KILL_SECONDS", 0.2)
@@ -94,9 +88,7 @@ VECTOR = ParameterChecksum("model.decay")
         (MATRIX, [(10, [7, 8]), (12, [8, 9]), (13, [8, 9])]),
     ],
 )
-def test_the_last_of_these_updates_is_reported(
-    of: ParameterChecksum, updates: list[tuple[int, list[int]]]
-) -> None:
+def test_the_last_of_these_updates_is_reported(of, updates):
     verifier = ChecksumVerifier()
     for version, (sent, held) in enumerate(updates):
         ranks = [[replace(of, sent=sent, held=each)] for each in held]

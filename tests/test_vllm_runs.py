@@ -1,7 +1,5 @@
 """Whole runs on vLLM's CPU build: on-policy, same run, clean ends, stuck updates, steady memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -11,10 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -45,7 +41,7 @@ VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
 """With a reference, groups of equal rewards are computed too."""
 
 
-def train(folder: Path, *words: str, timeout: float = START_SECONDS, **environment: str) -> None:
+def train(folder, *words, timeout=START_SECONDS, **environment):
     """Run to the end, with vLLM, and check that no completion is of other weights."""
     words = ("--output", str(folder), *words, "rollout.engine=vllm")
     code, out, err = finish(*words, timeout=timeout, **environment)
@@ -54,13 +50,13 @@ def train(folder: Path, *words: str, timeout: float = START_SECONDS, **environme
     assert_on_policy(folder)
 
 
-def bits_of(folder: Path) -> tuple[Any, ...]:
+def bits_of(folder):
     """Results that are equal in equal runs."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     return summary_of(folder)["weights_sha256"], metrics
 
 
-def assert_on_policy(folder: Path) -> None:
+def assert_on_policy(folder):
     for line in lines_of(folder / "metrics.jsonl"):
         gap = line["sampling/sampling_logp_difference/max"]
         if gap is None:  # all rewards of each group are equal: nothing is computed
@@ -69,7 +65,7 @@ def assert_on_policy(folder: Path) -> None:
             assert gap <= TOLERANCE
 
 
-def test_run_is_on_policy_and_leaves_no_process(tmp_path: Path) -> None:
+def test_run_is_on_policy_and_leaves_no_process(tmp_path):
     before = set(psutil.pids())
     train(tmp_path / "run", "--iterations", "3", "--infer-devices", "cpu", *SMALL, *VLLM)
     assert summary_of(tmp_path / "run")["policy_version"] == 3
@@ -79,7 +75,7 @@ def test_run_is_on_policy_and_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two devices"])
-def test_two_devices_and_a_model_with_an_untied_head(tmp_path: Path, size: int) -> None:
+def test_two_devices_and_a_model_with_an_untied_head(tmp_path, size):
     words = ("--model", untied_model(tmp_path / "m"), "--iterations", "3", *SMALL, *VLLM)
     more = ("--infer-devices", "cpu:2", f"rollout.tensor_parallel_size={size}")
     train(tmp_path / "run", *words, *more)
@@ -87,9 +83,9 @@ def test_two_devices_and_a_model_with_an_untied_head(tmp_path: Path, size: int) 
 
 
 @pytest.mark.long
-def test_evaluation_uses_the_models_own_weights(tmp_path: Path) -> None:
+def test_evaluation_uses_the_models_own_weights(tmp_path):
     """No weights are sent: greedy answers are those of the embedded engine."""
-    answers: dict[str, dict[str, str]] = {}
+    answers = {}
     for engine in ("vllm", "embedded"):
         folder = tmp_path / engine
         words = ["eval", "--no-live", "--infer-devices", "cpu", "--engine", engine]
@@ -102,7 +98,7 @@ def test_evaluation_uses_the_models_own_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_demo_learns(tmp_path: Path) -> None:
+def test_demo_learns(tmp_path):
     train(tmp_path / "run", "--infer-devices", "cpu", timeout=1800)
     summary = summary_of(tmp_path / "run")
     assert summary["accuracy_after"] >= 0.85 and summary["reward_last"] >= 0.9
@@ -110,9 +106,7 @@ def test_demo_learns(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
-def test_both_schedules_end_in_the_same_bits_under_random_delays(
-    tmp_path: Path, devices: str
-) -> None:
+def test_both_schedules_end_in_the_same_bits_under_random_delays(tmp_path, devices):
     words = (
         *("--infer-devices", devices, "--iterations", "6", "runtime.deterministic=true"),
         *(*SMALL[1:], "train.prompts_per_iteration=16"),
@@ -126,7 +120,7 @@ def test_both_schedules_end_in_the_same_bits_under_random_delays(
 
 
 @pytest.mark.long
-def test_environments_end_in_the_same_bits_under_both_schedules(tmp_path: Path) -> None:
+def test_environments_end_in_the_same_bits_under_both_schedules(tmp_path):
     words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess")
     words = (*words, "--iterations", "3", *SMALL, "data.num_held_out=0")
     for schedule in ("sync", "periodic"):
@@ -137,7 +131,7 @@ def test_environments_end_in_the_same_bits_under_both_schedules(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_two_engines_on_two_nodes_end_in_the_same_bits_as_without_ray(tmp_path: Path) -> None:
+def test_two_engines_on_two_nodes_end_in_the_same_bits_as_without_ray(tmp_path):
     pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
     from ray_clusters import cluster_of
 
@@ -150,7 +144,7 @@ def test_two_engines_on_two_nodes_end_in_the_same_bits_as_without_ray(tmp_path: 
 
 
 @pytest.mark.long
-def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path):
     words = ("--infer-devices", "cpu:2", "--iterations", "5", *SMALL, *VLLM)
     words = (*words, "runtime.deterministic=true", "rollout.max_concurrent_groups=2")
     train(tmp_path / "whole", *words, timeout=900)
@@ -166,7 +160,7 @@ def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_other_features_go_with_vllm(tmp_path: Path) -> None:
+def test_other_features_go_with_vllm(tmp_path):
     """Two train ranks, LoRA, several updates and replaced groups; engines are added, and the run is
     stopped and resumed."""
     pytest.importorskip("peft")
@@ -209,7 +203,7 @@ class Started:
     run: subprocess.Popen[str]
     temporary: Path
 
-    def engine(self, names: str) -> psutil.Process:
+    def engine(self, names):
         """vLLM's process, once such names exist in its private folder."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -220,7 +214,7 @@ class Started:
             time.sleep(0.01)
         raise AssertionError(f"no {names} in {self.temporary}")
 
-    def assert_nothing_left(self, names: set[Path]) -> None:
+    def assert_nothing_left(self, names):
         """No file, and none of these names, a moment later."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
@@ -230,7 +224,7 @@ class Started:
         assert left == []
 
 
-def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+def shared_memory_of(processes):
     """Names in /dev/shm that these processes have mapped. (Other runs on the machine have names,
     too.) A semaphore is mapped under another name, so inodes are compared."""
     used = set()
@@ -242,7 +236,7 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Started]:
+def started(tmp_path):
     """A run that has just been started, with its own folder for temporary files."""
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # its path is short enough for sockets
     run = start(
@@ -267,7 +261,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
         pytest.param(None, id="running"),
     ],
 )
-def test_killed_run_leaves_nothing(started: Started, victim: str, moment: str | None) -> None:
+def test_killed_run_leaves_nothing(started, victim, moment):
     run = started.run
     if moment is None:
         wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
@@ -306,9 +300,7 @@ END_SECONDS = 20.0
         ("loaded", "vLLM, which has made no progress"),
     ],
 )
-def test_stuck_update_is_reported_and_ends_the_run(
-    tmp_path: Path, hanging: str, expected: str
-) -> None:
+def test_stuck_update_is_reported_and_ends_the_run(tmp_path, hanging, expected):
     words = ["--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live", *SMALL]
     words += ["rollout.engine=vllm", f"runtime.timeout_seconds={TIMEOUT_SECONDS}"]
     run = subprocess.Popen(

@@ -1,7 +1,5 @@
 """`easyrl watch` and the trace it reads: of runs that finished, run, were killed or resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -9,7 +7,6 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,38 +22,36 @@ from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
 from easyrl.runtime.run_folder import lock_folder
 from run_events import METRICS, active, group, run_events, state_of
-from runs import SMALL, Finished, start, wait_for_line
+from runs import SMALL, start, wait_for_line
 from terminals import Terminal, after_the_view
 
 Written = tuple[Path, list[Event]]
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Written:
+def written(tmp_path):
     """A run folder without a trace, and its events."""
     (tmp_path / "config.yaml").write_text("")
     return tmp_path, run_events(tmp_path, Config())
 
 
-def write(run: Sequence[Event]) -> None:
+def write(run):
     notify = TraceWriter()
     for event in run:
         notify(event)
 
 
-def lines_of(folder: Path) -> list[trace.Line]:
+def lines_of(folder):
     """The trace, with the end that its format does not ask for; each line is valid."""
     text = (folder / "trace.json").read_text().rstrip(",\n") + "]"
-    lines: list[trace.Line] = json.loads(
-        text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON")
-    )
+    lines = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
     for line in lines:
         assert isinstance(line["pid"], int) and isinstance(line["tid"], int)
         assert line["ts"] > 0 and (line["ph"] != "X" or line["dur"] >= 0)
     return lines
 
 
-def content(state: RunState) -> str:
+def content(state):
     """Empty fields, those that the trace leaves out, and NaN are the same."""
     fields = dataclasses.asdict(state)
     fields["run"]["earlier"] = None
@@ -64,11 +59,11 @@ def content(state: RunState) -> str:
     return re.sub(r"\\u001b|\\u0007|\\u202e", r"\\ufffd", text)
 
 
-def test_trace_gives_the_same_state_as_the_events(written: Written) -> None:
+def test_trace_gives_the_same_state_as_the_events(written):
     """The trace is read after each event, as during the run, and once at the end."""
     folder, run = written
     notify = TraceWriter()
-    files: RunFiles | None = None
+    files = None
     live, read = RunState(), RunState()
     for event in run:
         live.apply(event)
@@ -82,7 +77,7 @@ def test_trace_gives_the_same_state_as_the_events(written: Written) -> None:
     assert {line["ph"] for line in lines_of(folder)} == {"M", "X", "B", "E", "i", "C"}
 
 
-def test_resumed_run_reads_as_one_run(written: Written) -> None:
+def test_resumed_run_reads_as_one_run(written):
     """The first command is killed after two iterations; the next resumes after the first one. The
     last end counts."""
     folder, run = written
@@ -107,9 +102,7 @@ def test_resumed_run_reads_as_one_run(written: Written) -> None:
     assert found[-1] == events.RunEnded(1, "no more memory")
 
 
-def test_trace_is_bounded_and_still_valid_and_followed(
-    written: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trace_is_bounded_and_still_valid_and_followed(written, monkeypatch):
     """Two days of a worker that reports four times a second, at any moment."""
     limit = 30_000
     monkeypatch.setattr(trace, "MAX_BYTES", limit)
@@ -139,7 +132,7 @@ def test_trace_is_bounded_and_still_valid_and_followed(
     assert 20 < len(spans_read) < 2000 and spans_read[-1] == live.workers["train-0"].spans[-1]
 
 
-def test_lines_that_are_damaged_or_of_another_version_are_skipped(written: Written) -> None:
+def test_lines_that_are_damaged_or_of_another_version_are_skipped(written):
     folder, run = written
     write(run)
     file = folder / "trace.json"
@@ -149,7 +142,7 @@ def test_lines_that_are_damaged_or_of_another_version_are_skipped(written: Writt
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 
 
-def test_folder_without_a_readable_trace_is_refused(written: Written) -> None:
+def test_folder_without_a_readable_trace_is_refused(written):
     """It never waits for a run that has no readable beginning."""
     folder, run = written
     for garbage in (None, b"\xff", b'5\n"RunStarted"\n["RunStarted"],\n'):
@@ -162,7 +155,7 @@ def test_folder_without_a_readable_trace_is_refused(written: Written) -> None:
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 
 
-def test_run_whose_trace_has_lost_its_end_is_finished_by_its_summary(written: Written) -> None:
+def test_run_whose_trace_has_lost_its_end_is_finished_by_its_summary(written):
     folder, run = written
     write(run)
     whole, _, _ = (folder / "trace.json").read_bytes().partition(b'"type": "RunFinished"')
@@ -175,13 +168,13 @@ def test_run_whose_trace_has_lost_its_end_is_finished_by_its_summary(written: Wr
     assert end == events.RunEnded(0, "")
 
 
-def test_resumed_run_is_shown_from_its_new_start(written: Written) -> None:
+def test_resumed_run_is_shown_from_its_new_start(written):
     """The command that resumes it has locked the folder, but has sent no event yet."""
     folder, run = written
     write(run)
     lock = lock_folder(folder)
 
-    def resume() -> None:
+    def resume():
         (folder / "config.yaml").write_text("train: {iterations: 9}")
         write(run)
         os.close(lock)
@@ -197,9 +190,7 @@ def test_resumed_run_is_shown_from_its_new_start(written: Written) -> None:
 # Real runs.
 
 
-def test_finished_run_is_shown_as_it_ended(
-    finished_run: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_is_shown_as_it_ended(finished_run, capsys):
     terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(finished_run.folder))
     assert watch(finished_run.folder, live=False) == 0
     assert capsys.readouterr().out == finished_run.out
@@ -213,7 +204,7 @@ Killed = tuple[Path, list[Terminal], str]
 
 
 @pytest.fixture(scope="module")
-def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
+def killed_run(tmp_path_factory):
     """A run that was killed; two watchers, of which the first was interrupted before; and what
     `easyrl report` printed of the living run."""
     folder = tmp_path_factory.mktemp("killed") / "run"
@@ -235,14 +226,14 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
     yield folder, watchers, report
 
 
-def page_of(folder: Path) -> str:
+def page_of(folder):
     """The report's text, without spaces at the ends of lines."""
     done = CliRunner().invoke(cli.app, ["report", str(folder)])
     assert done.exit_code == 0, done.output
     return re.sub(r"<[^>]*>|\s+", " ", (folder / "report.html").read_text())
 
 
-def test_run_is_followed_until_it_is_killed_and_outlives_a_watcher(killed_run: Killed) -> None:
+def test_run_is_followed_until_it_is_killed_and_outlives_a_watcher(killed_run):
     folder, (interrupted, follower), _ = killed_run
     assert interrupted.end() == 128 + signal.SIGINT
     assert "the run continues" in after_the_view(interrupted.output)
@@ -251,7 +242,7 @@ def test_run_is_followed_until_it_is_killed_and_outlives_a_watcher(killed_run: K
     assert watch(folder, live=False) == 1
 
 
-def test_report_of_a_running_run_and_of_what_is_left_of_a_killed_one(killed_run: Killed) -> None:
+def test_report_of_a_running_run_and_of_what_is_left_of_a_killed_one(killed_run):
     """Its files may end in the middle of a line."""
     folder, _, while_running = killed_run
     assert "still running" in while_running

@@ -1,11 +1,8 @@
 """Quiet and stalled runs: warnings, who is to blame, and the workers' stacks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import hanging_worker
@@ -13,7 +10,7 @@ import pytest
 
 from easyrl import events
 from easyrl.config import load_config
-from easyrl.events import Activity, Span, SpanKind, UnderWay
+from easyrl.events import Activity, Span, UnderWay
 from easyrl.runtime import watchdog as module
 from easyrl.runtime.launch import run_worker
 from easyrl.runtime.supervisor import Supervisor
@@ -29,24 +26,22 @@ PIDS = {"train-0": 1, "rollout-0": 2, "rollout-1": 3}
 class Run:
     """A watchdog of three workers, ticked by a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 1000.0
-        self.stopped: set[int] = set()
+        self.stopped = set()
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "is_stopped", self.stopped.__contains__)
         self.watchdog = Watchdog(STALL_SECONDS)
 
-    def waits(self, *workers: str) -> None:
+    def waits(self, *workers):
         for worker in workers:
             self.watchdog.on_event(worker, Activity((), 0, UnderWay("wait", self.now)))
 
-    def steps(self, worker: str, kind: SpanKind, num_tokens: int = 0) -> None:
+    def steps(self, worker, kind, num_tokens=0):
         span = Span(kind, self.now - 0.5, self.now)
         self.watchdog.on_event(worker, Activity((span,), 0, num_tokens=num_tokens))
 
-    def ticks(
-        self, seconds: int, meanwhile: Callable[[], None] = lambda: None
-    ) -> dict[int, str | Stall]:
+    def ticks(self, seconds, meanwhile=lambda: None):
         """Return the watchdog's replies by second."""
         results = {}
         for second in range(1, seconds + 1):
@@ -56,7 +51,7 @@ class Run:
                 results[second] = result
         return results
 
-    def stall(self, meanwhile: Callable[[], None] = lambda: None) -> Stall:
+    def stall(self, meanwhile=lambda: None):
         results = self.ticks(STALL_SECONDS, meanwhile)
         assert [*results] == [STALL_SECONDS]
         stall = results[STALL_SECONDS]
@@ -65,11 +60,11 @@ class Run:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(monkeypatch):
     return Run(monkeypatch)
 
 
-def test_warnings_become_rarer_until_the_next_event(run: Run) -> None:
+def test_warnings_become_rarer_until_the_next_event(run):
     run.watchdog = Watchdog()
     run.watchdog.on_event("train-0", events.Starting("loading the model"))
     reported = run.ticks(500)
@@ -79,13 +74,13 @@ def test_warnings_become_rarer_until_the_next_event(run: Run) -> None:
     assert list(run.ticks(60)) == [60]
 
 
-def test_time_in_which_the_controller_did_not_run_does_not_count(run: Run) -> None:
+def test_time_in_which_the_controller_did_not_run_does_not_count(run):
     run.ticks(STALL_SECONDS - 2)
     run.now += 10_000.0  # Ctrl-Z
     assert run.ticks(1) == {} and run.ticks(1) != {}
 
 
-def test_an_engine_that_reports_steps_without_tokens_is_to_blame(run: Run) -> None:
+def test_an_engine_that_reports_steps_without_tokens_is_to_blame(run):
     run.waits("train-0", "rollout-0")
     # A trainer without a command waits, as during an evaluation; its writer reports from a thread.
     for event in (events.WeightsExchanged(1), events.CheckpointSaved(1, 1.0, 1)):
@@ -109,7 +104,7 @@ def test_an_engine_that_reports_steps_without_tokens_is_to_blame(run: Run) -> No
         lambda run: run.watchdog.on_event("rollout-1", GROUP),
     ],
 )
-def test_a_run_that_progresses_is_not_stalled(run: Run, progress: Callable[[Run], None]) -> None:
+def test_a_run_that_progresses_is_not_stalled(run, progress):
     run.waits("train-0", "rollout-0")
     for _ in range(3):
         assert run.ticks(STALL_SECONDS - 1, lambda: run.steps("rollout-1", "generate")) == {}
@@ -118,7 +113,7 @@ def test_a_run_that_progresses_is_not_stalled(run: Run, progress: Callable[[Run]
     assert run.ticks(1) != {}
 
 
-def test_a_worker_that_was_replaced_or_has_ended_its_wait_is_to_blame(run: Run) -> None:
+def test_a_worker_that_was_replaced_or_has_ended_its_wait_is_to_blame(run):
     run.waits(*PIDS)
     assert run.stall().workers == []
     run.watchdog.on_event("rollout-0", events.Lost("killed"))
@@ -129,7 +124,7 @@ def test_a_worker_that_was_replaced_or_has_ended_its_wait_is_to_blame(run: Run) 
 # -- stacks ---------------------------------------------------------------------------------------
 
 
-def test_stacks_of_workers_that_hang(tmp_path: Path) -> None:
+def test_stacks_of_workers_that_hang(tmp_path):
     """In C code. The signal does not end a worker that has not set up its handler."""
     log = tmp_path / "train-0.log"
     settings = settings_on_cpu("train-0", load_config(), log_file=str(log))
@@ -154,7 +149,7 @@ def test_stacks_of_workers_that_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_trainer_ends_the_run_with_its_name_and_the_stacks(tmp_path: Path) -> None:
+def test_a_stopped_trainer_ends_the_run_with_its_name_and_the_stacks(tmp_path):
     run = tmp_path / "run"
     iterations = ("--iterations", "100000", *SMALL, "train.save_every=1")
     process = start("--output", str(run), *iterations, "runtime.stall_seconds=15")

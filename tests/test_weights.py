@@ -277,8 +277,7 @@ def assert_bounded(outcome, kinds, *words):
 
 
 @pytest.mark.parametrize(
-    ("bucket_bytes", "alone_bytes"),
-    [(48, 40), (1024, 600), (37 * 19 * 4, 2**20), (2**20, 1)],
+    ("bucket_bytes", "alone_bytes"), [(48, 40), (1024, 600), (37 * 19 * 4, 2**20), (2**20, 1)]
 )
 def test_all_receivers_get_the_senders_bytes(peers, bucket_bytes, alone_bytes):
     """Weights larger than a bucket, as large, several in one, and one without a bucket."""

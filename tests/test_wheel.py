@@ -1,7 +1,5 @@
 """Installed: as a wheel, which has all files that the demo needs, and as a clone by its path."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -24,14 +22,14 @@ FOREIGN = "# coding=utf-8\n# Copyright (c) 2019\n"
 """All that the package in the distribution `easyrl` 0.0.1 contains."""
 
 
-def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def call(*command, cwd):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
 
 
-def install(folder: Path, *words: str | Path) -> Path:
+def install(folder, *words):
     """Make an environment that has EasyRL's dependencies, and EasyRL as pip's `words` say. Return
     the folder of its packages. No .pth file of the surrounding environment is read there."""
     venv = folder / "venv"
@@ -43,7 +41,7 @@ def install(folder: Path, *words: str | Path) -> Path:
     return packages
 
 
-def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(tmp_path: Path) -> None:
+def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(tmp_path):
     pytest.importorskip("setuptools", "77")
     clone = tmp_path / "easyrl"
     ignored = shutil.ignore_patterns(".*", "tests", "docs", "build", "*.egg-info", "__pycache__")
@@ -62,7 +60,7 @@ def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(tmp_path
     assert "Traceback" not in refused.stderr
 
 
-def test_install_commands_name_our_distribution() -> None:
+def test_install_commands_name_our_distribution():
     assert PROJECT["name"] == easyrl.DISTRIBUTION
     folders, names = ("easyrl", "docs", "configs"), ("README.md", "Dockerfile", "pyproject.toml")
     files = [ROOT / name for name in names]
@@ -72,7 +70,7 @@ def test_install_commands_name_our_distribution() -> None:
 
 
 @pytest.mark.long
-def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path: Path) -> None:
+def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path):
     sources = tmp_path / "sources"  # setuptools writes beside them
     subprocess.run(["git", "clone", "--quiet", ROOT, sources], check=True)
     done = call(*PIP, "wheel", "--no-deps", "--wheel-dir", tmp_path, sources, cwd=tmp_path)
@@ -95,32 +93,32 @@ TEXT = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 INSTRUCTIONS = [line.split(maxsplit=1) for line in TEXT.splitlines() if line[:1] not in ("", "#")]
 
 
-def of(instruction: str, containing: str = "") -> list[str]:
+def of(instruction, containing=""):
     """Arguments of the instructions, in order."""
     return [rest for word, rest in INSTRUCTIONS if word == instruction and containing in rest]
 
 
-def copied() -> list[str]:
+def copied():
     """The files of the repository that are copied, the dependencies' first."""
     sources = [rest.split()[:-1] for rest in of("COPY") if not rest.startswith("--from")]
     return [name for names in sources for name in names]
 
 
-def test_copied_files_exist_and_are_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored():
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"]
     assert rules[0] == "*" and {rule[1:] for rule in rules if rule[0] == "!"} == set(copied())
     assert all((ROOT / source).exists() for source in copied())
     assert {PROJECT["readme"], *PROJECT["license-files"]} <= set(copied())  # to build the package
 
 
-def test_container_runs_easyrl_without_root_and_checks_it_with_the_doctor() -> None:
+def test_container_runs_easyrl_without_root_and_checks_it_with_the_doctor():
     assert of("USER") == ["${USER_ID}"]
     assert int(of("ARG", "USER_ID=")[0].partition("=")[2]) > 0
     assert of("HEALTHCHECK")[0].endswith('CMD ["easyrl", "doctor"]')
     assert of("ENTRYPOINT") == ['["easyrl"]']
 
 
-def test_requirements_are_those_of_pyproject(tmp_path: Path) -> None:
+def test_requirements_are_those_of_pyproject(tmp_path):
     extras = "lora,vllm"
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (command,) = of("RUN", "tomllib")
@@ -131,7 +129,7 @@ def test_requirements_are_those_of_pyproject(tmp_path: Path) -> None:
     assert got == [*PROJECT["dependencies"], *wanted]
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_finds_nothing():
     linter = Path(sys.executable).parent / "hadolint"
     if not linter.exists():
         pytest.skip("hadolint is not installed: pip install 'easyrl-train[test]'")

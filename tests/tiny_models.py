@@ -1,7 +1,5 @@
 """Tiny random models of many families, and references that run each sequence alone."""
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -166,7 +164,7 @@ def tiny_model(family, attention="eager", spread=0.2, seed=1, **changes):
     return model.eval()
 
 
-def untied_model(folder: Path) -> str:
+def untied_model(folder):
     """A random model for vLLM with an untied head, biases, and the built-in model's tokenizer."""
     sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32768}
