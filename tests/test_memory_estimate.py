@@ -23,13 +23,11 @@ from easyrl.data.hub import resolve_model
 from easyrl.devices import parse_assumed
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.engines.vllm.platforms import cache_bytes
-from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
 from easyrl.runtime.memory import CERTAIN, check_memory, estimate_memory, memory_budgets
-from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
+from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.plan import make_plan
 from easyrl.runtime.preflight import check_run
 from easyrl.workers.learner import Learner
@@ -159,63 +157,10 @@ def test_estimated_kv_cache_covers_the_allocated_one():
     assert 0.9 < engine.cache.num_bytes / estimate <= 1.0
 
 
-@pytest.mark.parametrize(("softcap", "is_trained"), [(50.0, False), (None, True)])
-def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
-    monkeypatch, softcap, is_trained
-):
-    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
-    layout = shared_prompt.SharedPrompt([(512, ())], torch.device("cpu"))
-    settings = shared_prompt.AttentionSettings(0, 1.0, sliding_window=None, softcap=softcap)
-    query, key, value = torch.zeros(3, 512, 8, 16, requires_grad=is_trained)
-
-    def attend():
-        output = layout.attend(query, key, value, settings)
-        if is_trained:
-            output.sum().backward()
-
-    with torch.inference_mode(not is_trained):
-        peak = peak_bytes(attend, torch.device("cpu"))
-    expected = memory.TRAINED_SCORE_BYTES if is_trained else memory.SCORE_BYTES
-    assert peak / (8 * 512**2) == pytest.approx(expected, rel=TOLERANCE)
-
-
 # -- what the estimate follows from
 
 LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")
 APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 0))
-
-
-@pytest.mark.parametrize(
-    ("role", "what", "words", "ratio"),  # to the estimate without these words
-    [
-        ("train", "activations", "train.activation_checkpointing=true", 0.064),
-        ("train", "activations", "train.max_tokens_per_micro_batch=2048", 0.5),
-        ("train", "weights", "devices.train=cpu:2", 0.5),
-        ("train", "weights", "devices.train=cpu:2 model.lora.rank=2 model.dtype=bfloat16", 0.25),
-        ("train", "weights", "model.dtype=bfloat16", 1.0),
-        ("rollout", "weights", "model.dtype=bfloat16", 0.5),
-        ("rollout", "KV cache", "model.dtype=bfloat16", 0.5),
-    ],
-)
-def test_estimate_follows_the_settings(role, what, words, ratio):
-    assert of(role, *words.split())[what] / of(role)[what] == pytest.approx(ratio, rel=0.1)
-
-
-def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights():
-    npu = {"accelerator": "npu"}
-    halves = (*APART, "model.dtype=bfloat16", "train.max_tokens_per_micro_batch=4096")
-    on_gpu, on_npu = of("train", *halves), of("train", *halves, **npu)
-    assert on_gpu["driver, communication"] < on_npu["driver, communication"]  # HCCL's buffers
-    # Where nothing is converted, workers share the pages of the files.
-    loading = [of("rollout", *words).get("weights being loaded", 0) for words in (APART, halves)]
-    assert loading == [0, WEIGHTS / 2]
-    scores = memory.TRAINED_SCORE_BYTES * 4 * 4096 * 512  # heads, tokens, keys
-    assert on_npu["logits, transients"] == scores > on_gpu["logits, transients"]
-    assert of("train", *halves, "model.dtype=float32")["logits, transients"] == scores
-    for words, buckets in ((APART, (2**27, 2**27)), (SHARED, (0, 2**26))):
-        found = of("rollout", *words), of("train", *words)
-        assert tuple(parts.get("buckets", 0) for parts in found) == buckets
-        assert "CUDA graphs" in found[0] and "CUDA graphs" not in of("rollout", *words, **npu)
 
 
 @pytest.mark.parametrize(
@@ -235,32 +180,6 @@ def test_certain_memory_is_counted_in_copies_of_the_model(words, copies):
     parts = [p for p in estimated(*LEAST, *words.split()) if p.what in certain]
     of_model = sum(p.num_bytes * p.num_processes for p in parts if p.memory == "cpu")
     assert of_model == pytest.approx(copies * WEIGHTS, abs=0.1 * WEIGHTS)
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.2, 0.3, 0.7])
-def test_a_part_of_a_device_is_refused_just_where_vllm_has_no_cache(fraction, monkeypatch):
-    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 6 * WEIGHTS)
-    words = (*LEAST, *SHARED, f"rollout.memory_fraction={fraction}")
-    parts = of("rollout", *words, engine=EngineChoice("vllm"))
-    certain = {what: num_bytes for what, num_bytes in parts.items() if what in CERTAIN}
-    cache = cache_bytes("tiny", "float32", 1, 40, device="cuda:0", shared_part=fraction)
-    has_cache = cache is not None and cache >= certain["KV cache"]
-    assert (sum(certain.values()) <= fraction * 6 * WEIGHTS) == has_cache == (fraction >= 0.2)
-
-
-@pytest.mark.parametrize(
-    ("more", "is_batched", "mlp_width"),
-    [
-        ({"layer_types": ["full_attention", "linear_attention"]}, False, 32),
-        ({"intermediate_size": [16, 24]}, True, 24),
-        ({"moe_intermediate_size": 4, "num_experts_per_tok": 3}, True, 12),
-    ],
-)
-def test_sizes_of_unusual_models_are_read(more, is_batched, mlp_width):
-    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
-    size = model_size({"text_config": {**sizes, **more}}, 1000)
-    assert size is not None and (size.is_batched, size.mlp_width) == (is_batched, mlp_width)
-    assert model_size({"n_layer": 2}, 1000) is None
 
 
 # -- what is chosen, refused and shown
@@ -313,15 +232,6 @@ def dry_run(*words):
     config = load_config(words=["devices.infer=cpu", "devices.train=cpu", *words])
     lines = make_plan(config).text.splitlines()
     return lines[lines.index("") + 1 :]
-
-
-def test_the_table_adds_up_and_fits_a_narrow_terminal():
-    lines = dry_run("devices.train=cpu:2", "train.prompts_per_iteration=4")
-    assert max(map(len, lines)) <= 38  # 40 behind a comment sign
-    assert any(line.startswith("train-0 to 1, each") for line in lines)
-    sizes = [int(line.split()[-2].replace(",", "")) for line in lines[1:]]
-    end = next(n for n, line in enumerate(lines[2:]) if not line.startswith("  "))
-    assert sizes[0] == pytest.approx(sum(sizes[1 : end + 1]), abs=end)  # each is rounded
 
 
 def test_dry_run_needs_only_the_models_config_and_warns_as_a_start_does(monkeypatch, tmp_path):

@@ -12,7 +12,6 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_hub
@@ -23,12 +22,10 @@ from easyrl.data.hub import (
     reach_hub,
     resolve_model,
 )
-from easyrl.evaluation.command import check_evaluation
 from easyrl.model.export import find_model
-from easyrl.model.files import fingerprint, max_positions, read_model_files
+from easyrl.model.files import fingerprint, read_model_files
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import find_resume, with_absolute_paths
-from easyrl.runtime.run import start_from
 from mistakes import TINY, make_run
 
 
@@ -114,37 +111,6 @@ def test_adapter_is_merged_into_its_base_model(tmp_path):
     assert source.identity() != find_model("tiny").identity()
     other = find_model(str(adapter(tmp_path / "again", None)), base="tiny")
     assert other.identity() == source.identity()
-
-
-def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path):
-    folder, plain = (adapter(tmp_path / name, "tiny") for name in ("own", "plain"))
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.chat_template = (
-        "{% for message in messages %}<ask>{{ message['content'] }}{% endfor %}"
-    )
-    tokenizer.add_tokens(["<ask>"])
-    tokenizer.save_pretrained(folder)
-    source = find_model(str(folder))
-    assert source.identity() != find_model(str(plain)).identity()
-    # Checks of prompts before the model is made: base `tiny` has no template and no such token.
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
-    words = (f"model.path={folder}", f"data.dataset={tmp_path}/rows.jsonl", "data.chat=true")
-    rewards = ("reward.functions=[exact_match]", "devices.infer=cpu", "devices.train=cpu")
-    config = load_config(words=[*words, *rewards, "data.max_prompt_length=5"])
-    assert len(check_evaluation(config).problems) == 1
-    config, started = start_from(config)
-    assert started == source and check_run(config, None, source.tokenizer).num_prompts_skipped == 0
-    with pytest.raises(ConfigError, match=r"--base.*100 tokens"):
-        source.make(tmp_path / "made")  # its embedding is missing
-    file = folder / "adapter_model.safetensors"
-    embeddings = torch.randn(104, 128, generator=torch.Generator().manual_seed(1))
-    save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": embeddings}, file)
-    made = source.make(tmp_path / "made")
-    weights = AutoModelForCausalLM.from_pretrained(made).state_dict()
-    assert torch.equal(weights["model.embed_tokens.weight"], embeddings)
-    chat = [{"role": "user", "content": "1"}]
-    ids = AutoTokenizer.from_pretrained(made).apply_chat_template(chat, return_dict=False)
-    assert ids == [99, *tokenizer("1")["input_ids"]]
 
 
 def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
@@ -249,15 +215,3 @@ def test_a_silent_hub_leaves_its_clients_as_they_are(tmp_path, monkeypatch):
     assert not huggingface_hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
     monkeypatch.setattr(huggingface_hub, "get_session", Mock())
     assert reach_hub() and loadable_model("owner/name") == "owner/name"
-
-
-def test_max_positions_of_model_configs():
-    for config, positions in (
-        ({"text_config": {"max_position_embeddings": 64}}, 64),
-        ({"n_positions": 32}, 32),
-        ({"vocab_size": 99}, None),
-        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "llama3"}}, 64),
-        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear"}}, None),
-        ({"original_max_position_embeddings": 4, "rope_scaling": {"type": "longrope"}}, 4),
-    ):
-        assert max_positions(config) == positions

@@ -13,7 +13,6 @@ from test_updates import model, train
 from torch._dynamo.utils import counters
 
 from easyrl.config import ConfigError
-from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
 from runs import SMALL, finish, lines_of, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
@@ -21,6 +20,7 @@ from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_m
 torch.set_num_threads(1)
 
 __all__ = ["model", "ranks"]  # fixtures
+
 HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 BFLOAT16 = "model.dtype=bfloat16"
 SAME_LOSS = "algorithm.importance_sampling_correction=none"  # as in float32
@@ -33,27 +33,6 @@ def test_activation_checkpointing_changes_no_bit_of_the_gradient(words):
     plain, checkpointed = train(*words), train(*words, "train.activation_checkpointing=true")
     for got, expected in zip(checkpointed.gradients, plain.gradients, strict=True):
         assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
-
-
-def test_activation_checkpointing_keeps_only_the_inputs_of_layers():
-    def kept_bytes(is_checkpointed):
-        policy = Policy.load("tiny")
-        if is_checkpointed:
-            policy.checkpoint_activations()
-        sizes = {}
-
-        def keep(tensor):
-            sizes[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        tokens = torch.arange(200) % policy.vocabulary_size
-        layout = PackedGroups.of_sequences([len(tokens)])
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            policy.hidden_states(tokens, torch.arange(200), layout, at=tokens)
-        weights = {weight.data_ptr() for weight in policy.model.parameters()}
-        return sum(size for place, size in sizes.items() if place not in weights)
-
-    assert kept_bytes(True) < kept_bytes(False) / 5
 
 
 LORA = ("model.lora.rank=3",)
@@ -144,27 +123,6 @@ def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(dtype, k
     scale = policy.model.model.embed_tokens.embed_scale
     assert {weight.dtype for weight in policy.model.parameters()} == {getattr(torch, kept)}
     assert dtype or (scale.dtype == torch.float32 and scale != scale.bfloat16())
-
-
-def test_check_of_a_bfloat16_model_equals_that_of_the_float32_model(monkeypatch, tmp_path):
-    """A layer's weights are float32 while it runs, and the loaded ones afterwards."""
-    seen = set()
-    forward = torch.nn.Linear.forward
-
-    def watched(layer, x):
-        seen.update((layer.weight.dtype, x.dtype))
-        return forward(layer, x)
-
-    monkeypatch.setattr(torch.nn.Linear, "forward", watched)
-    tiny_model("qwen2_moe", None, **UNSHARED["qwen2_moe"][0]).save_pretrained(tmp_path)
-    narrow = Policy.load(str(tmp_path), dtype="bfloat16")
-    assert seen == {torch.float32}
-    wide = Policy.load(str(tmp_path))
-    assert narrow.no_packing_reason == wide.no_packing_reason is not None
-    for (name, got), expected in zip(
-        narrow.model.named_parameters(), wide.model.parameters(), strict=True
-    ):
-        assert torch.equal(got, expected.bfloat16()), name
 
 
 # -- compiled layers -------------------------------------------------------------------------------

@@ -105,14 +105,6 @@ def test_runs_end_in_the_same_bits_with_and_without_ray(cluster, no_ray, tmp_pat
     assert_same_bits(cluster, tmp_path, infer, train, **no_ray)
 
 
-def test_commands_without_ray_devices_do_not_import_it(no_ray):
-    environment = os.environ | no_ray
-    command = [sys.executable, "-c", "import easyrl.cli"]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    with pytest.raises(subprocess.CalledProcessError):  # or the check above checks nothing
-        subprocess.run([sys.executable, "-c", "import ray"], env=environment, check=True)
-
-
 @contextmanager
 def live(folder, *words):
     """An endless run; ends with a signal and leaves no process behind."""

@@ -1,7 +1,6 @@
 """Parts of a run on a Ray cluster, without one: the host of a worker, the placement, the checks."""
 
 import re
-import socket
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from easyrl.channels.messages import encode_group
 from easyrl.config import ConfigError, load_config
-from easyrl.config.devices import count_devices, parse_device_set
+from easyrl.config.devices import parse_device_set
 from easyrl.runtime import supervisor as supervisor_module
 from easyrl.runtime.placement import (
     check_scale,
@@ -18,7 +17,6 @@ from easyrl.runtime.placement import (
     engines_on,
     first_engines,
     numbered,
-    place_evaluation,
     resolve_placement,
 )
 from easyrl.runtime.ray import cluster as cluster_module
@@ -43,17 +41,6 @@ def test_ray_devices_are_counted_and_others_refused():
     for text in ("ray", "ray:", "ray:0", "ray:cpu", "ray:cpu:0", "ray:0-3", "ray:gpu:1"):
         with pytest.raises(ValueError, match="expected"):
             parse_device_set(text)
-
-
-@pytest.mark.parametrize(("num_cpus", "num_workers", "num_threads"), [
-    ((1, 1, 1), 3, 1),
-    ((8, 4, 4), 4, 4),
-    ((8, 4, 4), 5, 2),
-    ((16, 1), 2, 8),
-    ((2,), 3, 1),  # there is no place for all
-])  # fmt: skip
-def test_workers_share_the_cpus_of_nodes(num_cpus, num_workers, num_threads):
-    assert Resources("cpu", 0, num_cpus, "").num_threads(num_workers) == num_threads
 
 
 @pytest.fixture
@@ -88,13 +75,6 @@ def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place):
     assert not {*placement.infer.indices} & {*placement.train.indices}
 
 
-def test_an_evaluation_is_placed_on_a_cluster(place):
-    place("devices.infer=ray:cpu:1", resources=CPUS)
-    config = load_config(words=["devices.infer=ray:cpu:2"])
-    placement = place_evaluation(config, num_prompts=10, num_samples=1)
-    assert placement.is_ray and placement.num_rollout_workers == 2
-
-
 @pytest.mark.parametrize(("words", "named"), [
     (("devices.infer=ray:cpu:2", "devices.train=cpu"), "^devices "),
     (("devices.infer=0-3", "devices.train=ray:4"), "^devices "),
@@ -117,11 +97,6 @@ def test_a_live_run_is_not_scaled_to_devices_of_another_sort(place):
             check_scale(load_config(), placement, placement.infer, parse_device_set(wanted))
 
 
-def test_workers_on_several_nodes_are_as_many_devices():
-    assert count_devices(["10.0.0.1/cpu", "10.0.0.1/cpu", "10.0.0.2/cpu"]) == 3
-    assert count_devices(["10.0.0.1/cuda:0", "10.0.0.2/cuda:0", "cpu"]) == 3
-
-
 # -- checks ----------------------------------------------------------------------------------------
 
 
@@ -137,23 +112,6 @@ def test_an_address_without_a_cluster_is_named(address):
     with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
         connect(load_config(words=[f"devices.ray_address={address}"]), 1)
     assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 10.0
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_another_server_at_the_address_is_named(answer, monkeypatch):
-    monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        clients = []
-
-        def serve():
-            clients.append(server.accept()[0])
-            clients[0].sendall(answer)
-
-        threading.Thread(target=serve, daemon=True).start()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
-            connect(load_config(words=[f"devices.ray_address={address}"]), 1)
-        clients[0].close()
 
 
 FACTS = {

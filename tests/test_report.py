@@ -9,7 +9,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,13 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from easyrl import cli, events
-from easyrl.observe.history import read_history, worst_to_best
+from easyrl.observe.history import read_history
 from easyrl.observe.trace import TraceWriter
 from run_events import METRICS, run_events
 from runs import lines_of, summary_of
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-EVIL = "<script>document.title = 'hit'</script><img src='http://example.org/x.png'> [bold]\x1b[2J"
 
 
 def call(*words):
@@ -87,21 +83,6 @@ def test_page_shows_what_the_run_was(run):
     assert "output.dir" not in page
 
 
-def test_samples_go_from_the_lowest_to_the_highest_reward(run):
-    """Those of the newest iterations. A line that is being written is left out."""
-    one = {"iteration": 2, "prompt_index": 5, "prompt": EVIL, "completion": EVIL}
-    lines = [one | {"reward": reward} for reward in (0.5, 1.0, 1.0, 1.0, None, 0.0)]
-    lines += [one | {"iteration": 2 + n, "reward": 0.5, "completion": str(n)} for n in range(10)]
-    write_lines(run / "samples.jsonl", [lines[0] | {"iteration": 0, "reward": -9.0}, *lines])
-    with (run / "samples.jsonl").open("a") as file:
-        file.write('{"iteration": 9, "comp')
-    found = worst_to_best(read_history(run), 4)
-    assert [sample["reward"] for sample, _ in found] == [None, 0.5, 0.5, 1.0]
-    assert [count for _, count in found] == [1, 1, 1, 3]
-    page = page_of(run)
-    assert "<script" not in page and "<img" not in page and "\x1b" not in page
-
-
 def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_path):
     lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(4)]
     other = make_run(tmp_path / "other", lines, "train: {learning_rate: 0.5}")
@@ -128,13 +109,6 @@ def test_a_resumed_run_shows_nothing_that_was_undone(tmp_path):
     assert history.status == "failed after 1 of 60 iterations"
     for text in ("resumed after 1 iteration", "ended with exit code 1: no memory"):
         assert history.messages[text] == 1
-
-
-def test_long_run_gives_a_small_page(tmp_path):
-    lines = [line(n, kl=n % 7, entropy=None if n % 2 else 1.0) for n in range(3000)]
-    page = page_of(make_run(tmp_path / "long", lines))
-    assert len(page) < 500_000
-    assert "3000 iterations" not in page and "1 to 3000, none missing" in text_of(page)
 
 
 def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
@@ -199,59 +173,3 @@ def test_mistakes_are_user_errors(run, tmp_path):
 
 
 # In a browser.
-
-PROBE = """
-const page = document.querySelector("iframe").contentDocument, found = {plots: [], problems: []}
-const ids = [...page.querySelectorAll("[id]")].map(each => each.id)
-if (new Set(ids).size < ids.length) found.problems.push("an id is used twice")
-for (const figure of page.querySelectorAll("figure.plot")) {
-  const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect()
-  const drawn = [...svg.querySelectorAll("path, use")].filter(each => {
-    const place = each.getBBox()
-    return place.width > 0 || place.height > 0
-  })
-  for (const [, id] of svg.outerHTML.matchAll(/(?:url\\(#|href="#)([^)"]+)/g))
-    if (!svg.querySelector("#" + CSS.escape(id))) found.problems.push("no element " + id)
-  found.plots.push([svg.getAttribute("aria-label"), Math.round(box.width), Math.round(box.height),
-                    drawn.length, svg.querySelectorAll("text").length])
-}
-const root = page.documentElement
-if (root.scrollWidth > root.clientWidth) found.problems.push("wider than the screen")
-document.body.innerHTML = "<pre>" + JSON.stringify(found) + "</pre>"
-"""
-
-
-def browse(page):
-    """Open a page in headless Chromium; return its elements, as its scripts leave them."""
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", page.as_uri()]
-    command.insert(1, "--host-resolver-rules=MAP * ~NOTFOUND")  # Chromium itself asks for updates
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian's package `chromium`)")
-def test_page_in_a_browser(run, tmp_path):
-    """No console error, every plot drawn within the width, and no request to the network."""
-    shutil.copytree(run, tmp_path / "second run")
-    page = page_of(run, tmp_path / "second run")
-    assert "default-src 'none'" in page  # blocks requests; one is then an error on the console
-    assert "Samples from the lowest" in browse(run / "page.html")
-    for width in (390, 1400):  # of a phone, and wide
-        # The same page in a frame, so that a script can look at it.
-        style = f"border: 0; width: {width}px"
-        frame = f'<iframe style="{style}" srcdoc="{html.escape(page)}"></iframe>'
-        (tmp_path / "frame.html").write_text(f"{frame}<script>onload = () => {{{PROBE}}}</script>")
-        match = re.search(r"<pre>(.*)</pre>", browse(tmp_path / "frame.html"))
-        assert match is not None
-        found = json.loads(html.unescape(match[1]))
-        assert found["problems"] == []
-        titles = [title for title, *_ in found["plots"]]
-        assert {"Reward", "Held-out accuracy", "Entropy", "Timeline of second run"} <= {*titles}
-        assert len(titles) == page.count("<svg") >= 14
-        for title, box_width, height, num_drawn, num_texts in found["plots"]:
-            assert 300 <= box_width <= 1000 and height >= 100, title
-            assert num_drawn > 6 and num_texts > 4, title
-            assert box_width <= width or "Timeline" in title  # which scrolls within its card

@@ -7,11 +7,7 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -50,9 +46,6 @@ def succeed(*words, **environment):
     code, out, err = finish(*words, **environment)
     assert (code, err) == (0, ""), err
     return out
-
-
-Uninterrupted = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -167,25 +160,6 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum
     assert outcome_of(folder) == outcome_of(once)
 
 
-@pytest.mark.long
-def test_a_checkpoint_may_take_longer_to_write_than_the_next_iterations(tmp_path):
-    """The run must wait in the controller: a train worker that waited for its writer would keep the
-    rollout workers waiting for weights until runtime.timeout_seconds are over."""
-    folder = tmp_path / "run"
-    script = str(Path(__file__).with_name("slow_writer_run.py"))
-    words = ("--iterations", "3", "train.save_every=1", "train.keep_checkpoints=3", *SMALL)
-    done = subprocess.run(
-        [sys.executable, script, str(folder), *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    whole = [read_checkpoint(path) for path in checkpoints_in(folder / "checkpoints")]
-    assert [checkpoint.state["num_iterations"] for checkpoint in whole] == [1, 2, 3]
-
-
 # -- kills ---------------------------------------------------------------------------------------
 
 
@@ -268,19 +242,3 @@ def test_another_number_of_ranks_continues_to_the_same_weights(
         moved = float((start_weights[name] - weight).norm() / weight.norm())
         assert gap <= 1e-5 and gap < moved / 100, name
     assert summary_of(twice)["groups_trained"] == summary_of(once)["groups_trained"] == 24
-
-
-@pytest.mark.long
-def test_a_signal_while_a_checkpoint_is_written_waits_for_the_last_one(tmp_path, uninterrupted):
-    once, folder = uninterrupted(*ONE_UPDATE, "cpu:2"), tmp_path / "run"
-    process = start("--output", str(folder), *SMALL_AND_SAME, *ONE_UPDATE, "cpu:2")
-    wait_for_saving(process, folder, 1)
-    assert process.poll() is None
-    psutil.Process(process.pid).send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM and err == ""
-    assert not list((folder / "checkpoints").glob(f"*{UNFINISHED}"))
-    newest = read_checkpoint(checkpoints_in(folder / "checkpoints")[-1])
-    assert newest.state["num_iterations"] == len(lines_of(folder / "metrics.jsonl")) >= 2
-    resume(folder)
-    assert outcome_of(folder) == outcome_of(once)

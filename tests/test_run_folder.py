@@ -1,21 +1,18 @@
 """The run folder: one writer, whole lines wherever it is cut off, a log of what went wrong."""
 
-import errno
 import math
 import os
 import shutil
 import stat
-from pathlib import Path
 
 import pytest
 
 from easyrl import events
 from easyrl.config import ConfigError, load_config
 from easyrl.observe.lines import PlainLines
-from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.run import FAILED, run
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines
+from easyrl.runtime.run_folder import RunFolder, lock_folder, read_lines
 from runs import SMALL
 
 
@@ -68,58 +65,6 @@ def test_an_error_is_short_on_the_screen_and_complete_in_the_log(
     log = folder / "logs" / "easyrl.log"
     assert err == f"easyrl: KeyError: 'lost'\n(the full traceback is in {log})\n"
     assert "Traceback (most recent call last)" in log.read_text()
-
-
-class FullFile:
-    """A file on a full disk: it takes seven bytes, and then none for the next `num_failures`."""
-
-    def __init__(self, file, num_failures):
-        self._file, self._rest, self._num_failures = file, 7, num_failures
-        self.tell, self.truncate = file.tell, file.truncate
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._file.close()
-
-    def write(self, content):
-        if self._rest:
-            content, self._rest = content[: self._rest], 0
-        elif self._num_failures:
-            self._num_failures -= 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return int(self._file.write(content))
-
-
-def test_disk_that_is_full_for_a_moment_loses_no_line(tmp_path, monkeypatch):
-    """As when a checkpoint that does not fit fills the disk, until it is removed."""
-    folder, num_failures, open_file = RunFolder(config_for(tmp_path / "run")), 1, Path.open
-
-    def open_full(path, *mode, **options):
-        file = open_file(path, *mode, **options)
-        return FullFile(file, num_failures) if path.name == "metrics.jsonl" else file
-
-    folder.observe(finished(0))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", open_full)
-        folder.observe(finished(1))
-        num_failures = 1000
-        patch.setattr(run_folder, "FULL_DISK_SECONDS", 0.1)
-        with pytest.raises(RunFolderLost, match=r"No space left"):
-            folder.observe(finished(2))
-    assert [line["iteration"] for line in read_lines(folder.path / "metrics.jsonl")] == [0, 1]
-    assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
-
-
-def test_folder_whose_config_cannot_be_written_is_removed(tmp_path, monkeypatch):
-    def fail(path, text):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises(ConfigError, match=r"output.dir.*No space left"):
-        RunFolder(config_for(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
 
 
 def begun(tmp_path):

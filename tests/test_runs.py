@@ -137,34 +137,6 @@ def sometimes(completions, **columns):
 
 
 @pytest.mark.long
-def test_a_run_with_an_own_model_data_and_rewards(tmp_path):
-    untied_model(tmp_path / "model")  # without a chat template
-    (tmp_path / "chat.jinja").write_text(CHAT_TEMPLATE)
-    question = [{"role": "1", "content": "1+2="}]
-    rows = [{"question": question, "answer": str(i)} for i in range(5)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
-    folder = tmp_path / "run"
-    rewards = tmp_path / "my_rewards.py"
-    code, _, err = finish(
-        *("--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "data.jsonl")),
-        *("--reward", f"{rewards}:score", "--reward", f"{rewards}:sometimes"),
-        *("--infer-devices", "cpu", "--train-devices", "cpu", "--output", str(folder)),
-        *("--iterations", "3", "data.prompt_column=question", "reward.weights=[1.0, 0.5]", *SMALL),
-        f"data.chat_template={tmp_path / 'chat.jinja'}",
-    )
-    assert (code, err) == (0, "")
-    assert AutoTokenizer.from_pretrained(folder / "model").chat_template == CHAT_TEMPLATE
-    summary = summary_of(folder)
-    assert summary["accuracy_before"] is None and summary["accuracy_after"] is None
-    line = lines_of(folder / "metrics.jsonl")[-1]
-    assert line["rewards/sometimes/mean"] == 1.0
-    assert line["reward"] == pytest.approx(line["rewards/score/mean"] + 0.25, abs=1e-5)
-    assert line["sampling/sampling_logp_difference/max"] <= 1e-4
-    assert (folder / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.long
 def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path):
     """A model whose output is an ordinary one, but whose gradient is larger than float32 holds."""
     untied_model(tmp_path / "model")

@@ -4,7 +4,6 @@
 """
 
 import html
-import itertools
 import json
 import re
 import shlex
@@ -19,7 +18,6 @@ from typer.testing import CliRunner
 
 from easyrl import __version__, cli, events
 from easyrl.config import load_config, to_commented_yaml
-from easyrl.evaluation import view as eval_view
 from easyrl.evaluation.figures import compare, summarize
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.observe.lines import PlainLines, end_table, print_end
@@ -33,7 +31,6 @@ from golden_files import check_golden
 from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state_of
 from terminals import Terminal, after_the_view
 
-Capture = pytest.CaptureFixture[str]
 MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 """Pictures are drawn after so many events of `run_events`."""
 
@@ -87,15 +84,6 @@ def test_live_view_of_other_runs():
         "narrow": picture(state_of(stream[:30]), 60, 30),
     }
     check_golden("live_view_of_other_runs", "".join(f"-- {k}\n{v}" for k, v in pictures.items()))
-
-
-def test_live_view_fits_into_any_terminal():
-    stream = run_events(Path("run"))[1:19]
-    for width, height, num_rollout in itertools.product((1, 40, 80, 300), (1, 5, 24, 100), (1, 40)):
-        state = state_of([run_started(Path("run"), num_rollout), *stream])
-        picture(state, width, height)
-        state.apply(events.RunEnded(1, "no more memory"))
-        assert height < 24 or width < 80 or "train-0" in picture(state, width, height)
 
 
 NOISY = """
@@ -268,16 +256,6 @@ def test_evaluation(capsys):
     first, second = answers(lambda problem: 8), answers(lambda problem: min(problem // 2, 8))
     show_comparison(compare(first, second, 1.0)[0], "other", Path("c.jsonl"))
     check_golden("evaluation", capsys.readouterr().out)
-
-
-def test_bar_is_removed_when_the_evaluation_is_stopped(monkeypatch):
-    monkeypatch.setattr(eval_view, "is_live_terminal", lambda: True)
-    view = EvalView(live=True)
-    with pytest.raises(KeyboardInterrupt), view.bar:
-        show_progress(view)
-        assert view.bar.live.is_started and view.bar.finished
-        raise KeyboardInterrupt
-    assert not view.bar.live.is_started
 
 
 # Observers that fail.

@@ -110,40 +110,6 @@ def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times():
     assert periodic.seconds < sync.seconds - 2.0
 
 
-def test_engines_share_the_prompts():
-    """Two groups each at a time: with four engines all start at once, with one in four turns."""
-    for num_engines, num_turns in ((1, 4), (4, 1), (8, 1)):
-        found = outcome(make_rates(trainer=(0.0, 0.0, 0.0)), make_config(), num_engines)
-        assert found.seconds == pytest.approx(num_turns * 99 * 0.01 + 0.01, abs=2e-3)
-
-
-def test_broadcast_scoring_and_communication_cost_time():
-    """Two trainers gather half of the weights; four rounds send them to 8 engines. The only
-    micro-batch also communicates, which costs time if fewer trainers were measured."""
-    config, rates = make_config(), make_rates()
-    plain = outcome(rates, config, 8, 2).seconds
-    for change, seconds in (
-        ({"broadcast": 1.0}, 4.5 + 3 / 2),
-        ({"broadcast": 1.0, "num_trainers": 2}, 4.5),
-        ({"overhead": 1.0}, 1.0),
-    ):
-        assert outcome(rates._replace(**change), config, 8, 2).seconds - plain == pytest.approx(
-            seconds, abs=1e-3
-        )
-    later = outcome(rates, config, 8, 2, scoring_seconds=1.0).seconds
-    assert later - plain == pytest.approx(1.0, abs=1e-3)
-
-
-def test_uneven_completions_are_shared_out_in_order():
-    """Two trainers and completions of 300, 100, 100, 100 tokens: shares of 300 and 300; the longest
-    one is the largest share of four trainers."""
-    rates = make_rates(engine=(0.0, 0.0, 0.0), trainer=(0.0, 0.01, 0.0))
-    config = make_config(train__prompts_per_iteration=1)
-    for num_trainers, tokens in ((1, 600), (2, 300), (4, 300)):
-        found = outcome(rates, config, 1, num_trainers, lengths=[300, 100, 100, 100])
-        assert found.seconds == pytest.approx(tokens * 0.01, rel=2e-3)
-
-
 def test_rates_are_found_again_in_rows_that_they_give():
     engine = [[n, n * rows, p, 0.01 * n + 1e-4 * n * rows + 1e-3 * p]
               for n, rows, p in ((10, 32, 0), (8, 5, 64), (20, 17, 32), (3, 1, 0))]  # fmt: skip

@@ -121,19 +121,6 @@ def test_graphs_do_not_read_prompts_that_were_freed(monkeypatch):
     assert engine.cache.prompts_size == size
 
 
-def test_rows_of_very_different_lengths_are_computed_without_graphs(monkeypatch):
-    submitted = requests(draw_prompts(12), 3)
-    expected = run(make_engine(num_rows=8), submitted)
-    recorded_graphs.install(monkeypatch)
-    num_replays = []
-    for num_elements in (20 * 16, 1000 * 16):
-        monkeypatch.setattr(step_graphs, "MAX_PADDING", num_elements)
-        engine = make_engine(num_rows=8)
-        assert tokens_of(run(engine, submitted)) == tokens_of(expected)
-        num_replays.append(engine.graphs.num_replays)
-    assert 2 < num_replays[0] < num_replays[1]
-
-
 def fails(function, _):
     try:
         raise RuntimeError("out of memory\nmore")
@@ -158,16 +145,3 @@ def test_failed_captures_change_no_bit(capture, reason, monkeypatch):
     with pytest.warns(UserWarning, match=f"without CUDA graphs: .*{reason}") as warned:
         assert bits_of(run(engine, submitted)) == bits_of(expected)
     assert len(warned) == 1 and engine.graphs.num_replays == 0
-
-
-def test_a_model_that_reads_values_on_the_host_is_never_captured(monkeypatch):
-    """As with RoPE that depends on the longest sequence."""
-    submitted = requests(draw_prompts(12), 3)
-    expected = run(make_engine(policy=make_policy("gemma2"), num_rows=8), submitted)
-    recorded_graphs.install(monkeypatch, capture=None)
-    policy = make_policy("gemma2")
-    policy.model.model.layers[0].register_forward_hook(lambda *a: a[2].max().item() and None)
-    engine = make_engine(policy=policy, num_rows=8)
-    with pytest.warns(UserWarning, match="without CUDA graphs: .*synchronizing") as warned:
-        assert bits_of(run(engine, submitted)) == bits_of(expected)
-    assert len(warned) == 1

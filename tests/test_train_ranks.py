@@ -24,16 +24,12 @@ from test_updates import (  # noqa: F401
     whole_gradients,
 )
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from easyrl.config import load_config
 from easyrl.devices import LOOPBACK, network_environment
-from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part, whole
-from easyrl.types import MicroBatch, RolloutGroup
-from easyrl.workers.learner import Learner
-from easyrl.workers.packing import EMPTY
+from easyrl.types import MicroBatch
 from easyrl.workers.train import TrainWorker
 from own_workers import make_ring, num_free, settings_on_cpu
 from tiny_models import largest_gradient_gap
@@ -41,8 +37,6 @@ from tiny_models import largest_gradient_gap
 torch.set_num_threads(1)
 
 NUM_RANKS = 2
-Case = tuple[tuple[str, ...], list[RolloutGroup]]
-"""Words of the config, and the groups in order of arrival."""
 
 
 @dataclass
@@ -225,40 +219,6 @@ def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(ranks, w
         assert_close(outcome, other)
 
 
-def gathers_and_reductions(ranks):
-    """Count the collectives of one update of three micro-batches, without and with gathered
-    weights that are kept."""
-    counts = []
-    for reshard in ("true", "false"):
-        config = load_config(words=[*BASE, "model.path=tiny", f"train.reshard={reshard}"])
-        learner = Learner(Policy.load(config.model.path), config, copy.copy(ranks))
-        with CollectiveCounts() as counted:
-            for _ in range(3):
-                learner.accumulate(EMPTY)
-            learner.step(num_completions=1, num_tokens=1)
-        counts.append({"modules": 1 + len(learner.policy.blocks), **counted.counts})
-    return counts
-
-
-class CollectiveCounts(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = {"gathers": 0, "reductions": 0}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.counts["gathers"] += "allgather" in str(operator)
-        self.counts["reductions"] += "reduce_scatter" in str(operator)
-        return operator(*args, **(kwargs or {}))
-
-
-def test_kept_weights_are_gathered_and_summed_once_per_update(ranks):
-    for dropped, kept in ranks.each_does(gathers_and_reductions):
-        num = kept["modules"]
-        assert kept == {"modules": num, "gathers": num, "reductions": num}
-        layers = num - 1  # the root's weights stay from forward to backward
-        assert dropped["gathers"] == 3 * (2 * layers + 1) and dropped["reductions"] == 3 * num
-
-
 @pytest.mark.parametrize("lora", [(), LORA["all layers"]])
 def test_weights_stored_in_bfloat16_are_sharded_without_loss(ranks, lora, tmp_path):
     stored = AutoModelForCausalLM.from_pretrained(test_updates.MODEL, dtype=torch.bfloat16)
@@ -268,22 +228,6 @@ def test_weights_stored_in_bfloat16_are_sharded_without_loss(ranks, lora, tmp_pa
     for outcome in ranks.train(*words):
         assert all(g.dtype == torch.float32 for got in outcome.gradients for g in got.values())
         assert_close(outcome, expected, ())
-
-
-def test_a_rank_that_dies_while_the_others_load_is_named(tmp_path, monkeypatch):
-    """The error has more than Gloo's message."""
-
-    def lose_the_others(*_):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-
-    monkeypatch.setattr(Learner, "restore", lose_the_others)
-    settings = settings_of(0, str(tmp_path / "store"), ())
-    settings = replace(settings, num_train_ranks=1, checkpoint=str(tmp_path))
-    ring = make_ring(1)
-    _, control = multiprocessing.Pipe()
-    with pytest.raises(ConnectionError, match="train rank 0 of 1, waiting for the others: "):
-        TrainWorker(settings, ring.attach(0), control)
-    ring.close()
 
 
 def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks):
@@ -389,9 +333,3 @@ def test_a_weight_that_one_rank_does_not_use_gets_the_other_ranks_gradient(ranks
         for (name, weight), got in zip(alone.named_parameters(), gradients, strict=True):
             expected = torch.zeros_like(weight) if weight.grad is None else weight.grad
             assert torch.allclose(got, expected, rtol=1e-6), name
-
-
-def test_an_empty_weight_is_gathered_by_no_rank(monkeypatch):
-    """Rank 0 sends nothing of it and does not gather it: the others would wait."""
-    monkeypatch.setattr("easyrl.model.sharding.is_sharded", lambda weight: True)
-    assert whole(torch.empty(4, 0, dtype=torch.float64)).shape == (4, 0)  # without `full_tensor`

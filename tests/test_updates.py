@@ -5,7 +5,6 @@ Hand-made groups cross a real ring into a real train worker."""
 import multiprocessing
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -24,7 +23,7 @@ from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import own_part, whole
 from easyrl.model.tri_model import OtherWeights
-from easyrl.types import MicroBatch, RolloutGroup, Weight
+from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers.train import TrainWorker
 from own_workers import NUM_GENERATIONS, VOCABULARY, make_ring, settings_on_cpu
 from tiny_models import largest_gradient_gap, tiny_model
@@ -315,26 +314,6 @@ def test_old_and_reference_are_the_weights_of_their_time(offload):
             assert not inputs.old_logprobs.requires_grad and not inputs.ref_logprobs.requires_grad
 
 
-def test_other_weights_leave_the_module_as_it_was():
-    policy = Policy.load(MODEL)
-    other = OtherWeights(policy, offload=False)
-    before = policy.weights_sha256()
-    shake(policy, 0.1)
-    after, parameters = policy.weights_sha256(), dict(policy.model.named_parameters())
-    addresses = {name: weight.data_ptr() for name, weight in parameters.items()}
-    with other.in_place():
-        assert policy.weights_sha256() == before
-    with pytest.raises(KeyError), other.in_place():
-        raise KeyError
-    assert policy.weights_sha256() == after
-    for name, weight in policy.model.named_parameters():
-        assert weight is parameters[name] and weight.data_ptr() == addresses[name]
-    other.copy_from_policy()
-    shake(policy, 0.1)
-    with other.in_place():
-        assert policy.weights_sha256() == after
-
-
 def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monkeypatch):
     """The device reads parts of a sharded model after the forward has returned on the host."""
     policy = Policy.load(MODEL)
@@ -371,23 +350,3 @@ def test_an_update_trains_the_groups_of_its_indices_in_any_order_of_arrival(sche
     trained = train(*words, order=order)
     expected = [{tuple(g.prompt_ids.tolist()) for g in GROUPS[i : i + 2]} for i in (0, 2, 4)]
     assert [prompts_of(batches) for batches in trained.batches] == expected
-
-
-def test_other_ranks_wait_for_rank_0_weight_by_weight(monkeypatch):
-    """Each wait has its own bound. A device would queue them all at once, and the last one would
-    then take as long as the whole exchange, the engines' part included."""
-    log = []
-
-    def make(name):
-        log.append(name)
-        return torch.zeros(2)
-
-    _theirs, control = multiprocessing.Pipe()
-    config, ring = load_config(words=[f"model.path={MODEL}"]), make_ring(1)
-    worker = TrainWorker(settings_on_cpu("train-1", config), ring.attach(0), control)
-    weights = [Weight(n, torch.zeros(2), partial(make, n), is_trained=True) for n in "ab"]
-    monkeypatch.setattr(worker.learner.policy, "weights", lambda **_: weights)
-    monkeypatch.setattr(devices, "synchronize", lambda device: log.append("synchronize"))
-    worker._exchange_weights(0)
-    assert log == ["a", "synchronize", "b", "synchronize"]
-    ring.close()

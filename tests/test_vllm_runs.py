@@ -1,4 +1,4 @@
-"""Whole runs on vLLM's CPU build: on-policy, same run, clean ends, stuck updates, steady memory."""
+"""Whole runs on vLLM's CPU build: on-policy, same run, clean ends, stuck updates."""
 
 import contextlib
 import os
@@ -315,9 +315,3 @@ def test_stuck_update_is_reported_and_ends_the_run(tmp_path, hanging, expected):
     assert run.returncode == 1
     assert time.monotonic() - began <= TIMEOUT_SECONDS + END_SECONDS
     assert re.search(rf"{expected}.*runtime\.timeout_seconds", err), err
-
-
-# -- memory ---------------------------------------------------------------------------------------
-
-FIRST, LAST = 10, 50
-"""Bound of a process's resident memory, as a multiple of that after iteration FIRST."""

@@ -6,26 +6,21 @@ import os
 import re
 import signal
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.config import Config
-from easyrl.events import Event, FromWorker, Span
+from easyrl.events import FromWorker, Span
 from easyrl.observe import trace
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
-from easyrl.runtime.run_folder import lock_folder
 from run_events import METRICS, active, group, run_events, state_of
 from runs import SMALL, start, wait_for_line
 from terminals import Terminal, after_the_view
-
-Written = tuple[Path, list[Event]]
 
 
 @pytest.fixture
@@ -155,38 +150,6 @@ def test_folder_without_a_readable_trace_is_refused(written):
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 
 
-def test_run_whose_trace_has_lost_its_end_is_finished_by_its_summary(written):
-    folder, run = written
-    write(run)
-    whole, _, _ = (folder / "trace.json").read_bytes().partition(b'"type": "RunFinished"')
-    (folder / "trace.json").write_bytes(whole)
-    *_, killed = follow(RunFiles(folder))
-    assert isinstance(killed, events.RunEnded) and killed.exit_code == 1
-    (folder / "summary.json").write_text('{"iterations": 2}')
-    *_, last, end = follow(RunFiles(folder))
-    assert isinstance(last, events.RunFinished) and last.summary == {"iterations": 2}
-    assert end == events.RunEnded(0, "")
-
-
-def test_resumed_run_is_shown_from_its_new_start(written):
-    """The command that resumes it has locked the folder, but has sent no event yet."""
-    folder, run = written
-    write(run)
-    lock = lock_folder(folder)
-
-    def resume():
-        (folder / "config.yaml").write_text("train: {iterations: 9}")
-        write(run)
-        os.close(lock)
-
-    files = RunFiles(folder)
-    threading.Timer(0.5, resume).start()
-    found = list(follow(files))
-    starts = [event for event in found if isinstance(event, events.RunStarted)]
-    assert len(starts) == 2 and starts[-1].config.train.iterations == 9
-    assert found[-1] == run[-1]
-
-
 # Real runs.
 
 
@@ -198,9 +161,6 @@ def test_finished_run_is_shown_as_it_ended(finished_run, capsys):
     output = after_the_view(terminal.output)
     for text in ("finished after 3/3 iterations", "█", "▓", "run folder", "next commands"):
         assert text in output
-
-
-Killed = tuple[Path, list[Terminal], str]
 
 
 @pytest.fixture(scope="module")
