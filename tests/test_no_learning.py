@@ -6,7 +6,6 @@ import pytest
 
 from easyrl.config import load_config
 from easyrl.runtime.metrics import no_learning_warning
-from runs import SMALL, finish
 
 HEALTHY = {
     "reward": 0.5,
@@ -38,15 +37,3 @@ def test_three_iterations_at_an_extreme_are_explained(change, cause):
     assert not warning(change, change) and not warning(change, {}, change)
     skipped = {**change, "reward": None, "frac_reward_zero_std": None}
     assert not warning(skipped, change, change)
-
-
-@pytest.mark.long
-def test_the_warning_appears_once_in_the_output_and_in_the_log(tmp_path):
-    folder = tmp_path / "run"
-    (tmp_path / "r.py").write_text("def zero(completions, **_): return [0.0] * len(completions)")
-    words = ("--reward", f"{tmp_path}/r.py:zero", "--iterations", "5", *SMALL)
-    code, out, _ = finish("--output", str(folder), *words)
-    assert code == 0 and out.count("no spread 100%") == 5
-    before, _, after = out.partition("likely causes")
-    assert "iteration 3/5" in before and "likely causes" not in after and "iteration 4/5" in after
-    assert (folder / "logs" / "easyrl.log").read_text().count("likely causes") == 1

@@ -4,16 +4,13 @@ It computes with the CPU's kernels. So a run on it must end in the bits of the s
 if the CPU leaves out its fused kernels, which accelerators do not have (`altered_run.py`).
 """
 
-import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from test_lost_workers import bits_of
-from test_memory_estimate import write_task
 from test_runs import HARDER
 
 from runs import SMALL, finish, summary_of
@@ -130,55 +127,3 @@ def test_other_models_and_devices(tmp_path, infer, train, words):
     for name, where in (("npu", (infer, train)), ("cpu", ("cpu", "cpu"))):
         run(*on(*where, tmp_path / name), *words, "--iterations", "3")
     assert bits_of(tmp_path / "npu") == bits_of(tmp_path / "cpu")
-
-
-ESTIMATED = {
-    "separate": ("0", "1", ()),
-    "shared": ("0", "0", ()),
-    "LoRA": ("0", "1", ("model.lora.rank=8",)),
-    "two train ranks": ("0", "1-2", ()),
-    "longer completions": ("0", "1", ("rollout.max_completion_length=240",)),
-    "several updates": ("0", "1", ("train.updates_per_iteration=2", "algorithm.beta=0.1")),
-}
-ESTIMATE = """
-import json, sys
-from easyrl.config import load_config
-from easyrl.runtime.memory import estimate_memory, use_memory
-from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.preflight import count_trained, read_model_files, read_model_size
-found = []
-for words in json.load(sys.stdin):
-    config = load_config(words=words)
-    placement = resolve_placement(config)
-    size = read_model_size(config, read_model_files(config.model.path), count_trained(config))
-    parts = estimate_memory(use_memory(config, placement, size), placement, size)
-    found.append([(p.process, p.what, p.num_bytes) for p in parts if p.memory != "cpu"])
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.long
-def test_estimates_equal_the_peaks_of_the_allocator(tmp_path):
-    """Of each role's largest worker, without what is not the allocator's: the driver's context and
-    HCCL's buffers. The device records no steps, so there are no CUDA graphs on either side."""
-    task = write_task(tmp_path, (384, 1152, 4, 6, 2, 8000), is_tied=False)  # 13 million weights
-    # Micro-batches of 4 completions of 120 tokens, or 2 of 240, with their prompt.
-    sizes = "train.prompts_per_iteration=2", "train.max_tokens_per_micro_batch=544"
-    every, ratios = [], {}
-    for name, (infer, train, words) in ESTIMATED.items():
-        where = f"devices.infer={infer}", f"devices.train={train}", f"output.dir={tmp_path / name}"
-        every.append([*task, *sizes, *where, *words])
-        counters = tmp_path / "counters" / name
-        counters.mkdir(parents=True)
-        run(*every[-1], "--no-live", PRETENDED_COUNTERS=str(counters))
-    done = python(ESTIMATE, json.dumps(every))
-    for name, parts in zip(ESTIMATED, json.loads(done.stdout), strict=True):
-        for role in ("rollout", "train"):
-            files = (tmp_path / "counters" / name).glob(f"{role}-*")
-            peak = max(struct.unpack("qq", file.read_bytes())[1] for file in files)
-            own = {what: size for process, what, size in parts if process.startswith(role)}
-            del own["driver, communication"]
-            ratios[f"{name}, {role}"] = sum(own.values()) / peak
-            print(f"{name}, {role}: {ratios[f'{name}, {role}']:.3f} of {peak / 2**20:.1f} MiB")
-            print("   ", ", ".join(f"{what} {size / 2**20:.1f}" for what, size in own.items()))
-    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.1)

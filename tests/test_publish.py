@@ -75,13 +75,6 @@ def test_the_model_of_a_run_is_published_with_its_card(finished_run, hub, tmp_pa
     assert not (model / "README.md").exists()
 
 
-def test_a_checkpoint_is_published_with_what_is_known_up_to_it(finished_run, hub):
-    checkpoint = min((finished_run.folder / "checkpoints").glob("[0-9]"))
-    assert export(checkpoint, "--push", "me/sums").exit_code == 0
-    assert {"model.safetensors", "config.json"} < set(hub.files)
-    assert f"{checkpoint.name} iterations" in hub.files["README.md"].decode()
-
-
 @pytest.mark.parametrize(
     ("words", "is_reachable", "expected"),
     [

@@ -3,14 +3,12 @@
 import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from easyrl.channels.messages import encode_group
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
-from easyrl.runtime import supervisor as supervisor_module
 from easyrl.runtime.placement import (
     check_scale,
     describe,
@@ -21,7 +19,6 @@ from easyrl.runtime.placement import (
 )
 from easyrl.runtime.ray import cluster as cluster_module
 from easyrl.runtime.ray.cluster import Resources, connect, versions
-from easyrl.runtime.supervisor import Supervisor, Worker
 from own_workers import FIRST, make_group, make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
@@ -139,30 +136,7 @@ def test_a_node_that_cannot_run_a_worker_is_named(changes, named):
     assert re.search(named, problem)
 
 
-def test_a_node_like_this_one_can_run_workers():
-    assert ray_launcher.problem_of(ray_host.NodeFacts(**FACTS)) == ""
-    assert "--output" in ray_launcher.problem_of(ray_host.NodeFacts(**FACTS), Path("/runs"))
-
-
 # -- workers whose nodes do not answer -------------------------------------------------------------
-
-
-class Unreachable:
-    def kill(self):
-        pass
-
-
-def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch):
-    monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.1)
-    monkeypatch.setattr(ray_launcher, "KILL_SECONDS", 1.0)
-    is_over = threading.Event()
-    with Supervisor() as supervisor:
-        for number in range(4):
-            process = ray_launcher.RemoteProcess(Unreachable(), lambda *_: int(is_over.wait()))
-            supervisor.watch(Worker(f"rollout-{number}", process, process.control))
-        started = time.monotonic()
-    assert time.monotonic() - started < 2.5
-    is_over.set()
 
 
 # -- groups that arrive at the ring's host ---------------------------------------------------------

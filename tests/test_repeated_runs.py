@@ -39,13 +39,3 @@ def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path):
     assert all(line["grad_norm"] > 0 for line in lines_of(folder / "metrics.jsonl"))
     saved = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert saved.config.model_type == "qwen3_next"
-
-
-@pytest.mark.long
-def test_sharing_that_only_the_loaded_model_refuses_ends_as_a_users_mistake(tmp_path):
-    """Attention sinks are found when the model first asks for them."""
-    flags = flags_of_run(tmp_path, "gpt_oss")
-    code, _, err = finish(*flags, "model.attention=shared_prompt")
-    assert code == 2
-    assert "model.attention" in err and UNSHARED["gpt_oss"][1] in err
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from easyrl.channels import ring_buffer
 from easyrl.channels.memory import available_memory_bytes, kill_reason, oom_kills
-from easyrl.channels.ring_buffer import ARRAYS, HEADER, READY, RingBuffer, RingLayout, TokenPipe
+from easyrl.channels.ring_buffer import ARRAYS, HEADER, READY, RingBuffer, RingLayout
 from easyrl.types import RolloutGroup
 
 RING_FILE = sys.modules[RingBuffer.__module__].__file__
@@ -175,19 +175,6 @@ def test_ring_that_the_system_cannot_hold_is_refused_with_the_keys_to_lower(monk
     monkeypatch.setattr(ring_buffer, "available_memory_bytes", lambda: limits.total_bytes - 1)
     with pytest.raises(ValueError, match=r"rollout.ring_slots .* data.max_prompt_length"):
         RingBuffer(limits)
-
-
-def test_pipe_holds_its_capacity_when_its_first_page_is_nearly_used_up():
-    pipe = TokenPipe()
-    capacity = pipe.capacity()
-    for _ in range(511):
-        pipe.send(0)
-    assert pipe.drain() == [0] * 511
-    for slot in range(capacity):
-        pipe.send(slot)
-    assert pipe.drain() == list(range(capacity))
-    for fd in pipe.fds:
-        os.close(fd)
 
 
 MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n"}

@@ -1,16 +1,12 @@
 """Which engines a run may add and remove while it is live, and its spare devices."""
 
-import contextlib
 import signal
 import time
 from dataclasses import replace
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
 from easyrl import devices
-from easyrl.cli import app
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.control import request
@@ -18,10 +14,8 @@ from easyrl.runtime.placement import (
     EngineChoice,
     check_scale,
     first_engines,
-    numbered,
     resolve_placement,
 )
-from easyrl.runtime.ray import cluster
 from runs import SMALL, finish, lines_of, start, summary_of, wait_for_line
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
@@ -74,29 +68,6 @@ def test_a_deterministic_run_is_not_scaled_and_large_engines_are():
     scale("2-5", size=2)
 
 
-def test_engines_on_a_cluster_get_other_accelerators_than_the_trainer(monkeypatch):
-    resources = cluster.Resources("cuda", 24, (64, 64, 64))
-    monkeypatch.setattr(cluster, "connect", lambda config, num_workers: resources)
-    words = ("devices.infer=ray:4", "devices.train=ray:2", "devices.max_rollout_workers=6")
-    placement = place(*words)
-    for count, added in (("2", 0), ("6", 2), ("7", None)):
-        wanted = numbered(parse_device_set(f"ray:{count}"), placement)
-        with contextlib.nullcontext() if added is not None else pytest.raises(ConfigError):
-            check_scale(load_config(words=words), placement, placement.infer, wanted)
-            assert len({*wanted.indices} - {*placement.infer.indices}) == added
-            assert not {*wanted.indices} & {*placement.train.indices}
-
-
-@pytest.mark.parametrize(("words", "most"), [
-    (("devices.infer=0-3", "devices.train=7"), 4),
-    (("devices.infer=0-3", "devices.train=7", "devices.spare=5-6"), 6),
-    (("devices.infer=0-3", "devices.train=7", "devices.max_rollout_workers=5"), 5),
-    ((*ON_CPU, "devices.spare=cpu:2"), 3),
-])  # fmt: skip
-def test_the_most_rollout_workers_a_run_may_have(words, most):
-    assert place(*words).max_rollout_workers == most
-
-
 def test_spare_devices_are_used_last():
     placement = place("devices.spare=6-7")
     assert (str(placement.infer), str(placement.train)) == ("0-4", "5")
@@ -119,13 +90,6 @@ def test_spare_devices_are_used_last():
 def test_spare_devices_that_cannot_be_used_are_named(words, key):
     with pytest.raises(ConfigError, match=f"^{key}.*: expected .*, got"):
         place(*words)
-
-
-def test_spare_devices_have_a_flag():
-    asked = ("--infer-devices", "cpu", "--train-devices", "cpu", "--spare-devices", "cpu:2")
-    result = CliRunner().invoke(app, ["grpo", "--dry-run", *asked])
-    assert result.exit_code == 0
-    assert yaml.safe_load(result.stdout)["devices"]["spare"] == "cpu:2"
 
 
 OTHER_FEATURES = (

@@ -18,8 +18,6 @@ from typer.testing import CliRunner
 
 from easyrl import __version__, cli, events
 from easyrl.config import load_config, to_commented_yaml
-from easyrl.evaluation.figures import compare, summarize
-from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.observe.lines import PlainLines, end_table, print_end
 from easyrl.observe.observers import Guard
 from easyrl.observe.run_files import RunFiles
@@ -66,24 +64,6 @@ def test_live_view(folder):
     for stream in (run_events(folder), list(RunFiles(folder).read())):
         pictures = [f"-- {n} events\n{picture(state_of(stream[:n]))}" for n in MOMENTS]
         check_golden("live_view", "".join(pictures))
-
-
-def test_live_view_of_other_runs():
-    """Resumed, failed, and long ones; large and narrow terminals."""
-    stream = run_events(Path("run"))
-    start = run_started(Path("run"))
-    resumed = replace(start, num_iterations=1, earlier=[METRICS], accuracies=[(1, 0.9)])
-    lines = [{**METRICS, "iteration": n, "reward": n / 100} for n in range(200)]
-    long = [events.IterationFinished(119.0, line) for line in lines]
-    long += [events.Evaluated(119.0, n / 100, 9, 0.1, n) for n in range(99)]
-    pictures = {
-        "resumed": picture(state_of([resumed, events.RunEnded(1, "")])),
-        "failed": picture(state_of([*stream[:19], events.RunEnded(1, "killed")])),
-        "long": picture(state_of([*stream[:9], *long])),
-        "wide": picture(state_of(stream[:30]), 120, 50),
-        "narrow": picture(state_of(stream[:30]), 60, 30),
-    }
-    check_golden("live_view_of_other_runs", "".join(f"-- {k}\n{v}" for k, v in pictures.items()))
 
 
 NOISY = """
@@ -217,18 +197,6 @@ ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
 ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "correct_reward": 1.0}
 
 
-def answers(num_correct):
-    """20 problems, 8 samples of each."""
-
-    def sample(problem, number):
-        reward = float(number < num_correct(problem))
-        rewards = {"right": reward, "format": 0.25}
-        line = {"prompt": f"[red]problem\n{problem}\x1b[2J", "reward": reward, "rewards": rewards}
-        return line | {"length": 10 + number, "truncated": number == 0}
-
-    return {f"p{n}": [sample(n, number) for number in range(8)] for n in range(20)}
-
-
 def show_progress(view):
     def some(num_done):
         return {str(n): [{"reward": float(n % 2)}] for n in range(num_done)}
@@ -243,19 +211,6 @@ def show_progress(view):
     view.show_progress(10.0, some(70), 1000)
     view.show_progress(11.0, some(75), 1100)  # too soon for another line
     view.show_progress(20.0, some(100), 1900)
-
-
-def test_evaluation(capsys):
-    show_progress(EvalView(live=False))
-    run = {**ABOUT, "num_too_long": 0, "wall_seconds": 10.0, "tokens_per_second": 1234.5}
-    half = list(answers(lambda problem: 8 * (problem % 2)).values())
-    nothing = [[{**line, "reward": None} for line in lines] for lines in half]
-    more = {"tokens_per_second": None, "num_too_long": 2}
-    for results in (summarize(half, 1.0), {**summarize(nothing, 1.0), **more}):
-        show_results(Path("ev"), {**run, **results})
-    first, second = answers(lambda problem: 8), answers(lambda problem: min(problem // 2, 8))
-    show_comparison(compare(first, second, 1.0)[0], "other", Path("c.jsonl"))
-    check_golden("evaluation", capsys.readouterr().out)
 
 
 # Observers that fail.

@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.torch import load_file
-from test_clean_ends import end, is_worker, started
+from test_clean_ends import is_worker, started
 from test_runs import HARDER
 
-from runs import SMALL, finish, lines_of, summary_of, wait_for_line, wait_until_gone
+from runs import SMALL, finish, lines_of, summary_of, wait_until_gone
 
 RUN = (*SMALL, "train.prompts_per_iteration=6", "runtime.deterministic=true")
 TWO = ("--train-devices", "cpu:2")
@@ -82,24 +82,3 @@ def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(tmp_path, victim, s
     else:
         assert "runtime.timeout_seconds" in err and "failed" in err
     assert wait_until_gone(processes, 5.0) == []
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_while_the_last_boundary_is_awaited_ends_the_wait(tmp_path):
-    process, processes = started(tmp_path, *TWO)
-    follower = train_workers(process.pid)[1]
-    follower.suspend()  # so that rank 0 cannot come to an end
-    process.send_signal(signal.SIGTERM)
-    wait_for_line(process, "saving the last checkpoint")
-    follower.kill()
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 1 and "train-1 was killed by SIGKILL" in err
-    assert wait_until_gone(processes, 5.0) == []
-
-
-@pytest.mark.long
-def test_ctrl_c_ends_a_run_over_two_ranks(tmp_path):
-    process, processes = started(tmp_path, *TWO)
-    process.send_signal(signal.SIGINT)
-    returned, _, err = end(process, processes)
-    assert returned == 130 and "Traceback" not in err

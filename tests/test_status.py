@@ -6,11 +6,9 @@ import pytest
 
 from easyrl import events
 from easyrl.config import load_config
-from easyrl.observe.lines import status_table
-from easyrl.observe.text import say_rich
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.status import COLUMNS, Balance
+from easyrl.runtime.status import Balance
 
 
 def add(balance, *engines, train, seconds=100.0):
@@ -66,18 +64,3 @@ def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
     for _ in range(2):
         Controller._autoscale(controller)
     assert str(fleet.infer_devices) == "cpu:3"
-
-
-@pytest.mark.parametrize("waiting", [0.25, None])
-def test_status_as_a_table(waiting, capsys):
-    row = ("rollout-0", "rollout", 11, "cuda:0,1", "leaving", 1)
-    status = {
-        "iteration": 1,
-        "num_iterations": 5,
-        "waiting": {"rollout": waiting, "train": waiting},
-        "balanced_rollout_workers": None,
-        "workers": [dict(zip(COLUMNS, row, strict=True))],
-    }
-    say_rich(status_table(status))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "rollout-0 11 cuda:0,1 leaving 1" in shown and "1 of 5" in shown

@@ -1,6 +1,5 @@
 """vLLM's processes are removed with their rollout worker, and its weights are verified."""
 
-import os
 import subprocess
 import sys
 import time
@@ -10,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
-from easyrl.engines.vllm import processes
-from easyrl.engines.vllm.processes import FOLDER, Cleanup, processes_of, remove
+from easyrl.engines.vllm.processes import processes_of
 
 SECONDS = 5.0
 HOLDER = """
@@ -38,34 +36,6 @@ def test_killed_worker_leaves_no_names_and_no_processes():
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert not Path(folder).exists()
-
-
-def test_folder_path_is_short_enough_for_sockets(tmp_path, monkeypatch):
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    cleanup = Cleanup()
-    assert os.environ[FOLDER] == cleanup.folder
-    cleanup.stop_marking()
-    assert FOLDER not in os.environ
-    assert cleanup.folder.startswith("/tmp/") and not list(long.iterdir())
-    cleanup.close()
-    assert not Path(cleanup.folder).exists()
-
-
-def test_process_that_cannot_be_killed_is_not_waited_for_forever(tmp_path, monkeypatch):
-    folder = tmp_path / "names"
-    folder.mkdir()
-    monkeypatch.setattr(processes, "KILL_SECONDS", 0.2)
-    monkeypatch.setattr("os.kill", lambda pid, signum: None)
-    stuck = subprocess.Popen(["sleep", "100"], env={**os.environ, FOLDER: str(folder)})
-    try:
-        remove(str(folder))
-    finally:
-        monkeypatch.undo()
-        stuck.kill()
-        stuck.wait()
-    assert not folder.exists()
 
 
 # -- checksums of an engine's parameters -----------------------------------------------------------

@@ -127,16 +127,6 @@ def test_trace_is_bounded_and_still_valid_and_followed(written, monkeypatch):
     assert 20 < len(spans_read) < 2000 and spans_read[-1] == live.workers["train-0"].spans[-1]
 
 
-def test_lines_that_are_damaged_or_of_another_version_are_skipped(written):
-    folder, run = written
-    write(run)
-    file = folder / "trace.json"
-    other = '{"ph": "i", "ts": 1, "pid": 0, "args": {"type": "Evaluated", "no": 1}}'
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join(f"{line}\n{other},\n\0{line[:9]}" for line in lines) + "\n")
-    assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
-
-
 def test_folder_without_a_readable_trace_is_refused(written):
     """It never waits for a run that has no readable beginning."""
     folder, run = written

@@ -74,12 +74,6 @@ def test_warnings_become_rarer_until_the_next_event(run):
     assert list(run.ticks(60)) == [60]
 
 
-def test_time_in_which_the_controller_did_not_run_does_not_count(run):
-    run.ticks(STALL_SECONDS - 2)
-    run.now += 10_000.0  # Ctrl-Z
-    assert run.ticks(1) == {} and run.ticks(1) != {}
-
-
 def test_an_engine_that_reports_steps_without_tokens_is_to_blame(run):
     run.waits("train-0", "rollout-0")
     # A trainer without a command waits, as during an evaluation; its writer reports from a thread.
@@ -111,14 +105,6 @@ def test_a_run_that_progresses_is_not_stalled(run, progress):
         progress(run)
     assert run.ticks(STALL_SECONDS - 1, lambda: run.steps("rollout-0", "score")) == {}
     assert run.ticks(1) != {}
-
-
-def test_a_worker_that_was_replaced_or_has_ended_its_wait_is_to_blame(run):
-    run.waits(*PIDS)
-    assert run.stall().workers == []
-    run.watchdog.on_event("rollout-0", events.Lost("killed"))
-    run.steps("rollout-1", "wait")
-    assert run.stall().workers == ["rollout-0", "rollout-1"]
 
 
 # -- stacks ---------------------------------------------------------------------------------------

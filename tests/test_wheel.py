@@ -1,7 +1,6 @@
 """Installed: as a wheel, which has all files that the demo needs, and as a clone by its path."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import easyrl
 from runs import SMALL, summary_of
 
 ROOT = Path(__file__).parent.parent
@@ -60,15 +58,6 @@ def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(tmp_path
     assert "Traceback" not in refused.stderr
 
 
-def test_install_commands_name_our_distribution():
-    assert PROJECT["name"] == easyrl.DISTRIBUTION
-    folders, names = ("easyrl", "docs", "configs"), ("README.md", "Dockerfile", "pyproject.toml")
-    files = [ROOT / name for name in names]
-    for kind in ("py", "md", "yaml"):
-        files += [file for folder in folders for file in (ROOT / folder).rglob(f"*.{kind}")]
-    assert not [file for file in files if re.search(r"(?<![\w-])easyrl\[", file.read_text())]
-
-
 @pytest.mark.long
 def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path):
     sources = tmp_path / "sources"  # setuptools writes beside them
@@ -96,26 +85,6 @@ INSTRUCTIONS = [line.split(maxsplit=1) for line in TEXT.splitlines() if line[:1]
 def of(instruction, containing=""):
     """Arguments of the instructions, in order."""
     return [rest for word, rest in INSTRUCTIONS if word == instruction and containing in rest]
-
-
-def copied():
-    """The files of the repository that are copied, the dependencies' first."""
-    sources = [rest.split()[:-1] for rest in of("COPY") if not rest.startswith("--from")]
-    return [name for names in sources for name in names]
-
-
-def test_copied_files_exist_and_are_not_ignored():
-    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"]
-    assert rules[0] == "*" and {rule[1:] for rule in rules if rule[0] == "!"} == set(copied())
-    assert all((ROOT / source).exists() for source in copied())
-    assert {PROJECT["readme"], *PROJECT["license-files"]} <= set(copied())  # to build the package
-
-
-def test_container_runs_easyrl_without_root_and_checks_it_with_the_doctor():
-    assert of("USER") == ["${USER_ID}"]
-    assert int(of("ARG", "USER_ID=")[0].partition("=")[2]) > 0
-    assert of("HEALTHCHECK")[0].endswith('CMD ["easyrl", "doctor"]')
-    assert of("ENTRYPOINT") == ['["easyrl"]']
 
 
 def test_requirements_are_those_of_pyproject(tmp_path):
