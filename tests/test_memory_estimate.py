@@ -90,9 +90,6 @@ def of(role, *words, **placed_as):
     return {part.what: part.num_bytes for part in parts if part.process.startswith(role)}
 
 
-# -- against measured memory
-
-
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 @pytest.mark.parametrize("vocabulary", [500, 20000])  # the last layer, and the head, need most
 def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointing, tmp_path):
@@ -157,8 +154,6 @@ def test_estimated_kv_cache_covers_the_allocated_one():
     assert 0.9 < engine.cache.num_bytes / estimate <= 1.0
 
 
-# -- what the estimate follows from
-
 LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")
 APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 0))
 
@@ -180,9 +175,6 @@ def test_certain_memory_is_counted_in_copies_of_the_model(words, copies):
     parts = [p for p in estimated(*LEAST, *words.split()) if p.what in certain]
     of_model = sum(p.num_bytes * p.num_processes for p in parts if p.memory == "cpu")
     assert of_model == pytest.approx(copies * WEIGHTS, abs=0.1 * WEIGHTS)
-
-
-# -- what is chosen, refused and shown
 
 
 @pytest.mark.parametrize(

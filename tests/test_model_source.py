@@ -160,8 +160,6 @@ def test_local_folder_wins_over_the_built_in_model_but_a_resumed_run_keeps_its_o
         os.close(found.lock)
 
 
-# -- the hub --------------------------------------------------------------------------------------
-
 APPROVE = "You must be approved by its owner."
 HUB_ANSWERS = [
     (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": APPROVE}, "approved by its owner"),

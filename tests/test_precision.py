@@ -125,8 +125,6 @@ def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(dtype, k
     assert dtype or (scale.dtype == torch.float32 and scale != scale.bfloat16())
 
 
-# -- compiled layers -------------------------------------------------------------------------------
-
 COMPILE = "train.compile=true"
 CHECKPOINTED = (*HARDER, "train.activation_checkpointing=true")
 NOT_COMPILED = {"mamba"}  # an error of torch 2.13's compiler

@@ -35,9 +35,6 @@ def error_of(folder, row=ROW, **data):
     return str(caught.value)
 
 
-# Templates.
-
-
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [
@@ -63,9 +60,6 @@ def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
     assert message.startswith("data.prompt_template: ") and "{{" in message
     message = error_of(tmp_path, prompt_template="{question} {notes}")
     assert message.startswith(f"{tmp_path}/data.jsonl:1: data.prompt_template")
-
-
-# Chats.
 
 
 OWN = [{"role": "system", "content": "Own."}, *CHAT]
@@ -131,9 +125,6 @@ def test_a_message_that_is_no_text_is_named(tmp_path, message, named):
     assert "message 1" in found and named in found
 
 
-# Names.
-
-
 def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path):
     columns = {"solution": "answer", "asked": "question"}
     made = first(tmp_path, prompt_column="question", columns=columns)
@@ -149,9 +140,6 @@ def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path):
     assert first(tmp_path, row, columns={"of_data": "completions"}).columns == {"of_data": "b"}
     assert error_of(tmp_path, row, columns={"prompts": "completions"}).startswith("data.columns: ")
     assert error_of(tmp_path, row, columns={"x": "y"}).startswith("data.columns.x: ")
-
-
-# The chat template's variables.
 
 
 TEMPLATE = "{% if thinks %}think{% endif %}{{ messages[0].content }}"

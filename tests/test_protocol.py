@@ -233,9 +233,6 @@ def make_group(iteration, group_index, prompt_index):
     )
 
 
-# -- the processes
-
-
 def produce(world, owner):
     """A rollout worker: report a group, then put it into the ring."""
     port, tasks = world.ring.attach(owner), world.tasks[owner]
@@ -351,9 +348,6 @@ def run_iteration(world, iteration, ledger):
                 world.spawn(owner)
 
 
-# -- exploration
-
-
 def reclaim(ring, dead):
     ring.reclaim(*dead, timeout_seconds=3 * ring_buffer.SETTLE_SECONDS)
 
@@ -452,9 +446,6 @@ def test_two_crashes_at_any_steps_and_a_crash_and_a_switch_at_any_steps(
 @pytest.mark.parametrize("num_runs", [300, pytest.param(5_000, marks=pytest.mark.long)])
 def test_many_switches_and_crashes(ring, num_runs):
     assert_all_was_seen(explore_randomly(ring, num_runs=num_runs, seed=num_runs))
-
-
-# -- the exploration finds a protocol that is wrong
 
 
 def slots_stay_lost(ring, dead, iteration):

@@ -135,9 +135,6 @@ def wait_until(is_so, process):
         time.sleep(0.2)
 
 
-# -- bad input -------------------------------------------------------------------------------------
-
-
 def refused(*words, timeout_seconds):
     """The message of a run that is refused in time, before a worker loads anything."""
     started = time.monotonic()
@@ -189,8 +186,6 @@ def test_a_node_that_cannot_run_easyrl(cluster, tmp_path, problem):
     named = "No module named 'easyrl" if problem == "no EasyRL" else "expected torch"
     assert named in err and "node" in err and cluster.address.rpartition(":")[0] in err
 
-
-# -- pairs of features (docs/compatibility.md) -----------------------------------------------------
 
 ALL = (
     *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),

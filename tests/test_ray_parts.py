@@ -28,9 +28,6 @@ CPUS = Resources("cpu", 0, (8, 4, 4), "a cluster")
 GPUS = Resources("cuda", 8, (32, 32), "a cluster")
 
 
-# -- devices and placement -------------------------------------------------------------------------
-
-
 def test_ray_devices_are_counted_and_others_refused():
     for text, kind, count in (("ray:8", "accelerator", 8), ("ray:cpu:4", "cpu", 4)):
         parsed = parse_device_set(text)
@@ -94,9 +91,6 @@ def test_a_live_run_is_not_scaled_to_devices_of_another_sort(place):
             check_scale(load_config(), placement, placement.infer, parse_device_set(wanted))
 
 
-# -- checks ----------------------------------------------------------------------------------------
-
-
 def test_without_ray_installed_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"easyrl-train\[ray\]"):
@@ -134,12 +128,6 @@ def test_a_node_that_cannot_run_a_worker_is_named(changes, named):
     problem = ray_launcher.problem_of(facts)
     assert problem.startswith("node node-2 (10.0.0.2): expected ")
     assert re.search(named, problem)
-
-
-# -- workers whose nodes do not answer -------------------------------------------------------------
-
-
-# -- groups that arrive at the ring's host ---------------------------------------------------------
 
 
 @pytest.fixture

@@ -117,8 +117,6 @@ def test_links_lead_somewhere_and_files_that_the_design_names_exist():
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "easyrl")), name
 
 
-# -- docs/compatibility.md -------------------------------------------------------------------------
-
 FEATURES = (
     *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
     *("several updates", "deterministic mode", "scaling", "resume", "environments"),

@@ -170,6 +170,3 @@ def test_mistakes_are_user_errors(run, tmp_path):
         refused = call(*words)
         assert refused.exit_code == 2 and text in refused.output, refused.output
     assert not list(run.glob("curve.*"))
-
-
-# In a browser.

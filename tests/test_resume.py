@@ -136,9 +136,6 @@ def test_more_iterations_continue_a_finished_run(tmp_path, uninterrupted):
     assert summary_of(twice)["iterations"] == 4
 
 
-# -- signals -------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "words"), [(signal.SIGTERM, TWO_UPDATES), (signal.SIGINT, (*ONE_UPDATE, "cpu:2"))]
@@ -158,9 +155,6 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum
     assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # no whole one is lost
     resume(folder)
     assert outcome_of(folder) == outcome_of(once)
-
-
-# -- kills ---------------------------------------------------------------------------------------
 
 
 def kill_somewhere(process, chance):
@@ -217,9 +211,6 @@ def test_kills_at_random_moments_repeat_and_skip_no_group(
     assert outcome_of(folder) == outcome_of(once)
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert all(name.isdecimal() for name in names) and len(names) == 3  # and nothing left over
-
-
-# -- several train ranks --------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -36,9 +36,6 @@ def chat(text):
     return [{"role": "assistant", "content": text}]
 
 
-# -- built-in -------------------------------------------------------------------------------------
-
-
 def test_exact_match_compares_the_whole_completion_and_regex_searches_it():
     texts = ["42", " 42\n", "4", "it is 42", chat("42")]
     assert scores("exact_match", texts, answer=42) == [1.0, 1.0, 0.0, 0.0, 1.0]
@@ -166,9 +163,6 @@ def test_of_an_episode_the_last_text_of_the_model_counts(reward):
     assert scores(reward, episodes, prompts="q", answer=" 4") == [1.0, 0.0]
 
 
-# -- settings, columns and loading ----------------------------------------------------------------
-
-
 def test_inconsistent_settings_are_refused():
     for name, settings in (
         ("regex", {}),
@@ -251,8 +245,6 @@ def test_function_that_cannot_be_loaded_is_an_error(spec, source, named, tmp_pat
         assert named in str(caught.value) and ("bad.py" in str(caught.value)) == bool(source)
         assert "loading.py" not in str(caught.value)
 
-
-# -- functions for TRL and verl -------------------------------------------------------------------
 
 # The shapes that TRL's documentation shows: what each reads, and how.
 TRL = """

@@ -135,9 +135,6 @@ def ended(pid, seconds=5.0):
     return False
 
 
-# Before a run.
-
-
 def tried(own, *names, **settings):
     config = config_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2, **settings)
     return try_rewards(config, Prompt(0, "1+1=", {"answer": "2"}))
@@ -152,9 +149,6 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
     assert not children_named(PROCESS_NAME, [os.getpid()])
     with pytest.raises(ConfigError, match="a_set"):
         tried(own, "good", "a_set")
-
-
-# Calls.
 
 
 def test_functions_get_trl_arguments_and_do_not_share_them(open_pool):
@@ -229,8 +223,6 @@ def test_functions_that_score_nothing_or_do_not_load_stop_the_run_by_default(own
         score(open_pool("f"))
 
 
-# Failures.
-
 INVALID = {
     "{}['mine']": "KeyError: 'mine'",
     "needs_answer(completions)": "'answer'",
@@ -300,9 +292,6 @@ def test_pool_that_breaks_again_and_again_is_an_error(open_pool, monkeypatch):
         score(pool)
 
 
-# The end.
-
-
 @pytest.mark.alone
 def test_close_ends_a_hanging_reward_at_once(open_pool):
     pool = open_pool("pid", "sleepy", reward__num_workers=1)
@@ -348,9 +337,6 @@ def test_reward_processes_end_with_a_killed_parent(own, tmp_path):
         assert pid in children and len(children) >= 2
         parent.kill()
     assert all(map(ended, children))
-
-
-# Groups and runs.
 
 
 def test_weighted_sum_ignores_functions_without_a_score():

@@ -90,9 +90,6 @@ def new_ring():
         yield make
 
 
-# Hand-over
-
-
 SHAPE = st.tuples(
     st.integers(0, 10**9), st.lists(st.integers(0, 8), min_size=1, max_size=3), st.integers(0, 16)
 )
@@ -127,9 +124,6 @@ def test_memory_has_a_fixed_size_and_groups_are_read_in_place(new_ring):
     assert_whole(ring, port)
 
 
-# Order and back-pressure
-
-
 def test_both_sides_wait_for_each_other_and_no_longer_than_asked(new_ring):
     ring = new_ring(num_slots=2)
     producer, consumer = ring.attach(0), ring.attach(1)
@@ -147,9 +141,6 @@ def test_both_sides_wait_for_each_other_and_no_longer_than_asked(new_ring):
     assert time.monotonic() - start < 5
     timer.join()
     assert take_all(consumer) == [1, 2]
-
-
-# Limits
 
 
 @pytest.mark.parametrize(
@@ -234,9 +225,6 @@ def test_no_name_and_no_descriptor_is_left():
     assert open_files() == files
 
 
-# Damaged headers
-
-
 @pytest.mark.parametrize("num_headers", [2000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_headers):
     """Another process may write anything. Nothing outside the slot is read."""
@@ -269,9 +257,6 @@ def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_
         port.free_slot(slot)
     assert num_headers / 5 < num_errors < num_headers * 4 / 5
     assert_whole(ring, port)
-
-
-# Killed processes. They are forked, so that hundreds of kills take seconds.
 
 
 def fork(action):

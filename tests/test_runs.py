@@ -195,8 +195,6 @@ def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_stopped_in_an_evaluat
     assert kept == {"5", str(best)}
 
 
-# -- the demo with its defaults, as `make demo` runs it -------------------------------------------
-
 LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
 
 

@@ -107,8 +107,6 @@ def test_plain_lines(folder, capsys):
     check_golden("plain_lines", capsys.readouterr().out)
 
 
-# The end of a run.
-
 CPUS = {"rollout-0": "cpu", "train-0": "cpu"}
 GPUS = {f"rollout-{n}": f"cuda:{n}" for n in range(4)}
 PAIRS = {"rollout-0": "cuda:0,1", "train-0": "cuda:2", "train-1": "cuda:3", "train-2": "cuda:4"}
@@ -163,9 +161,6 @@ def test_error_text_cannot_take_over_the_terminal(capsys):
     assert shown.count("second line") == 1 and len(shown) < 10_000
 
 
-# Samples and the report.
-
-
 def test_samples_and_report(folder):
     """Equal completions of a prompt are folded; names of columns may be anything."""
     first = {"iteration": 0, "prompt_index": 0, "prompt": f"2+3= {HOSTILE}", "completion": "5"}
@@ -191,8 +186,6 @@ def test_samples_and_report(folder):
     assert "<b>6" not in page and "\x1b" not in page
 
 
-# Evaluations.
-
 ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
 ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "correct_reward": 1.0}
 
@@ -211,9 +204,6 @@ def show_progress(view):
     view.show_progress(10.0, some(70), 1000)
     view.show_progress(11.0, some(75), 1100)  # too soon for another line
     view.show_progress(20.0, some(100), 1900)
-
-
-# Observers that fail.
 
 
 class Fails:

@@ -124,9 +124,6 @@ def test_rates_are_found_again_in_rows_that_they_give():
     assert rates.prompt_tokens == pytest.approx(1909 - 1000)
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
 def plan(*words):
     result = CliRunner().invoke(app, ["plan", *words])
     return result.exit_code, result.output

@@ -64,9 +64,6 @@ def test_arithmetic_rewards_exactly_the_answer():
     assert score([], right + wrong, [], answer=["109"] * 6) == [1.0] * 2 + [0.0] * 4
 
 
-# The built-in models.
-
-
 def test_before_rl_tiny_is_right_in_a_part_of_its_samples():
     """One token a character."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)

@@ -166,9 +166,6 @@ def train_iteration(worker, producer, arrivals):
     return trained
 
 
-# -- by definition --------------------------------------------------------------------------------
-
-
 def plain_model(weights=None):
     """The model of transformers with its own attention, in float64."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -227,8 +224,6 @@ def gradient_by_definition(trained, update):
     return {name: p.grad.float() for name, p in policy.named_parameters()}
 
 
-# -- the gradient ---------------------------------------------------------------------------------
-
 LOSSES = {
     "grpo": (),
     "dapo": ("algorithm.loss_type=dapo",),
@@ -270,9 +265,6 @@ def test_the_gradient_is_that_of_the_formula_in_any_order(loss, num_updates):
             assert largest_gradient_gap(gradient, other) <= 1e-5, (more, order)
         for name, value in expected.metrics.items():
             assert got.metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
-
-
-# -- which weights --------------------------------------------------------------------------------
 
 
 def logprobs_of(policy, batch):
@@ -328,9 +320,6 @@ def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monke
         others = weight.detach().clone()
     assert not torch.equal(own, others) and torch.equal(weight, own)
     torch.testing.assert_close(seen, [own, others], rtol=0, atol=0)
-
-
-# -- updates --------------------------------------------------------------------------------------
 
 
 def prompts_of(batches):

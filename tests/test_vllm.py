@@ -222,9 +222,6 @@ def test_update_that_failed_is_repeated(trained, num_sent):
     trained.check()
 
 
-# -- top-k, top-p and stop strings ----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def truncated(tmp_path_factory):
     """An engine started for top-k or top-p and stop strings."""
@@ -275,9 +272,6 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(truncated, 
             num_stopped += bool(ends)
     assert num_stopped > 3
     assert truncated.largest_gap(groups) <= TOLERANCE
-
-
-# -- parts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

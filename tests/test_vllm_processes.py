@@ -38,8 +38,6 @@ def test_killed_worker_leaves_no_names_and_no_processes():
     assert not Path(folder).exists()
 
 
-# -- checksums of an engine's parameters -----------------------------------------------------------
-
 MATRIX = ParameterChecksum("model.qkv.weight", is_matrix=True)
 VECTOR = ParameterChecksum("model.decay")
 

@@ -195,9 +195,6 @@ def test_other_features_go_with_vllm(tmp_path):
     assert summary["policy_version"] == 2 * num_iterations
 
 
-# -- ends -----------------------------------------------------------------------------------------
-
-
 @dataclass
 class Started:
     run: subprocess.Popen[str]

@@ -140,9 +140,6 @@ def test_folder_without_a_readable_trace_is_refused(written):
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 
 
-# Real runs.
-
-
 def test_finished_run_is_shown_as_it_ended(finished_run, capsys):
     terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(finished_run.folder))
     assert watch(finished_run.folder, live=False) == 0

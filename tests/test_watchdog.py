@@ -107,9 +107,6 @@ def test_a_run_that_progresses_is_not_stalled(run, progress):
     assert run.ticks(1) != {}
 
 
-# -- stacks ---------------------------------------------------------------------------------------
-
-
 def test_stacks_of_workers_that_hang(tmp_path):
     """In C code. The signal does not end a worker that has not set up its handler."""
     log = tmp_path / "train-0.log"

@@ -268,9 +268,6 @@ def assert_bounded(outcome, kinds, *words):
         assert re.search(word, str(error)), error
 
 
-# -- what arrives ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("bucket_bytes", "alone_bytes"), [(48, 40), (1024, 600), (37 * 19 * 4, 2**20), (2**20, 1)]
 )
@@ -291,9 +288,6 @@ def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(pe
     assert sent == 2 * sum(sizes) and gathered == sizes
     halves = {name: tensor.to(torch.bfloat16) for name, tensor in make_weights(3).items()}
     assert received == digests(halves)
-
-
-# -- what goes wrong ------------------------------------------------------------------------------
 
 
 def test_an_unexpected_version_is_an_error(peers):
@@ -399,8 +393,6 @@ def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
         peers.all(("leave_temporary",), ("leave_temporary",))
         assert peers.exchange(generation, 3) > 0
 
-
-# -- one device for both ends ---------------------------------------------------------------------
 
 MEMORY = (share_cpu_memory, open_cpu_memory)
 """They stand for a device's. What crosses otherwise only says whose turn it is."""

@@ -76,8 +76,6 @@ def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path):
     assert summary_of(tmp_path / "run")["policy_version"] == 2
 
 
-# -- the Dockerfile as text; no image is built -----------------------------------------------------
-
 TEXT = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 INSTRUCTIONS = [line.split(maxsplit=1) for line in TEXT.splitlines() if line[:1] not in ("", "#")]
 
