@@ -123,12 +123,9 @@ OWN_CODE = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 BROKEN_MODELS = {
     "no_config": remove("config.json"),
-    "bad_config": replace("config.json", b'{"model_type": "qwen3",\n'),
     "no_weights": remove("*.safetensors"),
     "no_tokenizer": remove("token*"),
-    "bad_tokenizer": replace("tokenizer.json", b"{}"),
     "unknown_type": change_json("config.json", model_type="frobnicate"),
-    "no_text_model": change_json("config.json", model_type="vit"),
     "cut_off": replace("model.safetensors", (TINY / "model.safetensors").read_bytes()[:-1000]),
     "lost_shard": lose_a_shard,
 }
@@ -139,7 +136,6 @@ OTHER_MODELS = {
         "tokenizer_config.json", chat_template="{{ enable_thinking }}{{ messages }}"
     ),
     "refuses": change_json("tokenizer_config.json", chat_template=REFUSES),
-    "renders_nothing": change_json("tokenizer_config.json", chat_template="{{ '' }}"),
 }
 
 NO_OUTPUT = "--no-live"
@@ -153,19 +149,15 @@ MISTAKES = {
     "--seed=-1": "runtime.seed",
     "--iterations many": "--iterations",
     "--learning-rate 1": "train.learning_rate=VALUE",
-    "--eval-dataset gsm8k": "eval.dataset=VALUE",
-    "train.lr=1e-5": "train.learning_rate",
     "algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
     "--config FOLDER/syntax.yaml": "syntax.yaml:3",
     "rollout.max_completion_length=600": "data.max_prompt_length + rollout.max_completion_length",
     "train.eval_every=5 data.num_held_out=0": "train.eval_every",
     # LoRA
     "model.lora.rank=4 model.lora.target_modules=[q_proj,c_attn]": "model.lora.target_modules",
-    "model.lora.rank=4 model.lora.target_modules=[embed_tokens]": "model.lora.target_modules",
     "model.lora.rank=100000000": "model.lora.rank",
     # devices
     "--infer-devices 0-3": "devices.infer",
-    "--infer-devices cuda:0,cuda:1": "use 0,1",
     "--train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
     # the model
     "--model nobody/nothing": "model.path",
@@ -175,32 +167,22 @@ MISTAKES = {
     # data
     "--dataset arithmetics": "did you mean arithmetic?",
     "--dataset none.jsonl": "data.dataset",
-    "--dataset aime24": "data.dataset",
-    "--dataset gsm8k": "data.dataset",
-    "--dataset arithmetic --dataset countdown-small": "reward.functions",
-    "eval.dataset=none.jsonl": "data.dataset",
     "eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
-    f"{EXACT}/taken": "data.dataset",
     f"{EXACT}/broken.jsonl": "broken.jsonl:2",
     f"{EXACT}/long.jsonl data.max_prompt_length=6": "long.jsonl:3",
     f"{EXACT}/long.jsonl data.max_prompt_length=3 data.long_prompts=skip": "data.max_prompt_length",
     f"{EXACT}/chat.jsonl": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/refuses": "chat.jsonl:1",
-    f"{EXACT}/chat.jsonl --model FOLDER/renders_nothing": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/thinks data.chat_template_kwargs={{x:\\ 1}}": (
         "data.chat_template_kwargs"
     ),
-    "data.chat_template_kwargs={x:\\ 1}": "data.chat_template_kwargs",
     f"{EXACT}/chat.jsonl data.chat_template=none.jinja": "data.chat_template",
     f"{EXACT}/good.jsonl data.chat_template={{{{x}}}}": "data.chat=true",
-    f"{EXACT}/chat.jsonl data.chat_template=chatml": "data.chat_template",
     f"{EXACT}/half.jsonl": "half.jsonl:1",
     "data.max_prompt_length=4": "data.max_prompt_length",
-    "data.max_prompt_length=9 data.long_prompts=skip": "data.long_prompts",
     # rewards
     "--dataset FOLDER/good.jsonl": "reward.functions",
     "--reward exactmatch": "did you mean exact_match?",
-    "--reward exact_match --dataset FOLDER/god.jsonl": "did you mean good.jsonl?",
     "--reward FOLDER/r.py": "r.py:one_for_all or ",
     "--reward FOLDER/fails.py:score": 'fails.py", line 3',
     "--reward code --dataset FOLDER/good.jsonl": "tests",
@@ -210,9 +192,6 @@ MISTAKES = {
     "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
     "--reward FOLDER/r.py:text --dataset FOLDER/good.jsonl data.chat=true": "data.chat=false",
     # the ring, memory, the disk
-    "rollout.max_completion_length=50000000 train.max_tokens_per_micro_batch=60000000": (
-        "rollout.max_completion_length"
-    ),
     "rollout.max_completion_length=20000000 train.max_tokens_per_micro_batch=60000000 "
     "train.prompts_per_iteration=4000": "rollout.ring_slots",
     "rollout.max_completion_length=4000000 train.max_tokens_per_micro_batch=5000000 "
@@ -224,12 +203,9 @@ MISTAKES = {
     "--no-live --resume FOLDER/nowhere": "--resume",
     "--no-live --resume FOLDER/run_without": "train.save_every",
     "--no-live --resume FOLDER/run_broken": "checkpoints/20",
-    "runtime.resume=auto --output FOLDER/run_broken": "checkpoints/20",
     "--no-live --resume FOLDER/run_in_use": "output.dir",
     "runtime.resume=auto --output FOLDER/refuses": "output.dir",
     "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
-    "runtime.resume=auto --output FOLDER/run_whole --seed 7": "runtime.seed",
-    "--no-live --resume FOLDER/run_whole eval.dataset=other.jsonl": "eval.dataset",
     "--no-live --resume FOLDER/run_whole --model FOLDER/refuses": "model.path",
     "--no-live --resume FOLDER/run_other_model": "model.path",
     "--no-live --resume FOLDER/run_other_rows": "data.dataset",

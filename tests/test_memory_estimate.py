@@ -81,7 +81,6 @@ def estimated(*words, **placed_as):
     files = read_model_files(config.model.path)
     num_trained = None if config.model.lora.rank is None else 1000
     size = model_size(files.config, files.num_weights or 0, num_trained)
-    assert size is not None
     return estimate_memory(config, replace(placed(config), **placed_as), size)
 
 
@@ -104,7 +103,6 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
     learner.accumulate(batch)  # what is made once is there
     taken = peak_bytes(lambda: learner.accumulate(batch), torch.device("cpu"))
     size = model_size(model_config.to_dict(), num_weights=0)
-    assert size is not None
     expected = memory.micro_batch_bytes(config, placed(config), size)
     assert sum(expected) == pytest.approx(taken, rel=TOLERANCE)
 
@@ -130,7 +128,6 @@ def measured_peaks(*words):
     ("sizes", "is_tied"),
     [
         ((256, 768, 4, 4, 2, 20000), False),  # 13 million weights
-        ((512, 1536, 8, 8, 4, 32000), True),  # 42
         ((768, 2304, 10, 12, 6, 28000), True),  # 92
     ],
 )
@@ -162,9 +159,7 @@ APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 
     ("words", "copies"),
     [
         ("", 1 + 4 + 6),  # rollout, trainer, a checkpoint's copy and its file
-        ("devices.infer=cpu:2 devices.train=cpu:2", 2 + 4 + 6),
         ("train.keep_checkpoints=0 algorithm.beta=0.1", 1 + 5),
-        ("train.updates_per_iteration=2 rollout.ring_slots=128", 1 + 5 + 6),
         ("devices.infer=0 devices.train=1 algorithm.beta=0.1 train.offload=[reference]", 1 + 6),
         ("devices.infer=0 devices.train=1 model.lora.rank=2 train.offload=[optimizer]", 1),
         ("model.lora.rank=2 algorithm.beta=0.1", 2.96),  # and the engine's copy of the layers
@@ -181,8 +176,6 @@ def test_certain_memory_is_counted_in_copies_of_the_model(words, copies):
     ("devices", "words", "reshard", "tokens"),
     [
         ("8x140GiB", (), False, 32_768),
-        ("8x48GiB", (), False, 4_096),
-        ("8x140GiB", ("train.reshard=true",), True, 32_768),
         ("8x140GiB", ("train.max_tokens_per_micro_batch=5000",), False, 5_000),
         ("8x140GiB", ("runtime.deterministic=true",), "auto", 4_096),
     ],
@@ -206,7 +199,6 @@ def test_trainer_uses_the_memory_that_there_is(devices, words, reshard, tokens):
         (0.6, "", "train"),
         (0.6, "model.lora.rank=2", ""),  # the frozen weights
         (0.9, "model.lora.rank=2", "train"),
-        (0.9, "model.lora.rank=2 train.offload=[optimizer]", ""),
     ],
 )
 def test_part_of_a_device_that_cannot_suffice_is_refused(fraction, words, refused, monkeypatch):

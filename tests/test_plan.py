@@ -1,7 +1,6 @@
 """`easyrl grpo --dry-run --assume`: planning for devices that this machine does not have."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -28,7 +27,6 @@ QWEN = {
 }
 """The sizes of Qwen3-1.7B: 6.4 GiB in float32, and 25.6 GiB to train."""
 TOKENS = "train.max_tokens_per_micro_batch=60000"
-SPARING = ["model.dtype=bfloat16", "train.activation_checkpointing=true"]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +68,6 @@ def test_devices_are_assumed_by_number_and_memory_or_name():
         *((["--assume", text], "--assume: expected") for text in ("", "8x", "0x80GiB", "8x8", "a")),
         (["--assume", "8x80GiB", "--infer-devices", "0", "--train-devices", "8"], "0-7"),
         (["--assume", "8x80GiB", "--infer-devices", "cpu"], "--assume"),
-        (["--assume", "8x80GiB", "--infer-devices", "ray:7", "--train-devices", "ray:1"], "ray:7"),
-        (
-            ["--assume", "8x80GiB", "train.prompts_per_iteration=2", "--train-devices", "0-3"],
-            "devices.train",
-        ),
         (["--assume", "8x80GiB", "--model", "nobody/nothing"], "hub"),
         (["--assume", "8x80GiB", "--model", "/no/such/folder"], "model.path"),
         (["--assume", "8x80GiB", "data.max_prompt_length=50000", TOKENS], "data.max_prompt_length"),
@@ -86,19 +79,11 @@ def test_a_plan_of_what_could_not_start_is_refused(words, expected, qwen):
     assert code == 2 and expected in output
 
 
-def test_planning_without_dry_run_is_refused(tmp_path):
-    for words in (["--assume", "8x80GiB"], ["--full"]):
-        result = CliRunner().invoke(app, ["grpo", "--output", str(tmp_path / "run"), *words])
-        assert result.exit_code == 2 and "--dry-run" in result.output
-        assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("assume", "words", "changed", "starts"),
     [
         # One device that both groups share; float32 weights alone fill more than half of it.
         ("24GiB", [], "train.offload=[optimizer]", False),
-        ("48GiB", [*SPARING, "rollout.max_concurrent_groups=4"], "rollout.memory_fraction", False),
         ("4x24GiB", ["train.max_tokens_per_micro_batch=1024"], "--train-devices", False),
         ("8x24GiB", ["--infer-devices", "0-3", "--train-devices", "4-7"], "", True),
     ],
@@ -130,13 +115,6 @@ def test_where_nothing_fits_no_command_is_proposed(qwen):
     code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
     assert code == 2 and proposed(output) is None
     assert "nothing that was tried fits" in output and "model.lora.rank" in output
-    lora = ["model.lora.rank=16"]
-    code, output = dry_run("--assume", "6GiB", "--model", qwen, *lora)
-    nothing = output.partition("nothing that was tried fits")[2]
-    for assume in (found := re.findall(r"--assume (\S+?)[ )]", nothing)):
-        better = proposed(dry_run("--assume", assume, "--model", qwen, *lora)[1])
-        assert dry_run("--assume", assume, *(better or ["--model", qwen, *lora]))[0] == 0
-    assert code == 2 and len(found) == 2
 
 
 def test_a_plan_is_a_config_file(tmp_path):
@@ -162,7 +140,6 @@ def user_files(tmp_path, monkeypatch):
     [
         ("--dataset rows.jsonl", "reward.functions"),
         ("--dataset rows.jsonl --reward own.py:score data.columns={a:\\ answer}", "'answer'"),
-        ("--dataset rows.jsonl --reward exact_match algorithm.loss_type=no.py:f", "loss_type"),
         ("--dataset hub/data --environment no_such.py:E", "rollout.environment"),
     ],
 )

@@ -1,7 +1,6 @@
 """Rows as prompts and as columns for rewards: templates, system prompts, chats, names."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from easyrl.data.chat import check_prompts, read_messages, render_prompt, text_d
 from easyrl.data.datasets import open_prompts
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.files import load_tokenizer
-from easyrl.types import Prompt
-from easyrl.workers.rollout import RolloutWorker
 
 BRACES = "{answer} {{}} %s {"
 ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None, "braces": BRACES}
@@ -41,7 +38,6 @@ def error_of(folder, row=ROW, **data):
         ("Solve: {question}", "Solve: 2+3?"),
         ("{level}. {question}\n{question}", "4. 2+3?\n2+3?"),
         ("\\boxed{{}} of {question} {{x}}", "\\boxed{} of 2+3? {x}"),
-        ("no column", "no column"),
         ("<{braces}>", f"<{BRACES}>"),  # what is in a row is no template
     ],
 )
@@ -52,8 +48,7 @@ def test_a_template_is_filled_from_columns(tmp_path, template, prompt):
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{qestion}", "{question.upper}", "{}", "{question", "{question} in \\boxed{}", '{"a": 1}'],
+    "template", ["{qestion}", "{question.upper}", "{question", "{question} in \\boxed{}"]
 )
 def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
     message = error_of(tmp_path, prompt_template=template)
@@ -87,11 +82,7 @@ OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a":
     ("given", "read"),
     [
         ({"content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}, "2+3?"),
-        ({"content": [{"type": "text", "text": "2+3?", "image": None}], "name": None}, "2+3?"),
-        ({"content": ["2+", {"text": "3?", "type": None}]}, "2+3?"),
         ({"content": {"type": "input_text", "text": "2+3?"}}, "2+3?"),
-        ({"content": "2+3?", "tool_calls": None}, "2+3?"),
-        ({"content": []}, ""),
     ],
 )
 def test_parts_of_a_message_are_joined(tmp_path, given, read):
@@ -112,11 +103,8 @@ def test_a_tool_call_needs_no_content(tmp_path, call):
     ("message", "named"),
     [
         ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "image"),
-        ({"role": "user", "content": [{"type": "text"}]}, "text"),
         ({"role": "user", "content": None}, "None"),
-        ({"role": "user", "content": 5}, "5"),
         ({"from": "human", "value": "a"}, "from"),
-        ("2+3?", "role and content"),
     ],
 )
 def test_a_message_that_is_no_text_is_named(tmp_path, message, named):
@@ -130,8 +118,6 @@ def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path):
     made = first(tmp_path, prompt_column="question", columns=columns)
     kept = {name: ROW[name] for name in ("level", "notes", "braces")}
     assert made.columns == {"solution": "5", "asked": "2+3?", **kept}
-    both = {"solution": "answer", "answer": "answer"}
-    assert first(tmp_path, prompt_column="question", columns=both).columns["answer"] == "5"
 
 
 def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path):
@@ -161,11 +147,8 @@ def tokenizer():
     ("added", "text", "rendered"),
     [
         ("<pad> $A", "<pad>1+1=", "<pad>1+1="),  # the chat template was applied before
-        ("<pad> <unk> $A", "<pad><unk>1+1=", "<pad><unk>1+1="),
-        ("<pad> $A", "1+1=<pad>", "<pad>1+1=<pad>"),
         ("$A <eos>", "1+1=", "1+1="),
         ("<pad> $A <eos>", "1+1=", "<pad>1+1="),
-        ("<eos> $A <eos>", "1+1=", "<eos>1+1="),
         ("<pad> $A <eos>", "<pad>1+1=", "<pad>1+1="),
     ],
 )
@@ -202,7 +185,6 @@ def characters(template):
     [
         ([("user", "1+1=")], "<user>1+1=<eos><assistant>"),
         ([("user", "1+1="), ("assistant", "It is\n ")], "<user>1+1=<eos><assistant>It is\n "),
-        ([("user", "1+1="), ("assistant", "")], "<user>1+1=<eos><assistant>"),
         (
             [("user", "a"), ("assistant", "b"), ("user", "c")],
             "<user>a<eos><assistant>b<eos><user>c<eos><assistant>",
@@ -233,23 +215,12 @@ def test_rewards_see_tags_and_no_other_special_tokens():
 
 
 def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, tokenizer):
-    def of(*words):
-        return load_config(None, {}, words)
-
-    with_it = render_prompt(SUM, tokenizer, {"thinks": True})
-    assert tokenizer.decode(with_it) == "think1+1="
-
+    assert tokenizer.decode(render_prompt(SUM, tokenizer, {"thinks": True})) == "think1+1="
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": SUM}) + "\n")
-    words = f"data.dataset={tmp_path}/chat.jsonl", "data.max_prompt_length=5"
-    thinks = "data.chat_template_kwargs={thinks: true}"
-    examples = open_prompts(of(*words)).examples()
-    check_prompts(examples, tokenizer, of(*words))
+    words = [f"data.dataset={tmp_path}/chat.jsonl", "data.max_prompt_length=5"]
+    config = load_config(words=words)
+    examples = open_prompts(config).examples()
+    check_prompts(examples, tokenizer, config)
     with pytest.raises(ConfigError, match=r"data\.max_prompt_length"):
-        check_prompts(examples, tokenizer, of(*words, thinks))
-
-    worker = RolloutWorker.__new__(RolloutWorker)
-    submitted = []
-    worker.config, worker.tokenizer, worker._groups = of(thinks), tokenizer, {}
-    worker.engine = SimpleNamespace(submit=submitted.append)
-    worker._submit(0, 0, [(0, Prompt(0, SUM, {}))], 2, {})
-    assert submitted[0].prompt_ids == with_it
+        thinks = load_config(words=[*words, "data.chat_template_kwargs={thinks: true}"])
+        check_prompts(examples, tokenizer, thinks)

@@ -60,15 +60,6 @@ def test_a_signal_reaches_the_run_once_whoever_else_gets_it(tmp_path):
         assert (process.returncode, err) == (143, "")
 
 
-def test_a_signal_between_two_starts_says_how_to_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("PAUSE_SECONDS", "60")
-    process = begin(str(SCRIPT), str(tmp_path / "run"), "+SIGKILL")
-    assert process.stderr is not None and "starts again" in process.stderr.readline()
-    process.terminate()
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 143 and "--resume" in err
-
-
 def test_a_killed_parent_takes_the_run_with_it(tmp_path):
     process = begin(str(SCRIPT), str(tmp_path / "run"), "hang")
     wait_for_line(process, "hangs")

@@ -95,15 +95,13 @@ def test_countdown_needs_each_number_once_and_the_target(answer, score):
 
 def test_countdown_is_exact_and_reads_the_last_answer():
     texts = [
-        "<answer>3 / (1 - 2 / 3)</answer>",  # 9 in thirds, 8.999... in floats
-        "<answer>1</answer> no, <answer>3/(1-2/3)</answer>",
+        "<answer>1</answer> no, <answer>3 / (1 - 2 / 3)</answer>",  # 8.999... in floats
         "<answer>3/(1-2/3)</answer> no, <answer>1</answer>",
         "3/(1-2/3)",
     ]
-    for nums, target in (([1, 2, 3, 3], 9), ([1.0, 2.0, 3.0, 3.0], 9.0), ("[1, 2, 3, 3]", "9")):
-        assert scores("countdown", texts, nums=nums, target=target) == [1.0, 1.0, 0.0, 0.0]
-    for nums, target in ((None, 9), ([1, 2, 3, 3], NAN), ("", "9")):
-        assert scores("countdown", texts, nums=nums, target=target) == [None] * 4
+    for nums, target in (([1, 2, 3, 3], 9), ("[1, 2, 3, 3]", "9")):
+        assert scores("countdown", texts, nums=nums, target=target) == [1.0, 0.0, 0.0]
+    assert scores("countdown", texts, nums=None, target=9) == [None] * 3
 
 
 def solution(answer):
@@ -163,16 +161,6 @@ def test_of_an_episode_the_last_text_of_the_model_counts(reward):
     assert scores(reward, episodes, prompts="q", answer=" 4") == [1.0, 0.0]
 
 
-def test_inconsistent_settings_are_refused():
-    for name, settings in (
-        ("regex", {}),
-        ("regex", {"reward__pattern": "("}),
-        ("format", {"reward__pattern": "a"}),
-    ):
-        with pytest.raises(ConfigError, match=r"reward\.pattern"):
-            config_of(name, **settings)
-
-
 @pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - {"code", "environment"}))
 def test_missing_column_is_an_error_before_the_run(name):
     settings = {"reward__pattern": "a"} if name == "regex" else {}
@@ -184,24 +172,6 @@ def test_missing_column_is_an_error_before_the_run(name):
         rest = {other: value for other, value in everything.items() if other != column}
         with pytest.raises(ConfigError, match=f"'{name}': .*'{column}'"):
             check_rewards(config, Prompt(0, "q", rest))
-    if name == "gsm8k":  # needs numbers
-        check_rewards(config, Prompt(0, "q", {"answer": NAN}))
-        with pytest.raises(ConfigError, match=r"'gsm8k'.*answer"):
-            check_rewards(config, Prompt(0, "q", {"answer": "Tom has 2 and Ann has 3"}))
-
-
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        ("def f(completions, level, **_): ...", "'level'"),
-        ("def f(completions, *, level): ...", "'level'"),
-        ("def f(solution_str, ground_truth): ...", "ground_truth, reward_model, answer"),
-    ],
-)
-def test_missing_column_of_an_own_function_is_one_too(source, named, tmp_path):
-    (tmp_path / "f.py").write_text(source)
-    with pytest.raises(ConfigError, match=f"{named}.*the data has: x, y"):
-        check_rewards(config_of(f"{tmp_path}/f.py:f"), Prompt(0, "q", {"x": 1, "y": 2}))
 
 
 def test_a_preset_has_a_default_reward_and_names_of_metrics_are_unique():
@@ -239,11 +209,10 @@ def test_function_that_cannot_be_loaded_is_an_error(spec, source, named, tmp_pat
     """Which names what exists, or shows the traceback of the user's file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(source)
-    for _ in range(2):  # a failed import leaves no half-initialized module
-        with pytest.raises(ConfigError, match=r"reward.functions \(--reward\)") as caught:
-            load_reward(spec, config_of())
-        assert named in str(caught.value) and ("bad.py" in str(caught.value)) == bool(source)
-        assert "loading.py" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"reward.functions \(--reward\)") as caught:
+        load_reward(spec, config_of())
+    assert named in str(caught.value) and ("bad.py" in str(caught.value)) == bool(source)
+    assert "loading.py" not in str(caught.value)
 
 
 # The shapes that TRL's documentation shows: what each reads, and how.
@@ -310,31 +279,6 @@ def test_trl_functions_and_formats_work_unchanged(name, row, texts, scores, tmp_
         assert result.columns["parts"][1] == {"words": ["Five"], "none": None}
 
 
-ASYNC = """
-import asyncio
-
-started = []
-
-async def slow(completions, **kwargs):
-    started.append(1)
-    while len(started) < 2:  # they end only together
-        await asyncio.sleep(0.01)
-    return [1.0] * len(completions)
-
-async def slow_too(completions, **kwargs): return await slow(completions)
-async def fails(completions, **kwargs): raise KeyError("mine")
-"""
-
-
-def test_asynchronous_functions_are_awaited_together_and_fail_alone(tmp_path):
-    file = tmp_path / "a.py"
-    file.write_text(ASYNC)
-    config = config_of(*(f"{file}:{name}" for name in ("slow", "fails", "slow_too")))
-    result = call(config, Prompt(0, "q", {}), TEXTS)
-    assert result.scores == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
-    assert len(result.errors) == 1 and "KeyError: 'mine'" in result.errors[0]
-
-
 VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info == {"index": 7}
@@ -358,9 +302,8 @@ def test_verl_function_is_called_for_each_completion(tmp_path):
     check_rewards(config, prompt)
     result = call(config, prompt, ["4", "5", " 4"])
     assert result.scores == [[1, 0, 0], [2, 0, 0], [1, 0, 0]] and not result.errors
-    for row in ({"ground_truth": "4"}, {"answer": "4"}):
-        later = call(config_of(f"{file}:later"), Prompt(0, "q", row), ["4", "5", "4"])
-        assert later.scores == [[1, 0, 1]]
+    later = call(config_of(f"{file}:later"), Prompt(0, "q", {"answer": "4"}), ["4", "5", "4"])
+    assert later.scores == [[1, 0, 1]]
 
 
 WRONG = """

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.model.checkpoint_files import checkpoints_in
 from mistakes import TINY
-from runs import SMALL, finish, lines_of, start, summary_of, wait_for_line
+from runs import SMALL, finish, lines_of, summary_of
 from runs import without_timing as plain
 from tiny_models import untied_model
 
@@ -161,38 +159,6 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path):
     assert "not finite" in out
     after = load_file(folder / "model" / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
-
-
-@pytest.mark.long
-def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_stopped_in_an_evaluation(tmp_path):
-    folder = tmp_path / "run"
-    words = (*SMALL[:-1], "rollout.max_completion_length=100", "data.num_held_out=96")
-    words += ("train.eval_every=1", "train.keep_checkpoints=1")
-    process = start("--output", str(folder), "--iterations", "5", *words)
-    wait_for_line(process, "iteration 2/")
-    trace = folder / "trace.json"
-    begun = '"ph": "B", "name": "evaluation"'
-    while trace.read_text().count(begun) < 4:  # before, after 1, 2, and now 3
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "") and "to resume:" in out
-    metrics = lines_of(folder / "metrics.jsonl")
-    assert [bool(take_evaluation(line)) for line in metrics] == [True, True, False]
-    assert checkpoints_in(folder / "checkpoints")[-1].name == "3"
-    code, out, err = finish("--resume", str(folder))
-    assert (code, err) == (0, "") and "3 of 5 iterations done" in out
-    accuracies = {
-        line["iteration"] + 1: line["eval/accuracy"]
-        for line in lines_of(folder / "metrics.jsonl")
-        if "eval/accuracy" in line
-    }
-    summary = summary_of(folder)
-    best = max(accuracies, key=lambda number: accuracies[number])
-    assert (summary["accuracy_best"], summary["iterations_best"]) == (accuracies[best], best)
-    assert (folder / "checkpoints" / "best").readlink() == Path(str(best))
-    kept = {path.name for path in checkpoints_in(folder / "checkpoints")}
-    assert kept == {"5", str(best)}
 
 
 LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))

@@ -86,17 +86,6 @@ def outcome(rates, config, num_engines=1, num_trainers=1, **of_group):
     return simulate(rates, groups, config, num_engines, num_trainers)
 
 
-def test_an_engine_and_a_trainer_take_as_long_as_worked_out():
-    """Four times two groups of 100 steps; the trainer computes each two while the next are
-    generated, and the last two after that."""
-    found = outcome(make_rates(trainer=(0.1, 0.0, 0.5)), make_config())
-    generating = 4 * 99 * 0.01 + 0.01  # the first tokens of later groups cost no step of their own
-    assert found.num_tokens == 8 * 400
-    assert found.seconds == pytest.approx(generating + 0.1 + 0.5, abs=2e-3)
-    assert found.infer_busy == pytest.approx(generating / found.seconds, abs=1e-3)
-    assert found.train_busy == pytest.approx((4 * 0.1 + 0.5) / found.seconds, abs=1e-3)
-
-
 def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times():
     """It starts with the first two groups; later ones wait, until a micro-batch is full."""
     slow = make_rates(trainer=(0.0, 0.005, 0.0))

@@ -1,11 +1,10 @@
 """Trackers: what they receive, and that none of their failures stops a run."""
 
-import math
 import sys
 import time
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -72,23 +71,6 @@ def test_tensorboard_gets_what_metrics_jsonl_gets(finished_run, tmp_path):
     assert [step for step, _ in values["eval/accuracy"]] == [0, 3]
 
 
-def test_steps_never_decrease_and_evaluations_follow_their_iteration(tmp_path, wandb):
-    notify, notes = track(tmp_path)
-    notify(events.Evaluated(0.0, 0.1, 8, 0.01, num_iterations=0))
-    for number, accuracy in enumerate((0.2, math.nan)):
-        notify(events.Evaluated(0.0, accuracy, 8, 0.02, num_iterations=number + 1))
-        notify(finished(number, **{"eval/accuracy": accuracy}))
-    notify(events.RunEnded(1, "no more memory"))
-    assert wandb.init.return_value.mock_calls == [
-        call.log({"eval/accuracy": 0.1, "eval/standard_error": 0.01}, step=0),
-        call.log({"iteration": 0.0, "reward": 0.0}, step=0),
-        call.log({"eval/accuracy": 0.2}, step=1),
-        call.log({"iteration": 1.0, "reward": 0.5}, step=1),
-        call.finish(exit_code=1),
-    ]
-    assert notes == []
-
-
 def test_resumed_run_replaces_lines_after_its_checkpoint(tmp_path, wandb):
     """Two iterations, a kill, and a resume from the checkpoint after the first."""
     folder = tmp_path / "run"
@@ -112,10 +94,7 @@ def test_missing_tracker_is_an_error_before_the_run(monkeypatch):
         Trackers(load_config(None, {}, ["output.log_to=[wandb]"]))
 
 
-@pytest.mark.parametrize(
-    ("name", "hangs"),
-    [("init", False), ("log", False), ("finish", False), ("log", True), ("finish", True)],
-)
+@pytest.mark.parametrize(("name", "hangs"), [("init", False), ("log", True), ("finish", True)])
 def test_failing_tracker_is_disabled_with_one_warning(tmp_path, wandb, monkeypatch, name, hangs):
     monkeypatch.setattr(trackers, "END_SECONDS", 1.0)
     fails = wandb.init if name == "init" else getattr(wandb.init.return_value, name)

@@ -5,7 +5,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,38 +271,6 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(truncated, 
             num_stopped += bool(ends)
     assert num_stopped > 3
     assert truncated.largest_gap(groups) <= TOLERANCE
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("device", ["cuda:0", "npu:0"])
-def test_accelerators_get_their_own_arguments_and_logprobs_mode(monkeypatch, device, is_shared):
-    """vllm-ascend's sampler is created without the mode, which is set later."""
-    from easyrl.engines.vllm import engine as vllm_engine
-
-    calls, is_npu = [], device == "npu:0"
-
-    async def call(name, args):
-        calls.append((name, *args))
-
-    async def make(arguments):
-        no_close = {"shutdown": lambda timeout: None, "errored": False}
-        return SimpleNamespace(arguments=arguments, collective_rpc=call, **no_close)
-
-    monkeypatch.setattr(vllm_engine.devices, "total_memory_bytes", lambda kind, index: 2**35)
-    monkeypatch.setattr(vllm_engine, "_make_engine", make)
-    settings = {"dtype": "bfloat16", "memory_fraction": 0.4, **SIZE}
-    settings["is_device_shared"] = is_shared
-    engine = vllm_engine.VllmEngine(resolve_model("tiny"), SAMPLING, device=device, **settings)
-    asked = engine._engine.arguments
-    engine.close()
-    # Beside a trainer, vLLM must not ask for memory that is free.
-    fraction = vllm_engine.LEAST_FRACTION if is_shared else 0.4
-    assert (asked.gpu_memory_utilization, asked.max_num_seqs) == (fraction, 8)
-    assert (asked.kv_cache_memory_bytes is not None) == is_shared
-    assert not asked.enforce_eager
-    on_npus = {"weight_nz_mode": 0, "enable_cpu_binding": False}
-    assert asked.additional_config == (on_npus if is_npu else {})
-    assert calls == [("easyrl_set_logprobs_mode", "processed_logprobs")] * is_npu
 
 
 def test_unsupported_model_is_refused(tmp_path):

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from runs import SMALL, summary_of
 
 ROOT = Path(__file__).parent.parent
 PIP = sys.executable, "-m", "pip"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = PROJECT["optional-dependencies"]
 FOREIGN = "# coding=utf-8\n# Copyright (c) 2019\n"
 """All that the package in the distribution `easyrl` 0.0.1 contains."""
 
@@ -83,17 +80,6 @@ INSTRUCTIONS = [line.split(maxsplit=1) for line in TEXT.splitlines() if line[:1]
 def of(instruction, containing=""):
     """Arguments of the instructions, in order."""
     return [rest for word, rest in INSTRUCTIONS if word == instruction and containing in rest]
-
-
-def test_requirements_are_those_of_pyproject(tmp_path):
-    extras = "lora,vllm"
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (command,) = of("RUN", "tomllib")
-    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "EXTRAS": extras}
-    subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path, env=environment)
-    wanted = [line for name in extras.split(",") for line in EXTRAS[name]]
-    got = (tmp_path / "requirements.txt").read_text().splitlines()
-    assert got == [*PROJECT["dependencies"], *wanted]
 
 
 def test_hadolint_finds_nothing():
