@@ -72,13 +72,11 @@ def _tensors(tree):
 
 
 def _bytes(x):
-    """Bytes of memory: an expanded dimension has none."""
     sizes = zip(x.shape, x.stride(), strict=True)
     return math.prod(size for size, stride in sizes if stride) * x.element_size()
 
 
 def make_policy(model, layers):
-    """A policy in bfloat16 on the meta device."""
     register_attention()
     sizes = {
         "vocab_size": model.vocabulary,

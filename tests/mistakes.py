@@ -29,7 +29,6 @@ CHAT = [{"role": "user", "content": "1+1="}]
 
 
 def write_files(folder):
-    """Data, rewards, configs and models that the mistakes name, in `folder`."""
     texts = {
         "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
         "broken.jsonl": '{"prompt": "1+1="}\n{"prompt": \n',
@@ -55,8 +54,6 @@ def write_files(folder):
 
 
 def make_run(folder, states):
-    """A run folder with checkpoints of these policy versions: of each what is special in its state,
-    or the text of its state.json."""
     (folder / "checkpoints").mkdir(parents=True)
     config = load_config(settings={"output.dir": str(folder)})
     (folder / "config.yaml").write_text(to_commented_yaml(config))
@@ -88,8 +85,6 @@ RUNS = {
 
 
 def change_json(name, **values):
-    """Set keys in one of a model's JSON files; None takes a key away."""
-
     def change(folder):
         content = json.loads((folder / name).read_text()) | values
         kept = {key: value for key, value in content.items() if value is not None}

@@ -53,7 +53,6 @@ def make_ring(num_slots, num_owners=2, num_groups=64):
 
 
 def num_free(ring):
-    """Free slots; none is free twice."""
     free = ring.free_pipe.drain()
     for slot in free:
         ring.free_pipe.send(slot)
@@ -75,7 +74,6 @@ def settings_on_cpu(name, config, **changes):
 
 
 def spawned_settings(placement):
-    """Settings with which the workers of a run are spawned, by name, in order."""
     spawned = {}
 
     def spawn(name, target, settings, *_, **__):

@@ -63,7 +63,6 @@ def capture(function, _):
 
 
 def install(monkeypatch, capture=capture):
-    """Let engines on the CPU capture their steps."""
     monkeypatch.setattr(devices, "has_graphs", lambda device: True)
     monkeypatch.setattr(devices, "graph_pool", lambda: None)
     monkeypatch.setattr(devices, "refuse_waits", _RefuseReads)

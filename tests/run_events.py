@@ -53,7 +53,6 @@ def group(time_, prompt_index, iteration=0, **more):
 
 
 def shown(time_, prompt_index, completion, **more):
-    """A group whose completion the live view shows."""
     sample = Sample(completion, 1.0, 0.0, {})
     return group(time_, prompt_index, prompt="2+3=", samples=[sample], shown=sample, **more)
 
@@ -70,7 +69,6 @@ def run_started(folder, num_rollout=1):
 
 
 def run_events(folder, config=None):
-    """All kinds of events, in the order of a run."""
     started = run_started(folder)
     failed = f"reward 'score' failed, for the prompt '2+3=' {HOSTILE}"
     second = {**METRICS, "iteration": 1, "policy_version": 2, "reward": math.nan, "kl": 0.01}

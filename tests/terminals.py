@@ -13,8 +13,6 @@ LEAVE_SCREEN = "\x1b[?1049l"
 
 
 class Terminal:
-    """A program on a terminal of its own."""
-
     def __init__(self, *words, columns=80, lines=24, **environment):
         self.output = ""
         self._primary, secondary = pty.openpty()

@@ -44,7 +44,6 @@ FULL = (  # prompts and completions of full length, and full micro-batches
 
 
 def write_task(folder, sizes, *, is_tied):
-    """Save a random model, prompts, and a reward that differs within a group; return settings."""
     save_model(folder / "model", sizes, is_tied=is_tied)
     reward = "def hashed(completion_ids, **_):\n    return [sum(ids) % 7 for ids in completion_ids]"
     (folder / "own.py").write_text(reward)
@@ -69,7 +68,6 @@ def save_model(folder, sizes, head_size=64, *, is_tied=True):
 
 
 def placed(config):
-    """Place a run on the devices that the config names, without looking for accelerators."""
     names = config.devices.infer, config.devices.train
     sets = [parse_device_set(each or "cpu") for each in names]
     fraction = config.rollout.memory_fraction or 0.5
@@ -108,7 +106,6 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
 
 
 def measured_peaks(*words):
-    """Return the peaks of a run's workers in bytes, rollout before train."""
     run = subprocess.Popen(command("--no-live", *words), stdout=subprocess.DEVNULL)
     peaks = {}
     while run.poll() is None:

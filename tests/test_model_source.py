@@ -172,7 +172,6 @@ def test_error_of_the_hub_is_reported(monkeypatch, status, headers, reason):
 
 
 def test_a_silent_hub_leaves_its_clients_as_they_are(tmp_path, monkeypatch):
-    """EasyRL reads the cache meanwhile, and asks again the next time."""
     import datasets
 
     cache = tmp_path / "models--owner--name"

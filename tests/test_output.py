@@ -11,7 +11,6 @@ from runs import SMALL, command
 
 
 def in_a_shell(line):
-    """Run `line`; its exit code is that of the command in it."""
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     return subprocess.run(
         ["bash", "-c", line], check=False, capture_output=True, text=True, env=environment

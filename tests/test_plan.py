@@ -31,7 +31,6 @@ TOKENS = "train.max_tokens_per_micro_batch=60000"
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """A model's folder that has only its config.json."""
     folder = tmp_path_factory.mktemp("qwen")
     (folder / "config.json").write_text(json.dumps(QWEN))
     return str(folder)
@@ -49,7 +48,6 @@ def dry_run(*words):
 
 
 def proposed(output):
-    """The words of the command that the plan proposes."""
     lines = [line.removeprefix("# ") for line in output.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("easyrl grpo")]
     assert len(commands) <= 1
@@ -128,7 +126,6 @@ def test_a_plan_is_a_config_file(tmp_path):
 
 @pytest.fixture
 def user_files(tmp_path, monkeypatch):
-    """A data set, and a reward that prints when it is loaded and when it is called."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"

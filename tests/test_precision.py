@@ -182,7 +182,6 @@ def test_two_ranks(ranks, words, more, bound):
 
 @pytest.mark.long
 def test_a_run_with_lent_cores(tmp_path):
-    """The number of threads changes, and layers are compiled for each."""
     folder, rewards = tmp_path / "run", tmp_path / "rewards.py"
     rewards.write_text("def score(completions, **_): return [len(c) % 3 for c in completions]")
     words = ("--output", str(folder), "--iterations", "4", "--reward", f"{rewards}:score")

@@ -134,7 +134,6 @@ SUM = [{"role": "user", "content": "1+1="}]
 
 @pytest.fixture
 def tokenizer():
-    """Tokenizer that puts `<pad>` before a text."""
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = TEMPLATE
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -169,7 +168,6 @@ TURNS = (
 
 
 def characters(template):
-    """Tokenizer with a token for each character, and tags that are special tokens."""
     names = ["<pad>", "<bos>", "<eos>", "<think>", "</think>", "<|turn|>", "<unk>"]
     vocabulary = {name: k for k, name in enumerate([*names, *map(chr, range(10, 127))])}
     backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))

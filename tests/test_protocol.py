@@ -48,8 +48,6 @@ class Killed(BaseException):
 
 
 class Process:
-    """A thread that runs while it holds the baton."""
-
     def __init__(self, world, owner, work):
         self.world, self.owner, self.work = world, owner, work
         self.baton = threading.Semaphore(0)
@@ -193,7 +191,6 @@ class World:
         process.baton.release()
 
     def pass_on(self):
-        """The running process has ended."""
         if self.is_over:
             return
         if others := self.others():
@@ -353,7 +350,6 @@ def reclaim(ring, dead):
 
 
 def recover(ring, dead, iteration):
-    """Handle dead processes as the controller does; return which groups were delivered."""
     reclaim(ring, dead)
     return ring.delivered(iteration)
 
@@ -372,7 +368,6 @@ def ring(monkeypatch):
 
 
 def run(ring, choose, num_iterations, recover):
-    """Run the protocol under one schedule, on an empty ring."""
     Shared.step = lambda: None
     for pipe in (ring.ready_pipe, ring.free_pipe):
         pipe.drain()
@@ -391,7 +386,6 @@ def run(ring, choose, num_iterations, recover):
 
 
 def explore(ring, *, num_crashes, num_switches, num_iterations=2, recover=recover):
-    """Run every schedule with at most so many decisions; return the worlds' counts."""
     counts = Counter()
     schedules = [({}, 0, num_crashes, num_switches)]
     while schedules:
@@ -408,7 +402,6 @@ def explore(ring, *, num_crashes, num_switches, num_iterations=2, recover=recove
 
 
 def explore_randomly(ring, *, num_runs, seed=0, recover=recover):
-    """Run schedules with many switches and a few crashes; return the worlds' counts."""
     counts = Counter()
     for number in range(num_runs):
         rng = random.Random(f"{seed} {number}")
@@ -424,7 +417,6 @@ def explore_randomly(ring, *, num_runs, seed=0, recover=recover):
 
 
 def assert_all_was_seen(counts):
-    """Every process died at least once; groups were lost, and groups were left twice."""
     assert all(counts[f"deaths of {owner}"] for owner in PRODUCERS + CONSUMERS)
     assert counts["lost"] and counts["duplicates"]
 

@@ -47,7 +47,6 @@ def open_descriptors():
 
 
 def traces():
-    """State of this process that a call may not change."""
     stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     children = [
         each

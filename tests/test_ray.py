@@ -41,7 +41,6 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def no_ray(tmp_path_factory):
-    """Environment in which `import ray` fails."""
     folder = tmp_path_factory.mktemp("no_ray")
     (folder / "ray.py").write_text("raise AssertionError('ray is imported')")
     return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
@@ -53,20 +52,17 @@ def on(cluster, infer, train="ray:cpu:1"):
 
 
 def nodes_of_newest_run(cluster):
-    """The node of each worker that was placed."""
     actors = list(cluster.global_state.actor_table(None, None, None).values())
     newest = max(each["JobID"] for each in actors)
     return [each["Address"]["NodeID"] for each in actors if each["JobID"] == newest]
 
 
 def outcome_of(folder):
-    """Results that are equal in runs with the same bits."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     return summary_of(folder)["weights_sha256"], metrics
 
 
 def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
-    """Run without Ray and on the cluster; return the folder of the latter."""
     here, there = tmp_path / "here", tmp_path / "there"
     on_here = ("--infer-devices", f"cpu:{infer}", "--train-devices", f"cpu:{train}")
     on_there = on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
@@ -85,7 +81,6 @@ def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
 
 
 def assert_shown(folder, pid, address, infer, train):
-    """`easyrl status` shows the workers, not their actors, and their nodes."""
     workers = {each["name"]: each for each in workers_of(folder)}
     named = [f"rollout-{n}" for n in range(infer)] + [f"train-{n}" for n in range(train)]
     assert workers.keys() == {"controller", *named} and workers["controller"]["pid"] == pid
@@ -136,7 +131,6 @@ def wait_until(is_so, process):
 
 
 def refused(*words, timeout_seconds):
-    """The message of a run that is refused in time, before a worker loads anything."""
     started = time.monotonic()
     code, out, err = finish(*words, *SMALL, f"runtime.timeout_seconds={timeout_seconds}")
     assert code == 2 and err.startswith("easyrl: ") and "Traceback" not in err
@@ -247,7 +241,6 @@ def scale(folder, wanted):
 
 
 def wait_for_iteration(folder, process):
-    """Wait for a whole iteration."""
     num_done = request(folder, {"command": "status"})["iteration"]
     wait_until(lambda: request(folder, {"command": "status"})["iteration"] > num_done + 1, process)
 
@@ -285,7 +278,6 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
 
 @pytest.mark.long
 def test_a_lost_node_changes_no_bit(tmp_path):
-    """Its rollout worker is replaced on the node that was free."""
     here, folder = tmp_path / "here", tmp_path / "run"
     every = ("--iterations", "20", *SAME)
     assert finish("--output", str(here), "--infer-devices", "cpu:2", *every)[0] == 0

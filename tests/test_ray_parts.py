@@ -145,8 +145,6 @@ def group(number):
 
 
 class Put(threading.Thread):
-    """Puts a group, and waits for a slot if the ring is full."""
-
     def __init__(self, host, sender, number):
         super().__init__(daemon=True)
         self.host, self.arguments, self.is_done = host, (sender, group(number)), None

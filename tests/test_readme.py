@@ -39,7 +39,6 @@ SKIPPED = re.compile(
 
 
 def blocks(page):
-    """The shell code of a page, block by block."""
     left_out = r"<!-- not run:.*?-->\n(?:```bash\n.*?```|(?:    [^\n]*\n)+)"
     text = re.sub(left_out, "", page.read_text(), flags=re.DOTALL)
     block = r"^```bash\n(.*?)^```|((?:^    easyrl [^\n]*\n(?:^     [^\n]*\n)*)+)"

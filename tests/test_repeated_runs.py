@@ -13,7 +13,6 @@ REWARD = (
 
 
 def flags_of_run(folder, family):
-    """A run of the model on two iterations; its reward is the number of the first token."""
     tokens = {"vocab_size": 99, "eos_token_id": 1, "bos_token_id": None}
     model = tiny_model(family, None, SPREAD, **UNSHARED[family][0], **tokens)
     model.save_pretrained(folder / "model")

@@ -34,14 +34,12 @@ def page_of(*runs):
 
 
 def text_of(page):
-    """The text that a reader sees."""
     body = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.DOTALL)
     return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", body).split()))
 
 
 @pytest.fixture
 def run(finished_run, tmp_path):
-    """A copy, for tests that change it."""
     return Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
 
 
@@ -51,14 +49,12 @@ def write_lines(file, lines):
 
 
 def make_run(folder, lines, config=""):
-    """Write a run folder without a trace."""
     write_lines(folder / "metrics.jsonl", lines)
     (folder / "config.yaml").write_text(config)
     return folder
 
 
 def line(iteration, **more):
-    """A line of metrics.jsonl."""
     values = {"policy_version": iteration + 1, "num_tokens": 100 * (iteration + 1)}
     return {**METRICS, "iteration": iteration, **values, **more}
 
@@ -96,7 +92,6 @@ def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_p
 
 
 def test_a_resumed_run_shows_nothing_that_was_undone(tmp_path):
-    """The second command resumes after the first iteration."""
     folder = make_run(tmp_path / "run", [line(0)])
     first = run_events(folder)[:-2]
     resumed = {"num_iterations": 1, "accuracies": [(0, 0.5), (1, 0.7)]}
@@ -124,7 +119,6 @@ def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
 
 
 def test_plots_are_written_in_the_format_of_their_names(run, tmp_path):
-    """Any name of a run can be drawn."""
     assert call("plot", run, "-o", run / "c.png").exit_code == 0
     assert (run / "c.png").read_bytes().startswith(b"\x89PNG")
     names = "lr$\\q$x", "_hidden", "esc\x1b[2J<b>"

@@ -32,7 +32,6 @@ SMALL_AND_SAME = (*SMALL, *SAME)
 
 
 def outcome_of(folder):
-    """Return what two equal runs have in common: metrics, samples, summary."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     summary = {
         name: value
@@ -158,7 +157,6 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum
 
 
 def kill_somewhere(process, chance):
-    """SIGKILL to the controller, to one worker, or to all at once."""
     workers = [p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())]
     victims = [psutil.Process(process.pid), *workers]
     for victim in chance.choice([victims[:1], [chance.choice(victims)], victims]):
@@ -186,7 +184,6 @@ def wait_for_saving(process, folder, beyond):
 def test_kills_at_random_moments_repeat_and_skip_no_group(
     tmp_path, uninterrupted, num_kills, iterations, devices
 ):
-    """Of the controller, of a worker or of all, every second time while a checkpoint is written."""
     chance, folder = random.Random(num_kills), tmp_path / "run"
     settings = ("--iterations", str(iterations), "--train-devices", devices)
     once = uninterrupted(*settings)

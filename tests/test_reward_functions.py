@@ -118,7 +118,6 @@ def solution(answer):
     ],
 )
 def test_rows_of_presets_have_the_scores_checked_by_hand(preset, answers, column, tmp_path):
-    """An endless comparison is in test_reward_pool."""
     file = tmp_path / "data.jsonl"
     rows = [{"question": "q", "problem": "q", "answer": a, "solution": a} for a, _, _ in answers]
     if column == "solution":

@@ -94,13 +94,11 @@ def own(tmp_path):
 
 @pytest.fixture
 def reports():
-    """Messages that the pools have reported."""
     return []
 
 
 @pytest.fixture
 def open_pool(own, reports):
-    """Function that opens a pool for names of FUNCTIONS and built-in names."""
     with ExitStack() as opened:
 
         def make(*names, **settings):
@@ -113,7 +111,6 @@ def open_pool(own, reports):
 
 
 def score(pool, *prompts, **columns):
-    """Two completions of each prompt."""
     for key, prompt in enumerate(prompts or ("1+1=",)):
         pool.submit(key, Call(prompt, ["2", "3"], [[5], [6, 7]], columns))
     return finished(pool, len(prompts) or 1)
@@ -140,7 +137,6 @@ def tried(own, *names):
 
 
 def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monkeypatch):
-    """The others are tried nevertheless, and what hangs is ended."""
     monkeypatch.setattr(pool_module, "CHECK_SECONDS", 2.0)
     warnings = tried(own, "hangs", "crashes", "raises", "nan", "good", "needs_answer")
     for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
@@ -151,7 +147,6 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
 
 
 def test_functions_get_trl_arguments_and_do_not_share_them(open_pool):
-    """In processes without torch."""
     pool = open_pool("arguments", "sees")
     assert scores_of(pool, answer="2", level=[1, 2]) == [[0.25, 0.75], [1.0, None]]
 
@@ -251,7 +246,6 @@ def test_lost_process_costs_its_own_call_and_is_replaced(open_pool):
 
 
 def test_process_killed_between_two_calls_costs_nothing_and_is_reported(own, open_pool, reports):
-    """Later processes use the reward file as it was."""
     pool = open_pool("pid", reward__num_workers=1)
     for pause in (0.0, 0.5):  # before the pool notices, and after
         scores = scores_of(pool)

@@ -63,7 +63,6 @@ def assert_same(got, expected):
 
 
 def take_all(port):
-    """Read and release all ready groups; return their prompt indices in order."""
     indexes = []
     while (lease := port.get(0)) is not None:
         with lease as group:
@@ -207,7 +206,6 @@ def test_memory_is_that_of_the_machine_and_its_cgroups(tmp_path, files, availabl
 
 
 def open_files():
-    """Pipes and shared memory of this process's descriptors."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them
@@ -321,7 +319,6 @@ OUTCOMES = {  # what arrives: from the first line to the last
 @pytest.mark.parametrize("event_kind", ["line", pytest.param("opcode", marks=pytest.mark.long)])
 @pytest.mark.parametrize("operation", OUTCOMES)
 def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation, event_kind):
-    """A published group is never lost, and a released one is never delivered again."""
     ring = new_ring()
     living, outcomes = ring.attach(0), []
     for step in range(1, 5000):

@@ -68,7 +68,6 @@ def test_an_error_is_short_on_the_screen_and_complete_in_the_log(
 
 
 def begun(tmp_path):
-    """A folder with two iterations, and the sizes of its files after the first."""
     folder = RunFolder(config_for(tmp_path / "run"))
     sizes = {}
     for iteration in range(2):

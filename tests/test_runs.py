@@ -49,7 +49,6 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
 
 
 def take_evaluation(metrics):
-    """Remove the evaluation's part from an iteration's metrics, and return it."""
     return {name: metrics.pop(name) for name in list(metrics) if name.startswith("eval/")}
 
 
@@ -105,7 +104,6 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, ca
 
 @pytest.mark.long
 def test_a_runs_own_config_starts_a_new_run(finished_run, tmp_path):
-    """Two rollout workers, a ring of one slot, and sampling from a part of the tokens."""
     words = ("rollout.ring_slots=1", "rollout.top_p=0.9", "rollout.top_k=3")
     code, out, err = finish(
         *("--config", str(finished_run.folder / "config.yaml"), "--output", str(tmp_path / "run")),

@@ -47,7 +47,6 @@ def call(*words):
     ],
 )
 def test_options_select_samples(tmp_path, words, expected):
-    """A line that is being written is left out."""
     run = write(tmp_path / "run", SAMPLES, rest=json.dumps(SAMPLES[4])[:40])
     found = re.findall(r"completion (\S+)", call(run, *words.split()).output)
     assert found == expected

@@ -110,7 +110,6 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path, words):
     process = start("--output", str(run), "--iterations", "100000", *SMALL, *on_cpu, *words)
 
     def status():
-        """The states of the rollout workers, and the number of iterations."""
         reply = request(run, {"command": "status"})
         rollout = (each for each in reply["workers"] if each["kind"] == "rollout")
         return {each["name"]: each["state"] for each in rollout}, reply["iteration"]

@@ -35,7 +35,6 @@ MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder `run` with the trace of the events."""
     monkeypatch.chdir(tmp_path)
     run = Path("run")
     (run / "logs").mkdir(parents=True)
@@ -59,7 +58,6 @@ def picture(state, width=80, height=24):
 
 
 def test_live_view(folder):
-    """During the run, and read from its trace."""
     for stream in (run_events(folder), list(RunFiles(folder).read())):
         pictures = [f"-- {n} events\n{picture(state_of(stream[:n]))}" for n in MOMENTS]
         check_golden("live_view", "".join(pictures))
@@ -97,7 +95,6 @@ def test_terminal_is_restored_at_the_end(folder):
 
 
 def test_plain_lines(folder, capsys):
-    """Of the run, and of `easyrl watch`."""
     lines = PlainLines()
     for event in run_events(folder):
         lines(event)

@@ -29,7 +29,6 @@ if "easyrl.runtime.self_test_part" in sys.orig_argv:
 
 
 def environment_with(folder, customize):
-    """Return an environment in which every Python process runs this code first."""
     (folder / "sitecustomize.py").write_text(customize)
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 

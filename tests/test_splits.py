@@ -87,7 +87,6 @@ def outcome(rates, config, num_engines=1, num_trainers=1, **of_group):
 
 
 def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times():
-    """It starts with the first two groups; later ones wait, until a micro-batch is full."""
     slow = make_rates(trainer=(0.0, 0.005, 0.0))
     found = outcome(slow, make_config(train__max_tokens_per_micro_batch=800))
     assert found.seconds == pytest.approx(100 * 0.01 + 8 * 400 * 0.005, abs=2e-2)

@@ -28,7 +28,6 @@ PROMPTS = pytest.mark.parametrize("copied_tokens", [0, 5, 64], ids=["shared", "e
 
 @pytest.fixture(autouse=True)
 def many_sizes(monkeypatch):
-    """Several sizes in short runs."""
     for name, step in {"ROW": 3, "CELL": 4, "SLOT": 2}.items():
         monkeypatch.setattr(step_graphs, f"{name}_STEP", step)
     monkeypatch.setattr(embedded, "SLOT_STEP", 2)
@@ -44,7 +43,6 @@ SETTINGS = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}]
     [*((name, SETTINGS[0]) for name in EMBEDDED), *(("qwen3", each) for each in SETTINGS[1:])],
 )
 def test_replayed_steps_give_the_samples_of_plain_ones(name, changes, copied_tokens, monkeypatch):
-    """Rows of a group are not adjacent, rows are padded, and windows leave the prompt behind."""
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
     submitted = requests(draw_prompts(12), 3)
     expected = run(make_engine(name, num_rows=8, **changes), submitted)
@@ -72,7 +70,6 @@ def test_suspended_rows_keep_their_tokens(family, copied_tokens, monkeypatch):
 
 @PROMPTS
 def test_bits_do_not_depend_on_what_was_captured_before(copied_tokens, monkeypatch):
-    """A resumed run, or a replacement of a lost worker, has captured less."""
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
     recorded_graphs.install(monkeypatch)
     used, submitted = make_engine(num_rows=8), requests(draw_prompts(15), 4)
@@ -104,7 +101,6 @@ def test_graphs_read_new_weights_and_longer_prompts(monkeypatch):
 
 
 def test_graphs_do_not_read_prompts_that_were_freed(monkeypatch):
-    """The new ones may need as much memory again."""
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 0)
     first, second = (
         requests([[token] * 9 for token in range(start, start + 4)], 2) for start in (5, 20)

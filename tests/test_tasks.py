@@ -38,7 +38,6 @@ def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, in
 
 
 def is_solvable(nums, target, operations):
-    """Try every order and every operation."""
     if len(nums) == 1:
         return nums[0] == target
     for left, right, *others in permutations(nums):
@@ -65,7 +64,6 @@ def test_arithmetic_rewards_exactly_the_answer():
 
 
 def test_before_rl_tiny_is_right_in_a_part_of_its_samples():
-    """One token a character."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = AutoModelForCausalLM.from_pretrained(TINY)
     text = "".join(map(chr, range(32, 127)))

@@ -19,7 +19,6 @@ from easyrl.runtime.run_folder import read_lines
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A stub that records its calls."""
     stub = MagicMock(__spec__=ModuleSpec("wandb", None))
     stub.init.return_value.id = "7"
     monkeypatch.setitem(sys.modules, "wandb", stub)

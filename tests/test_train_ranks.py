@@ -41,8 +41,6 @@ NUM_RANKS = 2
 
 @dataclass
 class Outcome:
-    """Results of one rank."""
-
     gradients: list[dict[str, Tensor]]
     metrics: dict[str, float]
     batches: list[MicroBatch]
@@ -149,7 +147,6 @@ BUDGETS = ("train.max_tokens_per_micro_batch=19", "train.max_tokens_per_micro_ba
 
 
 def assert_close(got, expected, names=("kl", "loss", "grad_norm"), rel=1e-4):
-    """The same gradients up to float32, none where none is expected, and the same metrics."""
     for gradients, others in zip(got.gradients, expected.gradients, strict=True):
         if any(bool(gradient.any()) for gradient in others.values()):
             assert largest_gradient_gap(gradients, others) <= 1e-5
@@ -198,7 +195,6 @@ LORA = {
 
 @pytest.mark.parametrize("lora", LORA)
 def test_two_ranks_have_the_gradients_of_one_with_lora(ranks, lora):
-    """The reference is the model without adapters. It runs before the policy ever has."""
     words = (*HARDER, *LORA[lora])
     expected = train(*words)
     for outcome in ranks.train(*words, BUDGETS[0], order=SHUFFLED):
@@ -211,7 +207,6 @@ def test_two_ranks_have_the_gradients_of_one_with_lora(ranks, lora):
     "words", [("model.lora.rank=3",), (), ("model.dtype=bfloat16",)], ids=["LoRA", "", "bfloat16"]
 )
 def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(ranks, words):
-    """Use a reference, an old policy, several micro-batches, and an update without a gradient."""
     words = (*HARDER, "train.updates_per_iteration=6", BUDGETS[0], *words)
     expected = ranks.train(*words)
     for outcome, other in zip(ranks.train(*words, "train.reshard=false"), expected, strict=True):
@@ -231,7 +226,6 @@ def test_weights_stored_in_bfloat16_are_sharded_without_loss(ranks, lora, tmp_pa
 
 
 def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks):
-    """Every update has a single rollout with a gradient."""
     sparse = copy.deepcopy(GROUPS)
     for group in sparse:
         group.advantages[:] = [1.0, 0.0, 0.0]
@@ -316,7 +310,6 @@ class OneExpertEach(nn.Module):
 
 
 def train_own_expert(ranks):
-    """Train this rank's expert twice, and then the other rank's."""
     own = OneExpertEach()
     ranks.shard(own, [own.experts], dtype=torch.float32)
     for step in (0, 0, 1):

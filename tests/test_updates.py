@@ -86,8 +86,6 @@ GROUPS = [make_group(index) for index in range(NUM_GROUPS)]
 
 @dataclass
 class Trained:
-    """One iteration, update by update."""
-
     config: Config
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     batches: list[list[tuple[MicroBatch, LossInputs]]] = field(default_factory=lambda: [[]])
@@ -116,7 +114,6 @@ def whole_gradients(policy):
 
 
 def train(*words, order=None):
-    """Train one iteration; groups arrive in this order."""
     config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
     ring = make_ring(NUM_GROUPS)
     theirs, ours = multiprocessing.Pipe()
@@ -167,7 +164,6 @@ def train_iteration(worker, producer, arrivals):
 
 
 def plain_model(weights=None):
-    """The model of transformers with its own attention, in float64."""
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, attn_implementation="eager", dtype=torch.float64
     )
@@ -249,7 +245,6 @@ WAYS = [
 @pytest.mark.parametrize("num_updates", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_is_that_of_the_formula_in_any_order(loss, num_updates):
-    """Groups arrive in any order, and are streamed or trained all at once."""
     words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
     expected = train(*words, "runtime.schedule=sync")
     assert len(expected.gradients) == num_updates

@@ -37,8 +37,6 @@ PROMPTS = [[5, 6, 7, 8, 9] * 3, [20, 21, 22], [30] * 40]
 
 
 class Trained:
-    """A policy as the trainer has it, an engine, and the weight channel between them."""
-
     def __init__(self, model, folder, sampling=SAMPLING):
         from easyrl.engines.vllm import engine
 
@@ -70,7 +68,6 @@ class Trained:
         self.channel = channel.result()
 
     def update(self):
-        """Send the current weights."""
         self.version += 1
         sent = self.thread.submit(self.channel.send, self.version, self.policy.weights())
         try:
@@ -223,7 +220,6 @@ def test_update_that_failed_is_repeated(trained, num_sent):
 
 @pytest.fixture(scope="module")
 def truncated(tmp_path_factory):
-    """An engine started for top-k or top-p and stop strings."""
     sampling = replace(SAMPLING, top_p=0.9, stop=("x",))
     made = Trained("tiny", tmp_path_factory.mktemp("truncated"), sampling)
     made.update()

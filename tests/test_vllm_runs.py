@@ -42,7 +42,6 @@ VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
 
 
 def train(folder, *words, timeout=START_SECONDS, **environment):
-    """Run to the end, with vLLM, and check that no completion is of other weights."""
     words = ("--output", str(folder), *words, "rollout.engine=vllm")
     code, out, err = finish(*words, timeout=timeout, **environment)
     assert (code, err) == (0, "")
@@ -51,7 +50,6 @@ def train(folder, *words, timeout=START_SECONDS, **environment):
 
 
 def bits_of(folder):
-    """Results that are equal in equal runs."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     return summary_of(folder)["weights_sha256"], metrics
 
@@ -234,7 +232,6 @@ def shared_memory_of(processes):
 
 @pytest.fixture
 def started(tmp_path):
-    """A run that has just been started, with its own folder for temporary files."""
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # its path is short enough for sockets
     run = start(
         *("--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live", *SMALL),

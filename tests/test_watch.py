@@ -25,7 +25,6 @@ from terminals import Terminal, after_the_view
 
 @pytest.fixture
 def written(tmp_path):
-    """A run folder without a trace, and its events."""
     (tmp_path / "config.yaml").write_text("")
     return tmp_path, run_events(tmp_path, Config())
 
@@ -55,7 +54,6 @@ def content(state):
 
 
 def test_trace_gives_the_same_state_as_the_events(written):
-    """The trace is read after each event, as during the run, and once at the end."""
     folder, run = written
     notify = TraceWriter()
     files = None
@@ -128,7 +126,6 @@ def test_trace_is_bounded_and_still_valid_and_followed(written, monkeypatch):
 
 
 def test_folder_without_a_readable_trace_is_refused(written):
-    """It never waits for a run that has no readable beginning."""
     folder, run = written
     for garbage in (None, b"\xff", b'5\n"RunStarted"\n["RunStarted"],\n'):
         if garbage is not None:
@@ -174,7 +171,6 @@ def killed_run(tmp_path_factory):
 
 
 def page_of(folder):
-    """The report's text, without spaces at the ends of lines."""
     done = CliRunner().invoke(cli.app, ["report", str(folder)])
     assert done.exit_code == 0, done.output
     return re.sub(r"<[^>]*>|\s+", " ", (folder / "report.html").read_text())
@@ -190,7 +186,6 @@ def test_run_is_followed_until_it_is_killed_and_outlives_a_watcher(killed_run):
 
 
 def test_report_of_a_running_run_and_of_what_is_left_of_a_killed_one(killed_run):
-    """Its files may end in the middle of a line."""
     folder, _, while_running = killed_run
     assert "still running" in while_running
     for name in ("metrics.jsonl", "samples.jsonl", "trace.json"):

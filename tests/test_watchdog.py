@@ -42,7 +42,6 @@ class Run:
         self.watchdog.on_event(worker, Activity((span,), 0, num_tokens=num_tokens))
 
     def ticks(self, seconds, meanwhile=lambda: None):
-        """Return the watchdog's replies by second."""
         results = {}
         for second in range(1, seconds + 1):
             self.now += 1.0

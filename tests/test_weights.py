@@ -38,7 +38,6 @@ SHAPES = {
 
 
 def make_weights(version):
-    """Other values for every version."""
     generator = torch.Generator().manual_seed(version)
     return {
         name: torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
@@ -47,7 +46,6 @@ def make_weights(version):
 
 
 def digests(weights):
-    """Hash the weights that have elements."""
     return {
         name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in weights.items()
@@ -122,7 +120,6 @@ class Peer:
         self.channel = self.full = None
 
     def send(self, version, names=SHAPES, dtype=None):
-        """The bytes sent, and the sizes of the weights in the order in which they are gathered."""
         self.gathered = []
 
         def gather(weight, dtype):
@@ -234,7 +231,6 @@ class Peers:
         return store
 
     def new_store(self):
-        """The path of a file for a new process group."""
         self.store_fds.append(os.memfd_create("test-store"))
         return f"/proc/{os.getpid()}/fd/{self.store_fds[-1]}"
 
@@ -251,7 +247,6 @@ def processes():
 
 @pytest.fixture
 def peers(processes):
-    """Three living peers that are in no channel."""
     processes.start(3)
     yield processes
     for number in filter(processes.is_alive, processes.processes):
@@ -272,7 +267,6 @@ def assert_bounded(outcome, kinds, *words):
     ("bucket_bytes", "alone_bytes"), [(48, 40), (1024, 600), (37 * 19 * 4, 2**20), (2**20, 1)]
 )
 def test_all_receivers_get_the_senders_bytes(peers, bucket_bytes, alone_bytes):
-    """Weights larger than a bucket, as large, several in one, and one without a bucket."""
     peers.join(3, bucket_bytes=bucket_bytes, alone_bytes=alone_bytes)
     for version, pause_seconds in ((0, 0.0), (1, 0.02), (7, 0.0)):  # a slow receiver, too
         num_bytes = sum(t.nbytes for t in make_weights(version).values())
@@ -364,7 +358,6 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
 
 @pytest.mark.parametrize("what", ["making the process group", "bucket 7 of .*"])
 def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
-    """It closes no connection."""
     store = peers.new_store() if what.startswith("making") else peers.join(3, bucket_bytes=256)
     peers.command(2, "end_at", what, signal.SIGSTOP)
     peers.answer(2)

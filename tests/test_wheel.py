@@ -25,8 +25,6 @@ def call(*command, cwd):
 
 
 def install(folder, *words):
-    """Make an environment that has EasyRL's dependencies, and EasyRL as pip's `words` say. Return
-    the folder of its packages. No .pth file of the surrounding environment is read there."""
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
@@ -78,7 +76,6 @@ INSTRUCTIONS = [line.split(maxsplit=1) for line in TEXT.splitlines() if line[:1]
 
 
 def of(instruction, containing=""):
-    """Arguments of the instructions, in order."""
     return [rest for word, rest in INSTRUCTIONS if word == instruction and containing in rest]
 
 

@@ -195,7 +195,6 @@ def lay_out(groups):
 
 
 def packed_logits(policy, sequences):
-    """Logits of all tokens [T, V]."""
     lengths = [len(sequence) for sequence in sequences]
     return policy.forward(
         torch.cat(sequences),
@@ -210,7 +209,6 @@ def separate_logits(reference, sequences):
 
 
 def gradients(model, logits, sequences):
-    """Gradients of a random weighted sum of all log-probabilities of the next tokens."""
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(len(logits), generator=generator)
     targets = torch.cat([sequence.roll(-1) for sequence in sequences])
