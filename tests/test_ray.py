@@ -82,13 +82,13 @@ def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
 
 def assert_shown(folder, pid, address, infer, train):
     workers = {each["name"]: each for each in workers_of(folder)}
-    named = [f"rollout-{n}" for n in range(infer)] + [f"train-{n}" for n in range(train)]
-    assert workers.keys() == {"controller", *named} and workers["controller"]["pid"] == pid
-    for name in named:
-        assert workers[name]["device"] == f"{address}/cpu"
-        command = " ".join(psutil.Process(workers[name]["pid"]).cmdline())
-        assert "multiprocessing" in command
-    assert len({each["pid"] for each in workers.values()}) == len(workers)
+    assert workers.pop("controller")["pid"] == pid
+    assert {*workers} == {f"rollout-{n}" for n in range(infer)} | {
+        f"train-{n}" for n in range(train)
+    }
+    for worker in workers.values():
+        assert worker["device"] == f"{address}/cpu"
+        assert "multiprocessing" in " ".join(psutil.Process(worker["pid"]).cmdline())
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,13 @@ def refused(*words, timeout_seconds):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("infer", "train", "named"), [
-    ("ray:cpu:3", "ray:cpu:1", ("devices.infer (--infer-devices)", "of 3 rollout workers")),
-    ("ray:cpu:1", "ray:cpu:4", ("devices.train (--train-devices)", "all 4 train workers")),
-])  # fmt: skip
-def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path, infer, train, named):
+def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
     """A signal ends the wait for places."""
     folder = tmp_path / "run"
-    words = ("--output", str(folder), *on(cluster, infer, train))
+    words = ("--output", str(folder), *on(cluster, "ray:cpu:3"))
     err = refused(*words, timeout_seconds=10)
-    expected = (*named, "runtime.timeout_seconds", "need 1 CPU each", "the cluster has 3 CPU")
-    assert [text for text in expected if text not in err] == [], err
+    for text in ("devices.infer", "runtime.timeout_seconds", "need 1 CPU each", "has 3 CPU"):
+        assert text in err
     process = start(*words)
     wait_for_line(process, "waiting for places")
     time.sleep(1.0)
@@ -161,24 +157,17 @@ def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path, infer, tr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("problem", ["another version", "no EasyRL"])
-def test_a_node_that_cannot_run_easyrl(cluster, tmp_path, problem):
-    path = tmp_path / "path"
-    if problem == "no EasyRL":
-        path.mkdir()
-        (path / "sitecustomize.py").write_text("import sys; sys.modules['easyrl'] = None")
-    else:
-        (path / "torch-0.1.dist-info").mkdir(parents=True)
-        (path / "torch-0.1.dist-info/METADATA").write_text("Name: torch\nVersion: 0.1\n")
-    paths = f"{path}:{os.environ.get('PYTHONPATH', '')}"
+def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['easyrl'] = None")
+    paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": paths})
     try:
         words = ("--output", str(tmp_path / "run"), *on(cluster, "ray:cpu:3"))
         err = refused(*words, timeout_seconds=30)
     finally:
         cluster.remove_node(node)
-    named = "No module named 'easyrl" if problem == "no EasyRL" else "expected torch"
-    assert named in err and "node" in err and cluster.address.rpartition(":")[0] in err
+    assert "No module named 'easyrl" in err and "node" in err
+    assert cluster.address.rpartition(":")[0] in err
 
 
 ALL = (

@@ -111,11 +111,7 @@ def solution(answer):
 
 @pytest.mark.parametrize(
     ("preset", "answers", "column"),
-    [
-        ("gsm8k", GSM8K, "answer"),
-        ("math500", MATH, "answer"),
-        ("math", MATH, "solution"),
-    ],
+    [("gsm8k", GSM8K, "answer"), ("math500", MATH, "answer"), ("math", MATH, "solution")],
 )
 def test_rows_of_presets_have_the_scores_checked_by_hand(preset, answers, column, tmp_path):
     file = tmp_path / "data.jsonl"

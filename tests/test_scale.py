@@ -10,12 +10,7 @@ from easyrl import devices
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.control import request
-from easyrl.runtime.placement import (
-    EngineChoice,
-    check_scale,
-    first_engines,
-    resolve_placement,
-)
+from easyrl.runtime.placement import EngineChoice, check_scale, first_engines, resolve_placement
 from runs import SMALL, finish, lines_of, start, summary_of, wait_for_line
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
