@@ -6,16 +6,11 @@ r"""Completions with the score that `math` and `gsm8k` give them, checked by han
 MATH = [
     # what math-verify is for
     (r"\frac{1}{2}", "The answer is 1/2.", 1),
-    (r"\frac{1}{3}", r"\boxed{0.333}", 0),
-    ("[1,2)", r"\boxed{(1,2)}", 0),
-    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1),
     ("x^2+2x+1", r"\boxed{(x+1)^2}", 1),
-    ("B", r"\boxed{\text{(B)}}", 1),
     (r"\text{east}", r"\boxed{\text{west}}", 0),
     ("1,234,567", "The answer is 1,234,567.", 1),
     # money and percent
     (r"\$36", r"\boxed{36}", 1),
-    (r"\$32,\!348", r"\boxed{32348}", 1),
     (r"50\%", r"\boxed{50\%}", 1),
     # position of the answer
     ("4", r"The answer is \boxed{4}. It was hard, I tried 17 times.", 1),
@@ -24,10 +19,8 @@ MATH = [
     ("4", r"<think>Is it \boxed{5}?</think> The answer is $4$.", 1),
     ("4", r"Is it \boxed{4}?</think> \boxed{5}", 0),
     ("5", r"<think>Is it \boxed{5}?", 0),
-    ("$4$", "#### 4", 1),
     # answer tags
     ("42", "<think>x</think><answer>42</answer>", 1),
-    ("B", "<answer>B</answer>", 1),
     ("42", "<answer>The answer is **42**.</answer>", 1),
     ("1", "<answer>1</answer> no, <answer>2</answer>", 0),
     ("42", "42 <answer></answer>", 0),
@@ -44,12 +37,8 @@ GSM8K = [
     (GSM8K_ROW + "18", "#### eighteen, that is 18", 1),
     (GSM8K_ROW + "18", "She makes 18 dollars in 2 days.", 0),
     (GSM8K_ROW + "18", r"She makes \boxed{18} dollars in 2 days.", 1),
-    (GSM8K_ROW + "18", r"\boxed{17}, or rather \boxed{18}", 1),
-    (GSM8K_ROW + "18", r"\boxed{\text{\$18}} and 3 more", 1),
     (GSM8K_ROW + "18", r"\boxed{18", 1),
-    (GSM8K_ROW + "18", r"\boxed{eighteen} or 18", 0),
     (GSM8K_ROW + "1234", "#### 1,234", 1),
-    (GSM8K_ROW + "1234", r"\boxed{1{,}234}", 1),
     (GSM8K_ROW + "-5", "#### -5", 1),
     (GSM8K_ROW + "-5", "#### 5", 0),
     (GSM8K_ROW + "0.5", "#### .5", 1),
@@ -61,12 +50,10 @@ GSM8K = [
     (GSM8K_ROW + "1", "#### 1. Count\nShe has 18.", 0),
     (GSM8K_ROW + "18", "\\boxed{17}\n#### **18** (9 * 2)", 1),
     # boxes: one number, and no part of an expression
-    (GSM8K_ROW + "18", r"\boxed{\text{Total: }18}", 1),
     (GSM8K_ROW + "18", r"\fbox{x = 18^\circ} of 20", 1),
     (GSM8K_ROW + "36", r"\boxed{\frac{36}{2}}", 0),
     (GSM8K_ROW + "18", r"\boxed{\frac{36}{2}}", 1),
     (GSM8K_ROW + "10", r"\boxed{2^{10}}", 0),
-    (GSM8K_ROW + "6", r"\boxed{3\times 6}", 0),
     (GSM8K_ROW + "-18", r"\boxed{-\$18}", 1),
     # thinking and answer tags
     (GSM8K_ROW + "18", r"<think>Is it #### 5 or \boxed{6}?</think>She earns 18.", 1),
@@ -75,7 +62,6 @@ GSM8K = [
     ("3/4", r"\boxed{\frac{3}{4}}", 1),
     ("1/2", "The answer is 2", 0),
     ("2:30", "It starts at 30", 0),
-    ("2:30", "#### 2:30", 1),
     (GSM8K_ROW + "30", "It starts at 2:30", 0),
 ]
 

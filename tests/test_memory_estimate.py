@@ -21,8 +21,6 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model
 from easyrl.devices import parse_assumed
-from easyrl.engines.base import GroupRequest, SamplingSettings
-from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
@@ -134,18 +132,6 @@ def test_estimate_equals_the_measured_peak(sizes, is_tied, tmp_path):
     words = *words, "train.max_tokens_per_micro_batch=2048"
     expected = [sum(of(role, *words).values()) for role in ("rollout", "train")]
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)
-
-
-def test_estimated_kv_cache_covers_the_allocated_one():
-    words = ("data.max_prompt_length=50", "rollout.max_completion_length=30")
-    estimate = of("rollout", *words, "rollout.num_generations=3", "train.eval_every=1")["KV cache"]
-    sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
-    engine = EmbeddedEngine(Policy.load("tiny"), sampling, num_rows=4 * 3)  # 4 groups
-    for number in range(40):  # an evaluation
-        engine.submit(GroupRequest((number,), [5] * 50, 1))
-    while engine.has_work:
-        engine.step()
-    assert 0.9 < engine.cache.num_bytes / estimate <= 1.0
 
 
 LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")

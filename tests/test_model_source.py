@@ -13,18 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from easyrl.config import ConfigError, load_config
+from easyrl.config import ConfigError
 from easyrl.data.datasets import open_hub
 from easyrl.data.hub import (
-    describe_model,
     loadable_model,
     model_config_from_hub,
     reach_hub,
-    resolve_model,
 )
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, read_model_files
-from easyrl.runtime.resume import with_absolute_paths
 from mistakes import TINY, make_run
 
 
@@ -122,24 +119,6 @@ def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
             find_model(path, base)
     with pytest.raises(ConfigError, match="--base"):
         find_model("tiny", base="tiny")
-
-
-def test_local_folder_wins_over_the_built_in_model_but_a_resumed_run_keeps_its_own(
-    tmp_path, monkeypatch
-):
-    run = tmp_path / "run"
-    make_run(run, {10: {}})
-    monkeypatch.chdir(tmp_path)
-    assert Path(resolve_model("tiny")) == TINY and "built-in" in describe_model("tiny")
-    own = shutil.copytree(TINY, tmp_path / "tiny")
-    (own / "tokenizer.json").write_text("{}")
-    started = with_absolute_paths(load_config(words=["model.path=tiny"])).model.path
-    assert started == str(own) and str(own) in describe_model(started)
-    assert find_model(started).identity() != find_model(str(TINY)).identity()
-    # The run recorded `tiny` where no such folder was.
-    words = ("devices.infer=cpu", "devices.train=cpu")
-    config = with_absolute_paths(load_config(run / "config.yaml", words=words), is_resumed=True)
-    assert config.model.path == "tiny"
 
 
 APPROVE = "You must be approved by its owner."

@@ -12,7 +12,6 @@ from test_train_ranks import ranks
 from test_updates import model, train
 from torch._dynamo.utils import counters
 
-from easyrl.config import ConfigError
 from easyrl.model.policy import Policy
 from runs import SMALL, finish, lines_of, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
@@ -145,12 +144,6 @@ def test_compiled_layers_give_the_gradient_of_plain_ones():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [(), HARDER, (*HARDER, *LORA), ("model.attention=repeated",)])
-def test_other_settings(words):
-    assert_same_gradients(*words)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *UNSHARED} - NOT_COMPILED - NOT_TRAINED))
 def test_other_models(family, tmp_path, monkeypatch):
     changes = UNSHARED[family][0] if family in UNSHARED else {}
@@ -158,14 +151,6 @@ def test_other_models(family, tmp_path, monkeypatch):
     monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
     # Recurrences, routers and learned masks amplify rounding.
     assert_same_gradients(bound=1e-4 if family in UNSHARED else 1e-5)
-
-
-@pytest.mark.long
-def test_a_model_that_cannot_be_compiled_is_named(tmp_path, monkeypatch):
-    tiny_model("mamba", spread=SPREAD, **UNSHARED["mamba"][0]).save_pretrained(tmp_path)
-    monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"train\.compile"):
-        train(COMPILE)
 
 
 @pytest.mark.long
@@ -178,16 +163,3 @@ def test_two_ranks(ranks, words, more, bound):
     for outcome in ranks.train(*words, *more, COMPILE):
         for got, gradient in zip(outcome.gradients, expected.gradients, strict=True):
             assert largest_gradient_gap(got, gradient) <= bound
-
-
-@pytest.mark.long
-def test_a_run_with_lent_cores(tmp_path):
-    folder, rewards = tmp_path / "run", tmp_path / "rewards.py"
-    rewards.write_text("def score(completions, **_): return [len(c) % 3 for c in completions]")
-    words = ("--output", str(folder), "--iterations", "4", "--reward", f"{rewards}:score")
-    code, out, err = finish(*words, *SMALL, COMPILE)
-    assert "train.compile" in out
-    assert (code, err) == (0, "")  # no warning of semaphores, which tqdm leaves in a worker
-    summary = summary_of(folder)
-    assert summary["groups_off_policy"] == 0
-    assert 0.0 < summary["sampling_logp_difference_max"] < 1e-3

@@ -5,8 +5,6 @@ A worker takes one CPU, so three workers are on three nodes.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 
@@ -283,18 +281,3 @@ def test_a_lost_node_changes_no_bit(tmp_path):
         assert (process.returncode, err) == (0, "") and "(raylet)" not in out
     assert summary_of(folder)["worker_restarts"] == 1
     assert outcome_of(folder) == outcome_of(here)
-
-
-@pytest.mark.long
-def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(cluster, tmp_path):
-    results = []
-    here = ("--infer-devices", "cpu:2")
-    there = ("--infer-devices", "ray:cpu:2", "--ray-address", cluster.address)
-    command = [sys.executable, "-m", "easyrl", "eval", "--model", "tiny", "--dataset", "arithmetic"]
-    for name, devices in (("here", here), ("there", there)):
-        words = [*devices, *SAME, "--num-samples", "2", "--output", str(tmp_path / name)]
-        subprocess.run([*command, *words], check=True, timeout=240)
-        results.append(lines_of(tmp_path / name / "samples.jsonl"))
-    one, other = (sorted(lines, key=lambda line: line["prompt_index"]) for lines in results)
-    assert one == other and len(one) == 16
-    assert len({*nodes_of_newest_run(cluster)}) == 2

@@ -11,10 +11,6 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.placement import (
     check_scale,
-    describe,
-    engines_on,
-    first_engines,
-    numbered,
     resolve_placement,
 )
 from easyrl.runtime.ray import cluster as cluster_module
@@ -44,21 +40,6 @@ def place(monkeypatch):
         return resolve_placement(load_config(words=words))
 
     return place
-
-
-def test_workers_of_a_cluster_have_devices_of_their_own(place):
-    words = ("devices.infer=ray:4", "devices.train=ray:2", "devices.spare=ray:2")
-    placement = place(*words, "rollout.engine=embedded")
-    every = [placement.indices_of("train", rank) for rank in range(2)]
-    every += engines_on(placement.infer, placement) + [(index,) for index in placement.spare]
-    assert len({*every}) == 8
-    assert (placement.accelerator, placement.max_rollout_workers) == ("cuda", 6)
-    assert "a cluster" in describe(placement) and "rollout-1: cuda:?," in describe(placement)
-    assert not placement.cores and not placement.lends_cores  # of this machine
-    grown, shrunk = first_engines(6, placement), numbered(parse_device_set("ray:1"), placement)
-    for wanted in (grown, shrunk):
-        check_scale(load_config(), placement, placement.infer, wanted)
-    assert {*shrunk.indices} < {*placement.infer.indices} < {*grown.indices}
 
 
 def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place):

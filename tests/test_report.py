@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from easyrl import cli, events
-from easyrl.observe.history import read_history
-from easyrl.observe.trace import TraceWriter
-from run_events import METRICS, run_events
+from easyrl import cli
+from run_events import METRICS
 from runs import lines_of, summary_of
 
 
@@ -89,21 +87,6 @@ def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_p
     row = re.search(r"train.learning_rate</code>.*?</tr>", both, flags=re.DOTALL)
     assert row is not None and 'class="other"' in row[0] and "0.5" in row[0]
     assert "other: trace.json has no iteration" in text_of(both)
-
-
-def test_a_resumed_run_shows_nothing_that_was_undone(tmp_path):
-    folder = make_run(tmp_path / "run", [line(0)])
-    first = run_events(folder)[:-2]
-    resumed = {"num_iterations": 1, "accuracies": [(0, 0.5), (1, 0.7)]}
-    second = [events.RunStarted(**{**vars(first[0]), **resumed}), events.RunEnded(1, "no memory")]
-    notify = TraceWriter()
-    for event in (*first, events.Evaluated(190.0, 0.9, 2, 0.1, num_iterations=2), *second):
-        notify(event)
-    history = read_history(folder)
-    assert history.series("eval/accuracy") == ([0], [0.125])
-    assert history.status == "failed after 1 of 60 iterations"
-    for text in ("resumed after 1 iteration", "ended with exit code 1: no memory"):
-        assert history.messages[text] == 1
 
 
 def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):

@@ -82,7 +82,6 @@ WAYS = {
     "a reference and two updates": ("algorithm.beta=0.05", "train.updates_per_iteration=2"),
     "dynamic sampling": ("algorithm.dynamic_sampling=true", "algorithm.beta=0.05"),
     "LoRA": ("model.lora.rank=4", "algorithm.beta=0.05"),
-    "bfloat16": ("model.dtype=bfloat16", "algorithm.beta=0.05"),
     "two train ranks, all offloaded": (
         *("--train-devices", "cpu:2", "algorithm.beta=0.05", "model.dtype=bfloat16"),
         "train.offload=[optimizer, reference]",

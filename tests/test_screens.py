@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from easyrl import __version__, cli, events
 from easyrl.config import load_config, to_commented_yaml
 from easyrl.observe.lines import PlainLines, end_table, print_end
-from easyrl.observe.observers import Guard
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.text import say_rich
 from easyrl.observe.trace import TraceWriter
@@ -193,29 +192,3 @@ def show_progress(view):
     view.show_progress(10.0, some(70), 1000)
     view.show_progress(11.0, some(75), 1100)  # too soon for another line
     view.show_progress(20.0, some(100), 1900)
-
-
-class Fails:
-    is_closed = False
-
-    def __call__(self, event):
-        if isinstance(event, events.NoEvents):
-            raise KeyError("a bug")
-
-    def close(self):
-        self.is_closed = True
-
-
-def test_observer_that_fails_is_replaced_with_one_note():
-    received = []
-    observer = Fails()
-    guard = Guard(observer, fallback=received.append)
-    run, first = run_started(Path("run")), events.NoEvents(1.0, "")
-    second = events.IterationStarted(2.0, 0)
-    with pytest.raises(KeyError):  # before the run has started, the failure is the run's
-        guard(first)
-    assert guard(run) is None
-    note = guard(first)
-    assert note is not None and "KeyError: 'a bug'" in note.text and observer.is_closed
-    assert guard(second) is None
-    assert received == [run, first, second]

@@ -10,14 +10,13 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, Rates, fit
+from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, fit
 from easyrl.planning.simulation import (
     Split,
     flags_of,
     mean_speed,
     predict_splits,
     read_rates,
-    simulate,
 )
 from runs import finish
 
@@ -56,46 +55,6 @@ def test_predictions_are_within_a_tenth_of_real_runs(tmp_path):
     ratios = {split: plan[split] / speed for split, speed in measured.items()}
     print({split: (plan[split], measured[split], ratio) for split, ratio in ratios.items()})
     assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
-
-
-RATES_OF_WORK = Rates(
-    engine=(0.01, 0.0, 0.0),
-    trainer=(0.1, 0.0, 0.0),
-    broadcast=0.0,
-    overhead=0.0,
-    prompt_tokens=0.0,
-    num_trainers=1,
-)
-"""Only engines and trainers take time."""
-make_rates = RATES_OF_WORK._replace
-
-
-def make_config(**changes):
-    words = {
-        "train.prompts_per_iteration": 8,
-        "rollout.num_generations": 4,
-        "rollout.max_concurrent_groups": 2,
-        "train.max_tokens_per_micro_batch": 4096,
-    }
-    return load_config(None, words | {k.replace("__", "."): v for k, v in changes.items()})
-
-
-def outcome(rates, config, num_engines=1, num_trainers=1, **of_group):
-    group = Group([100] * 4, 0.0, True, True)._replace(**of_group)
-    groups = [group] * config.train.prompts_per_iteration
-    return simulate(rates, groups, config, num_engines, num_trainers)
-
-
-def test_a_slow_trainer_decides_and_the_schedule_sync_adds_both_times():
-    slow = make_rates(trainer=(0.0, 0.005, 0.0))
-    found = outcome(slow, make_config(train__max_tokens_per_micro_batch=800))
-    assert found.seconds == pytest.approx(100 * 0.01 + 8 * 400 * 0.005, abs=2e-2)
-    rates = make_rates(trainer=(0.0, 0.001, 0.0))
-    periodic, sync = (
-        outcome(rates, make_config(runtime__schedule=schedule)) for schedule in ("periodic", "sync")
-    )
-    assert sync.seconds == pytest.approx(4 * 99 * 0.01 + 3.2, abs=0.02)
-    assert periodic.seconds < sync.seconds - 2.0
 
 
 def test_rates_are_found_again_in_rows_that_they_give():

@@ -31,19 +31,6 @@ def test_shares_of_waiting_of_the_last_iterations():
         assert balance.num_engines() == expected
 
 
-@pytest.mark.parametrize(("engines", "train", "expected"), [
-    ((9.0, 5.0), 6.0, 3),
-    ((1.0,), 9.0, 1),
-    ((12.0,), 10.0, 1),  # a second engine would mostly wait
-    ((13.0,), 10.0, 2),
-    ((30.0,), 10.0, 3),
-])  # fmt: skip
-def test_the_balanced_number_follows_from_the_work_of_both_sides(engines, train, expected):
-    balance = Balance()
-    add(balance, *engines, train=train)
-    assert balance.num_engines() == expected
-
-
 def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
     words = ["devices.infer=cpu", "devices.train=cpu", "devices.spare=cpu:2"]
     config = load_config(words=[*words, "runtime.autoscale=true"])

@@ -5,15 +5,10 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import make_tiny
-from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, applied, score
 from runs import finish, summary_of
-
-TINY = BUILT_IN_MODELS["tiny"]
 
 
 @pytest.mark.parametrize(
@@ -61,26 +56,6 @@ def test_arithmetic_rewards_exactly_the_answer():
     right = [working, "#75\n#109"]  # only the last answer counts
     wrong = ["#109\n#75", "#0109", "#109 or so", "109"]
     assert score([], right + wrong, [], answer=["109"] * 6) == [1.0] * 2 + [0.0] * 4
-
-
-def test_before_rl_tiny_is_right_in_a_part_of_its_samples():
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    model = AutoModelForCausalLM.from_pretrained(TINY)
-    text = "".join(map(chr, range(32, 127)))
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(text) and tokenizer.decode(ids) == text
-    rows = ARITHMETIC.held_out_rows()[:64]
-    contents = [row["prompt"] for row in rows]
-    batch = tokenizer(contents, return_tensors="pt", padding=True, padding_side="left")
-    torch.manual_seed(0)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 128}
-    output = model.generate(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **sampling
-    )
-    ids = output[:, batch["input_ids"].shape[1] :]
-    completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    rewards = score(contents, completions, [], answer=[row["answer"] for row in rows])
-    assert 0.2 <= sum(map(float, rewards)) / len(rewards) <= 0.6
 
 
 @pytest.mark.long
