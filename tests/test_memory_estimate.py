@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,17 +71,12 @@ def placed(config):
     return Placement(*sets, "cuda", 1, 4, infer_memory_fraction=fraction)
 
 
-def estimated(*words, **placed_as):
+def estimated(*words):
     config = load_config(words=words)
     files = read_model_files(config.model.path)
     num_trained = None if config.model.lora.rank is None else 1000
     size = model_size(files.config, files.num_weights or 0, num_trained)
-    return estimate_memory(config, replace(placed(config), **placed_as), size)
-
-
-def of(role, *words, **placed_as):
-    parts = estimated(*words, **placed_as)
-    return {part.what: part.num_bytes for part in parts if part.process.startswith(role)}
+    return estimate_memory(config, placed(config), size)
 
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
@@ -130,12 +124,14 @@ def test_estimate_equals_the_measured_peak(sizes, is_tied, tmp_path):
     where = "devices.infer=cpu", "devices.train=cpu", f"output.dir={tmp_path}/run"
     words = *write_task(tmp_path, sizes, is_tied=is_tied), *where
     words = *words, "train.max_tokens_per_micro_batch=2048"
-    expected = [sum(of(role, *words).values()) for role in ("rollout", "train")]
+    expected = [
+        sum(part.num_bytes for part in estimated(*words) if part.process.startswith(role))
+        for role in ("rollout", "train")
+    ]
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)
 
 
 LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")
-APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 0))
 
 
 @pytest.mark.parametrize(
@@ -187,8 +183,8 @@ def test_trainer_uses_the_memory_that_there_is(devices, words, reshard, tokens):
 def test_part_of_a_device_that_cannot_suffice_is_refused(fraction, words, refused, monkeypatch):
     monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 6 * WEIGHTS)
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
-    all_words = *LEAST, "rollout.num_generations=2", *SHARED, *words.split()
-    all_words = *all_words, f"rollout.memory_fraction={fraction}"
+    shared = "devices.infer=0", "devices.train=0", f"rollout.memory_fraction={fraction}"
+    all_words = *LEAST, "rollout.num_generations=2", *shared, *words.split()
     match = rf"cuda:0 \({refused}\).*rollout\.memory_fraction"
     expected = pytest.raises(ConfigError, match=match)
     with expected if refused else contextlib.nullcontext():

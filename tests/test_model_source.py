@@ -121,21 +121,14 @@ def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
         find_model("tiny", base="tiny")
 
 
-APPROVE = "You must be approved by its owner."
-HUB_ANSWERS = [
-    (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": APPROVE}, "approved by its owner"),
-    (404, {"X-Error-Code": "RepoNotFound"}, "Not Found"),
-]
+def test_error_of_the_hub_is_reported(monkeypatch):
+    reason = "You must be approved by its owner."
 
-
-@pytest.mark.parametrize(("status", "headers", "reason"), HUB_ANSWERS)
-def test_error_of_the_hub_is_reported(monkeypatch, status, headers, reason):
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self):
-            is_file = "/resolve/" in self.path
-            self.send_response(status if is_file else 200)
-            for name, value in headers.items() if is_file else ():
-                self.send_header(name, value)
+            self.send_response(403 if "/resolve/" in self.path else 200)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("X-Error-Message", reason)
             self.end_headers()
 
         do_GET = do_HEAD

@@ -1,18 +1,15 @@
 """Compute in bfloat16 over float32 weights, activation checkpointing, and compiled layers."""
 
 import math
-from pathlib import Path
 
 import pytest
 import test_updates
 import torch
-import transformers
 from safetensors.torch import load_file
 from test_train_ranks import ranks
 from test_updates import model, train
 from torch._dynamo.utils import counters
 
-from easyrl.model.policy import Policy
 from runs import SMALL, finish, lines_of, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
 
@@ -83,45 +80,6 @@ def test_a_run_in_bfloat16(tmp_path, devices):
     saved = load_file(folder / "model/model.safetensors")
     assert all(weight.dtype == torch.float32 for weight in saved.values())
     assert any(not torch.equal(w, w.bfloat16().float()) for w in saved.values())
-
-
-def test_weights_are_loaded_in_their_final_dtype_and_are_the_pages_of_their_file(
-    tmp_path, monkeypatch
-):
-    """All processes then share them, and the host never holds the model in another dtype."""
-    asked = []
-    load = transformers.AutoModelForCausalLM.from_pretrained
-
-    def spy(*arguments, dtype, **options):
-        asked.append(dtype)
-        return load(*arguments, dtype=dtype, **options)
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
-    tiny_model("qwen3", None).bfloat16().save_pretrained(tmp_path)
-    for dtype in (None, "bfloat16"):
-        policy = Policy.load(str(tmp_path), dtype=dtype)
-        mapped = [
-            [int(end, 16) for end in line.split()[0].split("-")]
-            for line in Path("/proc/self/maps").read_text().splitlines()
-            if line.endswith(str(tmp_path / "model.safetensors"))
-        ]
-        for name, weight in policy.model.named_parameters():
-            assert weight.dtype == torch.bfloat16
-            assert any(start <= weight.data_ptr() < end for start, end in mapped), name
-    assert {weight.dtype for weight in Policy.load(str(tmp_path)).model.parameters()} == {
-        torch.float32
-    }
-    assert asked == [torch.bfloat16, torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize(("dtype", "kept"), [(None, "float32"), ("bfloat16", "bfloat16")])
-def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(dtype, kept, tmp_path):
-    """Gemma multiplies embeddings by the root of their size."""
-    tiny_model("gemma3_text", None).bfloat16().save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path), dtype=dtype)
-    scale = policy.model.model.embed_tokens.embed_scale
-    assert {weight.dtype for weight in policy.model.parameters()} == {getattr(torch, kept)}
-    assert dtype or (scale.dtype == torch.float32 and scale != scale.bfloat16())
 
 
 COMPILE = "train.compile=true"

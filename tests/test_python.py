@@ -16,7 +16,6 @@ import pandas
 import psutil
 import pytest
 
-import easyrl
 from easyrl import events
 from easyrl.api.calls import Run, evaluate, train
 from easyrl.cli.eval import evaluate as eval_command
@@ -95,9 +94,8 @@ def test_classes_and_tools_are_environments(tmp_path):
         def get_reward(self):
             return rate
 
-    def add(a, b):
-        """
-        Add two numbers.
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
 
         Args:
             a: The first.
@@ -149,8 +147,6 @@ def test_the_functions_have_the_options_of_the_commands():
     for command, function in ((grpo, train), (eval_command, evaluate)):
         options = inspect.signature(command).parameters.keys() - not_in_python
         assert options == inspect.signature(function).parameters.keys() - {"progress", "settings"}
-    for name in ("train", "evaluate", "Run", "Evaluation"):
-        assert getattr(easyrl, name).__module__ == "easyrl.api.calls"
 
 
 def script(body, tmp_path, **environment):

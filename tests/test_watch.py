@@ -65,7 +65,6 @@ def test_trace_gives_the_same_state_as_the_events(written):
         for found in files.read():
             read.apply(found)
         assert content(read) == content(live), event
-    assert live.ended is not None
     assert content(state_of(RunFiles(folder).read())) == content(live)
     assert {line["ph"] for line in lines_of(folder)} == {"M", "X", "B", "E", "i", "C"}
 
@@ -74,14 +73,12 @@ def test_resumed_run_reads_as_one_run(written):
     """The first command is killed after two iterations; the next resumes after the first one. The
     last end counts."""
     folder, run = written
-    started = run[0]
-    assert isinstance(started, events.RunStarted)
     write(run[:-2])
     with (folder / "trace.json").open("a") as file:
         file.write('{"ph": "i", "na')
     more = {"started": 300.0, "num_iterations": 1, "earlier": [METRICS]}
     resumed = [
-        dataclasses.replace(started, **more, accuracies=[(0, 0.5)]),
+        dataclasses.replace(run[0], **more, accuracies=[(0, 0.5)]),
         FromWorker("rollout-0", 303.0, events.Ready()),
         events.IterationStarted(307.0, 1),
         group(308.0, 4, iteration=1),
@@ -147,53 +144,35 @@ def test_finished_run_is_shown_as_it_ended(finished_run, capsys):
         assert text in output
 
 
-@pytest.fixture(scope="module")
-def killed_run(tmp_path_factory):
-    """A run that was killed; two watchers, of which the first was interrupted before; and what
-    `easyrl report` printed of the living run."""
-    folder = tmp_path_factory.mktemp("killed") / "run"
-    process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
-    try:
-        wait_for_line(process, "iteration 2/")
-        watchers = [
-            Terminal(sys.executable, "-m", "easyrl", "watch", str(folder)) for _ in range(2)
-        ]
-        report = page_of(folder)
-        for watcher in watchers:
-            watcher.read_until("ETA")
-        os.kill(watchers[0].process.pid, signal.SIGINT)
-        watchers[0].read_until(None)
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.communicate()
-    yield folder, watchers, report
-
-
 def page_of(folder):
     done = CliRunner().invoke(cli.app, ["report", str(folder)])
     assert done.exit_code == 0, done.output
     return re.sub(r"<[^>]*>|\s+", " ", (folder / "report.html").read_text())
 
 
-def test_run_is_followed_until_it_is_killed_and_outlives_a_watcher(killed_run):
-    folder, (interrupted, follower), _ = killed_run
-    assert interrupted.end() == 128 + signal.SIGINT
+def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_reported(tmp_path):
+    folder = tmp_path / "run"
+    process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
+    try:
+        wait_for_line(process, "iteration 2/")
+        words = (sys.executable, "-m", "easyrl", "watch", str(folder))
+        interrupted, follower = Terminal(*words), Terminal(*words)
+        assert "still running" in page_of(folder)
+        for watcher in (interrupted, follower):
+            watcher.read_until("ETA")
+        os.kill(interrupted.process.pid, signal.SIGINT)
+        interrupted.read_until(None)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert interrupted.end() == 128 + signal.SIGINT and follower.end() == 1
     assert "the run continues" in after_the_view(interrupted.output)
-    assert follower.end() == 1
     assert "the run was killed" in after_the_view(follower.output)
     assert watch(folder, live=False) == 1
-
-
-def test_report_of_a_running_run_and_of_what_is_left_of_a_killed_one(killed_run):
-    folder, _, while_running = killed_run
-    assert "still running" in while_running
     for name in ("metrics.jsonl", "samples.jsonl", "trace.json"):
-        with (folder / name).open("a") as file:
+        with (folder / name).open("a") as file:  # cut off in the middle of a line
             file.write('{"iteration": 99999, "rew')
     page = page_of(folder)
     for text in ("of 100000 iterations: its process is gone", "none missing", "both at once"):
         assert text in page
-    (folder / "metrics.jsonl").write_text("")
-    (folder / "trace.json").unlink()
-    assert "No iteration has finished so far" in page_of(folder)
