@@ -15,11 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from easyrl.config import ConfigError
 from easyrl.data.datasets import open_hub
-from easyrl.data.hub import (
-    loadable_model,
-    model_config_from_hub,
-    reach_hub,
-)
+from easyrl.data.hub import loadable_model, model_config_from_hub, reach_hub
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, read_model_files
 from mistakes import TINY, make_run

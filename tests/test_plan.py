@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.devices import parse_assumed
 from easyrl.runtime.resume import with_absolute_paths
 
 QWEN = {
@@ -54,19 +53,12 @@ def proposed(output):
     return commands[0][2:] if commands else None
 
 
-def test_devices_are_assumed_by_number_and_memory_or_name():
-    for text, count, gib in (("4x23.5gb", 4, 23.5), ("8xH100", 8, 79), ("4090", 1, 23.5)):
-        assumed = parse_assumed(text)
-        assert (assumed.count, assumed.num_bytes) == (count, gib * 2**30)
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         *((["--assume", text], "--assume: expected") for text in ("", "8x", "0x80GiB", "8x8", "a")),
         (["--assume", "8x80GiB", "--infer-devices", "0", "--train-devices", "8"], "0-7"),
         (["--assume", "8x80GiB", "--infer-devices", "cpu"], "--assume"),
-        (["--assume", "8x80GiB", "--model", "nobody/nothing"], "hub"),
         (["--assume", "8x80GiB", "--model", "/no/such/folder"], "model.path"),
         (["--assume", "8x80GiB", "data.max_prompt_length=50000", TOKENS], "data.max_prompt_length"),
     ],
@@ -90,7 +82,6 @@ def test_the_proposed_command_fits(assume, words, changed, starts, qwen):
     code, output = dry_run("--assume", assume, "--model", qwen, "--dataset", "countdown", *words)
     assert code == (0 if starts else 2)
     assert starts == ("a run would not start" not in output)
-    assert "warning: " in output or not starts
     better = proposed(output)
     assert better is not None and changed in " ".join(better)
     assert better[:4] == ["--model", qwen, "--dataset", "countdown"]
@@ -147,11 +138,8 @@ def test_data_and_functions_are_tried_as_by_a_start(words, expected):
     assert "all on cpu" in output  # the memory that it would need
 
 
-@pytest.mark.parametrize("dataset", ["rows.jsonl", "hub/data"])
 @pytest.mark.usefixtures("user_files")
-def test_data_on_a_hub_that_is_unreachable_is_a_warning(dataset, capfd):
-    code, output = dry_run("--dataset", dataset, "--reward", "own.py:score")
-    assert code == 0 and "all on cpu" in output
-    assert ("warning: not checked: data.dataset" in output) == (dataset == "hub/data")
-    out, err = capfd.readouterr()
-    assert out == "" and "here" in err  # the plan is a config file
+def test_data_on_a_hub_that_is_unreachable_is_a_warning(capfd):
+    code, output = dry_run("--dataset", "hub/data", "--reward", "own.py:score")
+    assert code == 0 and "all on cpu" in output and "warning: not checked: data.dataset" in output
+    assert "here" not in output and capfd.readouterr().out == ""  # the plan is a config file

@@ -79,7 +79,6 @@ def test_the_model_of_a_run_is_published_with_its_card(finished_run, hub, tmp_pa
     ("words", "is_reachable", "expected"),
     [
         ("DIR --push me/sums", True, "OWNER/NAME"),
-        ("", True, "OWNER/NAME"),
         ("--push no-name", True, "OWNER/NAME"),
         ("--push me/sums", True, "hf auth login"),
         ("--push me/sums", False, "cannot be reached"),
@@ -89,11 +88,6 @@ def test_an_impossible_export_is_reported(words, is_reachable, expected, finishe
     hub.is_reachable, hub.is_logged_in = is_reachable, False
     result = export(finished_run.folder, *words.split())
     assert result.exit_code == 2 and expected in result.stderr and not hub.created
-
-
-def test_a_folder_without_a_run_is_not_published(hub, tmp_path):
-    result = export(tmp_path, "--push", "me/sums")
-    assert result.exit_code == 2 and str(tmp_path) in result.stderr and not hub.created
 
 
 def test_a_card_names_the_hubs_sources_and_hides_local_folders():

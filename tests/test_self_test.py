@@ -45,9 +45,8 @@ def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path):
     )
     lines = done.stdout.splitlines()
     status = {line.split()[1]: line.split()[0] for line in lines if line[0] != " "}
-    assert [status[part] for part in ("weights", "attention", "embedded")] == [
-        *("ok", "failed", "ok")
-    ], done.stdout + done.stderr
+    found = [status[part] for part in ("weights", "attention", "embedded")]
+    assert found == ["ok", "failed", "ok"], done.stdout + done.stderr
     failed = next(number for number, line in enumerate(lines) if line.startswith("failed"))
     assert "model.attention=without_flex" in lines[failed + 1]
     assert done.returncode == 1 and "runs can start" in done.stdout
@@ -71,20 +70,11 @@ class Machine:
         self.ran.append((part, environment))
         return "" if self.errors.get(part, "") in {*words, ""} else "wrong values"
 
-    def start(self, config=None):
-        return self_test.before_run(config or load_config(), gpus(0, 1), self.notes.append)
-
-
-def gpus(infer, train):
-    return replace(
-        resolve_placement(load_config(None, ON_CPU)),
-        accelerator="cuda",
-        infer=DeviceSet("accelerator", (infer,)),
-        train=DeviceSet("accelerator", (train,)),
-    )
-
-
-ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
+    def start(self):
+        sets = {"infer": DeviceSet("accelerator", (0,)), "train": DeviceSet("accelerator", (1,))}
+        on_cpu = load_config(None, {"devices.infer": "cpu", "devices.train": "cpu"})
+        gpus = replace(resolve_placement(on_cpu), accelerator="cuda", **sets)
+        return self_test.before_run(load_config(), gpus, self.notes.append)
 
 
 @pytest.fixture
@@ -93,14 +83,13 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_devices_are_tested_once_for_their_versions(machine):
-    config = load_config()
-    assert machine.start(config) == (config, [])
+    assert machine.start() == (load_config(), [])
     seen = [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in machine.ran]
     assert [part for part, _ in machine.ran] == ["weights", "attention", "attention"]
     assert seen == [None, "0", "1"] and len(machine.notes) == 1
-    assert machine.start(config) == (config, []) and len(machine.ran) == 3
+    assert machine.start() == (load_config(), []) and len(machine.ran) == 3
     machine.label = "H200"
-    machine.start(config)
+    machine.start()
     assert len(machine.ran) == 6
 
 
@@ -122,7 +111,3 @@ def test_part_that_never_passes_is_tested_again(machine):
         config, (warning,) = machine.start()
         assert config == load_config() and "attention" in warning
     assert len(machine.notes) == 2
-    on_cpu = load_config(None, ON_CPU)
-    num_ran = len(machine.ran)
-    assert self_test.before_run(on_cpu, resolve_placement(on_cpu), print) == (on_cpu, [])
-    assert len(machine.ran) == num_ran

@@ -11,13 +11,7 @@ from typer.testing import CliRunner
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, fit
-from easyrl.planning.simulation import (
-    Split,
-    flags_of,
-    mean_speed,
-    predict_splits,
-    read_rates,
-)
+from easyrl.planning.simulation import Split, flags_of, mean_speed, predict_splits, read_rates
 from runs import finish
 
 RATES = [[0.0186, 0.00035, 0.0], [0.31, 0.0007, 0.0]]
