@@ -5,8 +5,6 @@ if the CPU leaves out its fused kernels, which accelerators do not have (`altere
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,17 +42,6 @@ def run(*words, **environment):
     return out
 
 
-def python(script, given=""):
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        check=False,
-        capture_output=True,
-        text=True,
-        input=given,
-        env={**os.environ, **ENVIRONMENT},
-    )
-
-
 def on(infer, train, folder):
     where = ("--infer-devices", infer, "--train-devices", train, "--output", str(folder))
     return *where, f"reward.functions=[{folder.parent}/own.py:hashed]", *WORDS
@@ -62,29 +49,6 @@ def on(infer, train, folder):
 
 def log_of(folder, worker):
     return (folder / f"logs/{worker}.log").read_text()
-
-
-def test_a_tensor_of_the_cpu_and_too_much_memory_are_refused():
-    script = """
-import torch, torch_npu
-weight = torch.ones(4, 4, device="npu")
-number, other = torch.tensor(1.0), torch.ones(4, 4)
-for operation in (lambda: weight @ other, lambda: weight.add_(other), lambda: other + weight):
-    try:
-        operation()
-    except RuntimeError as error:
-        print("refused" if "device" in str(error) else error)
-print((weight + number).sum().item(), torch.npu.memory_allocated())
-del weight
-print(torch.npu.memory_allocated(), torch.npu.max_memory_allocated())
-try:
-    torch.empty(2**40, device="npu")
-except torch.OutOfMemoryError:
-    print("out of memory")
-"""
-    done = python(script)
-    expected = ["refused"] * 3 + ["32.0 64", "0 132", "out of memory"]
-    assert done.stdout.splitlines() == expected, done.stderr
 
 
 def test_two_engines_and_two_trainers_resumed_with_workers_killed(tmp_path):

@@ -195,8 +195,8 @@ def test_process_whose_parent_died_while_it_started_ends():
 
 
 def test_functions_that_score_nothing_or_do_not_load_stop_the_run_by_default(own, open_pool):
-    for name, cause in (("a_set", "a_set"), ("none", "none")):
-        with pytest.raises(RewardError, match=cause):
+    for name in ("a_set", "none"):
+        with pytest.raises(RewardError, match=name):
             score(open_pool(name))
     own.write_text("import no_such_thing")
     with pytest.raises(RewardError, match="No module named 'no_such_thing'"):

@@ -55,7 +55,6 @@ def take_evaluation(metrics):
 HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 SCHEDULED = {
     "plain": (4, ()),
-    "ten iterations": (10, ()),
     "two rollout workers": (4, (*HARDER, "--infer-devices", "cpu:2")),
     "two train ranks": (4, (*HARDER, "--train-devices", "cpu:2")),
     "other problems": (

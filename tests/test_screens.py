@@ -7,13 +7,11 @@ import html
 import json
 import re
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.text import Text
 from typer.testing import CliRunner
 
 from easyrl import __version__, cli, events
@@ -26,7 +24,6 @@ from easyrl.observe.view import render
 from easyrl.observe.watch import watch
 from golden_files import check_golden
 from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state_of
-from terminals import Terminal, after_the_view
 
 MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 """Pictures are drawn after so many events of `run_events`."""
@@ -60,37 +57,6 @@ def test_live_view(folder):
     for stream in (run_events(folder), list(RunFiles(folder).read())):
         pictures = [f"-- {n} events\n{picture(state_of(stream[:n]))}" for n in MOMENTS]
         check_golden("live_view", "".join(pictures))
-
-
-NOISY = """
-import os, sys
-from pathlib import Path
-from easyrl import events
-from easyrl.observe.view import LiveView
-from run_events import run_events
-
-os.chdir(sys.argv[1])
-view = LiveView(now=lambda: 190.0)
-for event in run_events(Path("run")):
-    view(event)
-    if isinstance(event, events.IterationStarted):
-        print("from Python", flush=True)
-        os.write(2, b"from C")
-"""
-
-
-def test_terminal_is_restored_at_the_end(folder):
-    """With the last picture and the result on 24 lines. Other text of the process goes to a log."""
-    Path("noisy.py").write_text(NOISY)
-    path = f"{Path(__file__).parent}:{Path(cli.__file__).parents[2]}"
-    terminal = Terminal(sys.executable, "noisy.py", str(Path.cwd()), PYTHONPATH=path)
-    assert terminal.end() == 0, terminal.output
-    after = Text.from_ansi(after_the_view(terminal.output).replace("\r", "")).plain
-    assert after.strip().count("\n") < 23  # with the shell's line
-    check_golden("end_of_live_view", after)
-    log = (folder / "logs" / "controller.log").read_text()
-    for text in ("from Python", "from C"):
-        assert text in log and text not in terminal.output
 
 
 def test_plain_lines(folder, capsys):

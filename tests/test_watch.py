@@ -53,22 +53,6 @@ def content(state):
     return re.sub(r"\\u001b|\\u0007|\\u202e", r"\\ufffd", text)
 
 
-def test_trace_gives_the_same_state_as_the_events(written):
-    folder, run = written
-    notify = TraceWriter()
-    files = None
-    live, read = RunState(), RunState()
-    for event in run:
-        live.apply(event)
-        notify(event)
-        files = files or RunFiles(folder)
-        for found in files.read():
-            read.apply(found)
-        assert content(read) == content(live), event
-    assert content(state_of(RunFiles(folder).read())) == content(live)
-    assert {line["ph"] for line in lines_of(folder)} == {"M", "X", "B", "E", "i", "C"}
-
-
 def test_resumed_run_reads_as_one_run(written):
     """The first command is killed after two iterations; the next resumes after the first one. The
     last end counts."""

@@ -1,21 +1,13 @@
 """Quiet and stalled runs: warnings, who is to blame, and the workers' stacks."""
 
-import os
-import signal
-import time
 from pathlib import Path
 
-import hanging_worker
 import pytest
 
 from easyrl import events
-from easyrl.config import load_config
 from easyrl.events import Activity, Span, UnderWay
 from easyrl.runtime import watchdog as module
-from easyrl.runtime.launch import run_worker
-from easyrl.runtime.supervisor import Supervisor
 from easyrl.runtime.watchdog import Stall, Watchdog
-from own_workers import settings_on_cpu
 from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
 
 STALL_SECONDS = 30
@@ -104,30 +96,6 @@ def test_a_run_that_progresses_is_not_stalled(run, progress):
         progress(run)
     assert run.ticks(STALL_SECONDS - 1, lambda: run.steps("rollout-0", "score")) == {}
     assert run.ticks(1) != {}
-
-
-def test_stacks_of_workers_that_hang(tmp_path):
-    """In C code. The signal does not end a worker that has not set up its handler."""
-    log = tmp_path / "train-0.log"
-    settings = settings_on_cpu("train-0", load_config(), log_file=str(log))
-    with Supervisor() as supervisor:
-        late = supervisor.spawn("train-0", run_worker, "hanging_worker", "HangsInC", settings)
-        early = supervisor.spawn("rollout-0", hanging_worker.hangs_before_its_first_event)
-        pids = {worker.name: worker.process.pid or 0 for worker in (late, early)}
-        watchdog, hangs, deadline = Watchdog(), False, time.monotonic() + 60.0
-        while not hangs and time.monotonic() < deadline:
-            for worker, event in supervisor.wait(1.0):
-                watchdog.on_event(worker.name, event)
-                hangs = hangs or isinstance(event, events.Note)
-        watchdog.write_stacks([late, early], tmp_path / "easyrl.log")
-        assert "hanging_worker.py" in log.read_text()
-        assert "test_stacks_of_workers" in (tmp_path / "easyrl.log").read_text()
-        assert late.process.is_alive() and early.process.is_alive()
-        os.kill(pids["rollout-0"], signal.SIGSTOP)
-        deadline = time.monotonic() + 10.0
-        while not module.is_stopped(pids["rollout-0"]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert module.is_stopped(pids["rollout-0"]) and not module.is_stopped(pids["train-0"])
 
 
 @pytest.mark.long
