@@ -10,7 +10,7 @@ from test_train_ranks import ranks
 from test_updates import model, train
 from torch._dynamo.utils import counters
 
-from runs import SMALL, finish, lines_of, summary_of
+from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
 
 torch.set_num_threads(1)
@@ -63,12 +63,11 @@ def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(ranks, l
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
 def test_a_run_in_bfloat16(tmp_path, devices):
     folder = tmp_path / "run"
-    code, _, err = finish(
+    succeed(
         *("--output", str(folder), "--iterations", "4", "--train-devices", devices, *SMALL),
         *(BFLOAT16, "algorithm.beta=0.05", "train.activation_checkpointing=true"),
         "rollout.max_completion_length=48",
     )
-    assert (code, err) == (0, "")
     assert 0.0 < summary_of(folder)["sampling_logp_difference_max"] < LARGEST_GAP
     lines = [line for line in lines_of(folder / "metrics.jsonl") if line["kl"] is not None]
     assert lines and all(line["num_updates_not_finite"] == 0 for line in lines)

@@ -15,13 +15,14 @@ from easyrl.runtime.control import request
 from ray_clusters import cluster_of
 from runs import (
     SMALL,
+    bits_of,
     finish,
     lines_of,
     start,
+    succeed,
     summary_of,
     wait_for_line,
     wait_until_gone,
-    without_timing,
 )
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
@@ -55,25 +56,19 @@ def nodes_of_newest_run(cluster):
     return [each["Address"]["NodeID"] for each in actors if each["JobID"] == newest]
 
 
-def outcome_of(folder):
-    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-    return summary_of(folder)["weights_sha256"], metrics
-
-
 def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     here, there = tmp_path / "here", tmp_path / "there"
     on_here = ("--infer-devices", f"cpu:{infer}", "--train-devices", f"cpu:{train}")
     on_there = on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
     every = ("--iterations", "2", *SAME, *words)
-    code, _, err = finish("--output", str(here), *on_here, *every, **environment)
-    assert (code, err) == (0, "")
+    succeed("--output", str(here), *on_here, *every, **environment)
     process = start("--output", str(there), *on_there, *every)
     wait_for_line(process, "iteration 1/")
     assert_shown(there, process.pid, cluster.address.rpartition(":")[0], infer, train)
     _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
     assert len({*nodes_of_newest_run(cluster)}) == infer + train
-    assert outcome_of(here) == outcome_of(there)
+    assert bits_of(here) == bits_of(there)
     assert summary_of(there)["groups_off_policy"] == summary_of(there)["worker_restarts"] == 0
     return there
 
@@ -196,9 +191,8 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer
     wait_for_line(process, "checkpoint of iteration 2")
     process.kill()
     process.communicate()
-    code, _, err = finish("--resume", str(folder))
-    assert (code, err) == (0, "")
-    assert outcome_of(folder) == outcome_of(whole)
+    succeed("--resume", str(folder))
+    assert bits_of(folder) == bits_of(whole)
 
 
 @pytest.mark.long
@@ -280,4 +274,4 @@ def test_a_lost_node_changes_no_bit(tmp_path):
         out, err = process.communicate(timeout=240)
         assert (process.returncode, err) == (0, "") and "(raylet)" not in out
     assert summary_of(folder)["worker_restarts"] == 1
-    assert outcome_of(folder) == outcome_of(here)
+    assert bits_of(folder) == bits_of(here)

@@ -17,14 +17,14 @@ from easyrl.model.checkpoint_files import UNFINISHED, checkpoints_in, read_check
 from mistakes import TINY
 from runs import (
     SMALL,
+    bits_of,
     descendants,
-    finish,
     lines_of,
     start,
+    succeed,
     summary_of,
     wait_for_line,
     wait_until_gone,
-    without_timing,
 )
 
 SAME = ("runtime.deterministic=true", "rollout.max_completion_length=100", "train.save_every=1")
@@ -32,19 +32,9 @@ SMALL_AND_SAME = (*SMALL, *SAME)
 
 
 def outcome_of(folder):
-    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-    summary = {
-        name: value
-        for name, value in summary_of(folder).items()
-        if "second" not in name and name != "overlap"
-    }
-    return metrics, lines_of(folder / "samples.jsonl"), summary
-
-
-def succeed(*words, **environment):
-    code, out, err = finish(*words, **environment)
-    assert (code, err) == (0, ""), err
-    return out
+    named = summary_of(folder).items()
+    summary = {name: value for name, value in named if "second" not in name and name != "overlap"}
+    return bits_of(folder), lines_of(folder / "samples.jsonl"), summary
 
 
 @pytest.fixture(scope="module")

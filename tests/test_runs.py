@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mistakes import TINY
-from runs import SMALL, finish, lines_of, summary_of
+from runs import SMALL, lines_of, succeed, summary_of
 from runs import without_timing as plain
 from tiny_models import untied_model
 
@@ -54,12 +54,14 @@ def take_evaluation(metrics):
 
 HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 SCHEDULED = {
-    "plain": (4, ()),
-    "two rollout workers": (4, (*HARDER, "--infer-devices", "cpu:2")),
-    "two train ranks": (4, (*HARDER, "--train-devices", "cpu:2")),
+    "plain": (),
+    "two rollout workers": (*HARDER, "--infer-devices", "cpu:2"),
+    "two train ranks": (*HARDER, "--train-devices", "cpu:2"),
     "other problems": (
-        4,
-        (*HARDER, "model.lora.rank=4", "algorithm.dynamic_sampling=true", "eval.dataset={}"),
+        *HARDER,
+        "model.lora.rank=4",
+        "algorithm.dynamic_sampling=true",
+        "eval.dataset={}",
     ),
 }
 
@@ -69,7 +71,7 @@ SCHEDULED = {
 def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, case):
     """Deterministic mode, random delays in engine, rewards, ring and trainer; and one of the two is
     evaluated on its way, which changes nothing either."""
-    iterations, more = SCHEDULED[case]
+    more = SCHEDULED[case]
     problems = tmp_path / "problems.jsonl"  # of the case with another eval.dataset
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 30)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -80,20 +82,19 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, ca
         words += ["runtime.deterministic=true", "rollout.max_concurrent_groups=2"]
         words += ["train.max_tokens_per_micro_batch=100", *(word.format(problems) for word in more)]
         words += ["train.eval_every=2"] * (schedule == "periodic")
-        code, out, err = finish(
-            *("--output", str(folder), "--iterations", str(iterations), "--schedule", schedule),
+        out = succeed(
+            *("--output", str(folder), "--iterations", "4", "--schedule", schedule),
             *words,
             EASYRL_RANDOM_DELAYS="0.01",
         )
-        assert (code, err) == (0, "")
         summary = summary_of(folder)
-        assert summary["groups_trained"] == 6 * iterations
+        assert summary["groups_trained"] == 24
         metrics = [plain(line) for line in lines_of(folder / "metrics.jsonl")]
         if more[:3] == HARDER:
             assert "only the first is strictly on-policy" in out
             assert summary["policy_version"] == 8 and all(line["kl"] > 0 for line in metrics[1:])
         evaluations = [take_evaluation(line) for line in metrics]
-        due = [schedule == "periodic" and number % 2 == 1 for number in range(iterations)]
+        due = [schedule == "periodic" and number % 2 == 1 for number in range(4)]
         assert [bool(evaluation) for evaluation in evaluations] == due
         ends[schedule] = summary["weights_sha256"], metrics
     assert evaluations[-1]["eval/accuracy"] == summary["accuracy_after"]
@@ -104,31 +105,15 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, ca
 @pytest.mark.long
 def test_a_runs_own_config_starts_a_new_run(finished_run, tmp_path):
     words = ("rollout.ring_slots=1", "rollout.top_p=0.9", "rollout.top_k=3")
-    code, out, err = finish(
+    out = succeed(
         *("--config", str(finished_run.folder / "config.yaml"), "--output", str(tmp_path / "run")),
         *("--infer-devices", "cpu:2", *words, "rollout.temperature=1.5"),
     )
-    assert (code, err) == (0, "")
     assert all(word in out for word in ("rollout-1: cpu", "rollout.top_k", "rollout.top_p"))
     for line in lines_of(tmp_path / "run" / "metrics.jsonl"):
         # Log-probabilities are of the whole distribution; of 3 tokens they would differ much.
         assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
     assert summary_of(tmp_path / "run")["groups_trained"] == 12
-
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a={% endif %}"
-)
-REWARDS = """
-def score(prompts, completions, completion_ids, answer, **columns):
-    assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [min(len(text), 40) / 40 for text in texts]
-
-def sometimes(completions, **columns):
-    return [None if number % 2 else 1.0 for number, _ in enumerate(completions)]
-"""
 
 
 @pytest.mark.long
@@ -139,14 +124,13 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path):
     weights["model.norm.weight"] *= 1e-25
     weights["lm_head.weight"] *= 1e25
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    reward = "def score(completions, **_):\n    return [min(len(c), 40) / 40 for c in completions]"
+    (tmp_path / "my_rewards.py").write_text(reward)
     folder = tmp_path / "run"
-    code, out, err = finish(
+    out = succeed(
         *("--model", str(tmp_path / "model"), "--reward", f"{tmp_path / 'my_rewards.py'}:score"),
         *("--output", str(folder), "--iterations", "3", "train.learning_rate=1e-3", *SMALL),
-        f"data.chat_template={CHAT_TEMPLATE}",
     )
-    assert (code, err) == (0, "")
     lines = lines_of(folder / "metrics.jsonl")
     assert [line["num_updates_not_finite"] for line in lines] == [1, 1, 1]
     assert [line["grad_norm"] for line in lines] == [None] * 3  # not finite
@@ -166,8 +150,7 @@ LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
 @pytest.mark.parametrize("seed", [0, 1])
 def test_demo_learns(tmp_path, words, seed):
     folder = tmp_path / "run"
-    code, _, err = finish(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
-    assert (code, err) == (0, "")
+    succeed(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
     summary = summary_of(folder)
     assert 0.2 <= summary["accuracy_before"] <= 0.6
     assert summary["accuracy_after"] >= 0.85
@@ -181,8 +164,7 @@ def test_demo_learns_while_it_loses_a_worker_in_every_fifth_iteration(tmp_path):
     folder = tmp_path / "run"
     words = ("--output", str(folder), "--infer-devices", "cpu:2", "runtime.max_restarts=1000")
     points = "rollout-0@iteration:4:10,rollout-1@iteration:9:10"
-    code, _, err = finish(*words, timeout=1200, altered=True, LOSE=points)
-    assert (code, err) == (0, "")
+    succeed(*words, timeout=1200, altered=True, LOSE=points)
     summary = summary_of(folder)
     assert summary["worker_restarts"] == summary["iterations"] // 5
     assert summary["accuracy_after"] >= 0.9

@@ -11,7 +11,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.control import request
 from easyrl.runtime.placement import EngineChoice, check_scale, first_engines, resolve_placement
-from runs import SMALL, finish, lines_of, start, summary_of, wait_for_line
+from runs import SMALL, lines_of, start, succeed, summary_of, wait_for_line
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
@@ -126,7 +126,6 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path, words):
     assert [line["iteration"] for line in lines] == list(range(len(lines)))
     if words:
         num_iterations = len(lines) + 2
-        code, out, err = finish("--resume", str(run), "--iterations", str(num_iterations))
-        assert (code, err) == (0, "")
+        out = succeed("--resume", str(run), "--iterations", str(num_iterations))
         assert "rollout-0: cpu" in out and "rollout-1" not in out  # those of devices.infer
         assert summary_of(run)["groups_trained"] == 4 * num_iterations

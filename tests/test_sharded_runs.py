@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_clean_ends import is_worker, started
 from test_runs import HARDER
 
-from runs import SMALL, finish, lines_of, summary_of, wait_until_gone
+from runs import SMALL, lines_of, succeed, summary_of, wait_until_gone
 
 RUN = (*SMALL, "train.prompts_per_iteration=6", "runtime.deterministic=true")
 TWO = ("--train-devices", "cpu:2")
@@ -31,10 +31,7 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path, words):
     ends = []
     for devices in (("--train-devices", "cpu"), TWO):
         folder = tmp_path / devices[1].replace(":", "-")
-        code, out, err = finish(
-            "--output", str(folder), "--iterations", "5", *devices, *RUN, *words
-        )
-        assert (code, err) == (0, "")
+        out = succeed("--output", str(folder), "--iterations", "5", *devices, *RUN, *words)
         assert ("train-1: cpu" in out) == (devices == TWO)
         ends.append((load_file(folder / "model/model.safetensors"), summary_of(folder), folder))
     (one, _, _), (two, summary, folder) = ends

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import make_tiny
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, applied, score
-from runs import finish, summary_of
+from runs import succeed, summary_of
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,6 @@ def test_arithmetic_rewards_exactly_the_answer():
 def test_countdown_is_learned_on_the_cpu_within_five_minutes(tmp_path):
     config = Path(__file__).parent.parent / "configs" / "countdown_small.yaml"
     words = ("--config", str(config), "--output", str(tmp_path / "run"))
-    code, _, err = finish(*words, timeout=900)
-    assert (code, err) == (0, "")
+    succeed(*words, timeout=900)
     summary = summary_of(tmp_path / "run")
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.2

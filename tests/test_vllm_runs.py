@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,14 +18,14 @@ from easyrl.engines.vllm.processes import processes_of
 from easyrl.runtime.control import request
 from runs import (
     SMALL,
+    bits_of,
     descendants,
-    finish,
     lines_of,
     start,
+    succeed,
     summary_of,
     wait_for_line,
     wait_until_gone,
-    without_timing,
 )
 from tiny_models import untied_model
 
@@ -42,15 +42,9 @@ VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
 
 def train(folder, *words, timeout=START_SECONDS, **environment):
     words = ("--output", str(folder), *words, "rollout.engine=vllm")
-    code, out, err = finish(*words, timeout=timeout, **environment)
-    assert (code, err) == (0, "")
+    out = succeed(*words, timeout=timeout, **environment)
     assert "engine of the rollout workers: vllm" in out
     assert_on_policy(folder)
-
-
-def bits_of(folder):
-    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-    return summary_of(folder)["weights_sha256"], metrics
 
 
 def assert_on_policy(folder):
@@ -163,12 +157,8 @@ def test_other_features_go_with_vllm(tmp_path):
     try:
         wait_for_line(process, "iteration 1/", timeout=START_SECONDS)
         request(folder, {"command": "scale", "infer_devices": "cpu:2"})
-        deadline = time.monotonic() + START_SECONDS
-        while [w["state"] for w in request(folder, {"command": "status"})["workers"]][
-            1
-        ] != "working":
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        status = partial(request, folder, {"command": "status"})
+        wait_for(lambda: status()["workers"][1]["state"] == "working", START_SECONDS)
         num_done = len(lines_of(folder / "metrics.jsonl"))
         wait_for_line(process, f"iteration {num_done + 2}/", timeout=START_SECONDS)
     finally:
@@ -177,38 +167,27 @@ def test_other_features_go_with_vllm(tmp_path):
     assert (process.returncode, err) == (128 + signal.SIGTERM, "")
     num_iterations = len(lines_of(folder / "metrics.jsonl")) + 2
     words = ("--resume", str(folder), "--iterations", str(num_iterations))
-    code, _, err = finish(*words, timeout=START_SECONDS)
-    assert (code, err) == (0, "")
+    succeed(*words, timeout=START_SECONDS)
     assert_on_policy(folder)
     summary = summary_of(folder)
     assert summary["groups_trained"] == 4 * num_iterations
     assert summary["policy_version"] == 2 * num_iterations
 
 
-@dataclass
-class Started:
-    run: subprocess.Popen[str]
-    temporary: Path
+def wait_for(found, seconds):
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
 
-    def engine(self, names):
-        """vLLM's process, once such names exist in its private folder."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            assert self.run.poll() is None, self.run.communicate()
-            for folder in {file.parent for file in self.temporary.glob(f"easyrl-*/{names}")}:
-                if engines := processes_of(str(folder)):
-                    return psutil.Process(engines[0])
-            time.sleep(0.01)
-        raise AssertionError(f"no {names} in {self.temporary}")
 
-    def assert_nothing_left(self, names):
-        """No file, and none of these names, a moment later."""
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
-            if not (left := [*self.temporary.iterdir(), *filter(Path.exists, names)]):
-                return
-            time.sleep(0.05)
-        assert left == []
+def engine_in(temporary, names):
+    """vLLM's process, once such names exist in its private folder."""
+    for folder in {file.parent for file in temporary.glob(f"easyrl-*/{names}")}:
+        if engines := processes_of(str(folder)):
+            return psutil.Process(engines[0])
+    return None
 
 
 def shared_memory_of(processes):
@@ -231,7 +210,7 @@ def started(tmp_path):
         TMPDIR=str(temporary),
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kept"),
     )
-    yield Started(run, temporary)
+    yield run, temporary
     run.kill()
     run.communicate()
     shutil.rmtree(temporary)
@@ -240,18 +219,13 @@ def started(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["controller", "rollout worker", "vLLM", "Ctrl-C"])
 @pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("*-*-*", id="sockets"),
-        pytest.param("vllm_dist_*", id="model"),
-        pytest.param(None, id="running"),
-    ],
+    "moment", ["*-*-*", "vllm_dist_*", None], ids=["sockets", "model", "running"]
 )
 def test_killed_run_leaves_nothing(started, victim, moment):
-    run = started.run
+    run, temporary = started
     if moment is None:
         wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
-    engine = started.engine(moment or "*-*-*")
+    engine = wait_for(lambda: engine_in(temporary, moment or "*-*-*"), START_SECONDS)
     processes = descendants(run.pid)
     assert engine in processes
     names = shared_memory_of([psutil.Process(run.pid), *processes])
@@ -268,4 +242,4 @@ def test_killed_run_leaves_nothing(started, victim, moment):
         assert run.returncode == {"controller": -signal.SIGKILL, "Ctrl-C": 130}.get(victim, 1)
     if victim == "vLLM":
         assert ("vLLM has ended" if moment is None else "vLLM did not start") in err
-    started.assert_nothing_left(names)
+    wait_for(lambda: not [*temporary.iterdir(), *filter(Path.exists, names)], SECONDS)
