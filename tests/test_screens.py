@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from easyrl import __version__, cli, events
+from easyrl import __version__, cli
 from easyrl.config import load_config, to_commented_yaml
 from easyrl.observe.lines import PlainLines, end_table, print_end
 from easyrl.observe.run_files import RunFiles
@@ -142,19 +142,3 @@ def test_samples_and_report(folder):
 
 ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
 ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "correct_reward": 1.0}
-
-
-def show_progress(view):
-    def some(num_done):
-        return {str(n): [{"reward": float(n % 2)}] for n in range(num_done)}
-
-    view.start(ABOUT, Path("ev"), "so", 100, 40)
-    failed = [f"reward 'f' failed {HOSTILE}"]
-    for event in (
-        *(events.Starting("loading the model"), events.Starting("loading the model")),
-        *(events.PromptEvaluated(0, n, [], errors=failed) for n in (3, 4)),
-    ):
-        view.observe(events.FromWorker("rollout-0", 1.0, event))
-    view.show_progress(10.0, some(70), 1000)
-    view.show_progress(11.0, some(75), 1100)  # too soon for another line
-    view.show_progress(20.0, some(100), 1900)

@@ -71,14 +71,6 @@ def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path):
     assert summary_of(tmp_path / "run")["policy_version"] == 2
 
 
-TEXT = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
-INSTRUCTIONS = [line.split(maxsplit=1) for line in TEXT.splitlines() if line[:1] not in ("", "#")]
-
-
-def of(instruction, containing=""):
-    return [rest for word, rest in INSTRUCTIONS if word == instruction and containing in rest]
-
-
 def test_hadolint_finds_nothing():
     linter = Path(sys.executable).parent / "hadolint"
     if not linter.exists():
