@@ -33,6 +33,7 @@ from runs import command
 
 TOLERANCE = 0.15
 WEIGHTS = 767744 * 4  # bytes of the tiny model
+LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")
 
 
 def save_model(folder, sizes, head_size=64):
@@ -117,9 +118,6 @@ def test_estimate_equals_the_measured_peak(tmp_path):
         for role in ("rollout", "train")
     ]
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)
-
-
-LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,3 @@ def test_run_with_closed_output_ends_as_any_other(tmp_path, line):
     assert done.stdout == (f"run folder {folder}\n" if "head" in line else "")
     assert len(read_lines(folder / "metrics.jsonl")) == 2
     assert (folder / "summary.json").is_file()
-
-
-@pytest.mark.parametrize("words", ["config", "--help", "grpo --dry-run"])
-def test_output_can_be_piped_to_a_process_that_reads_nothing(words):
-    done = in_a_shell(f"{shlex.join(command()[:-1])} {words} | true; exit ${{PIPESTATUS[0]}}")
-    assert (done.returncode, done.stderr) == (0, "")

@@ -22,6 +22,11 @@ BFLOAT16 = "model.dtype=bfloat16"
 SAME_LOSS = "algorithm.importance_sampling_correction=none"  # as in float32
 # Between engine and trainer, in nats. bfloat16 has 8 bits: a logit of 10 has an error up to 0.02.
 LARGEST_GAP, MEAN_GAP = 0.5, 0.01
+LORA = ("model.lora.rank=3",)
+COMPILE = "train.compile=true"
+CHECKPOINTED = (*HARDER, "train.activation_checkpointing=true")
+NOT_COMPILED = {"mamba"}  # an error of torch 2.13's compiler
+NOT_TRAINED = {"roberta"}
 
 
 @pytest.mark.parametrize("words", [(), HARDER], ids=["plain", "two updates, a reference"])
@@ -29,9 +34,6 @@ def test_activation_checkpointing_changes_no_bit_of_the_gradient(words):
     plain, checkpointed = train(*words), train(*words, "train.activation_checkpointing=true")
     for got, expected in zip(checkpointed.gradients, plain.gradients, strict=True):
         assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
-
-
-LORA = ("model.lora.rank=3",)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +83,6 @@ def test_a_run_in_bfloat16(tmp_path, devices):
     assert any(not torch.equal(w, w.bfloat16().float()) for w in saved.values())
 
 
-COMPILE = "train.compile=true"
-CHECKPOINTED = (*HARDER, "train.activation_checkpointing=true")
-NOT_COMPILED = {"mamba"}  # an error of torch 2.13's compiler
-NOT_TRAINED = {"roberta"}
-
-
 def assert_same_gradients(*words, bound=1e-5):
     torch._dynamo.reset()
     counters.clear()
@@ -108,15 +104,3 @@ def test_other_models(family, tmp_path, monkeypatch):
     monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
     # Recurrences, routers and learned masks amplify rounding.
     assert_same_gradients(bound=1e-4 if family in UNSHARED else 1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "more", "bound"),
-    [(CHECKPOINTED, (), 1e-5), ((*HARDER, *LORA), (), 1e-5), (HARDER, (BFLOAT16, SAME_LOSS), 0.3)],
-)
-def test_two_ranks(ranks, words, more, bound):
-    expected = train(*words)
-    for outcome in ranks.train(*words, *more, COMPILE):
-        for got, gradient in zip(outcome.gradients, expected.gradients, strict=True):
-            assert largest_gradient_gap(got, gradient) <= bound

@@ -17,6 +17,16 @@ BRACES = "{answer} {{}} %s {"
 ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None, "braces": BRACES}
 CHAT = [{"role": "user", "content": "2+3?"}]
 FROM_SYSTEM = [{"role": "system", "content": "Add."}, *CHAT]
+OWN = [{"role": "system", "content": "Own."}, *CHAT]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
+OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
+TEMPLATE = "{% if thinks %}think{% endif %}{{ messages[0].content }}"
+SUM = [{"role": "user", "content": "1+1="}]
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def first(folder, row=ROW, **data):
@@ -57,9 +67,6 @@ def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
     assert message.startswith(f"{tmp_path}/data.jsonl:1: data.prompt_template")
 
 
-OWN = [{"role": "system", "content": "Own."}, *CHAT]
-
-
 @pytest.mark.parametrize(
     ("row", "data", "content"),
     [
@@ -72,10 +79,6 @@ OWN = [{"role": "system", "content": "Own."}, *CHAT]
 )
 def test_a_prompt_is_a_string_or_a_chat(tmp_path, row, data, content):
     assert first(tmp_path, row, **data).content == content
-
-
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
-OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
 
 
 @pytest.mark.parametrize(
@@ -128,10 +131,6 @@ def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path):
     assert error_of(tmp_path, row, columns={"x": "y"}).startswith("data.columns.x: ")
 
 
-TEMPLATE = "{% if thinks %}think{% endif %}{{ messages[0].content }}"
-SUM = [{"role": "user", "content": "1+1="}]
-
-
 @pytest.fixture
 def tokenizer():
     tokenizer = load_tokenizer("tiny")
@@ -158,13 +157,6 @@ def test_a_string_begins_once_and_has_no_end_unlike_a_chat(added, text, rendered
     assert tokenizer.decode(render_prompt(text, tokenizer)) == rendered
     ids = render_prompt(SUM, tokenizer)  # a chat's are in its template
     assert tokenizer.decode(ids) == "1+1=" and all(type(token) is int for token in ids)
-
-
-TURNS = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<eos>"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def characters(template):

@@ -30,6 +30,15 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
 ONE_THREAD = "devices.threads=1"
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
 """A deterministic run that trains in every iteration."""
+ALL = (
+    *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
+    *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
+    *("model.lora.rank=4", "train.eval_every=1"),
+)
+ENVIRONMENT = (
+    *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
+    *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,17 +170,6 @@ def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
         cluster.remove_node(node)
     assert "No module named 'easyrl" in err and "node" in err
     assert cluster.address.rpartition(":")[0] in err
-
-
-ALL = (
-    *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
-    *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
-    *("model.lora.rank=4", "train.eval_every=1"),
-)
-ENVIRONMENT = (
-    *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
-    *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
-)
 
 
 @pytest.mark.long

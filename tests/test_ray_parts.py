@@ -9,7 +9,7 @@ import pytest
 from easyrl.channels.messages import encode_group
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
-from easyrl.runtime.placement import check_scale, resolve_placement
+from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.ray import cluster as cluster_module
 from easyrl.runtime.ray.cluster import Resources, connect, versions
 from own_workers import FIRST, make_group, make_ring
@@ -39,14 +39,6 @@ def place(monkeypatch):
     return place
 
 
-def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place):
-    placement = place("devices.infer=ray:cpu:3", resources=CPUS)
-    assert (str(placement.infer), str(placement.train)) == ("ray:cpu:3", "ray:cpu:1")
-    placement = place("devices.train=ray:2", "rollout.engine=embedded")
-    assert (str(placement.infer), str(placement.train)) == ("ray:1", "ray:2")
-    assert not {*placement.infer.indices} & {*placement.train.indices}
-
-
 @pytest.mark.parametrize(("words", "named"), [
     (("devices.infer=ray:cpu:2", "devices.train=cpu"), "^devices "),
     (("devices.infer=ray:2", "devices.train=ray:2", "devices.spare=4-5"), "^devices "),
@@ -57,13 +49,6 @@ def test_ray_devices_that_do_not_fit_are_refused(place, words, named):
     resources = CPUS if words == ("devices.infer=ray:1",) else GPUS
     with pytest.raises(ConfigError, match=f"{named}.*got"):
         place(*words, resources=resources)
-
-
-def test_a_live_run_is_not_scaled_to_devices_of_another_sort(place):
-    placement = place("devices.infer=ray:cpu:2", resources=CPUS)
-    for wanted in ("cpu:1", "0", "ray:1"):
-        with pytest.raises(ConfigError, match=r"--infer-devices: expected .*ray:cpu:2.*, got"):
-            check_scale(load_config(), placement, placement.infer, parse_device_set(wanted))
 
 
 def test_without_ray_installed_the_extra_is_named(monkeypatch):

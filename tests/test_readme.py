@@ -36,6 +36,13 @@ def score(prompts, completions, completion_ids, answer, **columns):
 SKIPPED = re.compile(
     r"pip install|bench|devices [0-9]|log_to|docker|\[--|SUITE|--install-completion"
 )
+FEATURES = (
+    *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
+    *("several updates", "deterministic mode", "scaling", "resume", "environments"),
+)
+PAIRS = re.findall(
+    r"^\| ([^|]+), ([^|]+) \| (.+) \|$", (ROOT / "docs/compatibility.md").read_text(), re.MULTILINE
+)
 
 
 def blocks(page):
@@ -114,15 +121,6 @@ def test_links_lead_somewhere_and_files_that_the_design_names_exist():
         r"`([a-z_/]+\.(?:py|md|toml))[`,]", (ROOT / "docs/design.md").read_text()
     ):
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "easyrl")), name
-
-
-FEATURES = (
-    *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
-    *("several updates", "deterministic mode", "scaling", "resume", "environments"),
-)
-PAIRS = re.findall(
-    r"^\| ([^|]+), ([^|]+) \| (.+) \|$", (ROOT / "docs/compatibility.md").read_text(), re.MULTILINE
-)
 
 
 def test_every_pair_has_a_row():

@@ -29,6 +29,8 @@ from runs import (
 
 SAME = ("runtime.deterministic=true", "rollout.max_completion_length=100", "train.save_every=1")
 SMALL_AND_SAME = (*SMALL, *SAME)
+FAST = ("--iterations", "6", "train.learning_rate=1e-3")
+ONE_UPDATE = ("--iterations", "6", "--train-devices")
 
 
 def outcome_of(folder):
@@ -79,9 +81,7 @@ WAYS = {
 }
 
 
-FAST = ("--iterations", "6", "train.learning_rate=1e-3")
 TWO_UPDATES = (*WAYS["a reference and two updates"], *FAST)
-ONE_UPDATE = ("--iterations", "6", "--train-devices")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +18,6 @@ from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call
-from easyrl.runtime.metrics import logged_metrics
 from easyrl.types import Prompt
 from runs import SMALL, lines_of, succeed, summary_of, without_timing
 
@@ -83,6 +81,11 @@ def pids_of_pools_that_are_kept(completions, **_):
         KEPT.append(ProcessPoolExecutor(1, get_context(method)))
     return [float(pool.submit(os.getpid).result()) for pool in KEPT]
 """
+LOST = {
+    "os._exit(3)": "exit code 3",
+    "crashes([])": "SIGSEGV",
+    "hangs([])": "reward.timeout_seconds",
+}
 
 
 @pytest.fixture
@@ -215,11 +218,6 @@ INVALID = {
     "eats()": "memory_limit_gib",
     "prints()": "MiB",
 }
-LOST = {
-    "os._exit(3)": "exit code 3",
-    "crashes([])": "SIGSEGV",
-    "hangs([])": "reward.timeout_seconds",
-}
 
 
 def test_failed_calls_score_zero_with_an_error_that_names_the_cause(open_pool, capfd):
@@ -281,12 +279,6 @@ def test_close_ends_a_hanging_reward_at_once(open_pool):
 def test_weighted_sum_ignores_functions_without_a_score():
     rewards = weighted_sum([[1.0, None, 0.0], [2.0, 4.0, None]], [1.0, 0.5])
     assert rewards.tolist() == [2.0, 2.0, 0.0] and rewards.dtype == "float32"
-
-
-def test_logged_metrics_are_averaged_over_the_groups_that_have_them():
-    logged = [{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]
-    groups = [SimpleNamespace(logged=each) for each in logged]
-    assert logged_metrics(groups, taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}
 
 
 SOMETIMES = """

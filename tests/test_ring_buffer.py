@@ -26,6 +26,16 @@ from easyrl.types import RolloutGroup
 RING_FILE = sys.modules[RingBuffer.__module__].__file__
 BOUND_SECONDS = 30.0
 KILLED = -signal.SIGKILL
+SHAPE = st.tuples(
+    st.integers(0, 10**9), st.lists(st.integers(0, 8), min_size=1, max_size=3), st.integers(0, 16)
+)
+MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n"}
+VICTIM = 5
+OUTCOMES = {  # what arrives: from the first line to the last
+    "put": [[1, 2], [7, 1, 2], [1, 2, 7]],
+    "get": [[1, 2]],
+    "release": [[1, 2], [2]],
+}
 
 
 def layout(num_slots=4):
@@ -87,11 +97,6 @@ def new_ring():
             return rings.enter_context(contextlib.closing(RingBuffer(layout(**limits))))
 
         yield make
-
-
-SHAPE = st.tuples(
-    st.integers(0, 10**9), st.lists(st.integers(0, 8), min_size=1, max_size=3), st.integers(0, 16)
-)
 
 
 @settings(max_examples=60)
@@ -167,7 +172,6 @@ def test_ring_that_the_system_cannot_hold_is_refused_with_the_keys_to_lower(monk
         RingBuffer(limits)
 
 
-MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n"}
 MEMORY_V2 = MEMINFO | {
     "proc/self/cgroup": "0::/pod/job\n",
     "sys/fs/cgroup/pod/memory.max": str(3 << 20),
@@ -298,14 +302,6 @@ def operate(operation, port, step, event_kind, action):
 
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-VICTIM = 5
-OUTCOMES = {  # what arrives: from the first line to the last
-    "put": [[1, 2], [7, 1, 2], [1, 2, 7]],
-    "get": [[1, 2]],
-    "release": [[1, 2], [2]],
-}
 
 
 @pytest.mark.parametrize("event_kind", ["line", pytest.param("opcode", marks=pytest.mark.long)])

@@ -15,6 +15,8 @@ from runs import SMALL, lines_of, succeed, summary_of
 from runs import without_timing as plain
 from tiny_models import untied_model
 
+HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
+
 
 def test_a_run_writes_metrics_samples_and_summary(finished_run):
     folder, out = finished_run
@@ -52,7 +54,6 @@ def take_evaluation(metrics):
     return {name: metrics.pop(name) for name in list(metrics) if name.startswith("eval/")}
 
 
-HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 SCHEDULED = {
     "plain": (),
     "two rollout workers": (*HARDER, "--infer-devices", "cpu:2"),

@@ -15,6 +15,10 @@ from runs import SMALL, lines_of, start, succeed, summary_of, wait_for_line
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
+OTHER_FEATURES = (
+    *("--train-devices", "cpu:2", "model.lora.rank=4", "algorithm.beta=0.04"),
+    *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,12 +77,6 @@ def test_spare_devices_are_used_last():
 def test_spare_devices_that_cannot_be_used_are_named(words, key):
     with pytest.raises(ConfigError, match=f"^{key}.*: expected .*, got"):
         place(*words)
-
-
-OTHER_FEATURES = (
-    *("--train-devices", "cpu:2", "model.lora.rank=4", "algorithm.beta=0.04"),
-    *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
-)
 
 
 @pytest.mark.alone

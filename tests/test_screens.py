@@ -27,6 +27,8 @@ from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state
 
 MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 """Pictures are drawn after so many events of `run_events`."""
+CPUS = {"rollout-0": "cpu", "train-0": "cpu"}
+GPUS = {f"rollout-{n}": f"cuda:{n}" for n in range(4)}
 
 
 @pytest.fixture
@@ -68,8 +70,6 @@ def test_plain_lines(folder, capsys):
     check_golden("plain_lines", capsys.readouterr().out)
 
 
-CPUS = {"rollout-0": "cpu", "train-0": "cpu"}
-GPUS = {f"rollout-{n}": f"cuda:{n}" for n in range(4)}
 GPUS |= {f"train-{n}": f"cuda:{n}" for n in range(4, 8)}
 
 
@@ -138,7 +138,3 @@ def test_samples_and_report(folder):
     text = html.unescape(re.sub(r"<[^>]*>", " ", body)).replace(__version__, "VERSION")
     check_golden("report", re.sub(r"\s*\n\s*", "\n", text))
     assert "<b>6" not in page and "\x1b" not in page
-
-
-ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
-ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "correct_reward": 1.0}

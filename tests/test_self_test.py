@@ -103,11 +103,3 @@ def test_run_uses_what_passes_and_says_so(machine):
         for setting, warning in zip(machine.errors.values(), warnings, strict=True):
             assert setting in warning
     assert len(machine.notes) == 1
-
-
-def test_part_that_never_passes_is_tested_again(machine):
-    machine.errors = {"attention": "no such setting"}
-    for _ in range(2):
-        config, (warning,) = machine.start()
-        assert config == load_config() and "attention" in warning
-    assert len(machine.notes) == 2

@@ -24,6 +24,7 @@ from easyrl.engines import embedded, kv_cache, step_graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = pytest.mark.parametrize("copied_tokens", [0, 5, 64], ids=["shared", "either", "copied"])
+SETTINGS = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}]
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +33,6 @@ def many_sizes(monkeypatch):
         monkeypatch.setattr(step_graphs, f"{name}_STEP", step)
     monkeypatch.setattr(embedded, "SLOT_STEP", 2)
     monkeypatch.setattr(step_graphs, "CAPTURED_AT", 2)
-
-
-SETTINGS = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}]
 
 
 @PROMPTS
@@ -98,23 +96,6 @@ def test_graphs_read_new_weights_and_longer_prompts(monkeypatch):
     assert bits_of(run(engine, submitted)) == bits_of(
         run(make_engine(policy=new, num_rows=8), submitted)
     )
-
-
-def test_graphs_do_not_read_prompts_that_were_freed(monkeypatch):
-    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 0)
-    first, second = (
-        requests([[token] * 9 for token in range(start, start + 4)], 2) for start in (5, 20)
-    )
-    expected = tokens_of(run(make_engine(num_rows=8), second))
-    recorded_graphs.install(monkeypatch)
-    engine = make_engine(num_rows=8)
-    run(engine, first)
-    size = engine.cache.prompts_size
-    for _ in range(2):  # nothing was needed in between
-        engine.load_weights(pieces_of(make_policy("qwen3")))
-    assert engine.cache.prompts_size == (0, 0)
-    assert tokens_of(run(engine, second)) == expected
-    assert engine.cache.prompts_size == size
 
 
 def fails(function, _):

@@ -37,6 +37,12 @@ from tiny_models import largest_gradient_gap
 torch.set_num_threads(1)
 
 NUM_RANKS = 2
+BUDGETS = ("train.max_tokens_per_micro_batch=19", "train.max_tokens_per_micro_batch=4096")
+FEW = ("grpo", "dapo, kl")
+"""Tested with any number of updates. The other losses, which `test_updates` tests on one rank, have
+them only in the long tests."""
+HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
+HARD = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "runtime.deterministic=true")
 
 
 @dataclass
@@ -143,9 +149,6 @@ def ranks(model, tmp_path_factory):  # noqa: F811
     ring.close()
 
 
-BUDGETS = ("train.max_tokens_per_micro_batch=19", "train.max_tokens_per_micro_batch=4096")
-
-
 def assert_close(got, expected, names=("kl", "loss", "grad_norm"), rel=1e-4):
     for gradients, others in zip(got.gradients, expected.gradients, strict=True):
         if any(bool(gradient.any()) for gradient in others.values()):
@@ -155,11 +158,6 @@ def assert_close(got, expected, names=("kl", "loss", "grad_norm"), rel=1e-4):
     for name in names:
         close = pytest.approx(expected.metrics[name], rel=rel, abs=1e-5, nan_ok=True)
         assert got.metrics[name] == close, name
-
-
-FEW = ("grpo", "dapo, kl")
-"""Tested with any number of updates. The other losses, which `test_updates` tests on one rank, have
-them only in the long tests."""
 
 
 @pytest.mark.parametrize(
@@ -182,7 +180,6 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(ranks, loss, num_update
         assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=0, nan_ok=True)
 
 
-HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 LORA = {
     "all layers": ("model.lora.rank=3",),
     "fewer rows than ranks": ("model.lora.rank=1", "model.lora.target_modules=[q_proj, up_proj]"),
@@ -236,9 +233,6 @@ def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks):
     assert not any(batch.loss_mask.any() for batch in outcomes[1].batches)
     for gradients in zip(*(outcome.gradients for outcome in outcomes), strict=True):
         assert all(bool(g[name].any()) for g in gradients for name in g if "q_proj" in name)
-
-
-HARD = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "runtime.deterministic=true")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ BASE = (
     "train.learning_rate=0.02",
     "train.lr_scheduler_type=constant",
 )
+SHUFFLED = (3, 5, 0, 4, 2, 1)
 
 
 def make_group(index):
@@ -232,7 +233,6 @@ LOSSES = {
     "correction": ("algorithm.importance_sampling_correction=truncate",),
     "truncated masked": ("algorithm.mask_truncated_completions=true", "algorithm.loss_type=dapo"),
 }
-SHUFFLED = (3, 5, 0, 4, 2, 1)
 WAYS = [
     (("train.max_tokens_per_micro_batch=19",), None),
     (("train.max_tokens_per_micro_batch=70",), SHUFFLED),

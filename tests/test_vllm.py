@@ -34,6 +34,8 @@ SAMPLING = SamplingSettings(
 SIZE = {"max_concurrent_groups": 2, "num_generations": 4}
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [20, 21, 22], [30] * 40]
 """The last one fills a block of the KV cache, which a group shares and an update must drop."""
+WHOLE = replace(SAMPLING, top_k=1000)
+"""Excludes nothing."""
 
 
 class Trained:
@@ -225,10 +227,6 @@ def truncated(tmp_path_factory):
     made.update()
     yield made
     made.engine.close()
-
-
-WHOLE = replace(SAMPLING, top_k=1000)
-"""Excludes nothing."""
 
 
 @pytest.mark.parametrize("changes", [{"top_p": 0.7}, {"top_k": 2}], ids=str)

@@ -21,6 +21,8 @@ subprocess.Popen(["sleep", "1000"])
 print(cleanup.folder, flush=True)
 time.sleep(1000)
 """
+MATRIX = ParameterChecksum("model.qkv.weight", is_matrix=True)
+VECTOR = ParameterChecksum("model.decay")
 
 
 def test_killed_worker_leaves_no_names_and_no_processes():
@@ -36,10 +38,6 @@ def test_killed_worker_leaves_no_names_and_no_processes():
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert not Path(folder).exists()
-
-
-MATRIX = ParameterChecksum("model.qkv.weight", is_matrix=True)
-VECTOR = ParameterChecksum("model.decay")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ SHAPES = {
     "counts": ((7,), torch.int64),
     "last.bias": ((5,), torch.float32),
 }
+AT_ONCE_SECONDS = 0.75 * TIMEOUT_SECONDS
 
 
 def make_weights(version):
@@ -323,7 +324,6 @@ def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(peers):
 
 
 SIZES = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
-AT_ONCE_SECONDS = 0.75 * TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize(
