@@ -12,17 +12,7 @@ import numpy as np
 import pytest
 import test_updates
 import torch
-from test_updates import (  # noqa: F401
-    BASE,
-    GROUPS,
-    LOSSES,
-    NUM_GROUPS,
-    SHUFFLED,
-    model,
-    train,
-    train_iteration,
-    whole_gradients,
-)
+from test_updates import BASE, GROUPS, LOSSES, NUM_GROUPS, SHUFFLED, model, train, whole_gradients
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -36,8 +26,10 @@ from tiny_models import largest_gradient_gap
 
 torch.set_num_threads(1)
 
+__all__ = ["model"]  # a fixture
+
 NUM_RANKS = 2
-BUDGETS = ("train.max_tokens_per_micro_batch=19", "train.max_tokens_per_micro_batch=4096")
+BUDGETS = ("train.max_tokens_per_micro_batch=21", "train.max_tokens_per_micro_batch=4096")
 FEW = ("grpo", "dapo, kl")
 """Tested with any number of updates. The other losses, which `test_updates` tests on one rank, have
 them only in the long tests."""
@@ -50,12 +42,9 @@ class Outcome:
     gradients: list[dict[str, Tensor]]
     metrics: dict[str, float]
     batches: list[MicroBatch]
-    owned_bytes: int
-    """Trained weights, their gradients and optimizer state."""
-    all_bytes: int
-    """All weights, frozen ones included."""
-    after_one_step: dict[str, Tensor]
-    """Gradients of the first micro-step, not normalised yet."""
+    owned_bytes: int  # of trained weights, their gradients and optimizer state
+    all_bytes: int  # frozen weights included
+    after_one_step: dict[str, Tensor]  # gradients, not normalised yet
 
 
 def run_case(case, settings, port, producer):
@@ -73,7 +62,7 @@ def run_case(case, settings, port, producer):
             first.update(first or whole_gradients(learner.policy))
 
     learner.accumulate = note_first
-    trained = train_iteration(worker, producer, arrivals)
+    trained = test_updates.train_iteration(worker, producer, arrivals)
     step()
     theirs.close()
     control.close()

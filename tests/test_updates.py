@@ -7,13 +7,13 @@ import sys
 from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+import own_workers
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.config import Config, load_config
@@ -23,24 +23,22 @@ from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import own_part, whole
 from easyrl.model.tri_model import OtherWeights
-from easyrl.types import MicroBatch, RolloutGroup
+from easyrl.types import MicroBatch
 from easyrl.workers.train import TrainWorker
 from own_workers import NUM_GENERATIONS, VOCABULARY, make_ring, settings_on_cpu
 from tiny_models import largest_gradient_gap, tiny_model
 
 torch.set_num_threads(1)
 
-ITERATION, FIRST_PROMPT = 2, 12
 NUM_GROUPS = 6
-LONGEST_PROMPT, LONGEST_COMPLETION = 7, 12
 TEMPERATURE = 0.8
 MODEL = ""
 BASE = (
     f"train.prompts_per_iteration={NUM_GROUPS}",
     f"rollout.num_generations={NUM_GENERATIONS}",
-    f"rollout.max_completion_length={LONGEST_COMPLETION}",
+    f"rollout.max_completion_length={own_workers.LONGEST_COMPLETION}",
     f"rollout.temperature={TEMPERATURE}",
-    f"data.max_prompt_length={LONGEST_PROMPT}",
+    f"data.max_prompt_length={own_workers.LONGEST_PROMPT}",
     "train.max_grad_norm=1e9",
     "train.learning_rate=0.02",
     "train.lr_scheduler_type=constant",
@@ -50,25 +48,11 @@ SHUFFLED = (3, 5, 0, 4, 2, 1)
 
 def make_group(index):
     """Ragged, with masked tokens and completions of advantage 0; group 4 has no others."""
-    rng = np.random.default_rng(index)
-    lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
-    num_tokens = int(lengths.sum())
-    advantages = rng.standard_normal(NUM_GENERATIONS).astype(np.float32)
-    advantages[: NUM_GENERATIONS if index == 4 else index % 2] = 0.0
-    return RolloutGroup(
-        iteration=ITERATION,
-        policy_version=0,
-        prompt_index=FIRST_PROMPT + index,
-        group_index=index,
-        prompt_ids=rng.integers(3, VOCABULARY, rng.integers(2, LONGEST_PROMPT + 1), dtype=np.int32),
-        completion_lengths=lengths.astype(np.int32),
-        completion_ids=rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32),
-        rollout_logprobs=-4 * rng.random(num_tokens, dtype=np.float32),
-        loss_mask=rng.random(num_tokens) < 0.85,
-        rewards=rng.random(NUM_GENERATIONS, dtype=np.float32),
-        advantages=advantages,
-        truncated=np.array([index == 3, False, False]),
-    )
+    group = own_workers.make_group(own_workers.FIRST + index, policy_version=0)
+    group.advantages[: NUM_GENERATIONS if index == 4 else index % 2] = 0.0
+    group.truncated[0] = index == 3
+    group.rollout_logprobs[:] *= 4
+    return group
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,7 +139,7 @@ def train_iteration(worker, producer, arrivals):
     learner.optimizer.step = descend
     shake(learner.policy, 0.02)
     trained.weights_before.append(state_of(learner.policy))
-    event = worker._train(ITERATION)
+    event = worker._train(own_workers.ITERATION)
     trained.metrics = dict(event.metrics)
     is_reader = worker.is_first_rank  # of the ring
     assert event.groups_trained == (NUM_GROUPS if is_reader else 0) and is_reader != bool(arrivals)
@@ -234,7 +218,7 @@ LOSSES = {
     "truncated masked": ("algorithm.mask_truncated_completions=true", "algorithm.loss_type=dapo"),
 }
 WAYS = [
-    (("train.max_tokens_per_micro_batch=19",), None),
+    (("train.max_tokens_per_micro_batch=21",), None),
     (("train.max_tokens_per_micro_batch=70",), SHUFFLED),
     (("runtime.schedule=sync",), SHUFFLED),
     (("runtime.deterministic=true", "train.max_tokens_per_micro_batch=45"), SHUFFLED),

@@ -127,7 +127,6 @@ UNSHARED = {
     # Differential attention: two per layer.
     "diffllama": ({"num_key_value_heads": 2}, "the engine needs one call from each layer"),
     "bloom": (OLD_SIZES, NO_INTERFACE),
-    "falcon": ({}, NO_INTERFACE),
     # Windows that are only in the mask that transformers builds.
     "qwen2_moe": (
         {
@@ -139,10 +138,6 @@ UNSHARED = {
             "shared_expert_intermediate_size": 16,
         },
         "does not pass its sliding window",
-    ),
-    "phimoe": (
-        {"num_key_value_heads": 2, **EXPERTS, "sliding_window": WINDOW},
-        "layer 0 does not pass its sliding window",
     ),
     # It computes positions from the tokens themselves.
     "roberta": ({"is_decoder": True}, "a packed row gives other results"),
