@@ -44,7 +44,6 @@ def write_files(folder):
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "taken").mkdir()
-    (folder / "file").write_text("")
     for name, change in (BROKEN_MODELS | OTHER_MODELS).items():
         shutil.copytree(TINY, folder / name)
         change(folder / name)
@@ -80,7 +79,6 @@ RUNS = {
     "run_whole": {10: {}},
     "run_in_use": {10: {}},
     "run_other_model": {10: {"identity": {"model.path": "another", "data.dataset": None}}},
-    "run_other_rows": {10: {"identity": {"model.path": fingerprint("tiny"), "data.dataset": 7}}},
 }
 
 
@@ -106,12 +104,6 @@ def replace(name, content):
     return lambda folder: (folder / name).write_bytes(content) and None
 
 
-def lose_a_shard(folder):
-    (folder / "model.safetensors").rename(folder / "1-of-2.safetensors")
-    index = {"weight_map": {"a": "1-of-2.safetensors", "b": "2-of-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 ROPE = {"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
 ROPE["original_max_position_embeddings"] = 512
 OWN_CODE = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
@@ -122,7 +114,6 @@ BROKEN_MODELS = {
     "no_tokenizer": remove("token*"),
     "unknown_type": change_json("config.json", model_type="frobnicate"),
     "cut_off": replace("model.safetensors", (TINY / "model.safetensors").read_bytes()[:-1000]),
-    "lost_shard": lose_a_shard,
 }
 OTHER_MODELS = {
     "own_code": change_json("config.json", model_type="mine", auto_map=OWN_CODE),
@@ -142,7 +133,6 @@ EXACT = "--reward exact_match --dataset FOLDER"
 MISTAKES = {
     # words, flags and the config file
     "--seed=-1": "runtime.seed",
-    "--iterations many": "--iterations",
     "--learning-rate 1": "train.learning_rate=VALUE",
     "algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
     "--config FOLDER/syntax.yaml": "syntax.yaml:3",
@@ -165,16 +155,13 @@ MISTAKES = {
     "eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
     f"{EXACT}/broken.jsonl": "broken.jsonl:2",
     f"{EXACT}/long.jsonl data.max_prompt_length=6": "long.jsonl:3",
-    f"{EXACT}/long.jsonl data.max_prompt_length=3 data.long_prompts=skip": "data.max_prompt_length",
     f"{EXACT}/chat.jsonl": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/refuses": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/thinks data.chat_template_kwargs={{x:\\ 1}}": (
         "data.chat_template_kwargs"
     ),
-    f"{EXACT}/chat.jsonl data.chat_template=none.jinja": "data.chat_template",
     f"{EXACT}/good.jsonl data.chat_template={{{{x}}}}": "data.chat=true",
     f"{EXACT}/half.jsonl": "half.jsonl:1",
-    "data.max_prompt_length=4": "data.max_prompt_length",
     # rewards
     "--dataset FOLDER/good.jsonl": "reward.functions",
     "--reward exactmatch": "did you mean exact_match?",
@@ -185,25 +172,19 @@ MISTAKES = {
     "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
     "--reward FOLDER/r.py:chat --dataset FOLDER/good.jsonl": "data.chat=true",
     "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
-    "--reward FOLDER/r.py:text --dataset FOLDER/good.jsonl data.chat=true": "data.chat=false",
     # the ring, memory, the disk
     "rollout.max_completion_length=20000000 train.max_tokens_per_micro_batch=60000000 "
     "train.prompts_per_iteration=4000": "rollout.ring_slots",
-    "rollout.max_completion_length=4000000 train.max_tokens_per_micro_batch=5000000 "
-    "rollout.ring_slots=1": "rollout.max_concurrent_groups",
     "train.keep_checkpoints=100000000": "train.keep_checkpoints",
     "--output FOLDER/taken": "--output",
-    "--output FOLDER/file/run": "--output",
     # resuming
     "--no-live --resume FOLDER/nowhere": "--resume",
     "--no-live --resume FOLDER/run_without": "train.save_every",
     "--no-live --resume FOLDER/run_broken": "checkpoints/20",
     "--no-live --resume FOLDER/run_in_use": "output.dir",
-    "runtime.resume=auto --output FOLDER/refuses": "output.dir",
     "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
     "--no-live --resume FOLDER/run_whole --model FOLDER/refuses": "model.path",
     "--no-live --resume FOLDER/run_other_model": "model.path",
-    "--no-live --resume FOLDER/run_other_rows": "data.dataset",
     "--no-live --resume FOLDER/run_whole --iterations 9": "train.iterations",
     "--resume FOLDER/run_whole --output elsewhere": "--output",
 }

@@ -137,7 +137,6 @@ def test_mistakes_are_user_errors(run, tmp_path):
     for name in ("config.yaml", "settings.json"):
         (tmp_path / "evaluation" / name).write_text("")
     for words, text in {
-        ("report", tmp_path / "nothing"): "nothing",
         ("report", make_run(tmp_path / "foreign", [{"step": 1}])): "metrics.jsonl",
         ("report", run, tmp_path / "evaluation"): "evaluation",
         ("report", run, "-o", tmp_path): "--output",
@@ -146,4 +145,3 @@ def test_mistakes_are_user_errors(run, tmp_path):
     }.items():
         refused = call(*words)
         assert refused.exit_code == 2 and text in refused.output, refused.output
-    assert not list(run.glob("curve.*"))

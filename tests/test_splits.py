@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, fit
+from easyrl.planning.rates import MeasuredRun
 from easyrl.planning.simulation import Split, flags_of, mean_speed, predict_splits, read_rates
 from runs import succeed
 
@@ -46,20 +46,6 @@ def test_predictions_are_within_a_tenth_of_real_runs(tmp_path):
     ratios = {split: plan[split] / speed for split, speed in measured.items()}
     print({split: (plan[split], measured[split], ratio) for split, ratio in ratios.items()})
     assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
-
-
-def test_rates_are_found_again_in_rows_that_they_give():
-    engine = [[n, n * rows, p, 0.01 * n + 1e-4 * n * rows + 1e-3 * p]
-              for n, rows, p in ((10, 32, 0), (8, 5, 64), (20, 17, 32), (3, 1, 0))]  # fmt: skip
-    trainer = [[n, tokens, u, 0.1 * n + 1e-3 * tokens + 0.3 * u]
-               for n, tokens, u in ((3, 900, 0), (1, 700, 1), (2, 300, 0), (2, 9, 1))]  # fmt: skip
-    groups = [Group([500, 500], 0.0, True, True)]
-    iteration = MeasuredIteration(1000, 2.0, 0.2, 0.05, engine, trainer, groups)
-    rates = fit([iteration], 2)
-    assert rates.engine == pytest.approx((0.01, 1e-4, 96 * 1e-3))
-    assert rates.trainer == pytest.approx((0.1, 1e-3, 0.3))
-    assert (rates.broadcast, rates.overhead) == pytest.approx((0.2, 0.05))
-    assert rates.prompt_tokens == pytest.approx(1909 - 1000)
 
 
 def plan(*words):

@@ -126,7 +126,7 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(model, tmp_path_factory):  # noqa: F811
+def ranks(model, tmp_path_factory):
     ring = make_ring(NUM_GROUPS, num_owners=NUM_RANKS + 1)
     started = Ranks(ring, str(tmp_path_factory.mktemp("store") / "store"))
     yield started

@@ -1,7 +1,6 @@
 """The vLLM engine on vLLM's CPU build (make test-vllm)."""
 
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -50,13 +49,11 @@ class Trained:
         self.store = str(folder / "store")
         self.generation = -1
         self.thread = ThreadPoolExecutor(1)
-        self.cancelled = threading.Event()
         self.join()
 
     def join(self, bucket_bytes=BUCKET_BYTES):
         """Make the channel, or its next generation."""
         self.generation += 1
-        self.cancelled.clear()
         endpoints = [
             WeightEndpoint(
                 *(self.store, rank, 2, name, "cpu", TIMEOUT_SECONDS),
@@ -66,7 +63,7 @@ class Trained:
             for rank, name in enumerate(("train-0", "rollout-0"))
         ]
         channel = self.thread.submit(WeightChannel, endpoints[0])
-        self.engine.join_weights(endpoints[1], self.cancelled.is_set)
+        self.engine.join_weights(endpoints[1], lambda: False)
         self.channel = channel.result()
 
     def update(self):

@@ -12,13 +12,11 @@ from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.config import Config
-from easyrl.events import FromWorker, Span
-from easyrl.observe import trace
+from easyrl.events import FromWorker
 from easyrl.observe.run_files import RunFiles
-from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
-from run_events import METRICS, active, group, run_events, state_of
+from run_events import METRICS, group, run_events, state_of
 from runs import SMALL, start, wait_for_line
 from terminals import Terminal, after_the_view
 
@@ -74,36 +72,6 @@ def test_resumed_run_reads_as_one_run(written):
     found = list(follow(RunFiles(folder)))
     assert [event for event in found if isinstance(event, events.RunEnded)] == found[-1:]
     assert found[-1] == events.RunEnded(1, "no more memory")
-
-
-def test_trace_is_bounded_and_still_valid_and_followed(written, monkeypatch):
-    """Two days of a worker that reports four times a second, at any moment."""
-    limit = 30_000
-    monkeypatch.setattr(trace, "MAX_BYTES", limit)
-    folder, run = written
-    first = next(n for n, e in enumerate(run) if isinstance(e, events.IterationStarted)) + 1
-    spans = [Span("train", 300.0 + number, 300.5 + number) for number in range(2000)]
-    run[first:-1] = [
-        events.WorkerSpawned(300.0, "rollout-1", "cpu"),  # `easyrl scale`
-        *(events.IterationFinished(300.0, {**METRICS, "iteration": n}) for n in range(10)),
-        *(active("train-0", span) for span in spans),
-        active("rollout-1", spans[-1]),
-    ]
-    live, follower, notify = state_of(run), RunState(), TraceWriter()
-    files = None
-    for number, event in enumerate(run):
-        notify(event)
-        files = files or RunFiles(folder)
-        if number % 11 == 0 or number >= len(run) - 2:
-            for found in files.read():
-                follower.apply(found)
-            assert (folder / "trace.json").stat().st_size <= limit
-            assert lines_of(folder)
-    assert content(follower) == content(live)
-    late = state_of(RunFiles(folder).read())  # has only the newest part, and what matters
-    assert (late.accuracies, late.lines) == (live.accuracies, live.lines)
-    spans_read = late.workers["train-0"].spans
-    assert 20 < len(spans_read) < 2000 and spans_read[-1] == live.workers["train-0"].spans[-1]
 
 
 def test_folder_without_a_readable_trace_is_refused(written):
