@@ -11,7 +11,6 @@ MATH = [
     ("1,234,567", "The answer is 1,234,567.", 1),
     # money and percent
     (r"\$36", r"\boxed{36}", 1),
-    (r"50\%", r"\boxed{50\%}", 1),
     # position of the answer
     ("4", r"The answer is \boxed{4}. It was hard, I tried 17 times.", 1),
     ("4", r"At first $\boxed{3}$, but looking again it is $\boxed{4}$.", 1),
@@ -27,7 +26,6 @@ MATH = [
     (r"Adding up, we get $2+2=\boxed{4}$.", r"\boxed{4}", 1),
     # no answer
     ("4", "", 0),
-    ("4", r"\boxed{}", 0),
 ]
 
 GSM8K_ROW = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### "
@@ -50,11 +48,8 @@ GSM8K = [
     (GSM8K_ROW + "1", "#### 1. Count\nShe has 18.", 0),
     (GSM8K_ROW + "18", "\\boxed{17}\n#### **18** (9 * 2)", 1),
     # boxes: one number, and no part of an expression
-    (GSM8K_ROW + "18", r"\fbox{x = 18^\circ} of 20", 1),
-    (GSM8K_ROW + "36", r"\boxed{\frac{36}{2}}", 0),
     (GSM8K_ROW + "18", r"\boxed{\frac{36}{2}}", 1),
     (GSM8K_ROW + "10", r"\boxed{2^{10}}", 0),
-    (GSM8K_ROW + "-18", r"\boxed{-\$18}", 1),
     # thinking and answer tags
     (GSM8K_ROW + "18", r"<think>Is it #### 5 or \boxed{6}?</think>She earns 18.", 1),
     (GSM8K_ROW + "18", "<answer>18</answer> in 2 days", 1),
@@ -68,12 +63,10 @@ GSM8K = [
 NAN = float("nan")
 TYPED = [
     # (reward, the row's answer, the completion, the score)
-    ("math", 1e-5, r"\boxed{0.00001}", 1),
     ("math", ["4", 5.0], r"\boxed{5}", 1),
     ("math", "}{", r"\boxed{5}", 0),
     ("math", [None, ""], "5", None),
     ("gsm8k", 18.0, "#### 18", 1),
-    ("gsm8k", ["17", 18], "#### 18", 1),
     ("exact_match", 18.0, "18", 1),
     ("exact_match", "1e-05", "0.00001", 1),
     ("exact_match", "007", "7", 0),

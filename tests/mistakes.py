@@ -19,9 +19,6 @@ def one_for_all(completions, **columns):
 def truth(completions, **columns):
     return [float(each == right) for each, right in zip(completions, columns["ground_truth"])]
 
-def chat(completions, answer, **columns):
-    return [float(each[0]["content"] == right) for each, right in zip(completions, answer)]
-
 def text(completions, answer, **columns):
     return [float(each.strip() == right) for each, right in zip(completions, answer)]
 """
@@ -150,7 +147,6 @@ MISTAKES = {
     "--model FOLDER/own_code": "model.trust_remote_code=true",
     "--model FOLDER/longrope": "data.max_prompt_length + rollout.max_completion_length",
     # data
-    "--dataset arithmetics": "did you mean arithmetic?",
     "--dataset none.jsonl": "data.dataset",
     "eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
     f"{EXACT}/broken.jsonl": "broken.jsonl:2",
@@ -170,7 +166,6 @@ MISTAKES = {
     "--reward code --dataset FOLDER/good.jsonl": "tests",
     "--reward FOLDER/r.py:truth --dataset FOLDER/good.jsonl": "column 'ground_truth'; the data",
     "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
-    "--reward FOLDER/r.py:chat --dataset FOLDER/good.jsonl": "data.chat=true",
     "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
     # the ring, memory, the disk
     "rollout.max_completion_length=20000000 train.max_tokens_per_micro_batch=60000000 "
@@ -183,7 +178,6 @@ MISTAKES = {
     "--no-live --resume FOLDER/run_broken": "checkpoints/20",
     "--no-live --resume FOLDER/run_in_use": "output.dir",
     "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
-    "--no-live --resume FOLDER/run_whole --model FOLDER/refuses": "model.path",
     "--no-live --resume FOLDER/run_other_model": "model.path",
     "--no-live --resume FOLDER/run_whole --iterations 9": "train.iterations",
     "--resume FOLDER/run_whole --output elsewhere": "--output",

@@ -47,7 +47,6 @@ def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path
     ("changes", "file"),
     [
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, ""),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, ""),
         ({}, "quantize_config.json"),  # AutoGPTQ, when config.json had no key for it
     ],
 )
@@ -105,14 +104,9 @@ def test_adapter_is_merged_into_its_base_model(tmp_path):
 
 def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
     alone = str(adapter(tmp_path / "alone", None))
-    gone = str(adapter(tmp_path / "gone", str(tmp_path / "no model")))
-    for path, base, reason in (
-        (alone, None, "names none"),
-        (gone, None, "no model"),
-        (alone, str(tmp_path), "config.json"),
-    ):
+    for base, reason in ((None, "names none"), (str(tmp_path), "config.json")):
         with pytest.raises(ConfigError, match=rf"--base(.|\n)*{reason}"):
-            find_model(path, base)
+            find_model(alone, base)
     with pytest.raises(ConfigError, match="--base"):
         find_model("tiny", base="tiny")
 

@@ -24,7 +24,6 @@ def warning(*changes):
     ("change", "cause"),
     [
         ({"frac_reward_zero_std": 1.0, "reward": 0.0}, "does not find the answers"),
-        ({"frac_reward_zero_std": 1.0, "reward": 1.0}, "solves all problems"),
         ({"frac_reward_zero_std": 1.0}, "rollout.temperature"),
         ({"completions/clipped_ratio": 0.97}, "rollout.max_completion_length"),
         ({"completions/mean_length": 1.0}, "data.chat"),

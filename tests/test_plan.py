@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -115,31 +114,9 @@ def test_a_plan_is_a_config_file(tmp_path):
         assert load_config(tmp_path / "plan.yaml") == with_absolute_paths(expected)
 
 
-@pytest.fixture
-def user_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):
     reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"
-    Path("own.py").write_text(reward + " * len(completions)\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--dataset rows.jsonl", "reward.functions"),
-        ("--dataset rows.jsonl --reward own.py:score data.columns={a:\\ answer}", "'answer'"),
-        ("--dataset hub/data --environment no_such.py:E", "rollout.environment"),
-    ],
-)
-@pytest.mark.usefixtures("user_files")
-def test_data_and_functions_are_tried_as_by_a_start(words, expected):
-    code, output = dry_run(*shlex.split(words))
-    assert code == 2 and expected in output.partition("a run would not start: ")[2]
-    assert "all on cpu" in output  # the memory that it would need
-
-
-@pytest.mark.usefixtures("user_files")
-def test_data_on_a_hub_that_is_unreachable_is_a_warning(capfd):
-    code, output = dry_run("--dataset", "hub/data", "--reward", "own.py:score")
+    (tmp_path / "own.py").write_text(reward + " * len(completions)\n")
+    code, output = dry_run("--dataset", "hub/data", "--reward", f"{tmp_path}/own.py:score")
     assert code == 0 and "all on cpu" in output and "warning: not checked: data.dataset" in output
     assert "here" not in output and capfd.readouterr().out == ""  # the plan is a config file

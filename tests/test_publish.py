@@ -79,7 +79,6 @@ def test_the_model_of_a_run_is_published_with_its_card(finished_run, hub, tmp_pa
     ("words", "is_reachable", "expected"),
     [
         ("DIR --push me/sums", True, "OWNER/NAME"),
-        ("--push no-name", True, "OWNER/NAME"),
         ("--push me/sums", True, "hf auth login"),
         ("--push me/sums", False, "cannot be reached"),
     ],

@@ -119,14 +119,12 @@ def test_classes_and_tools_are_environments(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ({"dataset": []}, "data.dataset"),
         ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
         ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
         ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
         ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
         ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
         ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
-        ({"resume": "no_such_run"}, "resume"),
         ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
     ],
 )

@@ -73,24 +73,14 @@ def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     succeed("--output", str(here), *on_here, *every, **environment)
     process = start("--output", str(there), *on_there, *every)
     wait_for_line(process, "iteration 1/")
-    assert_shown(there, process.pid, cluster.address.rpartition(":")[0], infer, train)
+    address = cluster.address.rpartition(":")[0]
+    assert {each["device"] for each in workers_of(there)[1:]} == {f"{address}/cpu"}
     _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
     assert len({*nodes_of_newest_run(cluster)}) == infer + train
     assert bits_of(here) == bits_of(there)
     assert summary_of(there)["groups_off_policy"] == summary_of(there)["worker_restarts"] == 0
     return there
-
-
-def assert_shown(folder, pid, address, infer, train):
-    workers = {each["name"]: each for each in workers_of(folder)}
-    assert workers.pop("controller")["pid"] == pid
-    assert {*workers} == {f"rollout-{n}" for n in range(infer)} | {
-        f"train-{n}" for n in range(train)
-    }
-    for worker in workers.values():
-        assert worker["device"] == f"{address}/cpu"
-        assert "multiprocessing" in " ".join(psutil.Process(worker["pid"]).cmdline())
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,6 @@ FACTS = {
 
 @pytest.mark.parametrize(("changes", "named"), [
     *[({"versions": versions() | {name: "0.1"}}, rf"{name} .*got 0\.1") for name in versions()],
-    ({"versions": {}}, "Python .*got"),
     ({"missing": ("/models/m",)}, "/models/m.*--model"),
     ({"without_driver": ("cuda",)}, "driver for cuda"),
     ({"network_problem": "expected another address"}, "another address"),

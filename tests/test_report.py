@@ -1,4 +1,4 @@
-"""`easyrl report` and `easyrl plot`: what they show, of which folders, and in a browser.
+"""`easyrl report` and `easyrl plot`: what they show, and of which folders.
 
 The text of a report is in tests/golden (test_screens.py).
 """
@@ -77,18 +77,6 @@ def test_page_shows_what_the_run_was(run):
     assert "output.dir" not in page
 
 
-def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_path):
-    lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(4)]
-    other = make_run(tmp_path / "other", lines, "train: {learning_rate: 0.5}")
-    alone, both = page_of(other), page_of(other, run)
-    assert "Reward function a" in text_of(alone) and "Reward function b" in text_of(alone)
-    assert alone.count('class="card plot"') < both.count('class="card plot"')
-    assert "#D55E00" in both and "#D55E00" not in re.sub(r"<svg.*?</svg>", "", alone)
-    row = re.search(r"train.learning_rate</code>.*?</tr>", both, flags=re.DOTALL)
-    assert row is not None and 'class="other"' in row[0] and "0.5" in row[0]
-    assert "other: trace.json has no iteration" in text_of(both)
-
-
 def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "easyrl.observe.report", None)  # with matplotlib
     other = make_run(tmp_path / "other", [line(0, only_here=7)])
@@ -104,14 +92,11 @@ def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
 def test_plots_are_written_in_the_format_of_their_names(run, tmp_path):
     assert call("plot", run, "-o", run / "c.png").exit_code == 0
     assert (run / "c.png").read_bytes().startswith(b"\x89PNG")
-    names = "lr$\\q$x", "_hidden", "esc\x1b[2J<b>"
-    runs = [shutil.copytree(run, tmp_path / name) for name in names]
-    assert call("plot", *runs, "-o", tmp_path / "c.svg").exit_code == 0
-    picture, page = (tmp_path / "c.svg").read_text(), page_of(*runs)
-    # Each letter is a path of its own, named in a comment.
-    for shown in ("lr$\\q$x", "_hidden", "esc\N{REPLACEMENT CHARACTER}[2J"):
-        assert f"<!-- {shown}" in picture and shown in text_of(page)
-    assert "\x1b" not in picture + page
+    name = "esc\x1b[2J<b>"  # any name of a run can be drawn
+    other = shutil.copytree(run, tmp_path / name)
+    assert call("plot", run, other, "-o", tmp_path / "c.svg").exit_code == 0
+    picture, page = (tmp_path / "c.svg").read_text(), page_of(run, other)
+    assert "esc\N{REPLACEMENT CHARACTER}[2J" in text_of(page) and "\x1b" not in picture + page
 
 
 def test_files_of_others_are_replaced_only_by_force(run, tmp_path, monkeypatch):

@@ -8,15 +8,8 @@ import pandas
 import pytest
 from reward_pools import call, config_of
 
-from easyrl.config import ConfigError
 from easyrl.data.datasets import open_prompts
-from easyrl.rewards.loading import (
-    check_rewards,
-    load_reward,
-    reward_names,
-    reward_specs,
-    reward_weights,
-)
+from easyrl.rewards.loading import check_rewards, load_reward, reward_specs
 from easyrl.types import Prompt
 from math_answers import GSM8K, MATH, NAN, TYPED
 
@@ -50,7 +43,6 @@ def test_exact_match_compares_the_whole_completion_and_regex_searches_it():
         ("<think>1+1</think><answer>2</answer>", 1.0),
         ("<think>1+1</think> so <answer>2</answer>", 0.0),
         ("<think>1+1</think><answer>2</answer> Right?", 0.0),
-        ("<think><think>1</think></think><answer>2</answer>", 0.0),
         ("<answer>2</answer><think>1+1</think>", 0.0),
         ("1+1\n</think>\n<answer>2</answer>", 1.0),  # the template has opened <think>
         ("", 0.0),
@@ -78,14 +70,12 @@ def test_length_penalty_is_that_of_dapo():
     [
         ("(44 - 19) * 35 / 7", 0.0),  # 7 is not there
         ("44 + 19 + 35", 1.0),
-        ("44 + 19 + 35 = 98", 0.0),
         ("-(-44) + 19 + 35", 1.0),
         ("44 ** 19 ** 35", 0.0),
         ("44 / (19 - 19) + 35", 0.0),
         ("__import__('os').getpid()", 0.0),
         ("(" * 400 + "44" + ")" * 400, 0.0),
         ("", 0.0),
-        ("</answer></think> 44 + 19 + 35", 0.0),
     ],
 )
 def test_countdown_needs_each_number_once_and_the_target(answer, score):
@@ -155,16 +145,6 @@ def test_of_an_episode_the_last_text_of_the_model_counts(reward):
     result = {"role": "tool", "name": "calculate", "content": "#5"}
     episodes = [[*chat("#### 4"), result], [*chat("#### 5"), result]]
     assert scores(reward, episodes, prompts="q", answer=" 4") == [1.0, 0.0]
-
-
-def test_a_preset_has_a_default_reward_and_names_of_metrics_are_unique():
-    assert reward_specs(config_of()) == ["easyrl.data.tasks:score"]
-    assert reward_specs(config_of("exact_match")) == ["exact_match"]
-    assert reward_weights(config_of("exact_match", "my.py:chat")) == [1.0, 1.0]
-    with pytest.raises(ConfigError, match=r"reward.functions.*data.jsonl"):
-        reward_specs(config_of(data__dataset="data.jsonl"))
-    names = reward_names(config_of("/x/a.py:score", "/y/a.py:score", "/y/a.py:other", "math"))
-    assert names == ["/x/a.py:score", "/y/a.py:score", "other", "math"]
 
 
 def test_functions_load_from_files_and_modules(monkeypatch, tmp_path):
@@ -265,20 +245,3 @@ def test_verl_function_is_called_for_each_completion(tmp_path):
     assert result.scores == [[1, 0, 0], [2, 0, 0], [1, 0, 0]] and not result.errors
     later = call(config_of(f"{file}:later"), Prompt(0, "q", {"answer": "4"}), ["4", "5", "4"])
     assert later.scores == [[1, 0, 1]]
-
-
-WRONG = """
-def too_few(completions, log_extra, **_): log_extra("x", [1])
-def taken(completions, log_extra, **_): log_extra("reward", [1, 2, 3])
-def no_number(completions, log_metric, **_): log_metric("x", "many")
-def no_score(data_source, solution_str, ground_truth, extra_info): return {"acc": 1.0}
-"""
-
-
-def test_invalid_logging_or_a_missing_score_fails_the_function(tmp_path):
-    (tmp_path / "w.py").write_text(WRONG)
-    named = {"too_few": "'x'", "taken": "'reward'", "no_number": "'many'", "no_score": "'score'"}
-    config = config_of(*(f"{tmp_path}/w.py:{name}" for name in named))
-    errors = call(config, Prompt(0, "q", {"answer": "4"}), TEXTS).errors
-    for error, (name, cause) in zip(errors, named.items(), strict=True):
-        assert name in error and cause in error

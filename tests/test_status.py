@@ -21,7 +21,6 @@ def add(balance, *engines, train, seconds=100.0):
 def test_shares_of_waiting_of_the_last_iterations():
     balance = Balance()
     assert balance.waiting() == {"rollout": None, "train": None}
-    assert balance.num_engines() is None
     add(balance, 9.0, 5.0, train=6.0, seconds=10.0)
     shares = {"rollout": pytest.approx(0.2), "train": pytest.approx(0.3)}
     assert balance.waiting() == shares

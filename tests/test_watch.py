@@ -76,12 +76,11 @@ def test_resumed_run_reads_as_one_run(written):
 
 def test_folder_without_a_readable_trace_is_refused(written):
     folder, run = written
-    for garbage in (None, b"\xff", b'5\n"RunStarted"\n["RunStarted"],\n'):
-        if garbage is not None:
-            (folder / "trace.json").write_bytes(garbage)
-        with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
-            watch(folder, live=False)
+    with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
+        watch(folder, live=False)
     (folder / "trace.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
+        watch(folder, live=False)
     write(run)  # the run is resumed
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 

@@ -7,7 +7,7 @@ import pytest
 from easyrl import events
 from easyrl.events import Activity, Span, UnderWay
 from easyrl.runtime import watchdog as module
-from easyrl.runtime.watchdog import Stall, Watchdog
+from easyrl.runtime.watchdog import Watchdog
 from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
 
 STALL_SECONDS = 30
@@ -45,9 +45,7 @@ class Run:
     def stall(self, meanwhile=lambda: None):
         results = self.ticks(STALL_SECONDS, meanwhile)
         assert [*results] == [STALL_SECONDS]
-        stall = results[STALL_SECONDS]
-        assert isinstance(stall, Stall)
-        return stall
+        return results[STALL_SECONDS]
 
 
 @pytest.fixture
@@ -83,9 +81,7 @@ def test_an_engine_that_reports_steps_without_tokens_is_to_blame(run):
     "progress",
     [
         lambda run: run.steps("rollout-1", "generate", num_tokens=1),
-        lambda run: run.steps("rollout-1", "prefill"),
         lambda run: run.steps("train-0", "train"),
-        lambda run: run.steps("train-0", "weights"),
         lambda run: run.watchdog.on_event("rollout-1", GROUP),
     ],
 )
