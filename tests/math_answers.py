@@ -28,6 +28,18 @@ MATH = [
     ("4", "", 0),
 ]
 
+# Verdicts of math-verify that are wrong, or (from 50 % on) debatable.
+MATH += [
+    ("1234", r"\boxed{1\,234}", 0), ("1500", r"\boxed{1.5e3}", 0), ("7", r"\boxed{7.}", 0),
+    ("BDAC", r"\boxed{ABCD}", 1), ("1011_2", r"\boxed{1011_3}", 1),
+    ("½", r"\boxed{\frac{1}{2}}", 0), (r"\emptyset", r"\boxed{\varnothing}", 0),
+    ("0.0000004", r"\boxed{0.0000003}", 1), ("50", r"\boxed{50\%}", 1),
+    ("4", r"First \boxed{3}, no: \boxed{4}", 0), ("1,2,3", r"\boxed{3,2,1}", 1),
+    (r"(-\infty, 3]", r"\boxed{x \le 3}", 0), ("y = 2x+3", r"\boxed{2x+3}", 1),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{(1,2)}", 0),
+    ("B", "The answer is B.", 0), ("east", r"\boxed{East}", 0), ("4", r"\boxed{4", 0),
+]  # fmt: skip
+
 GSM8K_ROW = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### "
 GSM8K = [
     (GSM8K_ROW + "18", "#### 18", 1),

@@ -1,6 +1,8 @@
 """Reward processes: never blocking, one failed call costs itself alone, nothing stays behind."""
 
+import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -73,6 +75,8 @@ def logs_odd_names(completions, log_extra, log_metric, **_):
     log_extra(Text("column"), [Text("a"), Text("b")])
     log_metric(Text("metric"), np.float32(0.5))
     return [1.0, 1.0]
+
+def length(text): return float(len(text))
 
 KEPT = []
 
@@ -163,6 +167,18 @@ def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool):
     assert scores[0] == [1.0, 0.0, 1.0] and scores[1][0] == scores[1][1] == scores[1][2]
 
 
+@pytest.mark.alone
+def test_slow_reward_does_not_block(open_pool):
+    pool = open_pool("sleepy")
+    for seconds in ("0", "0.5"):  # after the first, the processes are up
+        began = time.perf_counter()
+        pool.submit(0, Call("q", [seconds], [[1]], {}))
+        assert pool.finished() == [] and select.select([pool], [], [], 0)[0] == []
+        assert time.perf_counter() - began < 0.1 or seconds == "0"
+        finished(pool, 1)
+        assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
+
+
 def test_results_are_of_plain_types(open_pool):
     """Others would be unpickled in the rollout worker."""
     ((scores, errors, metrics, columns),) = score(open_pool("logs_odd_names"))
@@ -171,7 +187,13 @@ def test_results_are_of_plain_types(open_pool):
     assert {type(each) for each in (*metrics, *columns, *columns["column"])} == {str}
 
 
-def test_function_may_start_processes_which_end_with_the_killed_one(open_pool):
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_function_may_start_processes(open_pool, method):
+    prompt = f"get_context('{method}').Pool(1).map(length, completions)"
+    assert scores_of(open_pool("evaluates"), prompt) == [[1.0, 1.0]]
+
+
+def test_processes_of_a_function_end_with_the_killed_one(open_pool):
     pool = open_pool("pids_of_pools_that_are_kept", "pid", reward__num_workers=1)
     children, (pid, _) = scores_of(pool)
     os.kill(int(pid), signal.SIGKILL)
@@ -260,6 +282,12 @@ def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(open
         score(pool, "os.kill(os.getpid(), signal.SIGKILL)")
 
 
+def test_pool_that_breaks_again_and_again_is_an_error(open_pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "start", os._exit)  # called with a config: it fails
+    with pytest.raises(RewardError, match="processes"):
+        score(open_pool("good", reward__on_error="zero", reward__num_workers=1))
+
+
 @pytest.mark.alone
 def test_close_ends_a_hanging_reward_at_once(open_pool):
     pool = open_pool("pid", "sleepy", reward__num_workers=1)
@@ -272,6 +300,25 @@ def test_close_ends_a_hanging_reward_at_once(open_pool):
     pool.close()
     assert time.monotonic() - began < 2
     assert ended(scores[0][0], 0.1)
+
+
+def parent(own, connection):
+    pool = RewardPool(config_of(f"{own}:pid", f"{own}:sleepy"))
+    for seconds in ("0", "600"):
+        pool.submit(0, Call("q", [seconds], [[1]], {}))
+        ((scores, *_),) = finished(pool, 1)
+        connection.send(scores[0][0])
+
+
+def test_reward_processes_end_with_a_killed_parent(own):
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=parent, args=(own, theirs))
+    process.start()
+    pid = ours.recv()
+    children = [child.pid for child in psutil.Process(process.pid).children()]
+    process.kill()
+    process.join()
+    assert pid in children and len(children) >= 2 and all(map(ended, children))
 
 
 def test_weighted_sum_ignores_functions_without_a_score():
