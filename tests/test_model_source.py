@@ -12,13 +12,21 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.config import ConfigError
+from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_hub
-from easyrl.data.hub import loadable_model, model_config_from_hub, reach_hub
+from easyrl.data.hub import describe_model, loadable_model, model_config_from_hub, reach_hub
+from easyrl.evaluation.command import check_evaluation
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, read_model_files
+from easyrl.runtime.preflight import check_run
+from easyrl.runtime.resume import find_resume, with_absolute_paths
+from easyrl.runtime.run import start_from
 from mistakes import TINY, make_run
+
+ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
+EXACT = "reward.functions=[exact_match]"
 
 
 def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path):
@@ -102,6 +110,34 @@ def test_adapter_is_merged_into_its_base_model(tmp_path):
     assert other.identity() == source.identity()
 
 
+def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path):
+    folder = adapter(tmp_path / "own", "tiny")
+    before = find_model(str(folder)).identity()
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = "{% for m in messages %}<ask>{{ m['content'] }}{% endfor %}"
+    tokenizer.add_tokens(["<ask>"])
+    tokenizer.save_pretrained(folder)
+    source = find_model(str(folder))
+    assert source.identity() != before
+    # Checks of prompts before the model is made: base `tiny` has no template and no such token.
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    words = (f"model.path={folder}", f"data.dataset={tmp_path}/rows.jsonl", "data.chat=true")
+    config = load_config(words=[*words, *ON_CPU, "data.max_prompt_length=5", EXACT])
+    assert len(check_evaluation(config).problems) == 1
+    config, started = start_from(config)
+    assert started == source and check_run(config, None, source.tokenizer).num_prompts_skipped == 0
+    with pytest.raises(ConfigError, match=r"--base.*100 tokens"):
+        source.make(tmp_path / "made")  # its embedding is missing
+    file, embeddings = folder / "adapter_model.safetensors", torch.randn(104, 128)
+    save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": embeddings}, file)
+    made = source.make(tmp_path / "made")
+    weights = AutoModelForCausalLM.from_pretrained(made).state_dict()
+    assert torch.equal(weights["model.embed_tokens.weight"], embeddings)
+    chat = [{"role": "user", "content": "1"}]
+    ids = AutoTokenizer.from_pretrained(made).apply_chat_template(chat, return_dict=False)
+    assert ids == [99, *tokenizer("1")["input_ids"]]
+
+
 def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
     alone = str(adapter(tmp_path / "alone", None))
     for base, reason in ((None, "names none"), (str(tmp_path), "config.json")):
@@ -109,6 +145,26 @@ def test_adapter_without_its_base_or_weights_is_refused(tmp_path):
             find_model(alone, base)
     with pytest.raises(ConfigError, match="--base"):
         find_model("tiny", base="tiny")
+
+
+def test_local_folder_wins_over_the_built_in_model_but_a_resumed_run_keeps_its_own(
+    tmp_path, monkeypatch
+):
+    make_run(tmp_path / "run", {10: {}})
+    monkeypatch.chdir(tmp_path)
+    assert "built-in" in describe_model("tiny")
+    own = shutil.copytree(TINY, tmp_path / "tiny")
+    (own / "tokenizer.json").write_text("{}")
+    started = with_absolute_paths(load_config(words=["model.path=tiny"])).model.path
+    assert started == str(own) and str(own) in describe_model(started)
+    assert find_model(started).identity() != find_model(str(TINY)).identity()
+    # The run recorded `tiny` where no such folder was.
+    recorded = load_config(tmp_path / "run/config.yaml", words=ON_CPU)
+    config = with_absolute_paths(recorded, is_resumed=True)
+    assert config.model.path == "tiny"
+    found = find_resume(config, tmp_path / "run")
+    os.close(found.lock)
+    assert check_run(config, found).identity["model.path"] == fingerprint(str(TINY))
 
 
 def test_error_of_the_hub_is_reported(monkeypatch):

@@ -9,7 +9,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from easyrl import cli
+from easyrl import cli, events
+from easyrl.runtime.run_folder import sample_line
 
 SAMPLES = [
     {
@@ -50,6 +51,18 @@ def test_options_select_samples(tmp_path, words, expected):
     run = write(tmp_path / "run", SAMPLES, rest=json.dumps(SAMPLES[4])[:40])
     found = re.findall(r"completion (\S+)", call(run, *words.split()).output)
     assert found == expected
+
+
+def test_columns_may_have_any_name(tmp_path):
+    """Those of the data and of rewards."""
+    columns = dict.fromkeys(("sample", "problem", "iteration", "rewards", "reward", "prompt"), "x")
+    sample = events.Sample("c", 1.0, 0.5, {"rewards": 7, "y": 8}, {"f": 1.0, "g": 0.0}, 3)
+    group = events.GroupScored(0, 0, 5, [1.0], [[1.0]], [3], 0, 0.0, prompt="p", columns=columns)
+    line = sample_line(group, sample)
+    assert [line[name] for name in ("iteration", "reward", "length", "y")] == [0, 1.0, 3, 8]
+    assert line["column/sample"] == "x" and line["column/rewards"] == 7
+    shown = " ".join(call(write(tmp_path / "run", [line])).output.split())
+    assert "iteration 1 prompt_index 5 reward 1" in shown and "column/problem x" in shown
 
 
 def test_mistakes_are_user_errors(tmp_path):
