@@ -1,6 +1,8 @@
 """Compute in bfloat16 over float32 weights, activation checkpointing, and compiled layers."""
 
 import math
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import test_updates
@@ -9,7 +11,10 @@ from safetensors.torch import load_file
 from test_train_ranks import ranks
 from test_updates import model, train
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
 
+from easyrl.config import ConfigError
+from easyrl.model.policy import Policy
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
 
@@ -83,6 +88,34 @@ def test_a_run_in_bfloat16(tmp_path, devices):
     assert any(not torch.equal(w, w.bfloat16().float()) for w in saved.values())
 
 
+def test_weights_are_loaded_in_their_final_dtype_and_are_the_pages_of_their_file(
+    tmp_path, monkeypatch
+):
+    """All processes then share them, and the host never holds the model in another dtype."""
+    load = Mock(wraps=AutoModelForCausalLM.from_pretrained)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    tiny_model("qwen3", None).bfloat16().save_pretrained(tmp_path)
+    for dtype in (None, "bfloat16"):
+        policy = Policy.load(str(tmp_path), dtype=dtype)
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ours = [words[0] for words in maps if words[-1] == str(tmp_path / "model.safetensors")]
+        mapped = [[int(end, 16) for end in place.split("-")] for place in ours]
+        for name, weight in policy.model.named_parameters():
+            assert weight.dtype == torch.bfloat16
+            assert any(start <= weight.data_ptr() < end for start, end in mapped), name
+    assert next(Policy.load(str(tmp_path)).model.parameters()).dtype == torch.float32
+    dtypes = [call.kwargs["dtype"] for call in load.call_args_list]
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(tmp_path):
+    """Gemma multiplies embeddings by the root of their size."""
+    tiny_model("gemma3_text", None).bfloat16().save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), dtype=None)
+    scale = policy.model.model.embed_tokens.embed_scale
+    assert scale.dtype == torch.float32 and scale != scale.bfloat16()
+
+
 def assert_same_gradients(*words, bound=1e-5):
     torch._dynamo.reset()
     counters.clear()
@@ -104,3 +137,11 @@ def test_other_models(family, tmp_path, monkeypatch):
     monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
     # Recurrences, routers and learned masks amplify rounding.
     assert_same_gradients(bound=1e-4 if family in UNSHARED else 1e-5)
+
+
+@pytest.mark.long
+def test_a_model_that_cannot_be_compiled_is_named(tmp_path, monkeypatch):
+    tiny_model("mamba", spread=SPREAD, **UNSHARED["mamba"][0]).save_pretrained(tmp_path)
+    monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"train\.compile"):
+        train(COMPILE)
