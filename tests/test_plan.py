@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import load_config
+from easyrl.devices import parse_assumed
 from easyrl.runtime.resume import with_absolute_paths
 
 QWEN = {
@@ -50,6 +51,12 @@ def proposed(output):
     commands = [shlex.split(line) for line in lines if line.startswith("easyrl grpo")]
     assert len(commands) <= 1
     return commands[0][2:] if commands else None
+
+
+def test_devices_are_assumed_by_number_and_memory_or_name():
+    for text, count, gib in (("4x23.5gb", 4, 23.5), ("8xH100", 8, 79), ("4090", 1, 23.5)):
+        assumed = parse_assumed(text)
+        assert (assumed.count, assumed.num_bytes) == (count, gib * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,27 @@ def test_a_plan_is_a_config_file(tmp_path):
         (tmp_path / "plan.yaml").write_text(output)
         expected = load_config(words=["model.dtype=bfloat16", "runtime.seed=7"])
         assert load_config(tmp_path / "plan.yaml") == with_absolute_paths(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("gone.jsonl", "data.dataset"),
+        ("rows.jsonl", "reward.functions"),
+        ("rows.jsonl --reward own.py:broken", "own.py:broken"),
+        ("rows.jsonl --reward own.py:score data.columns={a:\\ answer}", "'answer'"),
+        ("rows.jsonl --reward exact_match algorithm.loss_type=no.py:f", "loss_type"),
+        ("hub/data --environment no_such.py:E", "rollout.environment"),
+    ],
+)
+def test_data_and_functions_are_tried_as_by_a_start(words, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    reward = "def score(completions, answer): return [0.0] * len(completions)\n"
+    (tmp_path / "own.py").write_text(reward + "def broken(completions, **_): return {0.0}\n")
+    code, output = dry_run("--dataset", *shlex.split(words))
+    assert code == 2 and expected in output.partition("a run would not start: ")[2]
+    assert "all on cpu" in output  # the memory that it would need
 
 
 def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):

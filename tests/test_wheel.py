@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import easyrl
 from runs import SMALL, summary_of
 
 ROOT = Path(__file__).parent.parent
@@ -37,11 +38,22 @@ def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(tmp_path
     clone = tmp_path / "easyrl"
     ignored = shutil.ignore_patterns(".*", "tests", "docs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, clone, ignore=ignored)
-    install(tmp_path, "--no-build-isolation", "--editable", clone)
+    packages = install(tmp_path, "--no-build-isolation", "--editable", clone)
     bin_ = tmp_path / "venv" / "bin"
     found = call(bin_ / "python", "-c", "import easyrl as e; print(e.__file__)", cwd=tmp_path)
     assert found.stdout.strip() == str(clone / "easyrl" / "__init__.py"), found.stderr
     assert call(bin_ / "easyrl", "--version", cwd=tmp_path).returncode == 0
+    (packages / "easyrl").mkdir()  # another package of that name
+    (packages / "easyrl" / "__init__.py").write_text("# coding=utf-8\n# Copyright (c) 2019\n")
+    refused = call(bin_ / "easyrl", "--version", cwd=tmp_path)
+    assert refused.returncode == 1 and "easyrl-train" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_install_commands_name_our_distribution():
+    assert f'name = "{easyrl.DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
+    found = call("git", "grep", "-nE", r"(^|[^-_a-z])easyrl\[", "--", ":!tests", cwd=ROOT)
+    assert (found.returncode, found.stdout) == (1, ""), found.stderr
 
 
 @pytest.mark.long
