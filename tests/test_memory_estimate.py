@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model
 from easyrl.devices import parse_assumed
+from easyrl.engines.base import GroupRequest, SamplingSettings
+from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
@@ -34,6 +37,7 @@ from runs import command
 TOLERANCE = 0.15
 WEIGHTS = 767744 * 4  # bytes of the tiny model
 LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")
+APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 0))
 
 
 def save_model(folder, sizes, head_size=64):
@@ -56,12 +60,17 @@ def placed(config):
     return Placement(*sets, "cuda", 1, 4, infer_memory_fraction=fraction)
 
 
-def estimated(*words):
+def estimated(*words, **placed_as):
     config = load_config(words=words)
     files = read_model_files(config.model.path)
     num_trained = None if config.model.lora.rank is None else 1000
     size = model_size(files.config, files.num_weights or 0, num_trained)
-    return estimate_memory(config, placed(config), size)
+    return estimate_memory(config, replace(placed(config), **placed_as), size)
+
+
+def of(role, *words, **placed_as):
+    parts = estimated(*words, **placed_as)
+    return {part.what: part.num_bytes for part in parts if part.process.startswith(role)}
 
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
@@ -113,11 +122,37 @@ def test_estimate_equals_the_measured_peak(tmp_path):
         *("data.max_prompt_length=64", "rollout.max_completion_length=120"),
         *("rollout.num_generations=8", "train.prompts_per_iteration=4"),
     )
-    expected = [
-        sum(part.num_bytes for part in estimated(*words) if part.process.startswith(role))
-        for role in ("rollout", "train")
-    ]
+    expected = [sum(of(role, *words).values()) for role in ("rollout", "train")]
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)
+
+
+def test_estimated_kv_cache_covers_the_allocated_one():
+    words = ("data.max_prompt_length=50", "rollout.max_completion_length=30")
+    estimate = of("rollout", *words, "rollout.num_generations=3", "train.eval_every=1")["KV cache"]
+    sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
+    engine = EmbeddedEngine(Policy.load("tiny"), sampling, num_rows=4 * 3)  # 4 groups
+    for number in range(40):  # an evaluation
+        engine.submit(GroupRequest((number,), [5] * 50, 1))
+    while engine.has_work:
+        engine.step()
+    assert 0.9 < engine.cache.num_bytes / estimate <= 1.0
+
+
+def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights():
+    npu = {"accelerator": "npu"}
+    halves = (*APART, "model.dtype=bfloat16", "train.max_tokens_per_micro_batch=4096")
+    on_gpu, on_npu = of("train", *halves), of("train", *halves, **npu)
+    assert on_gpu["driver, communication"] < on_npu["driver, communication"]  # HCCL's buffers
+    # Where nothing is converted, workers share the pages of the files.
+    loading = [of("rollout", *words).get("weights being loaded", 0) for words in (APART, halves)]
+    assert loading == [0, WEIGHTS / 2]
+    scores = memory.TRAINED_SCORE_BYTES * 4 * 4096 * 512  # heads, tokens, keys
+    assert on_npu["logits, transients"] == scores > on_gpu["logits, transients"]
+    assert of("train", *halves, "model.dtype=float32")["logits, transients"] == scores
+    for words, buckets in ((APART, (2**27, 2**27)), (SHARED, (0, 2**26))):
+        found = of("rollout", *words), of("train", *words)
+        assert tuple(parts.get("buckets", 0) for parts in found) == buckets
+        assert "CUDA graphs" in found[0] and "CUDA graphs" not in of("rollout", *words, **npu)
 
 
 @pytest.mark.parametrize(

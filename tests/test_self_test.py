@@ -4,15 +4,19 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from easyrl import devices
 from easyrl.config import load_config
 from easyrl.config.devices import DeviceSet
+from easyrl.runtime import run as run_module
 from easyrl.runtime import self_test
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.self_test import before_run
 
+ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
 WRONG_ATTENTION = """
 import sys
 if "easyrl.runtime.self_test_part" in sys.orig_argv:
@@ -52,6 +56,16 @@ def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path):
     assert done.returncode == 1 and "runs can start" in done.stdout
 
 
+def test_crash_and_hang_are_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(self_test, "PART_SECONDS", 0.5)
+    for code, error in {
+        "import os; os.kill(os.getpid(), 9)": "killed by signal 9",
+        "import time; time.sleep(60)": "no answer in 0.5 s",
+    }.items():
+        environment = environment_with(tmp_path, code)
+        assert self_test._error(["weights", "cpu", "cpu"], environment) == error
+
+
 class Machine:
     """Two GPUs on which parts fail unless they run with a safe setting."""
 
@@ -70,11 +84,11 @@ class Machine:
         self.ran.append((part, environment))
         return "" if self.errors.get(part, "") in {*words, ""} else "wrong values"
 
-    def start(self):
+    def start(self, config=None):
         sets = {"infer": DeviceSet("accelerator", (0,)), "train": DeviceSet("accelerator", (1,))}
-        on_cpu = load_config(None, {"devices.infer": "cpu", "devices.train": "cpu"})
-        gpus = replace(resolve_placement(on_cpu), accelerator="cuda", **sets)
-        return self_test.before_run(load_config(), gpus, self.notes.append)
+        on_cpu = resolve_placement(load_config(None, ON_CPU))
+        gpus = replace(on_cpu, accelerator="cuda", **sets)
+        return before_run(config or load_config(), gpus, self.notes.append)
 
 
 @pytest.fixture
@@ -103,3 +117,23 @@ def test_run_uses_what_passes_and_says_so(machine):
         for setting, warning in zip(machine.errors.values(), warnings, strict=True):
             assert setting in warning
     assert len(machine.notes) == 1
+
+
+def test_part_that_never_passes_is_tested_again(machine):
+    machine.errors = {"attention": "no such setting"}
+    for _ in range(2):
+        config, (warning,) = machine.start()
+        assert config == load_config() and "attention" in warning
+    assert len(machine.notes) == 2
+
+
+def test_controller_gets_the_safe_settings(machine, tmp_path, monkeypatch):
+    machine.errors = {"attention": "model.attention=without_flex"}
+    controller = Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(run_module, "Controller", controller)
+    monkeypatch.setattr(self_test, "before_run", lambda config, *_: machine.start(config))
+    with pytest.raises(ZeroDivisionError):
+        run_module.run(load_config(None, {**ON_CPU, "output.dir": str(tmp_path / "run")}))
+    checked = controller.call_args.args[0]
+    assert checked.config.model.attention == "without_flex"
+    assert "model.attention" in checked.warnings[-1]
