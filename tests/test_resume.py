@@ -126,19 +126,30 @@ def test_more_iterations_continue_a_finished_run(tmp_path, uninterrupted):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("signum", "words"), [(signal.SIGTERM, TWO_UPDATES), (signal.SIGINT, (*ONE_UPDATE, "cpu:2"))]
+    ("signum", "words", "every"),
+    [
+        (signal.SIGTERM, TWO_UPDATES, "null"),
+        (signal.SIGINT, (*ONE_UPDATE, "cpu:2"), "null"),
+        (signal.SIGTERM, (*ONE_UPDATE, "cpu:2"), "1"),
+    ],
 )
-def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum, words):
+def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum, words, every):
+    """Also while a checkpoint is being written."""
     once, folder = uninterrupted(*words), tmp_path / "run"
-    saving = (*SMALL_AND_SAME, *words, "train.save_every=null")
+    saving = (*SMALL_AND_SAME, *words, f"train.save_every={every}")
     process = start("--output", str(folder), *saving, EASYRL_RANDOM_DELAYS="0.05")
-    wait_for_line(process, "iteration 2/")
-    time.sleep(random.Random(len(words) * signum).random())
+    if every == "1":
+        wait_for_saving(process, folder, 1)
+    else:
+        wait_for_line(process, "iteration 2/")
+        time.sleep(random.Random(len(words) * signum).random())
+    assert process.poll() is None
     process.send_signal(signum)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum and err == ""
     assert out.count("stopped by") == 1 and f"to resume: easyrl grpo --resume {folder}" in out
-    (saved,) = checkpoints_in(folder / "checkpoints")
+    assert not list((folder / "checkpoints").glob(f"*{UNFINISHED}"))
+    *_, saved = checkpoints_in(folder / "checkpoints")
     done = len(lines_of(folder / "metrics.jsonl"))
     assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # no whole one is lost
     resume(folder)

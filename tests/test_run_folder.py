@@ -1,17 +1,20 @@
 """The run folder: one writer, whole lines wherever it is cut off, a log of what went wrong."""
 
+import errno
 import math
 import os
 import stat
+from unittest.mock import Mock
 
 import pytest
 
 from easyrl import events
 from easyrl.config import ConfigError, load_config
 from easyrl.observe.lines import PlainLines
+from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.run import FAILED, run
-from easyrl.runtime.run_folder import RunFolder, lock_folder, read_lines
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines, write_whole
 from runs import SMALL
 
 
@@ -53,6 +56,32 @@ def test_an_error_is_short_on_the_screen_and_complete_in_the_log(tmp_path, monke
     shown = f"easyrl: KeyError: 'lost'\n(the full traceback is in {log})\n"
     assert capfd.readouterr().err == shown
     assert "Traceback (most recent call last)" in log.read_text()
+
+
+def test_disk_that_is_full_for_a_moment_loses_no_line(tmp_path, monkeypatch):
+    """As when a checkpoint that does not fit fills the disk, until it is removed."""
+    folder = RunFolder(config_for(tmp_path / "run"))
+
+    def write_to_full_disk(file, content):
+        outcomes = iter([7, *[OSError(errno.ENOSPC, "No space left")] * num_failures])
+
+        def write(rest):  # seven bytes, and none for a while
+            if isinstance(outcome := next(outcomes, len(rest)), OSError):
+                raise outcome
+            return file.write(rest[:outcome])
+
+        write_whole(Mock(wraps=file, write=write), content)
+
+    folder.observe(finished(0))
+    monkeypatch.setattr(run_folder, "write_whole", write_to_full_disk)
+    num_failures = 1
+    folder.observe(finished(1))
+    num_failures = 1000
+    monkeypatch.setattr(run_folder, "FULL_DISK_SECONDS", 0.1)
+    with pytest.raises(RunFolderLost, match=r"No space left"):
+        folder.observe(finished(2))
+    assert [line["iteration"] for line in read_lines(folder.path / "metrics.jsonl")] == [0, 1]
+    assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
 
 
 def begun(tmp_path):
