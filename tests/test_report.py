@@ -77,6 +77,17 @@ def test_page_shows_what_the_run_was(run):
     assert "output.dir" not in page
 
 
+def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_path):
+    lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(4)]
+    other = make_run(tmp_path / "other", lines, "train: {learning_rate: 0.5}")
+    alone, both = page_of(other), page_of(other, run)
+    assert "Reward function a" in text_of(alone) and "Reward function b" in text_of(alone)
+    assert alone.count('class="card plot"') < both.count('class="card plot"')
+    assert "#D55E00" in both and "#D55E00" not in re.sub(r"<svg.*?</svg>", "", alone)
+    row = re.search(r"train.learning_rate</code>.*?</tr>", both, flags=re.DOTALL)
+    assert 'class="other"' in row[0] and "0.5" in row[0]
+
+
 def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "easyrl.observe.report", None)  # with matplotlib
     other = make_run(tmp_path / "other", [line(0, only_here=7)])

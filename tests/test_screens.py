@@ -7,6 +7,7 @@ import html
 import json
 import re
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from easyrl import __version__, cli
+from easyrl import __version__, cli, events
 from easyrl.config import load_config, to_commented_yaml
 from easyrl.observe.lines import PlainLines, end_table, print_end
 from easyrl.observe.run_files import RunFiles
@@ -24,6 +25,7 @@ from easyrl.observe.view import render
 from easyrl.observe.watch import watch
 from golden_files import check_golden
 from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state_of
+from terminals import Terminal, after_the_view
 
 MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 """Pictures are drawn after so many events of `run_events`."""
@@ -59,6 +61,42 @@ def test_live_view(folder):
     for stream in (run_events(folder), list(RunFiles(folder).read())):
         pictures = [f"-- {n} events\n{picture(state_of(stream[:n]))}" for n in MOMENTS]
         check_golden("live_view", "".join(pictures))
+
+
+def test_live_view_fits_into_any_terminal():
+    stream = run_events(Path("run"))[1:19]
+    for width, height, num_rollout in ((1, 1, 40), (40, 5, 1), (80, 24, 40), (300, 100, 1)):
+        state = state_of([run_started(Path("run"), num_rollout), *stream])
+        picture(state, width, height)
+        state.apply(events.RunEnded(1, "no more memory"))
+        assert height < 24 or "train-0" in picture(state, width, height)
+
+
+NOISY = """
+import os
+from pathlib import Path
+from easyrl.observe.view import LiveView
+from run_events import run_events
+
+view = LiveView(now=lambda: 190.0)
+for number, event in enumerate(run_events(Path("run"))):
+    view(event)
+    if number == 9:
+        print("from Python", flush=True)
+        os.write(2, b"from C")
+"""
+
+
+def test_terminal_is_restored_at_the_end(folder):
+    """With the last picture and the result on 24 lines. Other text of the process goes to a log."""
+    path = f"{Path(__file__).parent}:{Path(cli.__file__).parents[2]}"
+    terminal = Terminal(sys.executable, "-c", NOISY, PYTHONPATH=path)
+    assert terminal.end() == 0, terminal.output
+    after = after_the_view(terminal.output)
+    assert after.strip().count("\n") < 23 and "finished after 2/4 iterations" in after
+    log = (folder / "logs" / "controller.log").read_text()
+    for text in ("from Python", "from C"):
+        assert text in log and text not in terminal.output
 
 
 def test_plain_lines(folder, capsys):

@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.config import Config
-from easyrl.events import FromWorker
+from easyrl.events import FromWorker, Span
+from easyrl.observe import trace
 from easyrl.observe.run_files import RunFiles
+from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
-from run_events import METRICS, group, run_events, state_of
+from run_events import METRICS, active, group, run_events, state_of
 from runs import SMALL, start, wait_for_line
 from terminals import Terminal, after_the_view
 
@@ -49,6 +51,37 @@ def content(state):
     fields["run"]["earlier"] = None
     text = re.sub(r"\{\}|\[\]|NaN", "null", json.dumps(fields, default=str))
     return re.sub(r"\\u001b|\\u0007|\\u202e", r"\\ufffd", text)
+
+
+def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch):
+    """It is read during the run, with a worker that reports four times a second, and at the end."""
+    monkeypatch.setattr(trace, "MAX_BYTES", 30_000)
+    folder, run = written
+    first = next(n for n, e in enumerate(run) if isinstance(e, events.IterationFinished)) + 1
+    spans = [Span("train", 300.0 + number, 300.5 + number) for number in range(2000)]
+    run[first:first] = [
+        events.WorkerSpawned(300.0, "rollout-1", "cpu"),  # `easyrl scale`
+        *(events.IterationFinished(300.0, {**METRICS, "iteration": n}) for n in range(10)),
+        *(active("train-0", span) for span in spans),
+        active("rollout-1", spans[-1]),
+    ]
+    notify, live, follower, files, kinds = TraceWriter(), RunState(), RunState(), None, set()
+    for number, event in enumerate(run):
+        live.apply(event)
+        notify(event)
+        files = files or RunFiles(folder)
+        if number % 11 == 0 or number < first or number > len(run) - 20:
+            for found in files.read():
+                follower.apply(found)
+            assert content(follower) == content(live), event
+            assert (folder / "trace.json").stat().st_size <= 30_000
+            kinds |= {line["ph"] for line in lines_of(folder)}
+    assert live.ended is not None and kinds == {"M", "X", "B", "E", "i", "C"}
+    late = state_of(RunFiles(folder).read())  # has only the newest part, and what matters
+    kept = [json.dumps([each.accuracies, each.lines]) for each in (late, live)]
+    assert kept[0] == kept[1].replace("NaN", "null")
+    assert 20 < len(late.workers["train-0"].spans) < 2000
+    assert late.workers["train-0"].spans[-1] == live.workers["train-0"].spans[-1]
 
 
 def test_resumed_run_reads_as_one_run(written):
