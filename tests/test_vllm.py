@@ -1,6 +1,7 @@
 """The vLLM engine on vLLM's CPU build (make test-vllm)."""
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -49,11 +50,13 @@ class Trained:
         self.store = str(folder / "store")
         self.generation = -1
         self.thread = ThreadPoolExecutor(1)
+        self.cancelled = threading.Event()
         self.join()
 
     def join(self, bucket_bytes=BUCKET_BYTES):
         """Make the channel, or its next generation."""
         self.generation += 1
+        self.cancelled.clear()
         endpoints = [
             WeightEndpoint(
                 *(self.store, rank, 2, name, "cpu", TIMEOUT_SECONDS),
@@ -63,7 +66,7 @@ class Trained:
             for rank, name in enumerate(("train-0", "rollout-0"))
         ]
         channel = self.thread.submit(WeightChannel, endpoints[0])
-        self.engine.join_weights(endpoints[1], lambda: False)
+        self.engine.join_weights(endpoints[1], self.cancelled.is_set)
         self.channel = channel.result()
 
     def update(self):
@@ -217,6 +220,16 @@ def test_update_that_failed_is_repeated(trained, num_sent):
     trained.check()
 
 
+def test_wait_for_a_stopped_trainer_is_cancelled(trained):
+    threading.Timer(0.3, trained.cancelled.set).start()
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"weight channel, rollout-0.*cancelled"):
+        trained.engine.receive_weights(trained.version + 1)
+    assert time.monotonic() - started < TIMEOUT_SECONDS / 2
+    trained.join()
+    trained.check()
+
+
 @pytest.fixture(scope="module")
 def truncated(tmp_path_factory):
     sampling = replace(SAMPLING, top_p=0.9, stop=("x",))
@@ -262,6 +275,18 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(truncated, 
             num_stopped += bool(ends)
     assert num_stopped > 3
     assert truncated.largest_gap(groups) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksum_does_not_depend_on_chunks_device_or_order(monkeypatch, dtype):
+    from easyrl.engines.vllm import worker
+
+    values = torch.randn(7, 13).to(dtype)
+    whole = worker.checksum(values)
+    monkeypatch.setattr(worker, "CHUNK_ELEMENTS", 5)
+    monkeypatch.setattr(worker.devices, "adds_integers", lambda device: False)
+    assert worker.checksum(values) == worker.checksum(values.T) == whole
+    assert worker.checksum(values * 2) != whole
 
 
 def test_unsupported_model_is_refused(tmp_path):

@@ -4,6 +4,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from functools import partial
@@ -67,6 +69,20 @@ def test_an_engine_over_two_devices_and_a_model_with_an_untied_head(tmp_path):
     words = ("--model", untied_model(tmp_path / "m"), "--iterations", "3", *SMALL, *VLLM)
     train(tmp_path / "run", *words, "--infer-devices", "cpu:2", "rollout.tensor_parallel_size=2")
     assert not list(Path("/dev/shm").glob("vllm_dist_*"))
+
+
+@pytest.mark.long
+def test_evaluation_uses_the_models_own_weights(tmp_path):
+    """No weights are sent: greedy answers are those of the embedded engine."""
+    answers = {}
+    for engine in ("vllm", "embedded"):
+        words = ["eval", "--no-live", "--infer-devices", "cpu", "--engine", engine, "--output"]
+        words += [tmp_path / engine, "data.num_held_out=8", "eval.max_completion_length=128"]
+        subprocess.run([sys.executable, "-m", "easyrl", *words], check=True, timeout=600)
+        lines = lines_of(tmp_path / engine / "samples.jsonl")
+        answers[engine] = {line["problem"]: line["completion"] for line in lines}
+    assert len(answers["vllm"]) == 8
+    assert sum(answers["embedded"][k] == text for k, text in answers["vllm"].items()) >= 7
 
 
 @pytest.mark.long
