@@ -28,6 +28,18 @@ def test_groups_arrive_as_they_were_sent(groups):
         assert_same(group, decode_group(encode_group(group)))
 
 
+def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy():
+    ring, group = make_ring(1), make_group(FIRST)
+    assert ring.attach(0).put(decode_group(WHOLE), 0.0)
+    lease = ring.attach(1).get(0.0)
+    assert_same(group, lease.group)
+    message = encode_group(lease.group)
+    lease.release()
+    ring.slots["completion_ids"][:] = -1
+    assert_same(group, decode_group(message))
+    ring.close()
+
+
 @pytest.mark.parametrize(
     "foreign",
     [

@@ -61,11 +61,16 @@ def test_a_deterministic_run_is_not_scaled_and_large_engines_are():
     scale("0-1,4-5", size=2)
 
 
-def test_spare_devices_are_used_last():
+def test_spare_devices_are_used_last_and_count_as_workers_a_run_may_have():
     placement = place("devices.spare=6-7")
     assert (str(placement.infer), str(placement.train)) == ("0-4", "5")
     assert str(first_engines(6, placement)) == "0-4,6"
     assert str(first_engines(2, place(*ON_CPU, "devices.spare=cpu:2"))) == "cpu:2"
+    both = ("devices.infer=0-3", "devices.train=7")
+    every = {(): 4, ("devices.spare=5-6",): 6, ("devices.max_rollout_workers=5",): 5}
+    for words, most in every.items():
+        assert place(*both, *words).max_rollout_workers == most
+    assert place(*ON_CPU, "devices.spare=cpu:2").max_rollout_workers == 3
 
 
 @pytest.mark.parametrize(("words", "key"), [

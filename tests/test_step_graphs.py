@@ -98,6 +98,22 @@ def test_graphs_read_new_weights_and_longer_prompts(monkeypatch):
     )
 
 
+def test_graphs_do_not_read_prompts_that_were_freed(monkeypatch):
+    """The new ones may need as much memory again."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 0)
+    first, second = (requests([[n + m] * 9 for m in range(4)], 2) for n in (5, 20))
+    expected = tokens_of(run(make_engine(num_rows=8), second))
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(num_rows=8)
+    run(engine, first)
+    size = engine.cache.prompts_size
+    for _ in range(2):  # nothing was needed in between
+        engine.load_weights(pieces_of(make_policy("qwen3")))
+    assert engine.cache.prompts_size == (0, 0)
+    assert tokens_of(run(engine, second)) == expected
+    assert engine.cache.prompts_size == size
+
+
 def fails(function, _):
     try:
         raise RuntimeError("out of memory\nmore")

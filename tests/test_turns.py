@@ -135,6 +135,32 @@ def test_many_inserted_tokens_are_divided_into_steps(monkeypatch):
     assert_exact("qwen3", requests, play(make_engine(num_rows=16), requests, delay=100))
 
 
+def test_waiting_conversations_do_not_stop_others():
+    engine = make_engine(num_rows=4)
+    first, second = draw_requests(2)
+    finished = []
+    for request in (first, GroupRequest(second.key, second.prompt_ids, 1)):
+        engine.submit(request)
+        while engine.can_step:
+            finished += engine.step()
+        assert engine.has_work
+        engine.take_turns()
+    assert [request.key for request, _ in finished] == [second.key]
+
+
+def test_the_last_turn_is_reported_even_if_no_token_is_left():
+    engine, prompt, is_reported = make_engine(num_rows=1), draw_requests(1)[0].prompt_ids, False
+    for limit in range(1, 40):
+        engine.submit(GroupRequest((limit,), prompt, 1, [limit], has_turns=True))
+        while engine.can_step:
+            engine.step()
+        for turn in engine.take_turns():
+            is_reported |= turn.num_left == 0
+            engine.end(turn, "stop")
+        engine.step()
+    assert is_reported and not engine.has_work
+
+
 def packed_gradient(policy, requests, groups, advantages):
     """The trainer's gradient of all conversations in one micro-batch, and the largest difference of
     its log-probabilities to the engine's."""
