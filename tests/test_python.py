@@ -83,6 +83,31 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path):
     assert traces() == before and open_descriptors() <= num_descriptors
 
 
+PROGRAM = """
+from easyrl.api.inputs import Inputs
+WORDS = {"a", "b", "c"}
+class Room:
+    def reset(self, **_): self.seen = {"x", "y"}
+def make(k):
+    def f(completions, **_): return [k if t in WORDS | {"d", "e"} else %s for t in completions]
+    return f
+for value in ({"reward.functions": make(2)}, {"rollout.environment": Room}):
+    print(*[text for text in Inputs(value)._texts.values()][0].splitlines()[1:2])
+"""
+
+
+def test_the_same_objects_have_the_same_identity_in_another_process():
+    def run(number, seed):
+        command = (sys.executable, "-c", PROGRAM % number)
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        return subprocess.check_output(command, env=env, text=True).splitlines()
+
+    function, environment = run(0, "1")
+    assert function != environment and run(0, "2") == [function, environment]
+    other, same = run(1, "1")
+    assert other != function and same == environment
+
+
 @pytest.mark.long
 def test_classes_and_tools_are_environments(tmp_path):
     rate = 0.5
