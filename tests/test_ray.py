@@ -5,6 +5,8 @@ A worker takes one CPU, so three workers are on three nodes.
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -263,3 +265,17 @@ def test_a_lost_node_changes_no_bit(tmp_path):
         assert (process.returncode, err) == (0, "") and "(raylet)" not in out
     assert summary_of(folder)["worker_restarts"] == 1
     assert bits_of(folder) == bits_of(here)
+
+
+@pytest.mark.long
+def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(cluster, tmp_path):
+    results = []
+    for devices in ("cpu:2", "ray:cpu:2"):
+        words = ["--model", "tiny", "--dataset", "arithmetic", "--infer-devices", devices, *SAME]
+        words += ["--ray-address", cluster.address] if devices.startswith("ray") else []
+        words += ["--num-samples", "2", "--output", folder := tmp_path / devices]
+        subprocess.run([sys.executable, "-m", "easyrl", "eval", *words], check=True, timeout=240)
+        lines = lines_of(folder / "samples.jsonl")
+        results.append(sorted(lines, key=lambda line: line["prompt_index"]))
+    assert results[0] == results[1] and len(results[0]) == 16
+    assert len({*nodes_of_newest_run(cluster)}) == 2
