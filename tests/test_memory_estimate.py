@@ -23,6 +23,7 @@ from easyrl.data.hub import resolve_model
 from easyrl.devices import parse_assumed
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
@@ -136,6 +137,26 @@ def test_estimated_kv_cache_covers_the_allocated_one():
     while engine.has_work:
         engine.step()
     assert 0.9 < engine.cache.num_bytes / estimate <= 1.0
+
+
+@pytest.mark.parametrize(("softcap", "is_trained"), [(50.0, False), (None, True)])
+def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
+    softcap, is_trained, monkeypatch
+):
+    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
+    layout = shared_prompt.SharedPrompt([(512, ())], torch.device("cpu"))
+    settings = shared_prompt.AttentionSettings(0, 1.0, sliding_window=None, softcap=softcap)
+    query_key_value = torch.zeros(3, 512, 8, 16, requires_grad=is_trained)
+
+    def attend():
+        output = layout.attend(*query_key_value, settings)
+        if is_trained:
+            output.sum().backward()
+
+    with torch.inference_mode(not is_trained):
+        peak = peak_bytes(attend, torch.device("cpu"))
+    expected = memory.TRAINED_SCORE_BYTES if is_trained else memory.SCORE_BYTES
+    assert peak / (8 * 512**2) == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights():
