@@ -117,30 +117,53 @@ def test_a_runs_own_config_starts_a_new_run(finished_run, tmp_path):
     assert summary_of(tmp_path / "run")["groups_trained"] == 12
 
 
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}\\n{% endfor %}a="
+REWARDS = """
+def score(prompts, completions, completion_ids, answer, **columns):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
+    return [min(len(c[0]["content"]), 40) / 40 for c in completions]
+
+def sometimes(completions, **columns):
+    return [None if number % 2 else 1.0 for number, _ in enumerate(completions)]
+"""
+
+
 @pytest.mark.long
-def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path):
-    """A model whose output is an ordinary one, but whose gradient is larger than float32 holds."""
-    untied_model(tmp_path / "model")
+@pytest.mark.parametrize("size", [1.0, 1e25])
+def test_a_run_with_an_own_model_data_and_rewards(tmp_path, size):
+    """With 1e25 the model's output is an ordinary one, but its gradient is larger than float32
+    holds: each update is dropped, counted and shown."""
+    untied_model(tmp_path / "model")  # without a chat template
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    weights["model.norm.weight"] *= 1e-25
-    weights["lm_head.weight"] *= 1e25
+    weights["model.norm.weight"] /= size
+    weights["lm_head.weight"] *= size
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    reward = "def score(completions, **_):\n    return [min(len(c), 40) / 40 for c in completions]"
-    (tmp_path / "my_rewards.py").write_text(reward)
-    folder = tmp_path / "run"
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    question = [{"role": "1", "content": "1+2="}]
+    rows = [json.dumps({"question": question, "answer": str(i)}) for i in range(5)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    rewards, folder = tmp_path / "my_rewards.py", tmp_path / "run"
+    rewards.write_text(REWARDS)
     out = succeed(
-        *("--model", str(tmp_path / "model"), "--reward", f"{tmp_path / 'my_rewards.py'}:score"),
-        *("--output", str(folder), "--iterations", "3", "train.learning_rate=1e-3", *SMALL),
+        *("--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "data.jsonl")),
+        *("--reward", f"{rewards}:score", "--reward", f"{rewards}:sometimes"),
+        *("--infer-devices", "cpu", "--train-devices", "cpu", "--output", str(folder)),
+        *("--iterations", "3", "data.prompt_column=question", "reward.weights=[1.0, 0.5]", *SMALL),
+        *(f"data.chat_template={tmp_path / 'chat.jinja'}", "train.learning_rate=1e-3"),
     )
-    lines = lines_of(folder / "metrics.jsonl")
-    assert [line["num_updates_not_finite"] for line in lines] == [1, 1, 1]
-    assert [line["grad_norm"] for line in lines] == [None] * 3  # not finite
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template == TEMPLATE
+    lines, is_finite = lines_of(folder / "metrics.jsonl"), size == 1.0
+    for line in lines:
+        assert line["rewards/sometimes/mean"] == 1.0 and line["reward_std"] > 0
+        assert line["reward"] == pytest.approx(line["rewards/score/mean"] + 0.25, abs=1e-5)
+        assert line["sampling/sampling_logp_difference/max"] <= 1e-4
+        assert line["num_updates_not_finite"] == 1 - is_finite
+        assert (line["grad_norm"] is not None) == is_finite
     assert [line["policy_version"] for line in lines] == [1, 2, 3]  # all stays in step
-    assert all(line["reward_std"] > 0 for line in lines)  # there was something to learn
-    assert summary_of(folder)["updates_not_finite"] == 3
-    assert "not finite" in out
+    assert summary_of(folder)["updates_not_finite"] == 3 * (1 - is_finite)
+    assert ("not finite" in out) != is_finite
     after = load_file(folder / "model" / "model.safetensors")
-    assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
+    assert all(torch.equal(weights[name], after[name]) for name in after) != is_finite
 
 
 LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
