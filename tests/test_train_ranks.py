@@ -14,12 +14,16 @@ import test_updates
 import torch
 from test_updates import BASE, GROUPS, LOSSES, NUM_GROUPS, SHUFFLED, model, train, whole_gradients
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from easyrl.config import load_config
 from easyrl.devices import LOOPBACK, network_environment
+from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part, whole
 from easyrl.types import MicroBatch
+from easyrl.workers.learner import Learner
+from easyrl.workers.packing import EMPTY
 from easyrl.workers.train import TrainWorker
 from own_workers import make_ring, num_free, settings_on_cpu
 from tiny_models import largest_gradient_gap
@@ -198,6 +202,36 @@ def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(ranks, w
     for outcome, other in zip(ranks.train(*words, "train.reshard=false"), expected, strict=True):
         assert len(outcome.gradients) == 6 and outcome.owned_bytes == other.owned_bytes
         assert_close(outcome, other)
+
+
+class Counted(TorchDispatchMode):
+    gathers = reductions = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.gathers += "allgather" in str(operator)
+        self.reductions += "reduce_scatter" in str(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def gathers_and_reductions(ranks):
+    """Of one update of three micro-batches, without and with gathered weights that are kept."""
+    found = []
+    for reshard in ("true", "false"):
+        config = load_config(words=[*BASE, "model.path=tiny", f"train.reshard={reshard}"])
+        learner = Learner(Policy.load("tiny"), config, copy.copy(ranks))
+        with Counted() as counted:
+            for _ in range(3):
+                learner.accumulate(EMPTY)
+            learner.step(num_completions=1, num_tokens=1)
+        found.append((counted.gathers, counted.reductions))
+    return len(learner.policy.blocks), *found
+
+
+def test_kept_weights_are_gathered_and_summed_once_per_update(ranks):
+    for layers, dropped, kept in ranks.each_does(gathers_and_reductions):
+        assert kept == (layers + 1, layers + 1)
+        # The root's weights stay from forward to backward.
+        assert dropped == (3 * (2 * layers + 1), 3 * (layers + 1))
 
 
 @pytest.mark.parametrize("lora", [(), LORA["all layers"]])
