@@ -41,17 +41,34 @@ LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollo
 APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 0))
 
 
-def save_model(folder, sizes, head_size=64):
+def save_model(folder, sizes, head_size=64, *, is_tied=True):
     """`sizes`: width, MLP's width, layers, heads, key and value heads, vocabulary."""
     torch.manual_seed(0)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     named = zip((*names, "num_key_value_heads", "vocab_size"), sizes, strict=True)
     ends = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    config = Qwen3Config(**dict(named), head_dim=head_size, tie_word_embeddings=True, **ends)
+    config = Qwen3Config(**dict(named), head_dim=head_size, tie_word_embeddings=is_tied, **ends)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     for file in Path(resolve_model("tiny")).glob("tok*"):
         shutil.copy(file, folder)
     return config
+
+
+def write_task(folder, sizes, **how):
+    """Save a random model, whose completions hardly ever end early; return settings with prompts,
+    completions and micro-batches of full length."""
+    save_model(folder / "model", sizes, **how)
+    reward = "def hashed(completion_ids, **_):\n    return [sum(ids) % 7 for ids in completion_ids]"
+    (folder / "own.py").write_text(reward)
+    rows = [json.dumps({"prompt": f"{number:064d}"}) for number in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(rows))
+    return (
+        *(f"model.path={folder}/model", f"data.dataset={folder}/data.jsonl"),
+        *(f"reward.functions=[{folder}/own.py:hashed]", "data.num_held_out=0"),
+        *("runtime.schedule=sync", "train.iterations=2", "train.prompts_per_iteration=4"),
+        *("data.max_prompt_length=64", "rollout.max_completion_length=120"),
+        "rollout.num_generations=8",
+    )
 
 
 def placed(config):
@@ -109,19 +126,11 @@ def measured_peaks(*words):
 
 @pytest.mark.long
 def test_estimate_equals_the_measured_peak(tmp_path):
-    """Of a random model of 92 million weights, whose completions hardly ever end early."""
-    save_model(tmp_path / "model", (768, 2304, 10, 12, 6, 28000))
-    reward = "def hashed(completion_ids, **_):\n    return [sum(ids) % 7 for ids in completion_ids]"
-    (tmp_path / "own.py").write_text(reward)
-    rows = [json.dumps({"prompt": f"{number:064d}"}) for number in range(8)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    """Of a model of 92 million weights."""
     words = (
-        *(f"model.path={tmp_path}/model", f"data.dataset={tmp_path}/data.jsonl"),
-        *(f"reward.functions=[{tmp_path}/own.py:hashed]", f"output.dir={tmp_path}/run"),
+        *write_task(tmp_path, (768, 2304, 10, 12, 6, 28000)),
         *("devices.infer=cpu", "devices.train=cpu", "train.max_tokens_per_micro_batch=2048"),
-        *("runtime.schedule=sync", "train.iterations=2", "data.num_held_out=0"),
-        *("data.max_prompt_length=64", "rollout.max_completion_length=120"),
-        *("rollout.num_generations=8", "train.prompts_per_iteration=4"),
+        f"output.dir={tmp_path}/run",
     )
     expected = [sum(of(role, *words).values()) for role in ("rollout", "train")]
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)

@@ -5,10 +5,14 @@ if the CPU leaves out its fused kernels, which accelerators do not have (`altere
 """
 
 import os
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from test_lost_workers import bits_of
+from test_memory_estimate import write_task
 from test_runs import HARDER
 
 from runs import SMALL, succeed, summary_of
@@ -89,3 +93,46 @@ def test_other_models_and_devices(tmp_path, infer, train, words):
     for name, where in (("npu", (infer, train)), ("cpu", ("cpu", "cpu"))):
         run(*on(*where, tmp_path / name), *words, "--iterations", "3")
     assert bits_of(tmp_path / "npu") == bits_of(tmp_path / "cpu")
+
+
+ESTIMATE = """
+import sys
+from easyrl.config import load_config
+from easyrl.runtime.memory import estimate_memory, use_memory
+from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.preflight import count_trained, read_model_files, read_model_size
+config = load_config(words=sys.argv[1:])
+placement = resolve_placement(config)
+size = read_model_size(config, read_model_files(config.model.path), count_trained(config))
+for part in estimate_memory(use_memory(config, placement, size), placement, size):
+    if part.memory != "cpu" and part.what != "driver, communication":
+        print(part.process, part.num_bytes)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("infer", "train", "words"), [
+    ("0", "1", ""),
+    ("0", "0", ""),
+    ("0", "1", "model.lora.rank=8"),
+    ("0", "1-2", ""),
+    ("0", "1", "rollout.max_completion_length=240"),
+    ("0", "1", "train.updates_per_iteration=2 algorithm.beta=0.1"),
+])  # fmt: skip
+def test_estimates_equal_the_peaks_of_the_allocator(tmp_path, infer, train, words):
+    """Of each role's largest worker, without what is not the allocator's: the driver's context and
+    HCCL's buffers. The device records no steps, so there are no CUDA graphs on either side."""
+    every = (
+        *write_task(tmp_path, (384, 1152, 4, 6, 2, 8000), is_tied=False),  # 13 million weights
+        # Micro-batches of 4 completions of 120 tokens, or 2 of 240, with their prompt.
+        *("train.prompts_per_iteration=2", "train.max_tokens_per_micro_batch=544"),
+        *(f"devices.infer={infer}", f"devices.train={train}", f"output.dir={tmp_path}/run"),
+        *words.split(),
+    )
+    run(*every, "--no-live", PRETENDED_COUNTERS=str(tmp_path))
+    command, env = (sys.executable, "-c", ESTIMATE, *every), {**os.environ, **ENVIRONMENT}
+    parts = subprocess.check_output(command, env=env, text=True).splitlines()
+    for role in ("rollout", "train"):
+        peaks = [struct.unpack("qq", each.read_bytes())[1] for each in tmp_path.glob(f"{role}-*")]
+        estimate = sum(int(part.split()[-1]) for part in parts if part.startswith(role))
+        assert estimate == pytest.approx(max(peaks), rel=0.1), role
