@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from runs import (
     descendants,
     lines_of,
     start,
+    start_altered,
     succeed,
     summary_of,
     wait_for_line,
@@ -240,3 +242,23 @@ def test_killed_run_leaves_nothing(started, victim, moment):
     if victim == "vLLM":
         assert ("vLLM has ended" if moment is None else "vLLM did not start") in err
     wait_for(lambda: not [*temporary.iterdir(), *filter(Path.exists, names)], SECONDS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("hanging", "expected"),
+    [
+        ("trainer", r"rollout-0 \(rank 1 of 2\), bucket [34] of \d+"),
+        ("loading", r"train-0 \(rank 0 of 2\), bucket \d+ of \d+: waited"),
+        ("loaded", "vLLM, which has made no progress"),
+    ],
+)
+def test_stuck_update_is_reported_and_ends_the_run(tmp_path, hanging, expected):
+    words = ["--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live", *SMALL]
+    words += ["rollout.engine=vllm", "runtime.timeout_seconds=8"]
+    run = start_altered(*words, HANG=hanging)
+    wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
+    began = time.monotonic()
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 1 and time.monotonic() - began <= 8.0 + 20.0  # of a busy machine
+    assert re.search(rf"{expected}.*runtime\.timeout_seconds", err), err
