@@ -3,14 +3,16 @@
     LOSE=rollout-0@weights:0,rollout-1@iteration:3 python altered_run.py --output RUN ...
     RATES='[[0.05, 0.001, 0.02], [0.1, 0.0005, 0.05]]' python altered_run.py --output RUN ...
     PLAIN_KERNELS=1 GRAPHS=1 python altered_run.py --output RUN ...
+    HANG=trainer python altered_run.py --output RUN ...
 
 LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
 its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
 worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. RATES: an engine
 sleeps for these seconds per step, row and prompt, and a trainer per micro-batch, token and update,
-and a completion ends with probability END at each token.
+and a completion ends with probability END at each token. HANG: in update 2 of the weight channel
+(from 0) the `trainer` hangs, or the engine while it is `loading`, or once all is `loaded`.
 
-Spawned processes import the main script too, so that this holds in all of them.
+Spawned processes import the main script too, so that this holds in all of them, vLLM's too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +159,47 @@ def _sleep_in_trainer(micro_batch: float, token: float, update: float) -> None:
     Learner.step = step_slowly  # type: ignore[method-assign]
 
 
+def _hang(who: str) -> None:
+    from easyrl.channels.weights import WeightChannel
+
+    send, receive = WeightChannel.send, WeightChannel.receive
+    endpoint, bucket_bytes = WorkerSettings.weight_endpoint, 2**18  # the model is a dozen of them
+
+    def hang() -> Any:
+        while True:
+            time.sleep(1.0)
+
+    def is_due(now: str, version: int, num_bytes: int = 10**9) -> bool:
+        return (now, version) == (who, 2) and num_bytes > 3 * bucket_bytes
+
+    def send_or_hang(self: WeightChannel, version: int, weights: Any, **more: Any) -> int:
+        weights, num_bytes = list(weights), 0
+        for index, weight in enumerate(weights):
+            num_bytes += weight.reference.nbytes
+            if is_due("trainer", version, num_bytes):
+                weights[index] = replace(weight, materialize=hang)
+        return send(self, version, weights, **more)
+
+    def receive_or_hang(self: WeightChannel, version: int, *more: Any) -> Iterator[Any]:
+        num_bytes = 0
+        for piece in receive(self, version, *more):
+            yield piece
+            num_bytes += piece.values.nbytes
+            if is_due("loading", version, num_bytes):
+                hang()
+        if is_due("loaded", version):
+            hang()
+
+    def with_small_buckets(self: WorkerSettings, *rank: int) -> Any:
+        return replace(endpoint(self, *rank), bucket_bytes=bucket_bytes)
+
+    WeightChannel.send, WeightChannel.receive = send_or_hang, receive_or_hang  # type: ignore
+    WorkerSettings.weight_endpoint = with_small_buckets  # type: ignore[method-assign]
+
+
 launch._set_up_environment = alter
+if os.environ.get("HANG"):
+    _hang(os.environ["HANG"])
 
 if __name__ == "__main__":
     from easyrl.cli import main

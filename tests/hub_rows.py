@@ -1,11 +1,5 @@
 """Rows as the data sets on the hub have them, made here: what presets are tried with."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
-
 from easyrl.data import datasets
 
 GSM8K = [
@@ -28,7 +22,7 @@ AIME = [
     {"problem": f"What is ${number}^2$ modulo $1000$?", "answer": f"{number**2:03}"}
     for number in range(10, 13)
 ]
-ROWS: dict[str, list[dict[str, Any]]] = {
+ROWS = {
     "openai/gsm8k:main:train": GSM8K,
     "openai/gsm8k:main:test": GSM8K[:2],
     "agentica-org/DeepScaleR-Preview-Dataset": DEEPSCALER,
@@ -37,5 +31,5 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def put_in_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def put_in_place_of_the_hub(monkeypatch):
     monkeypatch.setattr(datasets, "open_hub", ROWS.__getitem__)

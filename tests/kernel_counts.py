@@ -4,10 +4,7 @@ A model on torch's meta device runs the code of an accelerator: operations know 
 compute nothing.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.performance_model import LOAD, Model
+from benchmarks.performance_model import LOAD
 from easyrl import devices
 from easyrl.engines import COPIED_TOKENS
 from easyrl.engines.base import SamplingSettings
@@ -37,12 +34,12 @@ class Counter(TorchDispatchMode):
     """Kernels of the operations that run in it, and the bytes that they read and write. An
     operation that only makes a view launches none; `logsumexp` launches several."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_kernels = 0
         self.num_bytes = self.product_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func._schema.name, kwargs or {}
         if name == "aten::logsumexp":
             with self:
@@ -63,25 +60,23 @@ class Counter(TorchDispatchMode):
         return result
 
 
-def _logsumexp(x: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
+def _logsumexp(x, dims, keepdim=False):
     """Compute it with the kernels that torch launches for it on every device (see its profiler)."""
     largest = x.amax(dims, keepdim=keepdim)
     largest.masked_fill_(largest.abs() == math.inf, 0)
     return (x - largest).exp_().sum(dims, keepdim=keepdim).log_().add_(largest)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _bytes(x: Tensor) -> int:
-    """Bytes of memory: an expanded dimension has none."""
+def _bytes(x):
     sizes = zip(x.shape, x.stride(), strict=True)
     return math.prod(size for size, stride in sizes if stride) * x.element_size()
 
 
-def make_policy(model: Model, layers: int) -> Policy:
-    """A policy in bfloat16 on the meta device."""
+def make_policy(model, layers):
     register_attention()
     sizes = {
         "vocab_size": model.vocabulary,
@@ -100,7 +95,7 @@ def make_policy(model: Model, layers: int) -> Policy:
     return Policy(whole.eval(), META)
 
 
-def count_decode_step(model: Model, layers: int, rows: int, prompt: int, cells: int) -> Counter:
+def count_decode_step(model, layers, rows, prompt, cells):
     """A step of the embedded engine that is captured as a CUDA graph. The newest token of each row
     is in its last cell."""
     policy = make_policy(model, layers)
@@ -127,11 +122,11 @@ def count_decode_step(model: Model, layers: int, rows: int, prompt: int, cells: 
 class _NoAttention:
     """A layout that computes nothing: FlexAttention is one kernel, whose scores stay in it."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: Any) -> Tensor:
+    def attend(self, query, key, value, settings):
         return query + 0 * (key.sum() + value.sum())
 
 
-def count_training(model: Model, layers: int, tokens: int) -> Counter:
+def count_training(model, layers, tokens):
     """Forward and backward of a micro-batch of completions, without attention."""
     policy = make_policy(model, layers)
     ids = torch.zeros(tokens, dtype=torch.int64, device=META)

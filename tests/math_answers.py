@@ -1,32 +1,16 @@
 r"""Completions with the score that `math` and `gsm8k` give them, checked by hand.
 
-    (the row's answer, the completion, the score)
-
-`KNOWN` lists completions where the verdict of math-verify 0.9 is wrong or debatable. EasyRL follows
-the library: handling exceptions would need a parser of its own.
+(the row's answer, the completion, the score)
 """
 
 MATH = [
     # what math-verify is for
     (r"\frac{1}{2}", "The answer is 1/2.", 1),
-    (r"\frac{1}{2}", r"\boxed{\frac{2}{1}}", 0),
-    (r"\frac{1}{3}", r"\boxed{0.333}", 0),
-    ("1500", r"\boxed{1.5 \times 10^{3}}", 1),
-    ("[1,2)", r"\boxed{(1,2)}", 0),
-    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1),
     ("x^2+2x+1", r"\boxed{(x+1)^2}", 1),
-    ("B", r"\boxed{\text{(B)}}", 1),
     (r"\text{east}", r"\boxed{\text{west}}", 0),
     ("1,234,567", "The answer is 1,234,567.", 1),
-    ("-7", r"\boxed{−7}", 1),
-    ("12", r"\boxed{12\text{ cm}}", 1),
     # money and percent
     (r"\$36", r"\boxed{36}", 1),
-    (r"\$18.90", r"The answer is \$18.90.", 1),
-    (r"\$32,\!348", r"\boxed{32348}", 1),
-    (r"\$36", r"\boxed{\$63}", 0),
-    ("€42", r"\boxed{42}", 1),
-    (r"50\%", r"\boxed{50\%}", 1),
     # position of the answer
     ("4", r"The answer is \boxed{4}. It was hard, I tried 17 times.", 1),
     ("4", r"At first $\boxed{3}$, but looking again it is $\boxed{4}$.", 1),
@@ -34,126 +18,68 @@ MATH = [
     ("4", r"<think>Is it \boxed{5}?</think> The answer is $4$.", 1),
     ("4", r"Is it \boxed{4}?</think> \boxed{5}", 0),
     ("5", r"<think>Is it \boxed{5}?", 0),
-    ("$4$", "#### 4", 1),
-    ("42", r"Three steps give \fbox{42}, in 7 lines.", 1),
-    ("42", r"Three steps give \boxed 42, in 7 lines.", 1),
-    ("42", r"Three steps give \boxed {42} in 7 lines.", 1),
     # answer tags
     ("42", "<think>x</think><answer>42</answer>", 1),
-    (r"\frac{1}{2}", r"<answer>\frac{1}{2}</answer>", 1),
-    ("B", "<answer>B</answer>", 1),
     ("42", "<answer>The answer is **42**.</answer>", 1),
-    ("42", "<answer>42.</answer>", 1),
     ("1", "<answer>1</answer> no, <answer>2</answer>", 0),
     ("42", "42 <answer></answer>", 0),
-    # times
-    ("10:15 a.m.", r"\boxed{10:15 a.m.}", 1),
-    ("10:15 a.m.", r"\boxed{10:15 p.m.}", 0),
     (r"Adding up, we get $2+2=\boxed{4}$.", r"\boxed{4}", 1),
     # no answer
     ("4", "", 0),
-    ("4", r"\boxed{}", 0),
-    ("4", "It is four.", 0),
 ]
 
-KNOWN = [
-    # Wrong: a thin space between thousands is read as a product or a mixed number.
-    ("1234", r"\boxed{1\,234}", 0),
-    ("1234", r"\boxed{1 234}", 0),
-    ("1500", r"\boxed{1.5e3}", 0),  # wrong: `e` is Euler's number, or ends the number
-    ("1500", "The answer is 1.5e3", 0),
-    ("7", r"\boxed{7.}", 0),  # wrong: a point after the number
-    ("BDAC", r"\boxed{ABCD}", 1),  # wrong: letters are a product
-    ("cat", r"\boxed{act}", 1),
-    ("1011_2", r"\boxed{1011_3}", 1),  # wrong: the base is dropped
-    # Wrong: numbers are rounded to 6 decimals.
-    (r"6.6\times10^{-34}", r"\boxed{1.4\times10^{-23}}", 1),
-    ("0.0000004", r"\boxed{0.0000003}", 1),
-    ("½", r"\boxed{\frac{1}{2}}", 0),  # wrong: fractions of Unicode are text
-    (r"\emptyset", r"\boxed{\varnothing}", 0),  # wrong: two signs for the empty set
-    ("50", r"\boxed{50\%}", 1),  # debatable: 50 % is read as both 0.5 and 50
-    # Debatable: boxes close to each other, with a comma or "and" between them, are one answer.
-    ("4", r"First \boxed{3}, no: \boxed{4}", 0),
-    ("1,2,3", r"\boxed{3,2,1}", 1),  # debatable: a set for an ordered list, and the reverse
-    # Debatable: an inequality for an interval is wrong; the reverse is right.
-    (r"(-\infty, 3]", r"\boxed{x \le 3}", 0),
-    # Debatable: the right side alone for an equation, and the reverse.
-    ("y = 2x+3", r"\boxed{2x+3}", 1),
-    ("2x+3", r"\boxed{y=2x+3}", 1),
-    # Debatable: a row vector for a column.
+# Verdicts of math-verify that are wrong, or (from 50 % on) debatable.
+MATH += [
+    ("1234", r"\boxed{1\,234}", 0), ("1500", r"\boxed{1.5e3}", 0), ("7", r"\boxed{7.}", 0),
+    ("BDAC", r"\boxed{ABCD}", 1), ("1011_2", r"\boxed{1011_3}", 1),
+    ("½", r"\boxed{\frac{1}{2}}", 0), (r"\emptyset", r"\boxed{\varnothing}", 0),
+    ("0.0000004", r"\boxed{0.0000003}", 1), ("50", r"\boxed{50\%}", 1),
+    ("4", r"First \boxed{3}, no: \boxed{4}", 0), ("1,2,3", r"\boxed{3,2,1}", 1),
+    (r"(-\infty, 3]", r"\boxed{x \le 3}", 0), ("y = 2x+3", r"\boxed{2x+3}", 1),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{(1,2)}", 0),
-    # Debatable: letters and words are found only in a box, case-sensitive.
-    ("B", "The answer is B.", 0),
-    ("east", r"\boxed{East}", 0),
-    ("4", r"\boxed{4", 0),  # debatable: a box that is cut off does not count
-]
+    ("B", "The answer is B.", 0), ("east", r"\boxed{East}", 0), ("4", r"\boxed{4", 0),
+]  # fmt: skip
 
 GSM8K_ROW = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### "
 GSM8K = [
     (GSM8K_ROW + "18", "#### 18", 1),
     (GSM8K_ROW + "18", "#### 18\n#### 19", 0),
     (GSM8K_ROW + "18", "#### eighteen, that is 18", 1),
-    (GSM8K_ROW + "18", "It is 18.\n####", 0),
     (GSM8K_ROW + "18", "She makes 18 dollars in 2 days.", 0),
     (GSM8K_ROW + "18", r"She makes \boxed{18} dollars in 2 days.", 1),
-    (GSM8K_ROW + "18", r"\boxed{17}, or rather \boxed{18}", 1),
-    (GSM8K_ROW + "18", r"\boxed{\boxed{18}}", 1),
-    (GSM8K_ROW + "18", r"\boxed{\text{\$18}} and 3 more", 1),
     (GSM8K_ROW + "18", r"\boxed{18", 1),
-    (GSM8K_ROW + "18", r"\boxed{eighteen} or 18", 0),
-    (GSM8K_ROW + "18", "", 0),
     (GSM8K_ROW + "1234", "#### 1,234", 1),
-    (GSM8K_ROW + "1234", r"\boxed{1{,}234}", 1),
     (GSM8K_ROW + "-5", "#### -5", 1),
-    (GSM8K_ROW + "-5", "#### −5", 1),
     (GSM8K_ROW + "-5", "#### 5", 0),
-    (GSM8K_ROW + "5", "7-5", 1),
     (GSM8K_ROW + "0.5", "#### .5", 1),
     (GSM8K_ROW + "1500", "#### 1.5e3", 1),
     (GSM8K_ROW + "18", "#### 1e9999999999999999999999", 0),
     ("18", "#### 18", 1),
     # headings of Markdown
     (GSM8K_ROW + "18", "#### Step 1: count\n9\n#### Step 2: multiply\nSo \\boxed{18}.", 1),
-    (GSM8K_ROW + "18", "#### Final answer\nOver 3 days she earns \\boxed{18}.", 1),
     (GSM8K_ROW + "1", "#### 1. Count\nShe has 18.", 0),
     (GSM8K_ROW + "18", "\\boxed{17}\n#### **18** (9 * 2)", 1),
-    (GSM8K_ROW + "18", "\\boxed{18}\n#### Notes on 3 steps", 1),
     # boxes: one number, and no part of an expression
-    (GSM8K_ROW + "18", r"\boxed{\text{Total: }18}", 1),
-    (GSM8K_ROW + "18", r"\fbox{x = 18^\circ} of 20", 1),
-    (GSM8K_ROW + "36", r"\boxed{\frac{36}{2}}", 0),
     (GSM8K_ROW + "18", r"\boxed{\frac{36}{2}}", 1),
     (GSM8K_ROW + "10", r"\boxed{2^{10}}", 0),
-    (GSM8K_ROW + "6", r"\boxed{3\times 6}", 0),
-    (GSM8K_ROW + "18", r"\boxed{17, 18}", 0),
-    (GSM8K_ROW + "-18", r"\boxed{-\$18}", 1),
     # thinking and answer tags
     (GSM8K_ROW + "18", r"<think>Is it #### 5 or \boxed{6}?</think>She earns 18.", 1),
-    (GSM8K_ROW + "5", "<think>Is it 5?", 0),
     (GSM8K_ROW + "18", "<answer>18</answer> in 2 days", 1),
-    (GSM8K_ROW + "10", "<answer>2^{10}</answer>", 0),
     # fractions, and answers that are no numbers
     ("3/4", r"\boxed{\frac{3}{4}}", 1),
-    ("#### 3/4", "#### 3/5", 0),
     ("1/2", "The answer is 2", 0),
     ("2:30", "It starts at 30", 0),
-    ("2:30", "#### 2:30", 1),
     (GSM8K_ROW + "30", "It starts at 2:30", 0),
 ]
 
 NAN = float("nan")
 TYPED = [
     # (reward, the row's answer, the completion, the score)
-    ("math", 1e-5, r"\boxed{0.00001}", 1),
-    ("math", 1e16, r"\boxed{10000000000000000}", 1),
     ("math", ["4", 5.0], r"\boxed{5}", 1),
-    ("math", ["4", "5"], r"\boxed{6}", 0),
     ("math", "}{", r"\boxed{5}", 0),
     ("math", [None, ""], "5", None),
     ("gsm8k", 18.0, "#### 18", 1),
-    ("gsm8k", ["17", 18], "#### 18", 1),
     ("exact_match", 18.0, "18", 1),
-    ("exact_match", 18.0, "18.0", 1),
     ("exact_match", "1e-05", "0.00001", 1),
     ("exact_match", "007", "7", 0),
     ("exact_match", ["a", " b"], "<think>x</think> b", 1),

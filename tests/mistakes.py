@@ -1,12 +1,8 @@
 """Mistakes as a user types them, and the files they are made with."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from easyrl.config import load_config, to_commented_yaml
 from easyrl.model import checkpoint_files
@@ -24,17 +20,13 @@ def one_for_all(completions, **columns):
 def truth(completions, **columns):
     return [float(each == right) for each, right in zip(completions, columns["ground_truth"])]
 
-def chat(completions, answer, **columns):
-    return [float(each[0]["content"] == right) for each, right in zip(completions, answer)]
-
 def text(completions, answer, **columns):
     return [float(each.strip() == right) for each, right in zip(completions, answer)]
 """
 CHAT = [{"role": "user", "content": "1+1="}]
 
 
-def write_files(folder: Path) -> None:
-    """Data, rewards, configs and models that the mistakes name, in `folder`."""
+def write_files(folder):
     texts = {
         "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
         "broken.jsonl": '{"prompt": "1+1="}\n{"prompt": \n',
@@ -50,7 +42,6 @@ def write_files(folder: Path) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "taken").mkdir()
-    (folder / "file").write_text("")
     for name, change in (BROKEN_MODELS | OTHER_MODELS).items():
         shutil.copytree(TINY, folder / name)
         change(folder / name)
@@ -59,9 +50,7 @@ def write_files(folder: Path) -> None:
     locks.append(lock_folder(folder / "run_in_use"))
 
 
-def make_run(folder: Path, states: dict[int, Any]) -> None:
-    """A run folder with checkpoints of these policy versions: of each what is special in its state,
-    or the text of its state.json."""
+def make_run(folder, states):
     (folder / "checkpoints").mkdir(parents=True)
     config = load_config(settings={"output.dir": str(folder)})
     (folder / "config.yaml").write_text(to_commented_yaml(config))
@@ -82,22 +71,19 @@ def make_run(folder: Path, states: dict[int, Any]) -> None:
         (folder / "checkpoints" / str(version) / "state.json").write_text(text)
 
 
-locks: list[int] = []
+locks = []
 """Locks of run folders that seem to be in use."""
-RUNS: dict[str, dict[int, Any]] = {
+RUNS = {
     "run_without": {},
     "run_broken": {10: '{"format": 1', 20: ""},
     "run_whole": {10: {}},
     "run_in_use": {10: {}},
     "run_other_model": {10: {"identity": {"model.path": "another", "data.dataset": None}}},
-    "run_other_rows": {10: {"identity": {"model.path": fingerprint("tiny"), "data.dataset": 7}}},
 }
 
 
-def change_json(name: str, **values: Any) -> Callable[[Path], None]:
-    """Set keys in one of a model's JSON files; None takes a key away."""
-
-    def change(folder: Path) -> None:
+def change_json(name, **values):
+    def change(folder):
         content = json.loads((folder / name).read_text()) | values
         kept = {key: value for key, value in content.items() if value is not None}
         (folder / name).write_text(json.dumps(kept))
@@ -105,8 +91,8 @@ def change_json(name: str, **values: Any) -> Callable[[Path], None]:
     return change
 
 
-def remove(*patterns: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def remove(*patterns):
+    def change(folder):
         for pattern in patterns:
             for file in folder.glob(pattern):
                 file.unlink()
@@ -114,39 +100,28 @@ def remove(*patterns: str) -> Callable[[Path], None]:
     return change
 
 
-def replace(name: str, content: bytes) -> Callable[[Path], None]:
+def replace(name, content):
     return lambda folder: (folder / name).write_bytes(content) and None
-
-
-def lose_a_shard(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "1-of-2.safetensors")
-    index = {"weight_map": {"a": "1-of-2.safetensors", "b": "2-of-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 ROPE = {"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
 ROPE["original_max_position_embeddings"] = 512
 OWN_CODE = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
-BROKEN_MODELS: dict[str, Callable[[Path], None]] = {
+BROKEN_MODELS = {
     "no_config": remove("config.json"),
-    "bad_config": replace("config.json", b'{"model_type": "qwen3",\n'),
     "no_weights": remove("*.safetensors"),
     "no_tokenizer": remove("token*"),
-    "bad_tokenizer": replace("tokenizer.json", b"{}"),
     "unknown_type": change_json("config.json", model_type="frobnicate"),
-    "no_text_model": change_json("config.json", model_type="vit"),
     "cut_off": replace("model.safetensors", (TINY / "model.safetensors").read_bytes()[:-1000]),
-    "lost_shard": lose_a_shard,
 }
-OTHER_MODELS: dict[str, Callable[[Path], None]] = {
+OTHER_MODELS = {
     "own_code": change_json("config.json", model_type="mine", auto_map=OWN_CODE),
     "longrope": change_json("config.json", rope_parameters=ROPE),
     "thinks": change_json(
         "tokenizer_config.json", chat_template="{{ enable_thinking }}{{ messages }}"
     ),
     "refuses": change_json("tokenizer_config.json", chat_template=REFUSES),
-    "renders_nothing": change_json("tokenizer_config.json", chat_template="{{ '' }}"),
 }
 
 NO_OUTPUT = "--no-live"
@@ -158,21 +133,16 @@ EXACT = "--reward exact_match --dataset FOLDER"
 MISTAKES = {
     # words, flags and the config file
     "--seed=-1": "runtime.seed",
-    "--iterations many": "--iterations",
     "--learning-rate 1": "train.learning_rate=VALUE",
-    "--eval-dataset gsm8k": "eval.dataset=VALUE",
-    "train.lr=1e-5": "train.learning_rate",
     "algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
     "--config FOLDER/syntax.yaml": "syntax.yaml:3",
     "rollout.max_completion_length=600": "data.max_prompt_length + rollout.max_completion_length",
     "train.eval_every=5 data.num_held_out=0": "train.eval_every",
     # LoRA
     "model.lora.rank=4 model.lora.target_modules=[q_proj,c_attn]": "model.lora.target_modules",
-    "model.lora.rank=4 model.lora.target_modules=[embed_tokens]": "model.lora.target_modules",
     "model.lora.rank=100000000": "model.lora.rank",
     # devices
     "--infer-devices 0-3": "devices.infer",
-    "--infer-devices cuda:0,cuda:1": "use 0,1",
     "--train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
     # the model
     "--model nobody/nothing": "model.path",
@@ -180,66 +150,38 @@ MISTAKES = {
     "--model FOLDER/own_code": "model.trust_remote_code=true",
     "--model FOLDER/longrope": "data.max_prompt_length + rollout.max_completion_length",
     # data
-    "--dataset arithmetics": "did you mean arithmetic?",
     "--dataset none.jsonl": "data.dataset",
-    "--dataset aime24": "data.dataset",
-    "--dataset gsm8k": "data.dataset",
-    "--dataset arithmetic --dataset countdown-small": "reward.functions",
-    "eval.dataset=none.jsonl": "data.dataset",
     "eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
-    f"{EXACT}/taken": "data.dataset",
     f"{EXACT}/broken.jsonl": "broken.jsonl:2",
     f"{EXACT}/long.jsonl data.max_prompt_length=6": "long.jsonl:3",
-    f"{EXACT}/long.jsonl data.max_prompt_length=3 data.long_prompts=skip": "data.max_prompt_length",
     f"{EXACT}/chat.jsonl": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/refuses": "chat.jsonl:1",
-    f"{EXACT}/chat.jsonl --model FOLDER/renders_nothing": "chat.jsonl:1",
     f"{EXACT}/chat.jsonl --model FOLDER/thinks data.chat_template_kwargs={{x:\\ 1}}": (
         "data.chat_template_kwargs"
     ),
-    "data.chat_template_kwargs={x:\\ 1}": "data.chat_template_kwargs",
-    f"{EXACT}/chat.jsonl data.chat_template=none.jinja": "data.chat_template",
     f"{EXACT}/good.jsonl data.chat_template={{{{x}}}}": "data.chat=true",
-    f"{EXACT}/chat.jsonl data.chat_template=chatml": "data.chat_template",
     f"{EXACT}/half.jsonl": "half.jsonl:1",
-    "data.max_prompt_length=4": "data.max_prompt_length",
-    "data.max_prompt_length=9 data.long_prompts=skip": "data.long_prompts",
     # rewards
     "--dataset FOLDER/good.jsonl": "reward.functions",
     "--reward exactmatch": "did you mean exact_match?",
-    "--reward exact_match --dataset FOLDER/god.jsonl": "did you mean good.jsonl?",
     "--reward FOLDER/r.py": "r.py:one_for_all or ",
     "--reward FOLDER/fails.py:score": 'fails.py", line 3',
     "--reward code --dataset FOLDER/good.jsonl": "tests",
     "--reward FOLDER/r.py:truth --dataset FOLDER/good.jsonl": "column 'ground_truth'; the data",
     "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
-    "--reward FOLDER/r.py:chat --dataset FOLDER/good.jsonl": "data.chat=true",
     "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
-    "--reward FOLDER/r.py:text --dataset FOLDER/good.jsonl data.chat=true": "data.chat=false",
     # the ring, memory, the disk
-    "rollout.max_completion_length=50000000 train.max_tokens_per_micro_batch=60000000": (
-        "rollout.max_completion_length"
-    ),
     "rollout.max_completion_length=20000000 train.max_tokens_per_micro_batch=60000000 "
     "train.prompts_per_iteration=4000": "rollout.ring_slots",
-    "rollout.max_completion_length=4000000 train.max_tokens_per_micro_batch=5000000 "
-    "rollout.ring_slots=1": "rollout.max_concurrent_groups",
     "train.keep_checkpoints=100000000": "train.keep_checkpoints",
     "--output FOLDER/taken": "--output",
-    "--output FOLDER/file/run": "--output",
     # resuming
     "--no-live --resume FOLDER/nowhere": "--resume",
     "--no-live --resume FOLDER/run_without": "train.save_every",
     "--no-live --resume FOLDER/run_broken": "checkpoints/20",
-    "runtime.resume=auto --output FOLDER/run_broken": "checkpoints/20",
     "--no-live --resume FOLDER/run_in_use": "output.dir",
-    "runtime.resume=auto --output FOLDER/refuses": "output.dir",
     "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
-    "runtime.resume=auto --output FOLDER/run_whole --seed 7": "runtime.seed",
-    "--no-live --resume FOLDER/run_whole eval.dataset=other.jsonl": "eval.dataset",
-    "--no-live --resume FOLDER/run_whole --model FOLDER/refuses": "model.path",
     "--no-live --resume FOLDER/run_other_model": "model.path",
-    "--no-live --resume FOLDER/run_other_rows": "data.dataset",
     "--no-live --resume FOLDER/run_whole --iterations 9": "train.iterations",
     "--resume FOLDER/run_whole --output elsewhere": "--output",
 }

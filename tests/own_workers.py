@@ -1,19 +1,15 @@
 """Groups, a ring and settings for workers that a test runs itself."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import ProcessLauncher
-from easyrl.runtime.placement import Placement
 from easyrl.types import RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 
@@ -23,7 +19,7 @@ NUM_GENERATIONS = 3
 LONGEST_PROMPT, LONGEST_COMPLETION = 9, 12
 
 
-def make_group(index: int, **changes: Any) -> RolloutGroup:
+def make_group(index, **changes):
     """A group that depends on its prompt's index alone, with masked tokens."""
     rng = np.random.default_rng(index)
     lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
@@ -45,19 +41,18 @@ def make_group(index: int, **changes: Any) -> RolloutGroup:
     return dataclasses.replace(group, **changes)
 
 
-def zeroed(group: RolloutGroup, which: list[int]) -> RolloutGroup:
+def zeroed(group, which):
     advantages = group.advantages.copy()
     advantages[which] = 0.0
     return dataclasses.replace(group, advantages=advantages)
 
 
-def make_ring(num_slots: int, num_owners: int = 2, num_groups: int = 64) -> RingBuffer:
+def make_ring(num_slots, num_owners=2, num_groups=64):
     limits = NUM_GENERATIONS, LONGEST_PROMPT, LONGEST_COMPLETION
     return RingBuffer(RingLayout(num_slots, *limits, num_owners, num_groups))
 
 
-def num_free(ring: RingBuffer) -> int:
-    """Free slots; none is free twice."""
+def num_free(ring):
     free = ring.free_pipe.drain()
     for slot in free:
         ring.free_pipe.send(slot)
@@ -65,8 +60,8 @@ def num_free(ring: RingBuffer) -> int:
     return len(free)
 
 
-def settings_on_cpu(name: str, config: Config, **changes: Any) -> WorkerSettings:
-    settings: dict[str, Any] = {
+def settings_on_cpu(name, config, **changes):
+    settings = {
         "owner_id": 0,
         "device": "cpu",
         "weights_cross_on_cpu": True,
@@ -78,22 +73,16 @@ def settings_on_cpu(name: str, config: Config, **changes: Any) -> WorkerSettings
     return WorkerSettings(name=name, config=config, **(settings | changes))
 
 
-def spawned_settings(placement: Placement) -> dict[str, WorkerSettings]:
-    """Settings with which the workers of a run are spawned, by name, in order."""
-    spawned: dict[str, WorkerSettings] = {}
+def spawned_settings(placement):
+    spawned = {}
 
-    def spawn(name: str, target: Any, settings: WorkerSettings, *_: Any, **__: Any) -> Any:
+    def spawn(name, target, settings, *_, **__):
         spawned[name] = settings
         return SimpleNamespace(name=name)
 
-    supervisor: Any = SimpleNamespace(spawn=spawn)
+    supervisor = SimpleNamespace(spawn=spawn)
     with ProcessLauncher() as launcher:
         Fleet(
-            load_config(),
-            placement,
-            supervisor,
-            launcher,
-            log_of=Path,
-            notify=lambda event: None,
+            load_config(), placement, supervisor, launcher, log_of=Path, notify=lambda event: None
         )
     return spawned

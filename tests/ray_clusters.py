@@ -1,17 +1,13 @@
 """Ray clusters of several nodes on this machine."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 @contextmanager
-def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
+def cluster_of(*nodes):
     """Start a head and more nodes, each with these arguments of `Cluster.add_node`, on ports and in
     a folder of their own. `cluster.address` is for --ray-address."""
     from ray.cluster_utils import Cluster

@@ -4,11 +4,6 @@ As on a GPU, a replay reads and writes the tensors of the capture, whatever Pyth
 and reading a value on the host while capturing is an error.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +20,7 @@ READS = (
 
 
 class _RefuseReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_mask = [x for x in _tensors(args[1:]) if x.dtype == torch.bool]
         if func._schema.name in READS or (func._schema.name == "aten::index" and by_mask):
             raise RuntimeError(f"{func} is a synchronizing operation")
@@ -36,11 +31,11 @@ class _RefuseReads(TorchDispatchMode):
 
 
 class _Recorder(_RefuseReads):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.operations: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self.operations = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
@@ -49,17 +44,17 @@ class _Recorder(_RefuseReads):
             self.operations.append((func, args, kwargs, _tensors(result) if new else []))
         return result
 
-    def replay(self) -> None:
+    def replay(self):
         for func, args, kwargs, results in self.operations:
             for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=bool(results)):
                 old.copy_(new)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def capture(function: Callable[[], Any], _: Any) -> tuple[Callable[[], None], Any]:
+def capture(function, _):
     with _Recorder() as recorder:
         drawn = function()
     for result in drawn:
@@ -67,8 +62,7 @@ def capture(function: Callable[[], Any], _: Any) -> tuple[Callable[[], None], An
     return recorder.replay, drawn
 
 
-def install(monkeypatch: Any, capture: Any = capture) -> None:
-    """Let engines on the CPU capture their steps."""
+def install(monkeypatch, capture=capture):
     monkeypatch.setattr(devices, "has_graphs", lambda device: True)
     monkeypatch.setattr(devices, "graph_pool", lambda: None)
     monkeypatch.setattr(devices, "refuse_waits", _RefuseReads)

@@ -7,19 +7,17 @@ Run n ends in the way of the n-th END, or else of the last: an exit code, a sign
 a checkpoint, with "-" it removes FOLDER/config.yaml. PAUSE_SECONDS is the time between two runs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from pathlib import Path
 
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.runtime import restart
 from easyrl.runtime.supervisor import Interrupted, Supervisor
 
 
-def start(config: Config, resume: Path | None) -> int:
+def start(config, resume):
     folder = Path(str(config.output.dir))
     folder.mkdir(exist_ok=True)
     file = folder / "starts"
@@ -40,7 +38,7 @@ def start(config: Config, resume: Path | None) -> int:
     return int(end)
 
 
-def hang() -> int:
+def hang():
     with Supervisor() as supervisor:
         print("hangs", flush=True)
         try:

@@ -1,18 +1,14 @@
 """Reward pools of tests, and whether programs can be scored here."""
 
-from __future__ import annotations
-
 import select
 import time
-from typing import Any
 
 import pytest
 
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.rewards import sandbox, worker
-from easyrl.rewards.pool import POLL_SECONDS, RewardPool
-from easyrl.rewards.worker import Call, Scored, TrainerState
-from easyrl.types import Prompt
+from easyrl.rewards.pool import POLL_SECONDS
+from easyrl.rewards.worker import Call, TrainerState
 
 try:
     sandbox.find_variant("bwrap")
@@ -22,14 +18,14 @@ except sandbox.SandboxError as error:
 needs_bwrap = pytest.mark.skipif(bool(problem), reason=problem)
 
 
-def config_of(*functions: object, **settings: object) -> Config:
+def config_of(*functions, **settings):
     """`reward__num_workers=2` stands for `reward.num_workers=2`."""
     flags = {"reward.functions": [str(each) for each in functions]} if functions else {}
     words = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
     return load_config(None, flags, words)
 
 
-def call(config: Config, prompt: Prompt, completions: list[str]) -> Scored:
+def call(config, prompt, completions):
     """Score a group in this process, as a reward process does. Completion n has n + 1 tokens, and
     5 of 20 updates are done."""
     ids = [[7] * (index + 1) for index in range(len(completions))]
@@ -43,9 +39,9 @@ def call(config: Config, prompt: Prompt, completions: list[str]) -> Scored:
         )
 
 
-def finished(pool: RewardPool, num_groups: int) -> list[Scored]:
+def finished(pool, num_groups):
     """Wait as a rollout worker does, so that a missing wake-up is noticed. Sorted by their keys."""
-    scored: list[tuple[Any, Scored]] = []
+    scored = []
     deadline = time.monotonic() + 60
     while len(scored) < num_groups:
         if select.select([pool], [], [], POLL_SECONDS)[0] or pool.is_broken:

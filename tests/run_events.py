@@ -1,16 +1,11 @@
 """The events of a run, for tests of what observers make of them."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from easyrl import events
-from easyrl.config import Config, load_config
-from easyrl.events import Activity, Event, FromWorker, GroupScored, Sample, Span, UnderWay
+from easyrl.config import load_config
+from easyrl.events import Activity, FromWorker, GroupScored, Sample, Span, UnderWay
 from easyrl.observe.state import RunState
 
 HOSTILE = "[red]no markup[/red] \x1b[2J\x07 \u202ereversed 日本"
@@ -52,30 +47,28 @@ SUMMARY = {
 }
 
 
-def group(time_: float, prompt_index: int, iteration: int = 0, **more: Any) -> FromWorker:
+def group(time_, prompt_index, iteration=0, **more):
     scored = GroupScored(iteration, 0, prompt_index, [1.0, 0.0], [], [100, 200], 0, 0.0)
     return FromWorker("rollout-0", time_, replace(scored, **more))
 
 
-def shown(time_: float, prompt_index: int, completion: str, **more: Any) -> FromWorker:
-    """A group whose completion the live view shows."""
+def shown(time_, prompt_index, completion, **more):
     sample = Sample(completion, 1.0, 0.0, {})
     return group(time_, prompt_index, prompt="2+3=", samples=[sample], shown=sample, **more)
 
 
-def active(worker: str, *spans: Span, **more: Any) -> FromWorker:
+def active(worker, *spans, **more):
     now = spans[-1].ended if spans else more["under_way"].started
     return FromWorker(worker, now, replace(Activity(spans, 0), **more))
 
 
-def run_started(folder: Path, num_rollout: int = 1) -> events.RunStarted:
+def run_started(folder, num_rollout=1):
     config = load_config(None, {"train.iterations": 4, "train.prompts_per_iteration": 8})
     names = [*(f"rollout-{n}" for n in range(num_rollout)), "train-0"]
     return events.RunStarted(100.0, folder, config, dict.fromkeys(names, "cpu"), "two workers")
 
 
-def run_events(folder: Path, config: Config | None = None) -> list[Event]:
-    """All kinds of events, in the order of a run."""
+def run_events(folder, config=None):
     started = run_started(folder)
     failed = f"reward 'score' failed, for the prompt '2+3=' {HOSTILE}"
     second = {**METRICS, "iteration": 1, "policy_version": 2, "reward": math.nan, "kl": 0.01}
@@ -127,7 +120,7 @@ def run_events(folder: Path, config: Config | None = None) -> list[Event]:
     ]  # fmt: skip
 
 
-def state_of(run: Iterable[Event]) -> RunState:
+def state_of(run):
     state = RunState()
     for event in run:
         state.apply(event)

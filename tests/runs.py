@@ -63,6 +63,13 @@ def finish(
     return process.returncode, out, err
 
 
+def succeed(*arguments: str, **how: Any) -> str:
+    """`finish` without an error; return standard output."""
+    code, out, err = finish(*arguments, **how)
+    assert (code, err) == (0, ""), err
+    return out
+
+
 def summary_of(folder: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
@@ -74,6 +81,12 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+def bits_of(folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    """Weights and metrics, which are equal in runs with the same bits."""
+    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+    return summary_of(folder)["weights_sha256"], metrics
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 120) -> None:

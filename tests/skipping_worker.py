@@ -1,17 +1,13 @@
 """An extension of vLLM's workers that can leave out weights which it acknowledges: for tests."""
 
-from __future__ import annotations
-
-from torch import Tensor
-
 from easyrl.engines.vllm import worker as vllm_worker
 from easyrl.engines.vllm.worker import BucketTransfer
 
-SKIPPED: list[str] = []
+SKIPPED = []
 load = BucketTransfer.load
 
 
-def load_but(self: BucketTransfer, name: str, weight: Tensor) -> set[str]:
+def load_but(self, name, weight):
     if not any(part in name for part in SKIPPED):
         return load(self, name, weight)
     model = self.model
@@ -26,6 +22,6 @@ BucketTransfer.load = load_but
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):
-    def easyrl_skip(self, parts: list[str]) -> None:
+    def easyrl_skip(self, parts):
         """Acknowledge weights with one of these in their name from now on, without loading them."""
         SKIPPED[:] = parts

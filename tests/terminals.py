@@ -1,7 +1,5 @@
 """Programs on terminals of their own."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -15,9 +13,7 @@ LEAVE_SCREEN = "\x1b[?1049l"
 
 
 class Terminal:
-    """A program on a terminal of its own."""
-
-    def __init__(self, *words: str, columns: int = 80, lines: int = 24, **environment: str) -> None:
+    def __init__(self, *words, columns=80, lines=24, **environment):
         self.output = ""
         self._primary, secondary = pty.openpty()
         ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -31,7 +27,7 @@ class Terminal:
         )
         os.close(secondary)
 
-    def read_until(self, text: str | None, timeout: float = 120) -> str:
+    def read_until(self, text, timeout=120):
         """Return the output up to `text`, or (None) until the program ends."""
         deadline = time.monotonic() + timeout
         while text is None or text not in self.output:
@@ -47,13 +43,13 @@ class Terminal:
         assert text is None or text in self.output, self.output[-2000:]
         return self.output
 
-    def end(self) -> int:
+    def end(self):
         self.read_until(None)
         os.close(self._primary)
         return self.process.wait(10)
 
 
-def after_the_view(output: str) -> str:
+def after_the_view(output):
     """Return the output after the alternate screen; the terminal must be restored."""
     assert output.count("\x1b[?1049h") == output.count(LEAVE_SCREEN) == 1
     after = output.rpartition(LEAVE_SCREEN)[2]

@@ -1,23 +1,21 @@
 """Groups as messages: the same values arrive, and damaged messages are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from multiprocessing import Pipe
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import SafetensorError
 from test_batches import GROUPS, vars_of
 
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, RemoteRing, decode_group, encode_group
-from easyrl.types import RolloutGroup
 from own_workers import FIRST, make_group, make_ring
 
+WHOLE = encode_group(make_group(FIRST))
 
-def assert_same(one: RolloutGroup, other: RolloutGroup) -> None:
+
+def assert_same(one, other):
     """Every field has the same value and element type."""
     for name, expected in vars_of(one).items():
         got = getattr(other, name)
@@ -26,16 +24,15 @@ def assert_same(one: RolloutGroup, other: RolloutGroup) -> None:
 
 
 @given(GROUPS)
-def test_groups_arrive_as_they_were_sent(groups: list[RolloutGroup]) -> None:
+def test_groups_arrive_as_they_were_sent(groups):
     for group in groups:
         assert_same(group, decode_group(encode_group(group)))
 
 
-def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy() -> None:
+def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy():
     ring, group = make_ring(1), make_group(FIRST)
-    assert ring.attach(0).put(decode_group(encode_group(group)), 0.0)
+    assert ring.attach(0).put(decode_group(WHOLE), 0.0)
     lease = ring.attach(1).get(0.0)
-    assert lease is not None
     assert_same(group, lease.group)
     message = encode_group(lease.group)
     lease.release()
@@ -44,28 +41,19 @@ def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy() -
     ring.close()
 
 
-WHOLE = encode_group(make_group(FIRST))
-
-
-@given(st.integers(0, len(WHOLE) - 1))
-def test_a_group_that_is_cut_off_is_refused(length: int) -> None:
-    with pytest.raises(SafetensorError):
-        decode_group(WHOLE[:length])
-
-
 @pytest.mark.parametrize(
     "foreign",
     [
-        *(b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04.", WHOLE + b"x", b"\xff" * len(WHOLE)),
-        *(bytes(48), bytes(57), np.array([1, 2, 3, 4, 0, 0, -1]).tobytes()),
+        *(b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * len(WHOLE), bytes(48), bytes(57)),
+        *(WHOLE[:-1], WHOLE[:57], WHOLE + b"x", np.array([1, 2, 3, 4, 0, 0, -1]).tobytes()),
     ],
 )
-def test_foreign_bytes_are_refused(foreign: bytes) -> None:
+def test_foreign_bytes_are_refused(foreign):
     with pytest.raises(SafetensorError):
         decode_group(foreign)
 
 
-def test_a_worker_waits_for_tokens_while_its_groups_are_not_acknowledged() -> None:
+def test_a_worker_waits_for_tokens_while_its_groups_are_not_acknowledged():
     host, worker = Pipe()
     layout = make_ring(1).layout
     port = RemoteRing(layout, worker).attach(0)

@@ -1,15 +1,11 @@
 """A run that cannot learn says so once, with causes and the command that shows its samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from easyrl.config import load_config
 from easyrl.runtime.metrics import no_learning_warning
-from runs import SMALL, finish
 
 HEALTHY = {
     "reward": 0.5,
@@ -19,7 +15,7 @@ HEALTHY = {
 }
 
 
-def warning(*changes: dict[str, Any]) -> str:
+def warning(*changes):
     lines = [{"iteration": number, **HEALTHY, **each} for number, each in enumerate(changes, 4)]
     return no_learning_warning(lines, load_config(), Path("my run"))
 
@@ -28,28 +24,15 @@ def warning(*changes: dict[str, Any]) -> str:
     ("change", "cause"),
     [
         ({"frac_reward_zero_std": 1.0, "reward": 0.0}, "does not find the answers"),
-        ({"frac_reward_zero_std": 1.0, "reward": 1.0}, "solves all problems"),
         ({"frac_reward_zero_std": 1.0}, "rollout.temperature"),
         ({"completions/clipped_ratio": 0.97}, "rollout.max_completion_length"),
         ({"completions/mean_length": 1.0}, "data.chat"),
     ],
 )
-def test_three_iterations_at_an_extreme_are_explained(change: dict[str, Any], cause: str) -> None:
+def test_three_iterations_at_an_extreme_are_explained(change, cause):
     text = warning(change, change, change)
     assert cause in text and "iterations 5 to 7" in text
     assert "easyrl samples 'my run' --iteration 7" in text
     assert not warning(change, change) and not warning(change, {}, change)
     skipped = {**change, "reward": None, "frac_reward_zero_std": None}
     assert not warning(skipped, change, change)
-
-
-@pytest.mark.long
-def test_the_warning_appears_once_in_the_output_and_in_the_log(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    (tmp_path / "r.py").write_text("def zero(completions, **_): return [0.0] * len(completions)")
-    words = ("--reward", f"{tmp_path}/r.py:zero", "--iterations", "5", *SMALL)
-    code, out, _ = finish("--output", str(folder), *words)
-    assert code == 0 and out.count("no spread 100%") == 5
-    before, _, after = out.partition("likely causes")
-    assert "iteration 3/5" in before and "likely causes" not in after and "iteration 4/5" in after
-    assert (folder / "logs" / "easyrl.log").read_text().count("likely causes") == 1

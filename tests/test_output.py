@@ -1,11 +1,8 @@
 """Closed output pipes and closed standard streams do not change a run."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +10,7 @@ from easyrl.runtime.run_folder import read_lines
 from runs import SMALL, command
 
 
-def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
-    """Run `line`; its exit code is that of the command in it."""
+def in_a_shell(line):
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     return subprocess.run(
         ["bash", "-c", line], check=False, capture_output=True, text=True, env=environment
@@ -29,7 +25,7 @@ def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
         "COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}",
     ],
 )
-def test_run_with_closed_output_ends_as_any_other(tmp_path: Path, line: str) -> None:
+def test_run_with_closed_output_ends_as_any_other(tmp_path, line):
     folder = tmp_path / "run"
     run = shlex.join(command("--output", str(folder), "--iterations", "2", *SMALL))
     done = in_a_shell(line.replace("COMMAND", run))
@@ -37,9 +33,3 @@ def test_run_with_closed_output_ends_as_any_other(tmp_path: Path, line: str) -> 
     assert done.stdout == (f"run folder {folder}\n" if "head" in line else "")
     assert len(read_lines(folder / "metrics.jsonl")) == 2
     assert (folder / "summary.json").is_file()
-
-
-@pytest.mark.parametrize("words", ["config", "--help", "grpo --dry-run"])
-def test_output_can_be_piped_to_a_process_that_reads_nothing(words: str) -> None:
-    done = in_a_shell(f"{shlex.join(command()[:-1])} {words} | true; exit ${{PIPESTATUS[0]}}")
-    assert (done.returncode, done.stderr) == (0, "")

@@ -1,10 +1,7 @@
 """`easyrl grpo --dry-run --assume`: planning for devices that this machine does not have."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -29,37 +26,34 @@ QWEN = {
 }
 """The sizes of Qwen3-1.7B: 6.4 GiB in float32, and 25.6 GiB to train."""
 TOKENS = "train.max_tokens_per_micro_batch=60000"
-SPARING = ["model.dtype=bfloat16", "train.activation_checkpointing=true"]
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model's folder that has only its config.json."""
+def qwen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     (folder / "config.json").write_text(json.dumps(QWEN))
     return str(folder)
 
 
 @pytest.fixture(autouse=True)
-def _hub_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hub_is_unreachable(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
 
-def dry_run(*words: str) -> tuple[int, str]:
+def dry_run(*words):
     result = CliRunner().invoke(app, ["grpo", "--dry-run", *words])
     return result.exit_code, result.output
 
 
-def proposed(output: str) -> list[str] | None:
-    """The words of the command that the plan proposes."""
+def proposed(output):
     lines = [line.removeprefix("# ") for line in output.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("easyrl grpo")]
     assert len(commands) <= 1
     return commands[0][2:] if commands else None
 
 
-def test_devices_are_assumed_by_number_and_memory_or_name() -> None:
+def test_devices_are_assumed_by_number_and_memory_or_name():
     for text, count, gib in (("4x23.5gb", 4, 23.5), ("8xH100", 8, 79), ("4090", 1, 23.5)):
         assumed = parse_assumed(text)
         assert (assumed.count, assumed.num_bytes) == (count, gib * 2**30)
@@ -71,29 +65,14 @@ def test_devices_are_assumed_by_number_and_memory_or_name() -> None:
         *((["--assume", text], "--assume: expected") for text in ("", "8x", "0x80GiB", "8x8", "a")),
         (["--assume", "8x80GiB", "--infer-devices", "0", "--train-devices", "8"], "0-7"),
         (["--assume", "8x80GiB", "--infer-devices", "cpu"], "--assume"),
-        (["--assume", "8x80GiB", "--infer-devices", "ray:7", "--train-devices", "ray:1"], "ray:7"),
-        (
-            ["--assume", "8x80GiB", "train.prompts_per_iteration=2", "--train-devices", "0-3"],
-            "devices.train",
-        ),
-        (["--assume", "8x80GiB", "--model", "nobody/nothing"], "hub"),
         (["--assume", "8x80GiB", "--model", "/no/such/folder"], "model.path"),
         (["--assume", "8x80GiB", "data.max_prompt_length=50000", TOKENS], "data.max_prompt_length"),
     ],
 )
-def test_a_plan_of_what_could_not_start_is_refused(
-    words: list[str], expected: str, qwen: str
-) -> None:
+def test_a_plan_of_what_could_not_start_is_refused(words, expected, qwen):
     model = [] if "--model" in words else ["--model", qwen]
     code, output = dry_run(*model, *words)
     assert code == 2 and expected in output
-
-
-def test_planning_without_dry_run_is_refused(tmp_path: Path) -> None:
-    for words in (["--assume", "8x80GiB"], ["--full"]):
-        result = CliRunner().invoke(app, ["grpo", "--output", str(tmp_path / "run"), *words])
-        assert result.exit_code == 2 and "--dry-run" in result.output
-        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -101,18 +80,14 @@ def test_planning_without_dry_run_is_refused(tmp_path: Path) -> None:
     [
         # One device that both groups share; float32 weights alone fill more than half of it.
         ("24GiB", [], "train.offload=[optimizer]", False),
-        ("48GiB", [*SPARING, "rollout.max_concurrent_groups=4"], "rollout.memory_fraction", False),
         ("4x24GiB", ["train.max_tokens_per_micro_batch=1024"], "--train-devices", False),
         ("8x24GiB", ["--infer-devices", "0-3", "--train-devices", "4-7"], "", True),
     ],
 )
-def test_the_proposed_command_fits(
-    assume: str, words: list[str], changed: str, starts: bool, qwen: str
-) -> None:
+def test_the_proposed_command_fits(assume, words, changed, starts, qwen):
     code, output = dry_run("--assume", assume, "--model", qwen, "--dataset", "countdown", *words)
     assert code == (0 if starts else 2)
     assert starts == ("a run would not start" not in output)
-    assert "warning: " in output or not starts
     better = proposed(output)
     assert better is not None and changed in " ".join(better)
     assert better[:4] == ["--model", qwen, "--dataset", "countdown"]
@@ -121,7 +96,7 @@ def test_the_proposed_command_fits(
     assert "warning" not in output and proposed(output) is None
 
 
-def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path: Path) -> None:
+def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path):
     large = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, **large, "num_attention_heads": 64}))
     code, output = dry_run("--assume", "8x80GiB", "--model", str(tmp_path))
@@ -131,13 +106,13 @@ def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path: P
     assert dry_run("--assume", "8x80GiB", *better)[0] == 0
 
 
-def test_where_nothing_fits_no_command_is_proposed(qwen: str) -> None:
+def test_where_nothing_fits_no_command_is_proposed(qwen):
     code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
     assert code == 2 and proposed(output) is None
     assert "nothing that was tried fits" in output and "model.lora.rank" in output
 
 
-def test_a_plan_is_a_config_file(tmp_path: Path) -> None:
+def test_a_plan_is_a_config_file(tmp_path):
     for full in ([], ["--full"]):
         code, output = dry_run("--assume", "2x80GiB", "model.dtype=bfloat16", "--seed", "7", *full)
         assert code == 0 and bool(full) == ("learning_rate" in output)
@@ -146,38 +121,30 @@ def test_a_plan_is_a_config_file(tmp_path: Path) -> None:
         assert load_config(tmp_path / "plan.yaml") == with_absolute_paths(expected)
 
 
-@pytest.fixture
-def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set, and a reward that prints when it is loaded and when it is called."""
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"
-    Path("own.py").write_text(reward + " * len(completions)\n")
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--dataset rows.jsonl", "reward.functions"),
-        ("--dataset rows.jsonl --reward own.py:score data.columns={a:\\ answer}", "'answer'"),
-        ("--dataset rows.jsonl --reward exact_match algorithm.loss_type=no.py:f", "loss_type"),
-        ("--dataset hub/data --environment no_such.py:E", "rollout.environment"),
+        ("gone.jsonl", "data.dataset"),
+        ("rows.jsonl", "reward.functions"),
+        ("rows.jsonl --reward own.py:broken", "own.py:broken"),
+        ("rows.jsonl --reward own.py:score data.columns={a:\\ answer}", "'answer'"),
+        ("rows.jsonl --reward exact_match algorithm.loss_type=no.py:f", "loss_type"),
+        ("hub/data --environment no_such.py:E", "rollout.environment"),
     ],
 )
-@pytest.mark.usefixtures("user_files")
-def test_data_and_functions_are_tried_as_by_a_start(words: str, expected: str) -> None:
-    code, output = dry_run(*shlex.split(words))
+def test_data_and_functions_are_tried_as_by_a_start(words, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    reward = "def score(completions, answer): return [0.0] * len(completions)\n"
+    (tmp_path / "own.py").write_text(reward + "def broken(completions, **_): return {0.0}\n")
+    code, output = dry_run("--dataset", *shlex.split(words))
     assert code == 2 and expected in output.partition("a run would not start: ")[2]
     assert "all on cpu" in output  # the memory that it would need
 
 
-@pytest.mark.parametrize("dataset", ["rows.jsonl", "hub/data"])
-@pytest.mark.usefixtures("user_files")
-def test_data_on_a_hub_that_is_unreachable_is_a_warning(
-    dataset: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, output = dry_run("--dataset", dataset, "--reward", "own.py:score")
-    assert code == 0 and "all on cpu" in output
-    assert ("warning: not checked: data.dataset" in output) == (dataset == "hub/data")
-    out, err = capfd.readouterr()
-    assert out == "" and "here" in err  # the plan is a config file
+def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):
+    reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"
+    (tmp_path / "own.py").write_text(reward + " * len(completions)\n")
+    code, output = dry_run("--dataset", "hub/data", "--reward", f"{tmp_path}/own.py:score")
+    assert code == 0 and "all on cpu" in output and "warning: not checked: data.dataset" in output
+    assert "here" not in output and capfd.readouterr().out == ""  # the plan is a config file

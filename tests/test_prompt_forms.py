@@ -1,46 +1,45 @@
 """Rows as prompts and as columns for rewards: templates, system prompts, chats, names."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.data.chat import check_prompts, read_messages, render_prompt, text_decoder
 from easyrl.data.datasets import open_prompts
-from easyrl.engines.base import GroupRequest
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.files import load_tokenizer
-from easyrl.types import Prompt
-from easyrl.workers.rollout import RolloutWorker
 
 BRACES = "{answer} {{}} %s {"
 ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None, "braces": BRACES}
 CHAT = [{"role": "user", "content": "2+3?"}]
 FROM_SYSTEM = [{"role": "system", "content": "Add."}, *CHAT]
+OWN = [{"role": "system", "content": "Own."}, *CHAT]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
+OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
+TEMPLATE = "{% if thinks %}think{% endif %}{{ messages[0].content }}"
+SUM = [{"role": "user", "content": "1+1="}]
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
-def first(folder: Path, row: dict[str, Any] = ROW, **data: Any) -> Prompt:
+def first(folder, row=ROW, **data):
     file = folder / "data.jsonl"
     file.write_text(json.dumps(row) + "\n")
     flags = {f"data.{key}": value for key, value in data.items()}
     return open_prompts(load_config(None, {"data.dataset": str(file), **flags})).prompt(0)
 
 
-def error_of(folder: Path, row: dict[str, Any] = ROW, **data: Any) -> str:
+def error_of(folder, row=ROW, **data):
     with pytest.raises(ConfigError) as caught:
         first(folder, row, **data)
     return str(caught.value)
-
-
-# Templates.
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,6 @@ def error_of(folder: Path, row: dict[str, Any] = ROW, **data: Any) -> str:
         ("Solve: {question}", "Solve: 2+3?"),
         ("{level}. {question}\n{question}", "4. 2+3?\n2+3?"),
         ("\\boxed{{}} of {question} {{x}}", "\\boxed{} of 2+3? {x}"),
-        ("no column", "no column"),
         ("<{braces}>", f"<{BRACES}>"),  # what is in a row is no template
     ],
 )
@@ -60,20 +58,13 @@ def test_a_template_is_filled_from_columns(tmp_path, template, prompt):
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{qestion}", "{question.upper}", "{}", "{question", "{question} in \\boxed{}", '{"a": 1}'],
+    "template", ["{qestion}", "{question.upper}", "{question", "{question} in \\boxed{}"]
 )
 def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
     message = error_of(tmp_path, prompt_template=template)
     assert message.startswith("data.prompt_template: ") and "{{" in message
     message = error_of(tmp_path, prompt_template="{question} {notes}")
     assert message.startswith(f"{tmp_path}/data.jsonl:1: data.prompt_template")
-
-
-# Chats.
-
-
-OWN = [{"role": "system", "content": "Own."}, *CHAT]
 
 
 @pytest.mark.parametrize(
@@ -90,19 +81,11 @@ def test_a_prompt_is_a_string_or_a_chat(tmp_path, row, data, content):
     assert first(tmp_path, row, **data).content == content
 
 
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
-OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
-
-
 @pytest.mark.parametrize(
     ("given", "read"),
     [
         ({"content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}, "2+3?"),
-        ({"content": [{"type": "text", "text": "2+3?", "image": None}], "name": None}, "2+3?"),
-        ({"content": ["2+", {"text": "3?", "type": None}]}, "2+3?"),
         ({"content": {"type": "input_text", "text": "2+3?"}}, "2+3?"),
-        ({"content": "2+3?", "tool_calls": None}, "2+3?"),
-        ({"content": []}, ""),
     ],
 )
 def test_parts_of_a_message_are_joined(tmp_path, given, read):
@@ -123,11 +106,8 @@ def test_a_tool_call_needs_no_content(tmp_path, call):
     ("message", "named"),
     [
         ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "image"),
-        ({"role": "user", "content": [{"type": "text"}]}, "text"),
         ({"role": "user", "content": None}, "None"),
-        ({"role": "user", "content": 5}, "5"),
         ({"from": "human", "value": "a"}, "from"),
-        ("2+3?", "role and content"),
     ],
 )
 def test_a_message_that_is_no_text_is_named(tmp_path, message, named):
@@ -136,16 +116,11 @@ def test_a_message_that_is_no_text_is_named(tmp_path, message, named):
     assert "message 1" in found and named in found
 
 
-# Names.
-
-
 def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path):
     columns = {"solution": "answer", "asked": "question"}
     made = first(tmp_path, prompt_column="question", columns=columns)
     kept = {name: ROW[name] for name in ("level", "notes", "braces")}
     assert made.columns == {"solution": "5", "asked": "2+3?", **kept}
-    both = {"solution": "answer", "answer": "answer"}
-    assert first(tmp_path, prompt_column="question", columns=both).columns["answer"] == "5"
 
 
 def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path):
@@ -156,16 +131,8 @@ def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path):
     assert error_of(tmp_path, row, columns={"x": "y"}).startswith("data.columns.x: ")
 
 
-# The chat template's variables.
-
-
-TEMPLATE = "{% if thinks %}think{% endif %}{{ messages[0].content }}"
-SUM = [{"role": "user", "content": "1+1="}]
-
-
 @pytest.fixture
-def tokenizer() -> Any:
-    """Tokenizer that puts `<pad>` before a text."""
+def tokenizer():
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = TEMPLATE
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -178,11 +145,8 @@ def tokenizer() -> Any:
     ("added", "text", "rendered"),
     [
         ("<pad> $A", "<pad>1+1=", "<pad>1+1="),  # the chat template was applied before
-        ("<pad> <unk> $A", "<pad><unk>1+1=", "<pad><unk>1+1="),
-        ("<pad> $A", "1+1=<pad>", "<pad>1+1=<pad>"),
         ("$A <eos>", "1+1=", "1+1="),
         ("<pad> $A <eos>", "1+1=", "<pad>1+1="),
-        ("<eos> $A <eos>", "1+1=", "<eos>1+1="),
         ("<pad> $A <eos>", "<pad>1+1=", "<pad>1+1="),
     ],
 )
@@ -195,15 +159,7 @@ def test_a_string_begins_once_and_has_no_end_unlike_a_chat(added, text, rendered
     assert tokenizer.decode(ids) == "1+1=" and all(type(token) is int for token in ids)
 
 
-TURNS = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<eos>"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def characters(template: str) -> Any:
-    """Tokenizer with a token for each character, and tags that are special tokens."""
+def characters(template):
     names = ["<pad>", "<bos>", "<eos>", "<think>", "</think>", "<|turn|>", "<unk>"]
     vocabulary = {name: k for k, name in enumerate([*names, *map(chr, range(10, 127))])}
     backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
@@ -219,7 +175,6 @@ def characters(template: str) -> Any:
     [
         ([("user", "1+1=")], "<user>1+1=<eos><assistant>"),
         ([("user", "1+1="), ("assistant", "It is\n ")], "<user>1+1=<eos><assistant>It is\n "),
-        ([("user", "1+1="), ("assistant", "")], "<user>1+1=<eos><assistant>"),
         (
             [("user", "a"), ("assistant", "b"), ("user", "c")],
             "<user>a<eos><assistant>b<eos><user>c<eos><assistant>",
@@ -250,23 +205,12 @@ def test_rewards_see_tags_and_no_other_special_tokens():
 
 
 def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, tokenizer):
-    def of(*words: str) -> Config:
-        return load_config(None, {}, words)
-
-    with_it = render_prompt(SUM, tokenizer, {"thinks": True})
-    assert tokenizer.decode(with_it) == "think1+1="
-
+    assert tokenizer.decode(render_prompt(SUM, tokenizer, {"thinks": True})) == "think1+1="
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": SUM}) + "\n")
-    words = f"data.dataset={tmp_path}/chat.jsonl", "data.max_prompt_length=5"
-    thinks = "data.chat_template_kwargs={thinks: true}"
-    examples = open_prompts(of(*words)).examples()
-    check_prompts(examples, tokenizer, of(*words))
+    words = [f"data.dataset={tmp_path}/chat.jsonl", "data.max_prompt_length=5"]
+    config = load_config(words=words)
+    examples = open_prompts(config).examples()
+    check_prompts(examples, tokenizer, config)
     with pytest.raises(ConfigError, match=r"data\.max_prompt_length"):
-        check_prompts(examples, tokenizer, of(*words, thinks))
-
-    worker = RolloutWorker.__new__(RolloutWorker)
-    submitted: list[GroupRequest] = []
-    worker.config, worker.tokenizer, worker._groups = of(thinks), tokenizer, {}
-    worker.engine = SimpleNamespace(submit=submitted.append)  # type: ignore[assignment]
-    worker._submit(0, 0, [(0, Prompt(0, SUM, {}))], 2, {})
-    assert submitted[0].prompt_ids == with_it
+        thinks = load_config(words=[*words, "data.chat_template_kwargs={thinks: true}"])
+        check_prompts(examples, tokenizer, thinks)

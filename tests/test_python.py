@@ -1,10 +1,7 @@
 """`easyrl.train` and `easyrl.evaluate`."""
 
-from __future__ import annotations
-
 import gc
 import inspect
-import json
 import os
 import re
 import signal
@@ -13,17 +10,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from pkgutil import iter_modules
-from typing import Any
 
 import datasets
 import pandas
 import psutil
 import pytest
 
-import easyrl
 from easyrl import events
-from easyrl.api.calls import Evaluation, Run, evaluate, train
+from easyrl.api.calls import Run, evaluate, train
 from easyrl.cli.eval import evaluate as eval_command
 from easyrl.cli.grpo import grpo
 from easyrl.config import Config
@@ -35,24 +29,23 @@ from tool_models import call, chat_model
 ROOT = Path(__file__).parent.parent
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(50, 54)]
 LOCK = threading.Lock()  # cannot be pickled
-SMALL: dict[str, Any] = {
+SMALL = {
     "train": {"prompts_per_iteration": 2},
     "rollout": {"num_generations": 2, "max_completion_length": 8},
     "data": {"max_prompt_length": 32},
 }
 
 
-def length(completions: list[str], **columns: Any) -> list[float]:
+def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-def open_descriptors() -> int:
+def open_descriptors():
     gc.collect()  # pipes of ended processes
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def traces() -> tuple[Any, ...]:
-    """State of this process that a call may not change."""
+def traces():
     stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     children = [
         each
@@ -63,14 +56,14 @@ def traces() -> tuple[Any, ...]:
     return threads, children, dict(os.environ), list(sys.path), stop
 
 
-def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> None:
+def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path):
     weight = 2.0  # a function of a function, with a value of its own
 
-    def doubled(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    def doubled(completions, answer, **columns):
         return [weight * len(text) for text in completions]
 
     before = traces()
-    options: dict[str, Any] = {**SMALL, "iterations": 1, "progress": False}
+    options = {**SMALL, "iterations": 1, "progress": False}
     run = train("tiny", ROWS, [doubled, length], output=tmp_path / "run", **options)
     num_descriptors = open_descriptors()
     assert len(run.metrics) == 1 and run.summary["iterations"] == 1
@@ -103,31 +96,31 @@ for value in ({"reward.functions": make(2)}, {"rollout.environment": Room}):
 """
 
 
-def test_the_same_objects_have_the_same_identity_in_another_process() -> None:
-    def run(number: int, seed: str) -> list[str]:
+def test_the_same_objects_have_the_same_identity_in_another_process():
+    def run(number, seed):
         command = (sys.executable, "-c", PROGRAM % number)
         env = {**os.environ, "PYTHONHASHSEED": seed}
         return subprocess.check_output(command, env=env, text=True).splitlines()
 
-    before = run(0, "1")
-    assert len({*before}) == 2 and run(0, "2") == before
-    assert [a == b for a, b in zip(run(1, "1"), before, strict=True)] == [False, True]
+    function, environment = run(0, "1")
+    assert function != environment and run(0, "2") == [function, environment]
+    other, same = run(1, "1")
+    assert other != function and same == environment
 
 
 @pytest.mark.long
-def test_classes_and_tools_are_environments(tmp_path: Path) -> None:
+def test_classes_and_tools_are_environments(tmp_path):
     rate = 0.5
 
     class Silent:
-        def reset(self, **columns: Any) -> None:
+        def reset(self, **columns):
             pass
 
-        def get_reward(self) -> float:
+        def get_reward(self):
             return rate
 
     def add(a: int, b: int) -> int:
-        """
-        Add two numbers.
+        """Add two numbers.
 
         Args:
             a: The first.
@@ -151,25 +144,16 @@ def test_classes_and_tools_are_environments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ({"dataset": []}, "data.dataset"),
         ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
-        ({"dataset": [{"question": "1+1="}]}, "data.prompt_column"),
         ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
         ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
-        ({"reward": 3}, "reward.functions"),
-        ({"environment": 3}, "rollout.environment"),
         ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
-        ({"model": object()}, "model.path"),
         ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
         ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
-        ({"resume": "no_such_run"}, "resume"),
-        ({"resume": "run", "dataset": ROWS}, "resume"),
         ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
     ],
 )
-def test_mistakes_are_value_errors_and_leave_nothing(
-    arguments: dict[str, Any], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_value_errors_and_leave_nothing(arguments, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inputs").mkdir()
     with pytest.raises(ValueError, match=re.escape(shown)):
@@ -181,20 +165,14 @@ def test_mistakes_are_value_errors_and_leave_nothing(
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_the_functions_have_the_options_of_the_commands() -> None:
+def test_the_functions_have_the_options_of_the_commands():
     not_in_python = {"no_live", "words", "dry_run", "assume", "full"}
     for command, function in ((grpo, train), (eval_command, evaluate)):
         options = inspect.signature(command).parameters.keys() - not_in_python
         assert options == inspect.signature(function).parameters.keys() - {"progress", "settings"}
-    for name in ("train", "evaluate", "Run", "Evaluation"):
-        assert getattr(easyrl, name).__module__ == "easyrl.api.calls"
-    # Importing a module of such a name, in whichever order, would replace the function.
-    assert not {module.name for module in iter_modules(easyrl.__path__)} & {*easyrl.__all__}
-    with pytest.raises(AttributeError):
-        easyrl.no_such_name  # noqa: B018
 
 
-def script(body: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+def script(body, tmp_path, **environment):
     file = tmp_path / "script.py"
     file.write_text(body)
     return subprocess.Popen(
@@ -207,7 +185,7 @@ def script(body: str, tmp_path: Path, **environment: str) -> subprocess.Popen[st
     )
 
 
-def test_a_script_without_a_guard_gets_one_clear_error(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_gets_one_clear_error(tmp_path):
     reward = "lambda completions, **columns: [0.0]"
     body = f"import easyrl\neasyrl.train('tiny', {ROWS}, {reward}, output='run', **{SMALL})\n"
     _, err = script(body, tmp_path).communicate(timeout=240)
@@ -216,7 +194,7 @@ def test_a_script_without_a_guard_gets_one_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_interrupted_call_can_be_resumed(tmp_path: Path) -> None:
+def test_an_interrupted_call_can_be_resumed(tmp_path):
     body = f"""
 import easyrl
 if __name__ == "__main__":
@@ -236,7 +214,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_the_example_of_the_page_learns(tmp_path: Path) -> None:
+def test_the_example_of_the_page_learns(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
     small = code.replace("iterations=20", "iterations=2").replace('held_out": 20', 'held_out": 2')
     out, err = script(small, tmp_path).communicate(timeout=300)
@@ -250,17 +228,17 @@ class FakeDisplay(list[str]):
     HTML = staticmethod(str)
     update = list.append
 
-    def display(self, html: str, *, display_id: bool) -> FakeDisplay:
+    def display(self, html, *, display_id):
         assert display_id and not self
         self.update(html)
         return self
 
 
-def test_a_notebook_shows_one_output_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
     assert notebook_display() is None
     display, times = FakeDisplay(), iter(range(100))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    of_rich: list[Any] = []  # Rich would add an output of its own for each picture
+    of_rich = []  # Rich would add an output of its own for each picture
     monkeypatch.setattr("rich.jupyter.display", lambda *given: of_rich.append(given))
     view = NotebookView(display, now=lambda: float(next(times)))
     view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
@@ -270,17 +248,6 @@ def test_a_notebook_shows_one_output_that_is_updated(monkeypatch: pytest.MonkeyP
     assert all(html.startswith("<pre") and "rollout-0 cpu" in html for html in display)
     say_rich("text")
     assert not of_rich
-
-
-def test_results_of_a_folder(tmp_path: Path) -> None:
-    for kind in (Run, Evaluation):
-        with pytest.raises(ValueError, match=r"config\.yaml"):
-            kind(tmp_path)
-    (tmp_path / "config.yaml").touch()
-    (tmp_path / "eval.json").write_text(json.dumps({"accuracy": 0.5}))
-    assert Evaluation(tmp_path).accuracy == 0.5 and os.fspath(Run(tmp_path)) == str(tmp_path)
-    run = Run(tmp_path)
-    assert (run.metrics, run.samples, run.summary, run.model_path) == ([], [], {}, None)
 
 
 def test_a_script_that_workers_cannot_import_is_named_with_the_cause(tmp_path):

@@ -3,17 +3,12 @@
 A worker takes one CPU, so three workers are on three nodes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,13 +17,14 @@ from easyrl.runtime.control import request
 from ray_clusters import cluster_of
 from runs import (
     SMALL,
+    bits_of,
     finish,
     lines_of,
     start,
+    succeed,
     summary_of,
     wait_for_line,
     wait_until_gone,
-    without_timing,
 )
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
@@ -36,71 +32,57 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
 ONE_THREAD = "devices.threads=1"
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
 """A deterministic run that trains in every iteration."""
+ALL = (
+    *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
+    *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
+    *("model.lora.rank=4", "train.eval_every=1"),
+)
+ENVIRONMENT = (
+    *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
+    *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
+)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     with cluster_of(*[{"num_cpus": 1}] * 3) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def no_ray(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment in which `import ray` fails."""
+def no_ray(tmp_path_factory):
     folder = tmp_path_factory.mktemp("no_ray")
     (folder / "ray.py").write_text("raise AssertionError('ray is imported')")
     return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-def on(cluster: Any, infer: str, train: str = "ray:cpu:1") -> tuple[str, ...]:
+def on(cluster, infer, train="ray:cpu:1"):
     devices = ("--infer-devices", infer, "--train-devices", train)
     return ("--ray-address", cluster.address, *devices)
 
 
-def nodes_of_newest_run(cluster: Any) -> list[str]:
-    """The node of each worker that was placed."""
+def nodes_of_newest_run(cluster):
     actors = list(cluster.global_state.actor_table(None, None, None).values())
     newest = max(each["JobID"] for each in actors)
     return [each["Address"]["NodeID"] for each in actors if each["JobID"] == newest]
 
 
-def outcome_of(folder: Path) -> tuple[Any, ...]:
-    """Results that are equal in runs with the same bits."""
-    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-    return summary_of(folder)["weights_sha256"], metrics
-
-
-def assert_same_bits(
-    cluster: Any, tmp_path: Path, infer: int, train: int, *words: str, **environment: str
-) -> Path:
-    """Run without Ray and on the cluster; return the folder of the latter."""
+def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     here, there = tmp_path / "here", tmp_path / "there"
     on_here = ("--infer-devices", f"cpu:{infer}", "--train-devices", f"cpu:{train}")
     on_there = on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
     every = ("--iterations", "2", *SAME, *words)
-    code, _, err = finish("--output", str(here), *on_here, *every, **environment)
-    assert (code, err) == (0, "")
+    succeed("--output", str(here), *on_here, *every, **environment)
     process = start("--output", str(there), *on_there, *every)
     wait_for_line(process, "iteration 1/")
-    assert_shown(there, process.pid, cluster.address.rpartition(":")[0], infer, train)
+    address = cluster.address.rpartition(":")[0]
+    assert {each["device"] for each in workers_of(there)[1:]} == {f"{address}/cpu"}
     _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
     assert len({*nodes_of_newest_run(cluster)}) == infer + train
-    assert outcome_of(here) == outcome_of(there)
+    assert bits_of(here) == bits_of(there)
     assert summary_of(there)["groups_off_policy"] == summary_of(there)["worker_restarts"] == 0
     return there
-
-
-def assert_shown(folder: Path, pid: int, address: str, infer: int, train: int) -> None:
-    """`easyrl status` shows the workers, not their actors, and their nodes."""
-    workers = {each["name"]: each for each in workers_of(folder)}
-    named = [f"rollout-{n}" for n in range(infer)] + [f"train-{n}" for n in range(train)]
-    assert workers.keys() == {"controller", *named} and workers["controller"]["pid"] == pid
-    for name in named:
-        assert workers[name]["device"] == f"{address}/cpu"
-        command = " ".join(psutil.Process(workers[name]["pid"]).cmdline())
-        assert "multiprocessing" in command
-    assert len({each["pid"] for each in workers.values()}) == len(workers)
 
 
 @pytest.mark.parametrize(
@@ -108,22 +90,12 @@ def assert_shown(folder: Path, pid: int, address: str, infer: int, train: int) -
     [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)],
     ids=["engines", "train-ranks"],
 )
-def test_runs_end_in_the_same_bits_with_and_without_ray(
-    cluster: Any, no_ray: dict[str, str], tmp_path: Path, infer: int, train: int
-) -> None:
+def test_runs_end_in_the_same_bits_with_and_without_ray(cluster, no_ray, tmp_path, infer, train):
     assert_same_bits(cluster, tmp_path, infer, train, **no_ray)
 
 
-def test_commands_without_ray_devices_do_not_import_it(no_ray: dict[str, str]) -> None:
-    environment = os.environ | no_ray
-    command = [sys.executable, "-c", "import easyrl.cli"]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    with pytest.raises(subprocess.CalledProcessError):  # or the check above checks nothing
-        subprocess.run([sys.executable, "-c", "import ray"], env=environment, check=True)
-
-
 @contextmanager
-def live(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def live(folder, *words):
     """An endless run; ends with a signal and leaves no process behind."""
     process = start("--output", str(folder), "--iterations", "100000", *words)
     try:
@@ -141,23 +113,18 @@ def live(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     assert [line["iteration"] for line in lines] == list(range(len(lines)))
 
 
-def workers_of(folder: Path) -> list[dict[str, Any]]:
-    workers: list[dict[str, Any]] = request(folder, {"command": "status"})["workers"]
-    return workers
+def workers_of(folder):
+    return request(folder, {"command": "status"})["workers"]
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(is_so, process):
     deadline = time.monotonic() + 90
     while not is_so():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.2)
 
 
-# -- bad input -------------------------------------------------------------------------------------
-
-
-def refused(*words: str, timeout_seconds: int) -> str:
-    """The message of a run that is refused in time, before a worker loads anything."""
+def refused(*words, timeout_seconds):
     started = time.monotonic()
     code, out, err = finish(*words, *SMALL, f"runtime.timeout_seconds={timeout_seconds}")
     assert code == 2 and err.startswith("easyrl: ") and "Traceback" not in err
@@ -167,19 +134,13 @@ def refused(*words: str, timeout_seconds: int) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("infer", "train", "named"), [
-    ("ray:cpu:3", "ray:cpu:1", ("devices.infer (--infer-devices)", "of 3 rollout workers")),
-    ("ray:cpu:1", "ray:cpu:4", ("devices.train (--train-devices)", "all 4 train workers")),
-])  # fmt: skip
-def test_more_workers_than_the_cluster_has_room_for(
-    cluster: Any, tmp_path: Path, infer: str, train: str, named: tuple[str, ...]
-) -> None:
+def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
     """A signal ends the wait for places."""
     folder = tmp_path / "run"
-    words = ("--output", str(folder), *on(cluster, infer, train))
+    words = ("--output", str(folder), *on(cluster, "ray:cpu:3"))
     err = refused(*words, timeout_seconds=10)
-    expected = (*named, "runtime.timeout_seconds", "need 1 CPU each", "the cluster has 3 CPU")
-    assert [text for text in expected if text not in err] == [], err
+    for text in ("devices.infer", "runtime.timeout_seconds", "need 1 CPU each", "has 3 CPU"):
+        assert text in err
     process = start(*words)
     wait_for_line(process, "waiting for places")
     time.sleep(1.0)
@@ -190,53 +151,29 @@ def test_more_workers_than_the_cluster_has_room_for(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("problem", ["another version", "no EasyRL"])
-def test_a_node_that_cannot_run_easyrl(cluster: Any, tmp_path: Path, problem: str) -> None:
-    path = tmp_path / "path"
-    if problem == "no EasyRL":
-        path.mkdir()
-        (path / "sitecustomize.py").write_text("import sys; sys.modules['easyrl'] = None")
-    else:
-        (path / "torch-0.1.dist-info").mkdir(parents=True)
-        (path / "torch-0.1.dist-info/METADATA").write_text("Name: torch\nVersion: 0.1\n")
-    paths = f"{path}:{os.environ.get('PYTHONPATH', '')}"
+def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['easyrl'] = None")
+    paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": paths})
     try:
         words = ("--output", str(tmp_path / "run"), *on(cluster, "ray:cpu:3"))
         err = refused(*words, timeout_seconds=30)
     finally:
         cluster.remove_node(node)
-    named = "No module named 'easyrl" if problem == "no EasyRL" else "expected torch"
-    assert named in err and "node" in err and cluster.address.rpartition(":")[0] in err
-
-
-# -- pairs of features (docs/compatibility.md) -----------------------------------------------------
-
-ALL = (
-    *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
-    *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
-    *("model.lora.rank=4", "train.eval_every=1"),
-)
-ENVIRONMENT = (
-    *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
-    *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
-)
+    assert "No module named 'easyrl" in err and "node" in err
+    assert cluster.address.rpartition(":")[0] in err
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
 @pytest.mark.parametrize("words", [ALL, ENVIRONMENT], ids=["all", "environment"])
-def test_features_end_in_the_same_bits_with_and_without_ray(
-    cluster: Any, tmp_path: Path, words: tuple[str, ...], infer: int, train: int
-) -> None:
+def test_features_end_in_the_same_bits_with_and_without_ray(cluster, tmp_path, words, infer, train):
     assert_same_bits(cluster, tmp_path, infer, train, *words)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
-def test_a_killed_and_resumed_run_ends_in_the_same_bits(
-    cluster: Any, tmp_path: Path, infer: int, train: int
-) -> None:
+def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer, train):
     whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
     folder, devices = tmp_path / "run", on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
     words = (*SAME, "train.save_every=2", *devices)
@@ -244,16 +181,13 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(
     wait_for_line(process, "checkpoint of iteration 2")
     process.kill()
     process.communicate()
-    code, _, err = finish("--resume", str(folder))
-    assert (code, err) == (0, "")
-    assert outcome_of(folder) == outcome_of(whole)
+    succeed("--resume", str(folder))
+    assert bits_of(folder) == bits_of(whole)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_head_that_does_not_answer_ends_the_run_resumable(
-    signum: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_head_that_does_not_answer_ends_the_run_resumable(signum, tmp_path):
     folder = tmp_path / "run"
     with cluster_of({"num_cpus": 2}) as cluster:
         words = (*SMALL, "--iterations=10000", "train.save_every=1")
@@ -268,23 +202,22 @@ def test_a_head_that_does_not_answer_ends_the_run_resumable(
     assert process.returncode == 1 and "head" in err and f"--resume {folder}" in err
 
 
-def names_of_engines(folder: Path) -> set[str]:
+def names_of_engines(folder):
     is_working = {each["name"]: each["state"] == "working" for each in workers_of(folder)}
     return {name for name, works in is_working.items() if works and name.startswith("rollout")}
 
 
-def scale(folder: Path, wanted: str) -> None:
+def scale(folder, wanted):
     request(folder, {"command": "scale", "infer_devices": wanted})
 
 
-def wait_for_iteration(folder: Path, process: subprocess.Popen[str]) -> None:
-    """Wait for a whole iteration."""
+def wait_for_iteration(folder, process):
     num_done = request(folder, {"command": "status"})["iteration"]
     wait_until(lambda: request(folder, {"command": "status"})["iteration"] > num_done + 1, process)
 
 
 @pytest.mark.long
-def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path: Path) -> None:
+def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
     folder = tmp_path / "run"
     words = (
         *on(cluster, "ray:cpu:1"),
@@ -315,8 +248,7 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path
 
 
 @pytest.mark.long
-def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
-    """Its rollout worker is replaced on the node that was free."""
+def test_a_lost_node_changes_no_bit(tmp_path):
     here, folder = tmp_path / "here", tmp_path / "run"
     every = ("--iterations", "20", *SAME)
     assert finish("--output", str(here), "--infer-devices", "cpu:2", *every)[0] == 0
@@ -332,21 +264,18 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=240)
         assert (process.returncode, err) == (0, "") and "(raylet)" not in out
     assert summary_of(folder)["worker_restarts"] == 1
-    assert outcome_of(folder) == outcome_of(here)
+    assert bits_of(folder) == bits_of(here)
 
 
 @pytest.mark.long
-def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(cluster, tmp_path):
     results = []
-    here = ("--infer-devices", "cpu:2")
-    there = ("--infer-devices", "ray:cpu:2", "--ray-address", cluster.address)
-    command = [sys.executable, "-m", "easyrl", "eval", "--model", "tiny", "--dataset", "arithmetic"]
-    for name, devices in (("here", here), ("there", there)):
-        words = [*devices, *SAME, "--num-samples", "2", "--output", str(tmp_path / name)]
-        subprocess.run([*command, *words], check=True, timeout=240)
-        results.append(lines_of(tmp_path / name / "samples.jsonl"))
-    one, other = (sorted(lines, key=lambda line: line["prompt_index"]) for lines in results)
-    assert one == other and len(one) == 16
+    for devices in ("cpu:2", "ray:cpu:2"):
+        words = ["--model", "tiny", "--dataset", "arithmetic", "--infer-devices", devices, *SAME]
+        words += ["--ray-address", cluster.address] if devices.startswith("ray") else []
+        words += ["--num-samples", "2", "--output", folder := tmp_path / devices]
+        subprocess.run([sys.executable, "-m", "easyrl", "eval", *words], check=True, timeout=240)
+        lines = lines_of(folder / "samples.jsonl")
+        results.append(sorted(lines, key=lambda line: line["prompt_index"]))
+    assert results[0] == results[1] and len(results[0]) == 16
     assert len({*nodes_of_newest_run(cluster)}) == 2

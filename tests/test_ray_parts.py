@@ -1,34 +1,17 @@
 """Parts of a run on a Ray cluster, without one: the host of a worker, the placement, the checks."""
 
-from __future__ import annotations
-
 import re
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from easyrl.channels.messages import encode_group
 from easyrl.config import ConfigError, load_config
-from easyrl.config.devices import count_devices, parse_device_set
-from easyrl.runtime import supervisor as supervisor_module
-from easyrl.runtime.placement import (
-    Placement,
-    check_scale,
-    describe,
-    engines_on,
-    first_engines,
-    numbered,
-    place_evaluation,
-    resolve_placement,
-)
+from easyrl.config.devices import parse_device_set
+from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.ray import cluster as cluster_module
 from easyrl.runtime.ray.cluster import Resources, connect, versions
-from easyrl.runtime.supervisor import Supervisor, Worker
 from own_workers import FIRST, make_group, make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
@@ -38,10 +21,7 @@ CPUS = Resources("cpu", 0, (8, 4, 4), "a cluster")
 GPUS = Resources("cuda", 8, (32, 32), "a cluster")
 
 
-# -- devices and placement -------------------------------------------------------------------------
-
-
-def test_ray_devices_are_counted_and_others_refused() -> None:
+def test_ray_devices_are_counted_and_others_refused():
     for text, kind, count in (("ray:8", "accelerator", 8), ("ray:cpu:4", "cpu", 4)):
         parsed = parse_device_set(text)
         assert (parsed.kind, parsed.count, parsed.is_ray, str(parsed)) == (kind, count, True, text)
@@ -50,121 +30,39 @@ def test_ray_devices_are_counted_and_others_refused() -> None:
             parse_device_set(text)
 
 
-@pytest.mark.parametrize(("num_cpus", "num_workers", "num_threads"), [
-    ((1, 1, 1), 3, 1),
-    ((8, 4, 4), 4, 4),
-    ((8, 4, 4), 5, 2),
-    ((16, 1), 2, 8),
-    ((2,), 3, 1),  # there is no place for all
-])  # fmt: skip
-def test_workers_share_the_cpus_of_nodes(
-    num_cpus: tuple[int, ...], num_workers: int, num_threads: int
-) -> None:
-    assert Resources("cpu", 0, num_cpus, "").num_threads(num_workers) == num_threads
-
-
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def place(*words: str, resources: Resources = GPUS) -> Placement:
+def place(monkeypatch):
+    def place(*words, resources=GPUS):
         monkeypatch.setattr(cluster_module, "connect", lambda config, num_workers: resources)
         return resolve_placement(load_config(words=words))
 
     return place
 
 
-def test_workers_of_a_cluster_have_devices_of_their_own(place: Any) -> None:
-    words = ("devices.infer=ray:4", "devices.train=ray:2", "devices.spare=ray:2")
-    placement = place(*words, "rollout.engine=embedded")
-    every = [placement.indices_of("train", rank) for rank in range(2)]
-    every += engines_on(placement.infer, placement) + [(index,) for index in placement.spare]
-    assert len({*every}) == 8
-    assert (placement.accelerator, placement.max_rollout_workers) == ("cuda", 6)
-    assert "a cluster" in describe(placement) and "rollout-1: cuda:?," in describe(placement)
-    assert not placement.cores and not placement.lends_cores  # of this machine
-    grown, shrunk = first_engines(6, placement), numbered(parse_device_set("ray:1"), placement)
-    for wanted in (grown, shrunk):
-        check_scale(load_config(), placement, placement.infer, wanted)
-    assert {*shrunk.indices} < {*placement.infer.indices} < {*grown.indices}
-
-
-def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place: Any) -> None:
-    placement = place("devices.infer=ray:cpu:3", resources=CPUS)
-    assert (str(placement.infer), str(placement.train)) == ("ray:cpu:3", "ray:cpu:1")
-    placement = place("devices.train=ray:2", "rollout.engine=embedded")
-    assert (str(placement.infer), str(placement.train)) == ("ray:1", "ray:2")
-    assert not {*placement.infer.indices} & {*placement.train.indices}
-
-
-def test_an_evaluation_is_placed_on_a_cluster(place: Any) -> None:
-    place("devices.infer=ray:cpu:1", resources=CPUS)
-    config = load_config(words=["devices.infer=ray:cpu:2"])
-    placement = place_evaluation(config, num_prompts=10, num_samples=1)
-    assert placement.is_ray and placement.num_rollout_workers == 2
-
-
 @pytest.mark.parametrize(("words", "named"), [
     (("devices.infer=ray:cpu:2", "devices.train=cpu"), "^devices "),
-    (("devices.infer=0-3", "devices.train=ray:4"), "^devices "),
-    (("devices.infer=ray:4", "devices.train=ray:cpu:4"), "^devices "),
     (("devices.infer=ray:2", "devices.train=ray:2", "devices.spare=4-5"), "^devices "),
-    (("devices.infer=cpu", "devices.ray_address=127.0.0.1:1"), r"^devices\.ray_address "),
     (("devices.ray_address=127.0.0.1:1",), r"^devices\.ray_address "),
     (("devices.infer=ray:1",), "ray:cpu:N"),  # there is no accelerator
 ])  # fmt: skip
-def test_ray_devices_that_do_not_fit_are_refused(
-    place: Any, words: tuple[str, ...], named: str
-) -> None:
+def test_ray_devices_that_do_not_fit_are_refused(place, words, named):
     resources = CPUS if words == ("devices.infer=ray:1",) else GPUS
     with pytest.raises(ConfigError, match=f"{named}.*got"):
         place(*words, resources=resources)
 
 
-def test_a_live_run_is_not_scaled_to_devices_of_another_sort(place: Any) -> None:
-    placement = place("devices.infer=ray:cpu:2", resources=CPUS)
-    for wanted in ("cpu:1", "0", "ray:1"):
-        with pytest.raises(ConfigError, match=r"--infer-devices: expected .*ray:cpu:2.*, got"):
-            check_scale(load_config(), placement, placement.infer, parse_device_set(wanted))
-
-
-def test_workers_on_several_nodes_are_as_many_devices() -> None:
-    assert count_devices(["10.0.0.1/cpu", "10.0.0.1/cpu", "10.0.0.2/cpu"]) == 3
-    assert count_devices(["10.0.0.1/cuda:0", "10.0.0.2/cuda:0", "cpu"]) == 3
-
-
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def test_without_ray_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_installed_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"easyrl-train\[ray\]"):
         connect(load_config(words=["devices.infer=ray:1"]), 1)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "no.such.host.invalid:6379"])
-def test_an_address_without_a_cluster_is_named(address: str) -> None:
+def test_an_address_without_a_cluster_is_named(address):
     started = time.monotonic()
     with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
         connect(load_config(words=[f"devices.ray_address={address}"]), 1)
     assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 10.0
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_another_server_at_the_address_is_named(
-    answer: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        clients = []
-
-        def serve() -> None:
-            clients.append(server.accept()[0])
-            clients[0].sendall(answer)
-
-        threading.Thread(target=serve, daemon=True).start()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
-            connect(load_config(words=[f"devices.ray_address={address}"]), 1)
-        clients[0].close()
 
 
 FACTS = {
@@ -180,49 +78,19 @@ FACTS = {
 
 @pytest.mark.parametrize(("changes", "named"), [
     *[({"versions": versions() | {name: "0.1"}}, rf"{name} .*got 0\.1") for name in versions()],
-    ({"versions": {}}, "Python .*got"),
     ({"missing": ("/models/m",)}, "/models/m.*--model"),
     ({"without_driver": ("cuda",)}, "driver for cuda"),
     ({"network_problem": "expected another address"}, "another address"),
 ])  # fmt: skip
-def test_a_node_that_cannot_run_a_worker_is_named(changes: Any, named: str) -> None:
+def test_a_node_that_cannot_run_a_worker_is_named(changes, named):
     facts = ray_host.NodeFacts(**(FACTS | changes))
     problem = ray_launcher.problem_of(facts)
     assert problem.startswith("node node-2 (10.0.0.2): expected ")
     assert re.search(named, problem)
 
 
-def test_a_node_like_this_one_can_run_workers() -> None:
-    assert ray_launcher.problem_of(ray_host.NodeFacts(**FACTS)) == ""
-    assert "--output" in ray_launcher.problem_of(ray_host.NodeFacts(**FACTS), Path("/runs"))
-
-
-# -- workers whose nodes do not answer -------------------------------------------------------------
-
-
-class Unreachable:
-    def kill(self) -> None:
-        pass
-
-
-def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.1)
-    monkeypatch.setattr(ray_launcher, "KILL_SECONDS", 1.0)
-    is_over = threading.Event()
-    with Supervisor() as supervisor:
-        for number in range(4):
-            process = ray_launcher.RemoteProcess(Unreachable(), lambda *_: int(is_over.wait()))
-            supervisor.watch(Worker(f"rollout-{number}", process, process.control))
-        started = time.monotonic()
-    assert time.monotonic() - started < 2.5
-    is_over.set()
-
-
-# -- groups that arrive at the ring's host ---------------------------------------------------------
-
-
 @pytest.fixture
-def host() -> Iterator[Any]:
+def host():
     """The host of train rank 0, with a ring of two slots."""
     host = ray_host.WorkerHost()
     host._ring = make_ring(2)
@@ -231,25 +99,21 @@ def host() -> Iterator[Any]:
     host._ring.close()
 
 
-def group(number: int) -> bytes:
+def group(number):
     return encode_group(make_group(FIRST + number))
 
 
 class Put(threading.Thread):
-    """Puts a group, and waits for a slot if the ring is full."""
-
-    def __init__(self, host: Any, sender: str, number: int) -> None:
+    def __init__(self, host, sender, number):
         super().__init__(daemon=True)
         self.host, self.arguments, self.is_done = host, (sender, group(number)), None
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         self.is_done = self.host.put(*self.arguments)
 
 
-def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(
-    host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(host, monkeypatch):
     monkeypatch.setattr(ray_host, "RETRY_SECONDS", 0.05)
     assert host.put("rollout-0 a", group(0)) and host.put("rollout-1 b", group(1))
     fenced, waiting = Put(host, "rollout-0 a", 2), Put(host, "rollout-1 b", 3)

@@ -4,14 +4,11 @@ A block is fenced as bash, or indented and begins with `easyrl`. A block under a
 `<!-- not run: reason -->` is left out, as are benchmarks and commands for numbered devices.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -39,10 +36,16 @@ def score(prompts, completions, completion_ids, answer, **columns):
 SKIPPED = re.compile(
     r"pip install|bench|devices [0-9]|log_to|docker|\[--|SUITE|--install-completion"
 )
+FEATURES = (
+    *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
+    *("several updates", "deterministic mode", "scaling", "resume", "environments"),
+)
+PAIRS = re.findall(
+    r"^\| ([^|]+), ([^|]+) \| (.+) \|$", (ROOT / "docs/compatibility.md").read_text(), re.MULTILINE
+)
 
 
-def blocks(page: Path) -> Iterator[str]:
-    """The shell code of a page, block by block."""
+def blocks(page):
     left_out = r"<!-- not run:.*?-->\n(?:```bash\n.*?```|(?:    [^\n]*\n)+)"
     text = re.sub(left_out, "", page.read_text(), flags=re.DOTALL)
     block = r"^```bash\n(.*?)^```|((?:^    easyrl [^\n]*\n(?:^     [^\n]*\n)*)+)"
@@ -60,7 +63,7 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory):
     """A folder with what the pages take for granted: a run, data and a reward."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "bin").mkdir()
@@ -73,7 +76,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(code: str, folder: Path, tools: Path) -> None:
+def run(code, folder, tools):
     environment = {
         **os.environ,
         "PATH": f"{tools / 'bin'}:{os.environ['PATH']}",
@@ -98,9 +101,7 @@ def run(code: str, folder: Path, tools: Path) -> None:
     [each for each in COMMANDS if each[1]],
     ids=lambda value: value.name if isinstance(value, Path) else "",
 )
-def test_commands_of_a_page_run(
-    page: Path, commands: list[str], finished_run: Path, tmp_path: Path
-) -> None:
+def test_commands_of_a_page_run(page, commands, finished_run, tmp_path):
     shutil.copytree(finished_run / "RUN", tmp_path / "RUN")
     for name in ("data.jsonl", "my_rewards.py"):
         shutil.copy(finished_run / name, tmp_path / name)
@@ -108,7 +109,7 @@ def test_commands_of_a_page_run(
         run(command, tmp_path, finished_run)
 
 
-def test_links_lead_somewhere_and_files_that_the_design_names_exist() -> None:
+def test_links_lead_somewhere_and_files_that_the_design_names_exist():
     for page in PAGES:
         text = page.read_text()
         headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
@@ -122,23 +123,12 @@ def test_links_lead_somewhere_and_files_that_the_design_names_exist() -> None:
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "easyrl")), name
 
 
-# -- docs/compatibility.md -------------------------------------------------------------------------
-
-FEATURES = (
-    *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
-    *("several updates", "deterministic mode", "scaling", "resume", "environments"),
-)
-PAIRS = re.findall(
-    r"^\| ([^|]+), ([^|]+) \| (.+) \|$", (ROOT / "docs/compatibility.md").read_text(), re.MULTILINE
-)
-
-
-def test_every_pair_has_a_row() -> None:
+def test_every_pair_has_a_row():
     pairs = list(dict.fromkeys((one, other) for one, other, _ in PAIRS))
     assert pairs == list(combinations(FEATURES, 2))
 
 
-def test_the_tests_and_messages_exist() -> None:
+def test_the_tests_and_messages_exist():
     sources = "\n".join(path.read_text() for path in (ROOT / "easyrl").rglob("*.py"))
     for one, other, text in PAIRS:
         named = re.search(r"`(test_\w+\.py)::(test_\w+)`(?: \((.+)\))?$", text)

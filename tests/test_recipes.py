@@ -1,8 +1,6 @@
 """Every file in `configs/` is a run that would start: on a stand-in for its model, and rows as its
 data set has them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +23,7 @@ recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stand_in(tmp_path_factory):
     """A model with a chat template, and with the positions of those that recipes name."""
     folder = tmp_path_factory.mktemp("model") / "stand-in"
     shutil.copytree(TINY, folder)
@@ -35,7 +33,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _user_files(tmp_path, monkeypatch):
     """Make the user's files that recipes name, and the hub's rows."""
     monkeypatch.chdir(tmp_path)
     put_in_place_of_the_hub(monkeypatch)
@@ -51,7 +49,7 @@ def _user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @recipe
-def test_a_recipe_would_start_and_runs_dry(file: Path, stand_in: Path) -> None:
+def test_a_recipe_would_start_and_runs_dry(file, stand_in):
     flags = CPU
     if load_config(file).model.path not in BUILT_IN_MODELS:
         flags = {**CPU, "model.path": str(stand_in)}

@@ -1,9 +1,7 @@
-"""`easyrl report` and `easyrl plot`: what they show, of which folders, and in a browser.
+"""`easyrl report` and `easyrl plot`: what they show, and of which folders.
 
 The text of a report is in tests/golden (test_screens.py).
 """
-
-from __future__ import annotations
 
 import csv
 import html
@@ -14,63 +12,55 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
-from easyrl import cli, events
-from easyrl.observe.history import read_history, worst_to_best
-from easyrl.observe.trace import TraceWriter
-from run_events import METRICS, run_events
-from runs import Finished, lines_of, summary_of
+from easyrl import cli
+from run_events import METRICS
+from runs import lines_of, summary_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-EVIL = "<script>document.title = 'hit'</script><img src='http://example.org/x.png'> [bold]\x1b[2J"
 
 
-def call(*words: object) -> Result:
+def call(*words):
     return CliRunner().invoke(cli.app, list(map(str, words)))
 
 
-def page_of(*runs: Path) -> str:
+def page_of(*runs):
     file = runs[0] / "page.html"
     done = call("report", *runs, "-o", file, "--force")
     assert done.exit_code == 0, done.output
     return file.read_text()
 
 
-def text_of(page: str) -> str:
-    """The text that a reader sees."""
+def text_of(page):
     body = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.DOTALL)
     return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", body).split()))
 
 
 @pytest.fixture
-def run(finished_run: Finished, tmp_path: Path) -> Path:
-    """A copy, for tests that change it."""
+def run(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
 
 
-def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+def write_lines(file, lines):
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def make_run(folder: Path, lines: list[dict[str, Any]], config: str = "") -> Path:
-    """Write a run folder without a trace."""
+def make_run(folder, lines, config=""):
     write_lines(folder / "metrics.jsonl", lines)
     (folder / "config.yaml").write_text(config)
     return folder
 
 
-def line(iteration: int, **more: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
+def line(iteration, **more):
     values = {"policy_version": iteration + 1, "num_tokens": 100 * (iteration + 1)}
     return {**METRICS, "iteration": iteration, **values, **more}
 
 
-def test_page_shows_what_the_run_was(run: Path) -> None:
+def test_page_shows_what_the_run_was(run):
     page, summary = text_of(page_of(run)), summary_of(run)
     for name in ("accuracy_before", "accuracy_after"):
         assert f"{summary[name]:.3f} ± 0." in page
@@ -90,24 +80,7 @@ def test_page_shows_what_the_run_was(run: Path) -> None:
     assert "output.dir" not in page
 
 
-def test_samples_go_from_the_lowest_to_the_highest_reward(run: Path) -> None:
-    """Those of the newest iterations. A line that is being written is left out."""
-    one = {"iteration": 2, "prompt_index": 5, "prompt": EVIL, "completion": EVIL}
-    lines = [one | {"reward": reward} for reward in (0.5, 1.0, 1.0, 1.0, None, 0.0)]
-    lines += [one | {"iteration": 2 + n, "reward": 0.5, "completion": str(n)} for n in range(10)]
-    write_lines(run / "samples.jsonl", [lines[0] | {"iteration": 0, "reward": -9.0}, *lines])
-    with (run / "samples.jsonl").open("a") as file:
-        file.write('{"iteration": 9, "comp')
-    found = worst_to_best(read_history(run), 4)
-    assert [sample["reward"] for sample, _ in found] == [None, 0.5, 0.5, 1.0]
-    assert [count for _, count in found] == [1, 1, 1, 3]
-    page = page_of(run)
-    assert "<script" not in page and "<img" not in page and "\x1b" not in page
-
-
-def test_several_runs_share_figures_and_differing_settings_are_marked(
-    run: Path, tmp_path: Path
-) -> None:
+def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_path):
     lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(4)]
     other = make_run(tmp_path / "other", lines, "train: {learning_rate: 0.5}")
     alone, both = page_of(other), page_of(other, run)
@@ -115,36 +88,10 @@ def test_several_runs_share_figures_and_differing_settings_are_marked(
     assert alone.count('class="card plot"') < both.count('class="card plot"')
     assert "#D55E00" in both and "#D55E00" not in re.sub(r"<svg.*?</svg>", "", alone)
     row = re.search(r"train.learning_rate</code>.*?</tr>", both, flags=re.DOTALL)
-    assert row is not None and 'class="other"' in row[0] and "0.5" in row[0]
-    assert "other: trace.json has no iteration" in text_of(both)
+    assert 'class="other"' in row[0] and "0.5" in row[0]
 
 
-def test_a_resumed_run_shows_nothing_that_was_undone(tmp_path: Path) -> None:
-    """The second command resumes after the first iteration."""
-    folder = make_run(tmp_path / "run", [line(0)])
-    first = run_events(folder)[:-2]
-    resumed = {"num_iterations": 1, "accuracies": [(0, 0.5), (1, 0.7)]}
-    second = [events.RunStarted(**{**vars(first[0]), **resumed}), events.RunEnded(1, "no memory")]
-    notify = TraceWriter()
-    for event in (*first, events.Evaluated(190.0, 0.9, 2, 0.1, num_iterations=2), *second):
-        notify(event)
-    history = read_history(folder)
-    assert history.series("eval/accuracy") == ([0], [0.125])
-    assert history.status == "failed after 1 of 60 iterations"
-    for text in ("resumed after 1 iteration", "ended with exit code 1: no memory"):
-        assert history.messages[text] == 1
-
-
-def test_long_run_gives_a_small_page(tmp_path: Path) -> None:
-    lines = [line(n, kl=n % 7, entropy=None if n % 2 else 1.0) for n in range(3000)]
-    page = page_of(make_run(tmp_path / "long", lines))
-    assert len(page) < 500_000
-    assert "3000 iterations" not in page and "1 to 3000, none missing" in text_of(page)
-
-
-def test_csv_has_a_row_for_each_iteration(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "easyrl.observe.report", None)  # with matplotlib
     other = make_run(tmp_path / "other", [line(0, only_here=7)])
     rows = list(csv.DictReader(io.StringIO(call("report", "--csv", run, other).output)))
@@ -156,23 +103,17 @@ def test_csv_has_a_row_for_each_iteration(
     assert rows[4]["only_here"] == "7" and rows[1]["only_here"] == ""
 
 
-def test_plots_are_written_in_the_format_of_their_names(run: Path, tmp_path: Path) -> None:
-    """Any name of a run can be drawn."""
+def test_plots_are_written_in_the_format_of_their_names(run, tmp_path):
     assert call("plot", run, "-o", run / "c.png").exit_code == 0
     assert (run / "c.png").read_bytes().startswith(b"\x89PNG")
-    names = "lr$\\q$x", "_hidden", "esc\x1b[2J<b>"
-    runs = [shutil.copytree(run, tmp_path / name) for name in names]
-    assert call("plot", *runs, "-o", tmp_path / "c.svg").exit_code == 0
-    picture, page = (tmp_path / "c.svg").read_text(), page_of(*runs)
-    # Each letter is a path of its own, named in a comment.
-    for shown in ("lr$\\q$x", "_hidden", "esc\N{REPLACEMENT CHARACTER}[2J"):
-        assert f"<!-- {shown}" in picture and shown in text_of(page)
-    assert "\x1b" not in picture + page
+    name = "esc\x1b[2J<b>"  # any name of a run can be drawn
+    other = shutil.copytree(run, tmp_path / name)
+    assert call("plot", run, other, "-o", tmp_path / "c.svg").exit_code == 0
+    picture, page = (tmp_path / "c.svg").read_text(), page_of(run, other)
+    assert "esc\N{REPLACEMENT CHARACTER}[2J" in text_of(page) and "\x1b" not in picture + page
 
 
-def test_files_of_others_are_replaced_only_by_force(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_others_are_replaced_only_by_force(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, file in {
         ("plot", run, "-o", "mine.svg"): "mine.svg",
@@ -189,13 +130,12 @@ def test_files_of_others_are_replaced_only_by_force(
     assert Path("rates.json").read_text() == "mine"
 
 
-def test_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:
+def test_mistakes_are_user_errors(run, tmp_path):
     (tmp_path / "empty").mkdir()
     write_lines(tmp_path / "evaluation" / "samples.jsonl", [])
     for name in ("config.yaml", "settings.json"):
         (tmp_path / "evaluation" / name).write_text("")
     for words, text in {
-        ("report", tmp_path / "nothing"): "nothing",
         ("report", make_run(tmp_path / "foreign", [{"step": 1}])): "metrics.jsonl",
         ("report", run, tmp_path / "evaluation"): "evaluation",
         ("report", run, "-o", tmp_path): "--output",
@@ -204,63 +144,51 @@ def test_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:
     }.items():
         refused = call(*words)
         assert refused.exit_code == 2 and text in refused.output, refused.output
-    assert not list(run.glob("curve.*"))
 
-
-# In a browser.
 
 PROBE = """
-const page = document.querySelector("iframe").contentDocument, found = {plots: [], problems: []}
+const page = document.querySelector("iframe").contentDocument, root = page.documentElement
 const ids = [...page.querySelectorAll("[id]")].map(each => each.id)
-if (new Set(ids).size < ids.length) found.problems.push("an id is used twice")
-for (const figure of page.querySelectorAll("figure.plot")) {
-  const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect()
-  const drawn = [...svg.querySelectorAll("path, use")].filter(each => {
-    const place = each.getBBox()
-    return place.width > 0 || place.height > 0
-  })
-  for (const [, id] of svg.outerHTML.matchAll(/(?:url\\(#|href="#)([^)"]+)/g))
-    if (!svg.querySelector("#" + CSS.escape(id))) found.problems.push("no element " + id)
-  found.plots.push([svg.getAttribute("aria-label"), Math.round(box.width), Math.round(box.height),
-                    drawn.length, svg.querySelectorAll("text").length])
-}
-const root = page.documentElement
-if (root.scrollWidth > root.clientWidth) found.problems.push("wider than the screen")
-document.body.innerHTML = "<pre>" + JSON.stringify(found) + "</pre>"
+const plots = [...page.querySelectorAll("figure.plot svg")].map(svg => {
+  const box = svg.getBoundingClientRect(), shapes = [...svg.querySelectorAll("path, use")]
+  const drawn = shapes.map(each => each.getBBox()).filter(each => each.width || each.height)
+  const used = [...svg.outerHTML.matchAll(/(?:url\\(#|href="#)([^)"]+)/g)].map(([, id]) => id)
+  return [svg.getAttribute("aria-label"), box.width, box.height, drawn.length,
+          svg.querySelectorAll("text").length, used.every(id => svg.getElementById(id))]
+})
+const is_well = ids.length == new Set(ids).size && root.scrollWidth <= root.clientWidth
+document.body.innerHTML = "<pre>" + JSON.stringify([is_well, plots]) + "</pre>"
 """
 
 
-def browse(page: Path) -> str:
-    """Open a page in headless Chromium; return its elements, as its scripts leave them."""
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", page.as_uri()]
-    command.insert(1, "--host-resolver-rules=MAP * ~NOTFOUND")  # Chromium itself asks for updates
+def browse(page):
+    """The page's elements in headless Chromium, as its scripts leave them."""
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr")
+    options += ("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent}/browser")
+    command = [CHROMIUM, *options, "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian's package `chromium`)")
-def test_page_in_a_browser(run: Path, tmp_path: Path) -> None:
+def test_page_in_a_browser(run, tmp_path):
     """No console error, every plot drawn within the width, and no request to the network."""
-    shutil.copytree(run, tmp_path / "second run")
-    page = page_of(run, tmp_path / "second run")
+    page = page_of(run, shutil.copytree(run, tmp_path / "second run"))
     assert "default-src 'none'" in page  # blocks requests; one is then an error on the console
     assert "Samples from the lowest" in browse(run / "page.html")
     for width in (390, 1400):  # of a phone, and wide
         # The same page in a frame, so that a script can look at it.
-        style = f"border: 0; width: {width}px"
-        frame = f'<iframe style="{style}" srcdoc="{html.escape(page)}"></iframe>'
+        frame = (
+            f'<iframe style="border: 0; width: {width}px" srcdoc="{html.escape(page)}"></iframe>'
+        )
         (tmp_path / "frame.html").write_text(f"{frame}<script>onload = () => {{{PROBE}}}</script>")
-        match = re.search(r"<pre>(.*)</pre>", browse(tmp_path / "frame.html"))
-        assert match is not None
-        found = json.loads(html.unescape(match[1]))
-        assert found["problems"] == []
-        titles = [title for title, *_ in found["plots"]]
+        shown = re.search(r"<pre>(.*)</pre>", browse(tmp_path / "frame.html"))[1]
+        is_well, plots = json.loads(html.unescape(shown))
+        titles = [title for title, *_ in plots]
+        assert is_well and len(titles) == page.count("<svg") >= 14
         assert {"Reward", "Held-out accuracy", "Entropy", "Timeline of second run"} <= {*titles}
-        assert len(titles) == page.count("<svg") >= 14
-        for title, box_width, height, num_drawn, num_texts in found["plots"]:
+        for title, box_width, height, num_drawn, num_texts, is_whole in plots:
             assert 300 <= box_width <= 1000 and height >= 100, title
-            assert num_drawn > 6 and num_texts > 4, title
+            assert num_drawn > 6 and num_texts > 4 and is_whole, title
             assert box_width <= width or "Timeline" in title  # which scrolls within its card

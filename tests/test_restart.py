@@ -1,7 +1,5 @@
 """`runtime.restart=on_failure`: a run that fails or is killed starts again by itself."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -15,12 +13,12 @@ from runs import SMALL, descendants, lines_of, start, wait_for_line, wait_until_
 SCRIPT = Path(__file__).with_name("restarting_run.py")
 
 
-def begin(*words: str) -> subprocess.Popen[str]:
+def begin(*words):
     command, pipe = [sys.executable, *words], subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
-def end(folder: Path, *words: str) -> tuple[int, list[list[str]], str]:
+def end(folder, *words):
     """Exit code, the starts (runtime.resume, --resume), and what was printed."""
     process = begin(str(SCRIPT), str(folder), *words)
     _, err = process.communicate(timeout=30)
@@ -29,7 +27,7 @@ def end(folder: Path, *words: str) -> tuple[int, list[list[str]], str]:
     return process.returncode, [words for _, *words in starts], err
 
 
-def test_failures_start_again_where_they_were_and_other_ends_do_not(tmp_path: Path) -> None:
+def test_failures_start_again_where_they_were_and_other_ends_do_not(tmp_path):
     for how, code in (("0", 0), ("2", 2), ("130", 130), ("-1", 1)):
         returned, starts, err = end(tmp_path / how, how)
         assert (returned, len(starts), err) == (code, 1, "")
@@ -39,7 +37,7 @@ def test_failures_start_again_where_they_were_and_other_ends_do_not(tmp_path: Pa
     assert starts == [["never", str(folder)], *[["auto", "None"]] * 3]
 
 
-def test_failures_count_in_the_window_or_while_there_is_no_newer_checkpoint(tmp_path: Path) -> None:
+def test_failures_count_in_the_window_or_while_there_is_no_newer_checkpoint(tmp_path):
     short = ("runtime.max_restarts=1", "runtime.restart_window_seconds=0.001")
     code, starts, err = end(tmp_path / "1", "1", "SIGKILL", *short)
     assert (code, len(starts)) == (1, 2) and "SIGKILL" in err and "runtime.max_restarts" in err
@@ -49,7 +47,7 @@ def test_failures_count_in_the_window_or_while_there_is_no_newer_checkpoint(tmp_
     assert (code, len(starts)) == (1, 2)
 
 
-def test_a_signal_reaches_the_run_once_whoever_else_gets_it(tmp_path: Path) -> None:
+def test_a_signal_reaches_the_run_once_whoever_else_gets_it(tmp_path):
     """Ctrl-C of a terminal and some schedulers signal all processes, `kill` only the first."""
     for signals_all in (False, True):
         process = begin(str(SCRIPT), str(tmp_path / f"{signals_all}"), "hang")
@@ -62,18 +60,7 @@ def test_a_signal_reaches_the_run_once_whoever_else_gets_it(tmp_path: Path) -> N
         assert (process.returncode, err) == (143, "")
 
 
-def test_a_signal_between_two_starts_says_how_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAUSE_SECONDS", "60")
-    process = begin(str(SCRIPT), str(tmp_path / "run"), "+SIGKILL")
-    assert process.stderr is not None and "starts again" in process.stderr.readline()
-    process.terminate()
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 143 and "--resume" in err
-
-
-def test_a_killed_parent_takes_the_run_with_it(tmp_path: Path) -> None:
+def test_a_killed_parent_takes_the_run_with_it(tmp_path):
     process = begin(str(SCRIPT), str(tmp_path / "run"), "hang")
     wait_for_line(process, "hangs")
     (run,) = descendants(process.pid)
@@ -83,7 +70,7 @@ def test_a_killed_parent_takes_the_run_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_loses_trainer_and_controller_finishes_and_is_watched(tmp_path: Path) -> None:
+def test_a_run_that_loses_trainer_and_controller_finishes_and_is_watched(tmp_path):
     folder, five = tmp_path / "run", ("--iterations", "5", *SMALL, "train.save_every=1")
     process = start("--output", str(folder), *five, "runtime.restart=on_failure")
     wait_for_line(process, "iteration 2/")

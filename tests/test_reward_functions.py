@@ -1,48 +1,33 @@
 """Reward functions: the built-in ones, those written for TRL or verl, and errors before a run."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 import time
-from typing import Any
 
 import numpy as np
 import pandas
 import pytest
 from reward_pools import call, config_of
 
-from easyrl.config import ConfigError
 from easyrl.data.datasets import open_prompts
-from easyrl.rewards.loading import (
-    BUILT_IN,
-    check_rewards,
-    load_reward,
-    reward_names,
-    reward_specs,
-    reward_weights,
-)
+from easyrl.rewards.loading import check_rewards, load_reward, reward_specs
 from easyrl.types import Prompt
-from math_answers import GSM8K, KNOWN, MATH, NAN, TYPED
+from math_answers import GSM8K, MATH, NAN, TYPED
+
+TEXTS = [r"It is \boxed{4}.", "Five", r"\boxed{5}"]
 
 
-def scores(name: str, completions: list[Any], /, **columns: Any) -> list[float | None]:
+def scores(name, completions, /, **columns):
     """Names with `__` are settings; others are columns, the same for each completion."""
     settings = {key: value for key, value in columns.items() if "__" in key}
     num = len(completions)
     ids = columns.pop("completion_ids", [[1]] * num)
     function = load_reward(name, config_of(name, **settings))
     values = {key: [value] * num for key, value in columns.items() if "__" not in key}
-    found: list[float | None] = function(completions=completions, completion_ids=ids, **values)
-    return found
+    return function(completions=completions, completion_ids=ids, **values)
 
 
-def chat(text: str) -> list[dict[str, str]]:
+def chat(text):
     return [{"role": "assistant", "content": text}]
-
-
-# -- built-in -------------------------------------------------------------------------------------
 
 
 def test_exact_match_compares_the_whole_completion_and_regex_searches_it():
@@ -57,13 +42,9 @@ def test_exact_match_compares_the_whole_completion_and_regex_searches_it():
     [
         ("<think>1+1</think><answer>2</answer>", 1.0),
         ("<think>1+1</think> so <answer>2</answer>", 0.0),
-        ("Well, <think>1+1</think><answer>2</answer>", 0.0),
         ("<think>1+1</think><answer>2</answer> Right?", 0.0),
-        ("<think><think>1</think></think><answer>2</answer>", 0.0),
-        ("<think>1</think><answer>2</answer><think>3</think><answer>4</answer>", 0.0),
         ("<answer>2</answer><think>1+1</think>", 0.0),
         ("1+1\n</think>\n<answer>2</answer>", 1.0),  # the template has opened <think>
-        ("1+1</think>1</think><answer>2</answer>", 0.0),
         ("", 0.0),
     ],
 )
@@ -89,20 +70,12 @@ def test_length_penalty_is_that_of_dapo():
     [
         ("(44 - 19) * 35 / 7", 0.0),  # 7 is not there
         ("44 + 19 + 35", 1.0),
-        ("44 + 19 + 35 = 98", 0.0),
         ("-(-44) + 19 + 35", 1.0),
-        ("44 + 19 + 35.0", 0.0),
-        ("44 // 19 // 35", 0.0),
         ("44 ** 19 ** 35", 0.0),
         ("44 / (19 - 19) + 35", 0.0),
         ("__import__('os').getpid()", 0.0),
         ("(" * 400 + "44" + ")" * 400, 0.0),
-        ("-" * 495 + "44", 0.0),
-        ("1" * 499, 0.0),
         ("", 0.0),
-        ("44 +", 0.0),
-        ("044 + 19 + 35", 0.0),
-        ("</answer></think> 44 + 19 + 35", 0.0),
     ],
 )
 def test_countdown_needs_each_number_once_and_the_target(answer, score):
@@ -113,32 +86,25 @@ def test_countdown_needs_each_number_once_and_the_target(answer, score):
 
 def test_countdown_is_exact_and_reads_the_last_answer():
     texts = [
-        "<answer>3 / (1 - 2 / 3)</answer>",  # 9 in thirds, 8.999... in floats
-        "<answer>1</answer> no, <answer>3/(1-2/3)</answer>",
+        "<answer>1</answer> no, <answer>3 / (1 - 2 / 3)</answer>",  # 8.999... in floats
         "<answer>3/(1-2/3)</answer> no, <answer>1</answer>",
         "3/(1-2/3)",
     ]
-    for nums, target in (([1, 2, 3, 3], 9), ([1.0, 2.0, 3.0, 3.0], 9.0), ("[1, 2, 3, 3]", "9")):
-        assert scores("countdown", texts, nums=nums, target=target) == [1.0, 1.0, 0.0, 0.0]
-    for nums, target in ((None, 9), ([1, 2, 3, 3], NAN), ("", "9")):
-        assert scores("countdown", texts, nums=nums, target=target) == [None] * 4
+    for nums, target in (([1, 2, 3, 3], 9), ("[1, 2, 3, 3]", "9")):
+        assert scores("countdown", texts, nums=nums, target=target) == [1.0, 0.0, 0.0]
+    assert scores("countdown", texts, nums=None, target=9) == [None] * 3
 
 
-def solution(answer: str) -> str:
+def solution(answer):
     boxed = answer if "boxed" in answer else rf"\boxed{{{answer.strip('$')}}}"
     return f"As $1 + 1 = 2$ and $x^2 \\ge 0$, the answer is {boxed}."
 
 
 @pytest.mark.parametrize(
     ("preset", "answers", "column"),
-    [
-        ("gsm8k", GSM8K, "answer"),
-        ("math500", MATH + KNOWN, "answer"),
-        ("math", MATH + KNOWN, "solution"),
-    ],
+    [("gsm8k", GSM8K, "answer"), ("math500", MATH, "answer"), ("math", MATH, "solution")],
 )
 def test_rows_of_presets_have_the_scores_checked_by_hand(preset, answers, column, tmp_path):
-    """An endless comparison is in test_reward_pool."""
     file = tmp_path / "data.jsonl"
     rows = [{"question": "q", "problem": "q", "answer": a, "solution": a} for a, _, _ in answers]
     if column == "solution":
@@ -181,75 +147,6 @@ def test_of_an_episode_the_last_text_of_the_model_counts(reward):
     assert scores(reward, episodes, prompts="q", answer=" 4") == [1.0, 0.0]
 
 
-def test_only_math_imports_sympy():
-    code = """
-import sys
-from easyrl.config import load_config
-from easyrl.rewards.loading import check_rewards
-from easyrl.types import Prompt
-config = load_config(None, {"reward.functions": ["math", "gsm8k", "countdown"]})
-check_rewards(config, Prompt(0, "q", {"answer": "1", "nums": [1], "target": 1}))
-assert not {"sympy", "math_verify"} & set(sys.modules)
-import math_verify
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-# -- settings, columns and loading ----------------------------------------------------------------
-
-
-def test_inconsistent_settings_are_refused():
-    for name, settings in (
-        ("regex", {}),
-        ("regex", {"pattern": "("}),
-        ("format", {"pattern": "a"}),
-    ):
-        with pytest.raises(ConfigError, match=r"reward\.pattern"):
-            config_of(name, **{f"reward__{key}": value for key, value in settings.items()})
-
-
-@pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - {"code", "environment"}))
-def test_missing_column_is_an_error_before_the_run(name):
-    settings = {"reward__pattern": "a"} if name == "regex" else {}
-    config = config_of(name, **settings)
-    everything = {"answer": "4", "nums": [4], "target": 4}
-    check_rewards(config, Prompt(0, "q", everything))
-    needed = {"countdown": ["nums", "target"], "format": [], "length_penalty": [], "regex": []}
-    for column in needed.get(name, ["answer"]):
-        rest = {other: value for other, value in everything.items() if other != column}
-        with pytest.raises(ConfigError, match=f"'{name}': .*'{column}'"):
-            check_rewards(config, Prompt(0, "q", rest))
-    if name == "gsm8k":  # needs numbers
-        check_rewards(config, Prompt(0, "q", {"answer": NAN}))
-        with pytest.raises(ConfigError, match=r"'gsm8k'.*answer"):
-            check_rewards(config, Prompt(0, "q", {"answer": "Tom has 2 and Ann has 3"}))
-
-
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        ("def f(completions, level, **_): ...", "'level'"),
-        ("def f(completions, *, level): ...", "'level'"),
-        ("def f(solution_str, ground_truth): ...", "ground_truth, reward_model, answer"),
-    ],
-)
-def test_missing_column_of_an_own_function_is_one_too(source, named, tmp_path):
-    (tmp_path / "f.py").write_text(source)
-    with pytest.raises(ConfigError, match=f"{named}.*the data has: x, y"):
-        check_rewards(config_of(f"{tmp_path}/f.py:f"), Prompt(0, "q", {"x": 1, "y": 2}))
-
-
-def test_a_preset_has_a_default_reward_and_names_of_metrics_are_unique():
-    assert reward_specs(config_of()) == ["easyrl.data.tasks:score"]
-    assert reward_specs(config_of("exact_match")) == ["exact_match"]
-    assert reward_weights(config_of("exact_match", "my.py:chat")) == [1.0, 1.0]
-    with pytest.raises(ConfigError, match=r"reward.functions.*data.jsonl"):
-        reward_specs(config_of(data__dataset="data.jsonl"))
-    names = reward_names(config_of("/x/a.py:score", "/y/a.py:score", "/y/a.py:other", "math"))
-    assert names == ["/x/a.py:score", "/y/a.py:score", "other", "math"]
-
-
 def test_functions_load_from_files_and_modules(monkeypatch, tmp_path):
     (tmp_path / "beside_my_reward.py").write_text("VALUE = 4.0")
     (tmp_path / "r.py").write_text("import beside_my_reward as b\ndef f(**_): return [b.VALUE]")
@@ -260,48 +157,17 @@ def test_functions_load_from_files_and_modules(monkeypatch, tmp_path):
     assert load_reward("my_package.inner:f", config_of())() == [3.0]
 
 
-@pytest.mark.parametrize(
-    ("spec", "source", "named"),
-    [
-        ("exactmatch", "", "exact_match"),
-        ("none.py:f", "", "none.py"),
-        ("no_such_module:f", "", "No module named 'no_such_module'"),
-        ("json.decoder:no_such", "", "no function 'no_such'"),
-        ("json.decoder:NaN", "", "no function 'NaN'"),
-        ("bad.py:f", "import no_such_thing", "No module named 'no_such_thing'"),
-        ("bad.py:f", "def f(:", "SyntaxError"),
-        ("bad.py:f", "x = 1\nraise KeyError('mine')", "line 2, in <module>"),
-        ("bad.py:f", "import sys; sys.exit(3)", "SystemExit: 3"),
-    ],
-)
-def test_function_that_cannot_be_loaded_is_an_error(spec, source, named, tmp_path, monkeypatch):
-    """Which names what exists, or shows the traceback of the user's file."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.py").write_text(source)
-    for _ in range(2):  # a failed import leaves no half-initialized module
-        with pytest.raises(ConfigError, match=r"reward.functions \(--reward\)") as caught:
-            load_reward(spec, config_of())
-        assert named in str(caught.value) and ("bad.py" in str(caught.value)) == bool(source)
-        assert "loading.py" not in str(caught.value)
-
-
-# -- functions for TRL and verl -------------------------------------------------------------------
-
 # The shapes that TRL's documentation shows: what each reads, and how.
 TRL = """
 import asyncio
 import re
 
-def by_length(completions, completion_ids, **kwargs):
-    return [len(text) + len(ids) / 10 for text, ids in zip(completions, completion_ids)]
-
-def by_format(completions, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    return [float(bool(re.match(r"^<think>.*?</think><answer>.*?</answer>$", c))) for c in contents]
-
 def by_reference(completions, ground_truth, **kwargs):
     boxed = [re.search(r"\\\\boxed\\{(.*?)\\}", text) for text in completions]
     return [float(bool(b) and b.group(1) == g) for b, g in zip(boxed, ground_truth)]
+
+def of_a_chat(completions, **kwargs):
+    return [float(completion[0]["content"] == "4") for completion in completions]
 
 def for_maths(prompts, completions, task, **kwargs):
     return [1.0 if t == "math" else None for t in task]
@@ -324,16 +190,11 @@ def logs(completions, log_extra=None, log_metric=None, **kwargs):
 def forwards(**kwargs): return logs(**kwargs)
 def without_kwargs(prompts, completions): return [float(p == "What is 2+2?") for p in prompts]
 """
-TEXTS = [r"It is \boxed{4}.", "Five", r"\boxed{5}"]
-GOOD = "<think>2+2</think><answer>4</answer>"
-CHAT = [{"role": "system", "content": "Think first."}, {"role": "user", "content": "What is 2+2?"}]
 
 
 @pytest.mark.parametrize(
     ("name", "row", "texts", "scores"),
     [
-        ("by_length", {"prompt": "The sky is"}, TEXTS, [16.1, 4.2, 9.3]),
-        ("by_format", {"prompt": CHAT, "ground_truth": "4"}, [GOOD, GOOD, "4"], [1, 1, 0]),
         ("by_reference", {"prompt": "What is 2+2?", "ground_truth": "4"}, TEXTS, [1, 0, 0]),
         ("for_maths", {"prompt": "Add two numbers.", "task": "code"}, TEXTS, [None] * 3),
         ("asynchronous", {"prompt": "The sky is"}, ["", "a", "b"], [0, 1, 1]),
@@ -341,6 +202,7 @@ CHAT = [{"role": "system", "content": "Think first."}, {"role": "user", "content
         ("logs", {"prompt": "The sky is"}, TEXTS, [0.5] * 3),
         ("forwards", {"prompt": "The sky is"}, TEXTS, [0.5] * 3),
         ("without_kwargs", {"prompt": "What is 2+2?", "level": 3}, TEXTS, [1, 1, 1]),
+        ("of_a_chat", {"prompt": [{"role": "user", "content": "2+2?"}]}, ["4", "5"], [1, 0]),
     ],
 )
 def test_trl_functions_and_formats_work_unchanged(name, row, texts, scores, tmp_path):
@@ -356,31 +218,6 @@ def test_trl_functions_and_formats_work_unchanged(name, row, texts, scores, tmp_
         assert result.metrics == {"words": 5 / 3}
         assert result.columns["first_word"] == ["It", "Five", r"\boxed{5}"]
         assert result.columns["parts"][1] == {"words": ["Five"], "none": None}
-
-
-ASYNC = """
-import asyncio
-
-started = []
-
-async def slow(completions, **kwargs):
-    started.append(1)
-    while len(started) < 2:  # they end only together
-        await asyncio.sleep(0.01)
-    return [1.0] * len(completions)
-
-async def slow_too(completions, **kwargs): return await slow(completions)
-async def fails(completions, **kwargs): raise KeyError("mine")
-"""
-
-
-def test_asynchronous_functions_are_awaited_together_and_fail_alone(tmp_path):
-    file = tmp_path / "a.py"
-    file.write_text(ASYNC)
-    config = config_of(*(f"{file}:{name}" for name in ("slow", "fails", "slow_too")))
-    result = call(config, Prompt(0, "q", {}), TEXTS)
-    assert result.scores == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
-    assert len(result.errors) == 1 and "KeyError: 'mine'" in result.errors[0]
 
 
 VERL = """
@@ -406,23 +243,5 @@ def test_verl_function_is_called_for_each_completion(tmp_path):
     check_rewards(config, prompt)
     result = call(config, prompt, ["4", "5", " 4"])
     assert result.scores == [[1, 0, 0], [2, 0, 0], [1, 0, 0]] and not result.errors
-    for row in ({"ground_truth": "4"}, {"answer": "4"}):
-        later = call(config_of(f"{file}:later"), Prompt(0, "q", row), ["4", "5", "4"])
-        assert later.scores == [[1, 0, 1]]
-
-
-WRONG = """
-def too_few(completions, log_extra, **_): log_extra("x", [1])
-def taken(completions, log_extra, **_): log_extra("reward", [1, 2, 3])
-def no_number(completions, log_metric, **_): log_metric("x", "many")
-def no_score(data_source, solution_str, ground_truth, extra_info): return {"acc": 1.0}
-"""
-
-
-def test_invalid_logging_or_a_missing_score_fails_the_function(tmp_path):
-    (tmp_path / "w.py").write_text(WRONG)
-    named = {"too_few": "'x'", "taken": "'reward'", "no_number": "'many'", "no_score": "'score'"}
-    config = config_of(*(f"{tmp_path}/w.py:{name}" for name in named))
-    errors = call(config, Prompt(0, "q", {"answer": "4"}), TEXTS).errors
-    for error, (name, cause) in zip(errors, named.items(), strict=True):
-        assert name in error and cause in error
+    later = call(config_of(f"{file}:later"), Prompt(0, "q", {"answer": "4"}), ["4", "5", "4"])
+    assert later.scores == [[1, 0, 1]]

@@ -1,27 +1,24 @@
 """Whole runs of `easyrl grpo`, as a user starts them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.model.checkpoint_files import checkpoints_in
 from mistakes import TINY
-from runs import SMALL, Finished, finish, lines_of, start, summary_of, wait_for_line
+from runs import SMALL, lines_of, succeed, summary_of
 from runs import without_timing as plain
 from tiny_models import untied_model
 
+HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 
-def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> None:
+
+def test_a_run_writes_metrics_samples_and_summary(finished_run):
     folder, out = finished_run
     assert "iteration 3/3" in out
     summary = summary_of(folder)
@@ -40,9 +37,7 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> Non
     assert all(sample["length"] > 0 for sample in samples)
 
 
-def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summary(
-    finished_run: Finished,
-) -> None:
+def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summary(finished_run):
     folder = finished_run.folder
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -55,32 +50,29 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
     assert any(not torch.equal(before[n], t) for n, t in weights.items()), "nothing was trained"
 
 
-def take_evaluation(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Remove the evaluation's part from an iteration's metrics, and return it."""
+def take_evaluation(metrics):
     return {name: metrics.pop(name) for name in list(metrics) if name.startswith("eval/")}
 
 
-HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 SCHEDULED = {
-    "plain": (4, ()),
-    "ten iterations": (10, ()),
-    "two rollout workers": (4, (*HARDER, "--infer-devices", "cpu:2")),
-    "two train ranks": (4, (*HARDER, "--train-devices", "cpu:2")),
+    "plain": (),
+    "two rollout workers": (*HARDER, "--infer-devices", "cpu:2"),
+    "two train ranks": (*HARDER, "--train-devices", "cpu:2"),
     "other problems": (
-        4,
-        (*HARDER, "model.lora.rank=4", "algorithm.dynamic_sampling=true", "eval.dataset={}"),
+        *HARDER,
+        "model.lora.rank=4",
+        "algorithm.dynamic_sampling=true",
+        "eval.dataset={}",
     ),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", SCHEDULED)
-def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
-    tmp_path: Path, case: str
-) -> None:
+def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, case):
     """Deterministic mode, random delays in engine, rewards, ring and trainer; and one of the two is
     evaluated on its way, which changes nothing either."""
-    iterations, more = SCHEDULED[case]
+    more = SCHEDULED[case]
     problems = tmp_path / "problems.jsonl"  # of the case with another eval.dataset
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 30)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -91,20 +83,19 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
         words += ["runtime.deterministic=true", "rollout.max_concurrent_groups=2"]
         words += ["train.max_tokens_per_micro_batch=100", *(word.format(problems) for word in more)]
         words += ["train.eval_every=2"] * (schedule == "periodic")
-        code, out, err = finish(
-            *("--output", str(folder), "--iterations", str(iterations), "--schedule", schedule),
+        out = succeed(
+            *("--output", str(folder), "--iterations", "4", "--schedule", schedule),
             *words,
             EASYRL_RANDOM_DELAYS="0.01",
         )
-        assert (code, err) == (0, "")
         summary = summary_of(folder)
-        assert summary["groups_trained"] == 6 * iterations
+        assert summary["groups_trained"] == 24
         metrics = [plain(line) for line in lines_of(folder / "metrics.jsonl")]
         if more[:3] == HARDER:
             assert "only the first is strictly on-policy" in out
             assert summary["policy_version"] == 8 and all(line["kl"] > 0 for line in metrics[1:])
         evaluations = [take_evaluation(line) for line in metrics]
-        due = [schedule == "periodic" and number % 2 == 1 for number in range(iterations)]
+        due = [schedule == "periodic" and number % 2 == 1 for number in range(4)]
         assert [bool(evaluation) for evaluation in evaluations] == due
         ends[schedule] = summary["weights_sha256"], metrics
     assert evaluations[-1]["eval/accuracy"] == summary["accuracy_after"]
@@ -113,14 +104,12 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
 
 
 @pytest.mark.long
-def test_a_runs_own_config_starts_a_new_run(finished_run: Finished, tmp_path: Path) -> None:
-    """Two rollout workers, a ring of one slot, and sampling from a part of the tokens."""
+def test_a_runs_own_config_starts_a_new_run(finished_run, tmp_path):
     words = ("rollout.ring_slots=1", "rollout.top_p=0.9", "rollout.top_k=3")
-    code, out, err = finish(
+    out = succeed(
         *("--config", str(finished_run.folder / "config.yaml"), "--output", str(tmp_path / "run")),
         *("--infer-devices", "cpu:2", *words, "rollout.temperature=1.5"),
     )
-    assert (code, err) == (0, "")
     assert all(word in out for word in ("rollout-1: cpu", "rollout.top_k", "rollout.top_p"))
     for line in lines_of(tmp_path / "run" / "metrics.jsonl"):
         # Log-probabilities are of the whole distribution; of 3 tokens they would differ much.
@@ -128,15 +117,11 @@ def test_a_runs_own_config_starts_a_new_run(finished_run: Finished, tmp_path: Pa
     assert summary_of(tmp_path / "run")["groups_trained"] == 12
 
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a={% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}\\n{% endfor %}a="
 REWARDS = """
 def score(prompts, completions, completion_ids, answer, **columns):
     assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [min(len(text), 40) / 40 for text in texts]
+    return [min(len(c[0]["content"]), 40) / 40 for c in completions]
 
 def sometimes(completions, **columns):
     return [None if number % 2 else 1.0 for number, _ in enumerate(completions)]
@@ -144,95 +129,42 @@ def sometimes(completions, **columns):
 
 
 @pytest.mark.long
-def test_a_run_with_an_own_model_data_and_rewards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1.0, 1e25])
+def test_a_run_with_an_own_model_data_and_rewards(tmp_path, size):
+    """With 1e25 the model's output is an ordinary one, but its gradient is larger than float32
+    holds: each update is dropped, counted and shown."""
     untied_model(tmp_path / "model")  # without a chat template
-    (tmp_path / "chat.jinja").write_text(CHAT_TEMPLATE)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"] /= size
+    weights["lm_head.weight"] *= size
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
     question = [{"role": "1", "content": "1+2="}]
-    rows = [{"question": question, "answer": str(i)} for i in range(5)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
-    folder = tmp_path / "run"
-    rewards = tmp_path / "my_rewards.py"
-    code, _, err = finish(
+    rows = [json.dumps({"question": question, "answer": str(i)}) for i in range(5)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    rewards, folder = tmp_path / "my_rewards.py", tmp_path / "run"
+    rewards.write_text(REWARDS)
+    out = succeed(
         *("--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "data.jsonl")),
         *("--reward", f"{rewards}:score", "--reward", f"{rewards}:sometimes"),
         *("--infer-devices", "cpu", "--train-devices", "cpu", "--output", str(folder)),
         *("--iterations", "3", "data.prompt_column=question", "reward.weights=[1.0, 0.5]", *SMALL),
-        f"data.chat_template={tmp_path / 'chat.jinja'}",
+        *(f"data.chat_template={tmp_path / 'chat.jinja'}", "train.learning_rate=1e-3"),
     )
-    assert (code, err) == (0, "")
-    assert AutoTokenizer.from_pretrained(folder / "model").chat_template == CHAT_TEMPLATE
-    summary = summary_of(folder)
-    assert summary["accuracy_before"] is None and summary["accuracy_after"] is None
-    line = lines_of(folder / "metrics.jsonl")[-1]
-    assert line["rewards/sometimes/mean"] == 1.0
-    assert line["reward"] == pytest.approx(line["rewards/score/mean"] + 0.25, abs=1e-5)
-    assert line["sampling/sampling_logp_difference/max"] <= 1e-4
-    assert (folder / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.long
-def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Path) -> None:
-    """A model whose output is an ordinary one, but whose gradient is larger than float32 holds."""
-    untied_model(tmp_path / "model")
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    weights["model.norm.weight"] *= 1e-25
-    weights["lm_head.weight"] *= 1e25
-    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
-    folder = tmp_path / "run"
-    code, out, err = finish(
-        *("--model", str(tmp_path / "model"), "--reward", f"{tmp_path / 'my_rewards.py'}:score"),
-        *("--output", str(folder), "--iterations", "3", "train.learning_rate=1e-3", *SMALL),
-        f"data.chat_template={CHAT_TEMPLATE}",
-    )
-    assert (code, err) == (0, "")
-    lines = lines_of(folder / "metrics.jsonl")
-    assert [line["num_updates_not_finite"] for line in lines] == [1, 1, 1]
-    assert [line["grad_norm"] for line in lines] == [None] * 3  # not finite
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template == TEMPLATE
+    lines, is_finite = lines_of(folder / "metrics.jsonl"), size == 1.0
+    for line in lines:
+        assert line["rewards/sometimes/mean"] == 1.0 and line["reward_std"] > 0
+        assert line["reward"] == pytest.approx(line["rewards/score/mean"] + 0.25, abs=1e-5)
+        assert line["sampling/sampling_logp_difference/max"] <= 1e-4
+        assert line["num_updates_not_finite"] == 1 - is_finite
+        assert (line["grad_norm"] is not None) == is_finite
     assert [line["policy_version"] for line in lines] == [1, 2, 3]  # all stays in step
-    assert all(line["reward_std"] > 0 for line in lines)  # there was something to learn
-    assert summary_of(folder)["updates_not_finite"] == 3
-    assert "not finite" in out
+    assert summary_of(folder)["updates_not_finite"] == 3 * (1 - is_finite)
+    assert ("not finite" in out) != is_finite
     after = load_file(folder / "model" / "model.safetensors")
-    assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
+    assert all(torch.equal(weights[name], after[name]) for name in after) != is_finite
 
-
-@pytest.mark.long
-def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_stopped_in_an_evaluation(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    words = (*SMALL[:-1], "rollout.max_completion_length=100", "data.num_held_out=96")
-    words += ("train.eval_every=1", "train.keep_checkpoints=1")
-    process = start("--output", str(folder), "--iterations", "5", *words)
-    wait_for_line(process, "iteration 2/")
-    trace = folder / "trace.json"
-    begun = '"ph": "B", "name": "evaluation"'
-    while trace.read_text().count(begun) < 4:  # before, after 1, 2, and now 3
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "") and "to resume:" in out
-    metrics = lines_of(folder / "metrics.jsonl")
-    assert [bool(take_evaluation(line)) for line in metrics] == [True, True, False]
-    assert checkpoints_in(folder / "checkpoints")[-1].name == "3"
-    code, out, err = finish("--resume", str(folder))
-    assert (code, err) == (0, "") and "3 of 5 iterations done" in out
-    accuracies = {
-        line["iteration"] + 1: line["eval/accuracy"]
-        for line in lines_of(folder / "metrics.jsonl")
-        if "eval/accuracy" in line
-    }
-    summary = summary_of(folder)
-    best = max(accuracies, key=lambda number: accuracies[number])
-    assert (summary["accuracy_best"], summary["iterations_best"]) == (accuracies[best], best)
-    assert (folder / "checkpoints" / "best").readlink() == Path(str(best))
-    kept = {path.name for path in checkpoints_in(folder / "checkpoints")}
-    assert kept == {"5", str(best)}
-
-
-# -- the demo with its defaults, as `make demo` runs it -------------------------------------------
 
 LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
 
@@ -240,10 +172,9 @@ LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
 @pytest.mark.long
 @pytest.mark.parametrize("words", [(), LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_demo_learns(tmp_path: Path, words: tuple[str, ...], seed: int) -> None:
+def test_demo_learns(tmp_path, words, seed):
     folder = tmp_path / "run"
-    code, _, err = finish(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
-    assert (code, err) == (0, "")
+    succeed(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
     summary = summary_of(folder)
     assert 0.2 <= summary["accuracy_before"] <= 0.6
     assert summary["accuracy_after"] >= 0.85
@@ -253,12 +184,11 @@ def test_demo_learns(tmp_path: Path, words: tuple[str, ...], seed: int) -> None:
 
 
 @pytest.mark.long
-def test_demo_learns_while_it_loses_a_worker_in_every_fifth_iteration(tmp_path: Path) -> None:
+def test_demo_learns_while_it_loses_a_worker_in_every_fifth_iteration(tmp_path):
     folder = tmp_path / "run"
     words = ("--output", str(folder), "--infer-devices", "cpu:2", "runtime.max_restarts=1000")
     points = "rollout-0@iteration:4:10,rollout-1@iteration:9:10"
-    code, _, err = finish(*words, timeout=1200, altered=True, LOSE=points)
-    assert (code, err) == (0, "")
+    succeed(*words, timeout=1200, altered=True, LOSE=points)
     summary = summary_of(folder)
     assert summary["worker_restarts"] == summary["iterations"] // 5
     assert summary["accuracy_after"] >= 0.9

@@ -1,25 +1,22 @@
 """`easyrl doctor --test` on this machine's CPU, and how a run on accelerators uses its result."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from easyrl import devices
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.config.devices import DeviceSet
 from easyrl.runtime import run as run_module
 from easyrl.runtime import self_test
-from easyrl.runtime.placement import Placement, resolve_placement
-from easyrl.runtime.preflight import Preflight
+from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.self_test import before_run
 
+ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
 WRONG_ATTENTION = """
 import sys
 if "easyrl.runtime.self_test_part" in sys.orig_argv:
@@ -35,14 +32,13 @@ if "easyrl.runtime.self_test_part" in sys.orig_argv:
 """One of a prompt's tokens has no value, as by a kernel with a wrong mask."""
 
 
-def environment_with(folder: Path, customize: str) -> dict[str, str]:
-    """Return an environment in which every Python process runs this code first."""
+def environment_with(folder, customize):
     (folder / "sitecustomize.py").write_text(customize)
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.mark.long
-def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path: Path) -> None:
+def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "easyrl", "doctor", "--test"],
         capture_output=True,
@@ -53,78 +49,66 @@ def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path: Path) -> N
     )
     lines = done.stdout.splitlines()
     status = {line.split()[1]: line.split()[0] for line in lines if line[0] != " "}
-    assert [status[part] for part in ("weights", "attention", "embedded")] == [
-        *("ok", "failed", "ok")
-    ], done.stdout + done.stderr
+    found = [status[part] for part in ("weights", "attention", "embedded")]
+    assert found == ["ok", "failed", "ok"], done.stdout + done.stderr
     failed = next(number for number, line in enumerate(lines) if line.startswith("failed"))
     assert "model.attention=without_flex" in lines[failed + 1]
     assert done.returncode == 1 and "runs can start" in done.stdout
 
 
-def test_crash_and_hang_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crash = environment_with(tmp_path, "import os; os.kill(os.getpid(), 9)")
-    assert self_test._error(["weights", "cpu", "cpu"], crash) == "killed by signal 9"
+def test_crash_and_hang_are_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(self_test, "PART_SECONDS", 0.5)
-    hang = environment_with(tmp_path, "import time; time.sleep(60)")
-    assert self_test._error(["weights", "cpu", "cpu"], hang) == "no answer in 0.5 s"
+    for code, error in {
+        "import os; os.kill(os.getpid(), 9)": "killed by signal 9",
+        "import time; time.sleep(60)": "no answer in 0.5 s",
+    }.items():
+        environment = environment_with(tmp_path, code)
+        assert self_test._error(["weights", "cpu", "cpu"], environment) == error
 
 
 class Machine:
     """Two GPUs on which parts fail unless they run with a safe setting."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.errors: dict[str, str] = {}  # the part that fails: the setting with which it passes
+    def __init__(self, folder, monkeypatch):
+        self.errors = {}  # the part that fails: the setting with which it passes
         self.label = "H100"
-        self.ran: list[tuple[str, Mapping[str, str]]] = []
-        self.notes: list[Any] = []
+        self.ran = []
+        self.notes = []
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         monkeypatch.setenv("NCCL_P2P_DISABLE", "0")  # restored afterwards
         monkeypatch.setattr(self_test, "_error", self._run)
         monkeypatch.setattr(devices, "device_label", lambda *_: self.label)
 
-    def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    def _run(self, arguments, environment):
         part, *words = arguments
         self.ran.append((part, environment))
         return "" if self.errors.get(part, "") in {*words, ""} else "wrong values"
 
-    def start(self, config: Config | None = None) -> tuple[Config, list[str]]:
-        return self_test.before_run(config or load_config(), gpus(0, 1), self.notes.append)
-
-
-def gpus(infer: int, train: int) -> Placement:
-    return replace(
-        resolve_placement(load_config(None, ON_CPU)),
-        accelerator="cuda",
-        infer=DeviceSet("accelerator", (infer,)),
-        train=DeviceSet("accelerator", (train,)),
-    )
-
-
-ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
+    def start(self, config=None):
+        sets = {"infer": DeviceSet("accelerator", (0,)), "train": DeviceSet("accelerator", (1,))}
+        on_cpu = resolve_placement(load_config(None, ON_CPU))
+        gpus = replace(on_cpu, accelerator="cuda", **sets)
+        return before_run(config or load_config(), gpus, self.notes.append)
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path, monkeypatch):
     return Machine(tmp_path, monkeypatch)
 
 
-def test_devices_are_tested_once_for_their_versions(machine: Machine) -> None:
-    config = load_config()
-    assert machine.start(config) == (config, [])
+def test_devices_are_tested_once_for_their_versions(machine):
+    assert machine.start() == (load_config(), [])
     seen = [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in machine.ran]
     assert [part for part, _ in machine.ran] == ["weights", "attention", "attention"]
     assert seen == [None, "0", "1"] and len(machine.notes) == 1
-    assert machine.start(config) == (config, []) and len(machine.ran) == 3
+    assert machine.start() == (load_config(), []) and len(machine.ran) == 3
     machine.label = "H200"
-    machine.start(config)
+    machine.start()
     assert len(machine.ran) == 6
 
 
-def test_run_uses_what_passes_and_says_so(machine: Machine) -> None:
-    machine.errors = {
-        "weights": "NCCL_P2P_DISABLE=1",
-        "attention": "model.attention=without_flex",
-    }
+def test_run_uses_what_passes_and_says_so(machine):
+    machine.errors = {"weights": "NCCL_P2P_DISABLE=1", "attention": "model.attention=without_flex"}
     for _ in range(2):  # the second time from the cache
         os.environ["NCCL_P2P_DISABLE"] = "0"
         config, warnings = machine.start()
@@ -135,35 +119,21 @@ def test_run_uses_what_passes_and_says_so(machine: Machine) -> None:
     assert len(machine.notes) == 1
 
 
-def test_part_that_never_passes_is_tested_again(machine: Machine) -> None:
+def test_part_that_never_passes_is_tested_again(machine):
     machine.errors = {"attention": "no such setting"}
     for _ in range(2):
         config, (warning,) = machine.start()
         assert config == load_config() and "attention" in warning
     assert len(machine.notes) == 2
-    on_cpu = load_config(None, ON_CPU)
-    num_ran = len(machine.ran)
-    assert self_test.before_run(on_cpu, resolve_placement(on_cpu), print) == (on_cpu, [])
-    assert len(machine.ran) == num_ran
 
 
-def test_controller_gets_the_safe_settings(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_gets_the_safe_settings(machine, tmp_path, monkeypatch):
     machine.errors = {"attention": "model.attention=without_flex"}
-    before_run = self_test.before_run
-
-    class Reached(Exception):
-        pass
-
-    def controller(checked: Preflight, **_: Any) -> None:
-        raise Reached(checked.config.model.attention, checked.warnings)
-
+    controller = Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr(run_module, "Controller", controller)
-    monkeypatch.setattr(
-        self_test, "before_run", lambda config, _, notify: before_run(config, gpus(0, 1), notify)
-    )
-    with pytest.raises(Reached) as reached:
+    monkeypatch.setattr(self_test, "before_run", lambda config, *_: machine.start(config))
+    with pytest.raises(ZeroDivisionError):
         run_module.run(load_config(None, {**ON_CPU, "output.dir": str(tmp_path / "run")}))
-    attention, warnings = reached.value.args
-    assert attention == "without_flex" and "model.attention" in warnings[-1]
+    checked = controller.call_args.args[0]
+    assert checked.config.model.attention == "without_flex"
+    assert "model.attention" in checked.warnings[-1]

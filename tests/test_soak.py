@@ -1,15 +1,10 @@
 """Long runs use no more memory, files or threads than in their first minutes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from statistics import median
-
 import psutil
 import pytest
 
 from easyrl.observe.trace import MAX_BYTES
-from runs import descendants, lines_of, start, wait_for_line
+from runs import descendants, start, wait_for_line
 
 SHORT = (
     *("train.prompts_per_iteration=2", "rollout.num_generations=2", "data.num_held_out=0"),
@@ -30,12 +25,10 @@ AT_A_TIME = 3
     ],
     ids=["demo", "two train ranks", "two thousand short iterations"],
 )
-def test_nothing_piles_up(
-    tmp_path: Path, words: tuple[str, ...], iterations: list[int], growth: float
-) -> None:
+def test_nothing_piles_up(tmp_path, words, iterations, growth):
     folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations=100000", *words)
-    usage: dict[int, list[tuple[int, int, int]]] = {}
+    usage = {}
     try:
         for number in iterations:
             wait_for_line(process, f"iteration {number}/", timeout=900)
@@ -52,8 +45,3 @@ def test_nothing_piles_up(
         assert len(memory) == len(iterations), "it lived all the time"
         assert max(memory) <= memory[0] * growth, memory
         assert max(files) <= files[0] + AT_A_TIME and max(threads) <= threads[0] + AT_A_TIME
-    lines = lines_of(folder / "metrics.jsonl")[iterations[0] :]
-    seconds = [line["perf/iteration_seconds"] for line in lines]
-    quarter = len(seconds) // 4
-    if words == SHORT:
-        assert median(seconds[-quarter:]) <= 1.1 * median(seconds[:quarter])

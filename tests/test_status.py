@@ -1,32 +1,26 @@
 """Which side of a run waits, and how many engines would balance both."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from easyrl import events
 from easyrl.config import load_config
-from easyrl.observe.lines import status_table
-from easyrl.observe.text import say_rich
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.status import COLUMNS, Balance
+from easyrl.runtime.status import Balance
 
 
-def add(balance: Balance, *engines: float, train: float, seconds: float = 100.0) -> None:
+def add(balance, *engines, train, seconds=100.0):
     """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
     trained = events.IterationTrained(0, 1, 4, 100, train, {})
-    ledger: Any = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
+    ledger = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
     balance.add(ledger, seconds, 1.0, len(engines))
 
 
-def test_shares_of_waiting_of_the_last_iterations() -> None:
+def test_shares_of_waiting_of_the_last_iterations():
     balance = Balance()
     assert balance.waiting() == {"rollout": None, "train": None}
-    assert balance.num_engines() is None
     add(balance, 9.0, 5.0, train=6.0, seconds=10.0)
     shares = {"rollout": pytest.approx(0.2), "train": pytest.approx(0.3)}
     assert balance.waiting() == shares
@@ -36,27 +30,12 @@ def test_shares_of_waiting_of_the_last_iterations() -> None:
         assert balance.num_engines() == expected
 
 
-@pytest.mark.parametrize(("engines", "train", "expected"), [
-    ((9.0, 5.0), 6.0, 3),
-    ((1.0,), 9.0, 1),
-    ((12.0,), 10.0, 1),  # a second engine would mostly wait
-    ((13.0,), 10.0, 2),
-    ((30.0,), 10.0, 3),
-])  # fmt: skip
-def test_the_balanced_number_follows_from_the_work_of_both_sides(
-    engines: tuple[float, ...], train: float, expected: int
-) -> None:
-    balance = Balance()
-    add(balance, *engines, train=train)
-    assert balance.num_engines() == expected
-
-
-def test_autoscale_follows_the_balanced_number_once_two_iterations_agree() -> None:
+def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
     words = ["devices.infer=cpu", "devices.train=cpu", "devices.spare=cpu:2"]
     config = load_config(words=[*words, "runtime.autoscale=true"])
     placement, numbers = resolve_placement(config), iter([2, 5, 5, 3, None, 1, 1])
     fleet = SimpleNamespace(num_refused=0, infer_devices=placement.infer)
-    controller: Any = SimpleNamespace(
+    controller = SimpleNamespace(
         config=config,
         checked=SimpleNamespace(placement=placement),
         fleet=fleet,
@@ -71,18 +50,3 @@ def test_autoscale_follows_the_balanced_number_once_two_iterations_agree() -> No
     for _ in range(2):
         Controller._autoscale(controller)
     assert str(fleet.infer_devices) == "cpu:3"
-
-
-@pytest.mark.parametrize("waiting", [0.25, None])
-def test_status_as_a_table(waiting: float | None, capsys: pytest.CaptureFixture[str]) -> None:
-    row = ("rollout-0", "rollout", 11, "cuda:0,1", "leaving", 1)
-    status: dict[str, Any] = {
-        "iteration": 1,
-        "num_iterations": 5,
-        "waiting": {"rollout": waiting, "train": waiting},
-        "balanced_rollout_workers": None,
-        "workers": [dict(zip(COLUMNS, row, strict=True))],
-    }
-    say_rich(status_table(status))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "rollout-0 11 cuda:0,1 leaving 1" in shown and "1 of 5" in shown

@@ -1,28 +1,14 @@
 """The generated tasks, and the built-in models made for them."""
 
-from __future__ import annotations
-
 import random
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import make_tiny
-from easyrl.data.hub import BUILT_IN_MODELS
-from easyrl.data.tasks import (
-    ARITHMETIC,
-    COUNTDOWN,
-    COUNTDOWN_SMALL,
-    applied,
-    score,
-)
-from runs import finish, summary_of
-
-TINY = BUILT_IN_MODELS["tiny"]
+from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, applied, score
+from runs import succeed, summary_of
 
 
 @pytest.mark.parametrize(
@@ -34,7 +20,7 @@ TINY = BUILT_IN_MODELS["tiny"]
     ],
 )
 def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, index, row):
-    def key(row: dict[str, Any]) -> object:  # without the order of the numbers
+    def key(row):  # without the order of the numbers
         return (*sorted(row["nums"]), row["target"]) if "nums" in row else row["prompt"]
 
     assert task.train_row(0, index) == row
@@ -46,8 +32,7 @@ def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, in
         assert keys.isdisjoint(key(task.train_row(seed, index)) for index in range(1000))
 
 
-def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
-    """Try every order and every operation."""
+def is_solvable(nums, target, operations):
     if len(nums) == 1:
         return nums[0] == target
     for left, right, *others in permutations(nums):
@@ -58,13 +43,6 @@ def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("level", [COUNTDOWN, COUNTDOWN_SMALL])
-def test_every_countdown_has_a_solution(level):
-    for index in range(150):
-        nums, target = level.problem(3, index)
-        assert target in level.targets and is_solvable(nums, target, level.operations)
-
-
 def test_arithmetic_rewards_exactly_the_answer():
     working = "17+50=67+8=75\n75+30=105+4=109\n#109"
     assert make_tiny.solution((17, 58, 34), random.Random()) == working
@@ -73,51 +51,10 @@ def test_arithmetic_rewards_exactly_the_answer():
     assert score([], right + wrong, [], answer=["109"] * 6) == [1.0] * 2 + [0.0] * 4
 
 
-# The built-in models.
-
-
-def test_before_rl_tiny_is_right_in_a_part_of_its_samples():
-    """One token a character."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    model = AutoModelForCausalLM.from_pretrained(TINY)
-    text = "".join(map(chr, range(32, 127)))
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(text) and tokenizer.decode(ids) == text
-    rows = ARITHMETIC.held_out_rows()[:64]
-    contents = [row["prompt"] for row in rows]
-    batch = tokenizer(contents, return_tensors="pt", padding=True, padding_side="left")
-    torch.manual_seed(0)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 128}
-    output = model.generate(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **sampling
-    )
-    ids = output[:, batch["input_ids"].shape[1] :]
-    completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    rewards = score(contents, completions, [], answer=[row["answer"] for row in rows])
-    assert 0.2 <= sum(map(float, rewards)) / len(rewards) <= 0.6
-
-
-def test_training_script_makes_a_model_like_the_built_in_one(tmp_path):
-    for name, size in (("tiny", 4 * 2**20), ("tiny-countdown", 2**20)):
-        assert sum(file.stat().st_size for file in BUILT_IN_MODELS[name].iterdir()) <= size
-    folder = BUILT_IN_MODELS["tiny-countdown"]
-    make_tiny.make("tiny-countdown", tmp_path, num_steps=(1, 1))
-    assert {file.name for file in tmp_path.iterdir()} >= {file.name for file in folder.iterdir()}
-    made, shipped = (AutoModelForCausalLM.from_pretrained(each) for each in (tmp_path, folder))
-    shapes, expected = (
-        {key: tensor.shape for key, tensor in model.state_dict().items()}
-        for model in (made, shipped)
-    )
-    assert shapes == expected
-    for file in (tmp_path, TINY):
-        assert AutoTokenizer.from_pretrained(file).encode("1+2=") == [21, 15, 22, 33]
-
-
 @pytest.mark.long
 def test_countdown_is_learned_on_the_cpu_within_five_minutes(tmp_path):
     config = Path(__file__).parent.parent / "configs" / "countdown_small.yaml"
     words = ("--config", str(config), "--output", str(tmp_path / "run"))
-    code, _, err = finish(*words, timeout=900)
-    assert (code, err) == (0, "")
+    succeed(*words, timeout=900)
     summary = summary_of(tmp_path / "run")
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.2

@@ -129,56 +129,36 @@ def test_tokens_do_not_depend_on_rows_or_on_how_long_answers_take(num_rows, dela
             assert a.finish_reason == b.finish_reason
 
 
-def test_waiting_conversations_do_not_stop_others():
-    engine = make_engine(num_rows=4)
-    first, second = draw_requests(2)
-    engine.submit(first)
-    while engine.can_step:
-        engine.step()
-    assert engine.has_work and len(engine.take_turns()) > 0
-    engine.submit(replace_turns(second))
-    finished = []
-    while engine.can_step:
-        finished += engine.step()
-    assert [request.key for request, _ in finished] == [second.key]
-
-
-def replace_turns(request):
-    return GroupRequest(request.key, request.prompt_ids, 1)
-
-
-def test_inserted_tokens_are_computed_in_one_step():
-    engine = make_engine(num_rows=1)
-    request = draw_requests(1)[0]
-    engine.submit(GroupRequest(request.key, request.prompt_ids, 1, has_turns=True))
-    while engine.can_step:
-        engine.step()
-    (turn,) = engine.take_turns()
-    before = engine.num_steps
-    engine.resume(turn, [20, 21, 22, 23, 24])
-    engine.step()
-    assert engine.num_steps == before + 1
-    assert engine.num_active + len(engine.take_turns()) == 1
-
-
 def test_many_inserted_tokens_are_divided_into_steps(monkeypatch):
     monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", 9)
     requests = draw_requests()
     assert_exact("qwen3", requests, play(make_engine(num_rows=16), requests, delay=100))
 
 
+def test_waiting_conversations_do_not_stop_others():
+    engine = make_engine(num_rows=4)
+    first, second = draw_requests(2)
+    finished = []
+    for request in (first, GroupRequest(second.key, second.prompt_ids, 1)):
+        engine.submit(request)
+        while engine.can_step:
+            finished += engine.step()
+        assert engine.has_work
+        engine.take_turns()
+    assert [request.key for request, _ in finished] == [second.key]
+
+
 def test_the_last_turn_is_reported_even_if_no_token_is_left():
-    engine = make_engine(num_rows=1)
-    prompt, first = draw_requests(1)[0].prompt_ids, None
+    engine, prompt, is_reported = make_engine(num_rows=1), draw_requests(1)[0].prompt_ids, False
     for limit in range(1, 40):
         engine.submit(GroupRequest((limit,), prompt, 1, [limit], has_turns=True))
         while engine.can_step:
             engine.step()
         for turn in engine.take_turns():
-            first = turn if turn.num_left == 0 else first
+            is_reported |= turn.num_left == 0
             engine.end(turn, "stop")
         engine.step()
-    assert first is not None and not engine.has_work
+    assert is_reported and not engine.has_work
 
 
 def packed_gradient(policy, requests, groups, advantages):

@@ -1,16 +1,10 @@
 """The vLLM engine on vLLM's CPU build (make test-vllm)."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +15,7 @@ from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.data.hub import resolve_model
 from easyrl.devices import LOOPBACK, network_environment
-from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings
+from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.vllm.platforms import environment
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
@@ -40,12 +34,12 @@ SAMPLING = SamplingSettings(
 SIZE = {"max_concurrent_groups": 2, "num_generations": 4}
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [20, 21, 22], [30] * 40]
 """The last one fills a block of the KV cache, which a group shares and an update must drop."""
+WHOLE = replace(SAMPLING, top_k=1000)
+"""Excludes nothing."""
 
 
 class Trained:
-    """A policy as the trainer has it, an engine, and the weight channel between them."""
-
-    def __init__(self, model: str, folder: Path, sampling: SamplingSettings = SAMPLING) -> None:
+    def __init__(self, model, folder, sampling=SAMPLING):
         from easyrl.engines.vllm import engine
 
         engine.EXTENSION = "skipping_worker.WorkerExtension"
@@ -59,7 +53,7 @@ class Trained:
         self.cancelled = threading.Event()
         self.join()
 
-    def join(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def join(self, bucket_bytes=BUCKET_BYTES):
         """Make the channel, or its next generation."""
         self.generation += 1
         self.cancelled.clear()
@@ -75,8 +69,7 @@ class Trained:
         self.engine.join_weights(endpoints[1], self.cancelled.is_set)
         self.channel = channel.result()
 
-    def update(self) -> None:
-        """Send the current weights."""
+    def update(self):
         self.version += 1
         sent = self.thread.submit(self.channel.send, self.version, self.policy.weights())
         try:
@@ -84,12 +77,12 @@ class Trained:
         finally:
             sent.result()
 
-    def change(self) -> None:
+    def change(self):
         with torch.no_grad():
             for weight in self.policy.model.parameters():
                 weight.add_(torch.randn_like(weight), alpha=0.02)
 
-    def generate(self, sampling: SamplingSettings | None = None) -> list[FinishedGroup]:
+    def generate(self, sampling=None):
         """Groups of PROMPTS; `sampling`: instead of the engine's."""
         from easyrl.engines.vllm.engine import sampling_parameters
 
@@ -101,7 +94,7 @@ class Trained:
             self.engine.submit(GroupRequest((0, number), prompt, 4))
         return all_groups(self.engine)
 
-    def logprobs(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    def logprobs(self, prompt, tokens):
         """Return the whole vocabulary's log-probabilities at the temperature, [R, V]."""
         ids = torch.tensor([*prompt, *tokens])
         at = torch.arange(len(prompt) - 1, len(ids) - 1)
@@ -110,11 +103,11 @@ class Trained:
             logits = self.policy.forward(ids, torch.arange(len(ids)), layout, at)
         return torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
 
-    def check(self) -> None:
+    def check(self):
         self.update()
         assert self.largest_gap(self.generate()) <= TOLERANCE
 
-    def largest_gap(self, groups: list[FinishedGroup]) -> float:
+    def largest_gap(self, groups):
         """Largest difference between the engine's and the trainer's log-probabilities, in nats."""
         gaps = []
         for request, completions in groups:
@@ -126,28 +119,26 @@ class Trained:
         return float(torch.stack(gaps).max())
 
 
-def all_groups(engine: Any) -> list[FinishedGroup]:
-    groups: list[FinishedGroup] = []
+def all_groups(engine):
+    groups = []
     while engine.has_work:
         groups += engine.step()
     return sorted(groups, key=lambda group: group[0].key)
 
 
-def tokens_of(groups: list[FinishedGroup]) -> list[list[list[int]]]:
+def tokens_of(groups):
     return [[c.token_ids.tolist() for c in completions] for _, completions in groups]
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Trained]:
+def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     made = Trained("tiny" if request.param == "tied" else untied_model(folder / "m"), folder)
     yield made
     made.engine.close()
 
 
-def test_log_probabilities_are_the_trainers_after_every_update(trained: Trained) -> None:
+def test_log_probabilities_are_the_trainers_after_every_update(trained):
     drawn = []
     for _ in range(3):
         trained.change()
@@ -161,7 +152,7 @@ def test_log_probabilities_are_the_trainers_after_every_update(trained: Trained)
 
 
 @pytest.mark.parametrize("skipped", ["layers.1.mlp.up_proj", "embed_tokens", "norm.weight"])
-def test_acknowledged_but_skipped_weight_stops_the_run(trained: Trained, skipped: str) -> None:
+def test_acknowledged_but_skipped_weight_stops_the_run(trained, skipped):
     trained.update()
     trained.change()
     trained.engine._call_workers("easyrl_skip", [skipped])
@@ -173,7 +164,7 @@ def test_acknowledged_but_skipped_weight_stops_the_run(trained: Trained, skipped
     trained.check()
 
 
-def test_completion_of_other_weights_stops_the_run(trained: Trained) -> None:
+def test_completion_of_other_weights_stops_the_run(trained):
     trained.update()
     trained.engine._call(trained.engine._engine.update_weight_version("another"))
     trained.engine.submit(GroupRequest((0, 0), [5, 6], 2))
@@ -183,7 +174,7 @@ def test_completion_of_other_weights_stops_the_run(trained: Trained) -> None:
     trained.update()
 
 
-def test_weights_are_refused_while_sequences_are_in_flight(trained: Trained) -> None:
+def test_weights_are_refused_while_sequences_are_in_flight(trained):
     trained.update()
     trained.engine.submit(GroupRequest((0, 0), [5, 6], 2))
     with pytest.raises(RuntimeError, match="in flight"):
@@ -191,10 +182,8 @@ def test_weights_are_refused_while_sequences_are_in_flight(trained: Trained) -> 
     all_groups(trained.engine)
 
 
-def test_prefix_cache_that_is_not_cleared_stops_the_run(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def keep() -> bool:  # as vLLM does if it assumes that blocks are in use
+def test_prefix_cache_that_is_not_cleared_stops_the_run(trained, monkeypatch):
+    async def keep():  # as vLLM does if it assumes that blocks are in use
         return False
 
     monkeypatch.setattr(trained.engine._engine, "reset_prefix_cache", keep)
@@ -209,14 +198,14 @@ class Died(Exception):
 
 
 @pytest.mark.parametrize("num_sent", [0, 5, 20])
-def test_update_that_failed_is_repeated(trained: Trained, num_sent: int) -> None:
+def test_update_that_failed_is_repeated(trained, num_sent):
     """Layers have none, a part or all of their weights. `update` compares the checksums."""
     trained.join(bucket_bytes=2**12)
     trained.update()
     trained.change()
     weights = list(trained.policy.weights())
 
-    def die() -> torch.Tensor:
+    def die():
         trained.channel.close()
         raise Died
 
@@ -231,7 +220,7 @@ def test_update_that_failed_is_repeated(trained: Trained, num_sent: int) -> None
     trained.check()
 
 
-def test_wait_for_a_stopped_trainer_is_cancelled(trained: Trained) -> None:
+def test_wait_for_a_stopped_trainer_is_cancelled(trained):
     threading.Timer(0.3, trained.cancelled.set).start()
     started = time.monotonic()
     with pytest.raises(ConnectionError, match=r"weight channel, rollout-0.*cancelled"):
@@ -241,12 +230,8 @@ def test_wait_for_a_stopped_trainer_is_cancelled(trained: Trained) -> None:
     trained.check()
 
 
-# -- top-k, top-p and stop strings ----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def truncated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """An engine started for top-k or top-p and stop strings."""
+def truncated(tmp_path_factory):
     sampling = replace(SAMPLING, top_p=0.9, stop=("x",))
     made = Trained("tiny", tmp_path_factory.mktemp("truncated"), sampling)
     made.update()
@@ -254,14 +239,8 @@ def truncated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     made.engine.close()
 
 
-WHOLE = replace(SAMPLING, top_k=1000)
-"""Excludes nothing."""
-
-
 @pytest.mark.parametrize("changes", [{"top_p": 0.7}, {"top_k": 2}], ids=str)
-def test_log_probabilities_are_of_the_whole_distribution(
-    truncated: Trained, changes: dict[str, Any]
-) -> None:
+def test_log_probabilities_are_of_the_whole_distribution(truncated, changes):
     groups = truncated.generate(replace(SAMPLING, **changes))
     assert truncated.largest_gap(groups) <= TOLERANCE
     for request, completions in groups:
@@ -276,9 +255,7 @@ def test_log_probabilities_are_of_the_whole_distribution(
                 assert (torch.where(more_likely, whole.exp(), 0.0).sum(-1) < 0.7 + 1e-3).all()
 
 
-def test_completion_ends_with_the_token_that_completes_a_stop_string(
-    truncated: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_ends_with_the_token_that_completes_a_stop_string(truncated, monkeypatch):
     monkeypatch.setattr(truncated.engine, "_is_deterministic", True)  # draws the same tokens again
     whole = truncated.generate(WHOLE)
     texts = [truncated.tokenizer.decode(c.token_ids) for _, group in whole for c in group]
@@ -300,47 +277,8 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(
     assert truncated.largest_gap(groups) <= TOLERANCE
 
 
-# -- parts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("device", ["cuda:0", "npu:0"])
-def test_accelerators_get_their_own_arguments_and_logprobs_mode(
-    monkeypatch: pytest.MonkeyPatch, device: str, is_shared: bool
-) -> None:
-    """vllm-ascend's sampler is created without the mode, which is set later."""
-    from easyrl.engines.vllm import engine as vllm_engine
-
-    calls, is_npu = [], device == "npu:0"
-
-    async def call(name: str, args: tuple[Any, ...]) -> None:
-        calls.append((name, *args))
-
-    async def make(arguments: Any) -> Any:
-        no_close = {"shutdown": lambda timeout: None, "errored": False}
-        return SimpleNamespace(arguments=arguments, collective_rpc=call, **no_close)
-
-    monkeypatch.setattr(vllm_engine.devices, "total_memory_bytes", lambda kind, index: 2**35)
-    monkeypatch.setattr(vllm_engine, "_make_engine", make)
-    settings: dict[str, Any] = {"dtype": "bfloat16", "memory_fraction": 0.4, **SIZE}
-    settings["is_device_shared"] = is_shared
-    engine = vllm_engine.VllmEngine(resolve_model("tiny"), SAMPLING, device=device, **settings)
-    asked = engine._engine.arguments
-    engine.close()
-    # Beside a trainer, vLLM must not ask for memory that is free.
-    fraction = vllm_engine.LEAST_FRACTION if is_shared else 0.4
-    assert (asked.gpu_memory_utilization, asked.max_num_seqs) == (fraction, 8)
-    assert (asked.kv_cache_memory_bytes is not None) == is_shared
-    assert not asked.enforce_eager
-    on_npus = {"weight_nz_mode": 0, "enable_cpu_binding": False}
-    assert asked.additional_config == (on_npus if is_npu else {})
-    assert calls == [("easyrl_set_logprobs_mode", "processed_logprobs")] * is_npu
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checksum_does_not_depend_on_chunks_device_or_order(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_checksum_does_not_depend_on_chunks_device_or_order(monkeypatch, dtype):
     from easyrl.engines.vllm import worker
 
     values = torch.randn(7, 13).to(dtype)
@@ -351,7 +289,7 @@ def test_checksum_does_not_depend_on_chunks_device_or_order(
     assert worker.checksum(values * 2) != whole
 
 
-def test_unsupported_model_is_refused(tmp_path: Path) -> None:
+def test_unsupported_model_is_refused(tmp_path):
     from easyrl.engines.vllm.engine import VllmEngine
 
     config = AutoConfig.for_model("openai-gpt", vocab_size=99, n_embd=32, n_layer=1, n_head=2)

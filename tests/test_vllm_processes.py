@@ -1,19 +1,11 @@
-"""vLLM's processes are removed with their rollout worker, and its weights are verified."""
+"""vLLM's processes are removed with their rollout worker."""
 
-from __future__ import annotations
-
-import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
-from easyrl.engines.vllm import processes
-from easyrl.engines.vllm.processes import FOLDER, Cleanup, processes_of, remove
+from easyrl.engines.vllm.processes import processes_of
 
 SECONDS = 5.0
 HOLDER = """
@@ -27,7 +19,7 @@ time.sleep(1000)
 """
 
 
-def test_killed_worker_leaves_no_names_and_no_processes() -> None:
+def test_killed_worker_leaves_no_names_and_no_processes():
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     folder = holder.stdout.readline().strip()
@@ -40,67 +32,3 @@ def test_killed_worker_leaves_no_names_and_no_processes() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert not Path(folder).exists()
-
-
-def test_folder_path_is_short_enough_for_sockets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    cleanup = Cleanup()
-    assert os.environ[FOLDER] == cleanup.folder
-    cleanup.stop_marking()
-    assert FOLDER not in os.environ
-    assert cleanup.folder.startswith("/tmp/") and not list(long.iterdir())
-    cleanup.close()
-    assert not Path(cleanup.folder).exists()
-
-
-def test_process_that_cannot_be_killed_is_not_waited_for_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "names"
-    folder.mkdir()
-    monkeypatch.setattr(processes, "KILL_SECONDS", 0.2)
-    monkeypatch.setattr("os.kill", lambda pid, signum: None)
-    stuck = subprocess.Popen(["sleep", "100"], env={**os.environ, FOLDER: str(folder)})
-    try:
-        remove(str(folder))
-    finally:
-        monkeypatch.undo()
-        stuck.kill()
-        stuck.wait()
-    assert not folder.exists()
-
-
-# -- checksums of an engine's parameters -----------------------------------------------------------
-
-MATRIX = ParameterChecksum("model.qkv.weight", is_matrix=True)
-VECTOR = ParameterChecksum("model.decay")
-
-
-@pytest.mark.parametrize(
-    ("of", "updates"),
-    [
-        # A load is skipped; a matrix must be right from the first update on.
-        (MATRIX, [(10, [10]), (11, [10])]),
-        (MATRIX, [(10, [9])]),
-        # A vector that is kept in another form must change with what is sent.
-        (VECTOR, [(10, [-77]), (11, [-78]), (11, [-78]), (12, [-78])]),
-        # Two ranks hold shares, or the whole; or they share some heads.
-        (MATRIX, [(10, [4, 6]), (11, [4, 6])]),
-        (MATRIX, [(10, [10, 10]), (11, [10, 10])]),
-        (MATRIX, [(10, [7, 8]), (12, [8, 9]), (13, [8, 9])]),
-    ],
-)
-def test_the_last_of_these_updates_is_reported(
-    of: ParameterChecksum, updates: list[tuple[int, list[int]]]
-) -> None:
-    verifier = ChecksumVerifier()
-    for version, (sent, held) in enumerate(updates):
-        ranks = [[replace(of, sent=sent, held=each)] for each in held]
-        if version < len(updates) - 1:
-            verifier.check(version, ranks)
-    with pytest.raises(RuntimeError, match=rf"weights {version} .* 1 of 1 .*{of.parameter}"):
-        verifier.check(version, ranks)

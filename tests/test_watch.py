@@ -1,62 +1,51 @@
 """`easyrl watch` and the trace it reads: of runs that finished, run, were killed or resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.config import Config
-from easyrl.events import Event, FromWorker, Span
+from easyrl.events import FromWorker, Span
 from easyrl.observe import trace
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
-from easyrl.runtime.run_folder import lock_folder
 from run_events import METRICS, active, group, run_events, state_of
-from runs import SMALL, Finished, start, wait_for_line
+from runs import SMALL, start, wait_for_line
 from terminals import Terminal, after_the_view
-
-Written = tuple[Path, list[Event]]
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Written:
-    """A run folder without a trace, and its events."""
+def written(tmp_path):
     (tmp_path / "config.yaml").write_text("")
     return tmp_path, run_events(tmp_path, Config())
 
 
-def write(run: Sequence[Event]) -> None:
+def write(run):
     notify = TraceWriter()
     for event in run:
         notify(event)
 
 
-def lines_of(folder: Path) -> list[trace.Line]:
+def lines_of(folder):
     """The trace, with the end that its format does not ask for; each line is valid."""
     text = (folder / "trace.json").read_text().rstrip(",\n") + "]"
-    lines: list[trace.Line] = json.loads(
-        text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON")
-    )
+    lines = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
     for line in lines:
         assert isinstance(line["pid"], int) and isinstance(line["tid"], int)
         assert line["ts"] > 0 and (line["ph"] != "X" or line["dur"] >= 0)
     return lines
 
 
-def content(state: RunState) -> str:
+def content(state):
     """Empty fields, those that the trace leaves out, and NaN are the same."""
     fields = dataclasses.asdict(state)
     fields["run"]["earlier"] = None
@@ -64,36 +53,47 @@ def content(state: RunState) -> str:
     return re.sub(r"\\u001b|\\u0007|\\u202e", r"\\ufffd", text)
 
 
-def test_trace_gives_the_same_state_as_the_events(written: Written) -> None:
-    """The trace is read after each event, as during the run, and once at the end."""
+def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch):
+    """It is read during the run, with a worker that reports four times a second, and at the end."""
+    monkeypatch.setattr(trace, "MAX_BYTES", 30_000)
     folder, run = written
-    notify = TraceWriter()
-    files: RunFiles | None = None
-    live, read = RunState(), RunState()
-    for event in run:
+    first = next(n for n, e in enumerate(run) if isinstance(e, events.IterationFinished)) + 1
+    spans = [Span("train", 300.0 + number, 300.5 + number) for number in range(2000)]
+    run[first:first] = [
+        events.WorkerSpawned(300.0, "rollout-1", "cpu"),  # `easyrl scale`
+        *(events.IterationFinished(300.0, {**METRICS, "iteration": n}) for n in range(10)),
+        *(active("train-0", span) for span in spans),
+        active("rollout-1", spans[-1]),
+    ]
+    notify, live, follower, files, kinds = TraceWriter(), RunState(), RunState(), None, set()
+    for number, event in enumerate(run):
         live.apply(event)
         notify(event)
         files = files or RunFiles(folder)
-        for found in files.read():
-            read.apply(found)
-        assert content(read) == content(live), event
-    assert live.ended is not None
-    assert content(state_of(RunFiles(folder).read())) == content(live)
-    assert {line["ph"] for line in lines_of(folder)} == {"M", "X", "B", "E", "i", "C"}
+        if number % 11 == 0 or number < first or number > len(run) - 20:
+            for found in files.read():
+                follower.apply(found)
+            assert content(follower) == content(live), event
+            assert (folder / "trace.json").stat().st_size <= 30_000
+            kinds |= {line["ph"] for line in lines_of(folder)}
+    assert live.ended is not None and kinds == {"M", "X", "B", "E", "i", "C"}
+    late = state_of(RunFiles(folder).read())  # has only the newest part, and what matters
+    kept = [json.dumps([each.accuracies, each.lines]) for each in (late, live)]
+    assert kept[0] == kept[1].replace("NaN", "null")
+    assert 20 < len(late.workers["train-0"].spans) < 2000
+    assert late.workers["train-0"].spans[-1] == live.workers["train-0"].spans[-1]
 
 
-def test_resumed_run_reads_as_one_run(written: Written) -> None:
+def test_resumed_run_reads_as_one_run(written):
     """The first command is killed after two iterations; the next resumes after the first one. The
     last end counts."""
     folder, run = written
-    started = run[0]
-    assert isinstance(started, events.RunStarted)
     write(run[:-2])
     with (folder / "trace.json").open("a") as file:
         file.write('{"ph": "i", "na')
     more = {"started": 300.0, "num_iterations": 1, "earlier": [METRICS]}
     resumed = [
-        dataclasses.replace(started, **more, accuracies=[(0, 0.5)]),
+        dataclasses.replace(run[0], **more, accuracies=[(0, 0.5)]),
         FromWorker("rollout-0", 303.0, events.Ready()),
         events.IterationStarted(307.0, 1),
         group(308.0, 4, iteration=1),
@@ -107,99 +107,18 @@ def test_resumed_run_reads_as_one_run(written: Written) -> None:
     assert found[-1] == events.RunEnded(1, "no more memory")
 
 
-def test_trace_is_bounded_and_still_valid_and_followed(
-    written: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two days of a worker that reports four times a second, at any moment."""
-    limit = 30_000
-    monkeypatch.setattr(trace, "MAX_BYTES", limit)
+def test_folder_without_a_readable_trace_is_refused(written):
     folder, run = written
-    first = next(n for n, e in enumerate(run) if isinstance(e, events.IterationStarted)) + 1
-    spans = [Span("train", 300.0 + number, 300.5 + number) for number in range(2000)]
-    run[first:-1] = [
-        events.WorkerSpawned(300.0, "rollout-1", "cpu"),  # `easyrl scale`
-        *(events.IterationFinished(300.0, {**METRICS, "iteration": n}) for n in range(10)),
-        *(active("train-0", span) for span in spans),
-        active("rollout-1", spans[-1]),
-    ]
-    live, follower, notify = state_of(run), RunState(), TraceWriter()
-    files = None
-    for number, event in enumerate(run):
-        notify(event)
-        files = files or RunFiles(folder)
-        if number % 11 == 0 or number >= len(run) - 2:
-            for found in files.read():
-                follower.apply(found)
-            assert (folder / "trace.json").stat().st_size <= limit
-            assert lines_of(folder)
-    assert content(follower) == content(live)
-    late = state_of(RunFiles(folder).read())  # has only the newest part, and what matters
-    assert (late.accuracies, late.lines) == (live.accuracies, live.lines)
-    spans_read = late.workers["train-0"].spans
-    assert 20 < len(spans_read) < 2000 and spans_read[-1] == live.workers["train-0"].spans[-1]
-
-
-def test_lines_that_are_damaged_or_of_another_version_are_skipped(written: Written) -> None:
-    folder, run = written
-    write(run)
-    file = folder / "trace.json"
-    other = '{"ph": "i", "ts": 1, "pid": 0, "args": {"type": "Evaluated", "no": 1}}'
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join(f"{line}\n{other},\n\0{line[:9]}" for line in lines) + "\n")
-    assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
-
-
-def test_folder_without_a_readable_trace_is_refused(written: Written) -> None:
-    """It never waits for a run that has no readable beginning."""
-    folder, run = written
-    for garbage in (None, b"\xff", b'5\n"RunStarted"\n["RunStarted"],\n'):
-        if garbage is not None:
-            (folder / "trace.json").write_bytes(garbage)
-        with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
-            watch(folder, live=False)
+    with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
+        watch(folder, live=False)
     (folder / "trace.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
+        watch(folder, live=False)
     write(run)  # the run is resumed
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 
 
-def test_run_whose_trace_has_lost_its_end_is_finished_by_its_summary(written: Written) -> None:
-    folder, run = written
-    write(run)
-    whole, _, _ = (folder / "trace.json").read_bytes().partition(b'"type": "RunFinished"')
-    (folder / "trace.json").write_bytes(whole)
-    *_, killed = follow(RunFiles(folder))
-    assert isinstance(killed, events.RunEnded) and killed.exit_code == 1
-    (folder / "summary.json").write_text('{"iterations": 2}')
-    *_, last, end = follow(RunFiles(folder))
-    assert isinstance(last, events.RunFinished) and last.summary == {"iterations": 2}
-    assert end == events.RunEnded(0, "")
-
-
-def test_resumed_run_is_shown_from_its_new_start(written: Written) -> None:
-    """The command that resumes it has locked the folder, but has sent no event yet."""
-    folder, run = written
-    write(run)
-    lock = lock_folder(folder)
-
-    def resume() -> None:
-        (folder / "config.yaml").write_text("train: {iterations: 9}")
-        write(run)
-        os.close(lock)
-
-    files = RunFiles(folder)
-    threading.Timer(0.5, resume).start()
-    found = list(follow(files))
-    starts = [event for event in found if isinstance(event, events.RunStarted)]
-    assert len(starts) == 2 and starts[-1].config.train.iterations == 9
-    assert found[-1] == run[-1]
-
-
-# Real runs.
-
-
-def test_finished_run_is_shown_as_it_ended(
-    finished_run: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_is_shown_as_it_ended(finished_run, capsys):
     terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(finished_run.folder))
     assert watch(finished_run.folder, live=False) == 0
     assert capsys.readouterr().out == finished_run.out
@@ -209,58 +128,35 @@ def test_finished_run_is_shown_as_it_ended(
         assert text in output
 
 
-Killed = tuple[Path, list[Terminal], str]
-
-
-@pytest.fixture(scope="module")
-def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
-    """A run that was killed; two watchers, of which the first was interrupted before; and what
-    `easyrl report` printed of the living run."""
-    folder = tmp_path_factory.mktemp("killed") / "run"
-    process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
-    try:
-        wait_for_line(process, "iteration 2/")
-        watchers = [
-            Terminal(sys.executable, "-m", "easyrl", "watch", str(folder)) for _ in range(2)
-        ]
-        report = page_of(folder)
-        for watcher in watchers:
-            watcher.read_until("ETA")
-        os.kill(watchers[0].process.pid, signal.SIGINT)
-        watchers[0].read_until(None)
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.communicate()
-    yield folder, watchers, report
-
-
-def page_of(folder: Path) -> str:
-    """The report's text, without spaces at the ends of lines."""
+def page_of(folder):
     done = CliRunner().invoke(cli.app, ["report", str(folder)])
     assert done.exit_code == 0, done.output
     return re.sub(r"<[^>]*>|\s+", " ", (folder / "report.html").read_text())
 
 
-def test_run_is_followed_until_it_is_killed_and_outlives_a_watcher(killed_run: Killed) -> None:
-    folder, (interrupted, follower), _ = killed_run
-    assert interrupted.end() == 128 + signal.SIGINT
+def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_reported(tmp_path):
+    folder = tmp_path / "run"
+    process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
+    try:
+        wait_for_line(process, "iteration 2/")
+        words = (sys.executable, "-m", "easyrl", "watch", str(folder))
+        interrupted, follower = Terminal(*words), Terminal(*words)
+        assert "still running" in page_of(folder)
+        for watcher in (interrupted, follower):
+            watcher.read_until("ETA")
+        os.kill(interrupted.process.pid, signal.SIGINT)
+        interrupted.read_until(None)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert interrupted.end() == 128 + signal.SIGINT and follower.end() == 1
     assert "the run continues" in after_the_view(interrupted.output)
-    assert follower.end() == 1
     assert "the run was killed" in after_the_view(follower.output)
     assert watch(folder, live=False) == 1
-
-
-def test_report_of_a_running_run_and_of_what_is_left_of_a_killed_one(killed_run: Killed) -> None:
-    """Its files may end in the middle of a line."""
-    folder, _, while_running = killed_run
-    assert "still running" in while_running
     for name in ("metrics.jsonl", "samples.jsonl", "trace.json"):
-        with (folder / name).open("a") as file:
+        with (folder / name).open("a") as file:  # cut off in the middle of a line
             file.write('{"iteration": 99999, "rew')
     page = page_of(folder)
     for text in ("of 100000 iterations: its process is gone", "none missing", "both at once"):
         assert text in page
-    (folder / "metrics.jsonl").write_text("")
-    (folder / "trace.json").unlink()
-    assert "No iteration has finished so far" in page_of(folder)

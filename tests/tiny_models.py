@@ -1,7 +1,5 @@
 """Tiny random models of many families, and references that run each sequence alone."""
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -129,7 +127,6 @@ UNSHARED = {
     # Differential attention: two per layer.
     "diffllama": ({"num_key_value_heads": 2}, "the engine needs one call from each layer"),
     "bloom": (OLD_SIZES, NO_INTERFACE),
-    "falcon": ({}, NO_INTERFACE),
     # Windows that are only in the mask that transformers builds.
     "qwen2_moe": (
         {
@@ -141,10 +138,6 @@ UNSHARED = {
             "shared_expert_intermediate_size": 16,
         },
         "does not pass its sliding window",
-    ),
-    "phimoe": (
-        {"num_key_value_heads": 2, **EXPERTS, "sliding_window": WINDOW},
-        "layer 0 does not pass its sliding window",
     ),
     # It computes positions from the tokens themselves.
     "roberta": ({"is_decoder": True}, "a packed row gives other results"),
@@ -166,7 +159,7 @@ def tiny_model(family, attention="eager", spread=0.2, seed=1, **changes):
     return model.eval()
 
 
-def untied_model(folder: Path) -> str:
+def untied_model(folder):
     """A random model for vLLM with an untied head, biases, and the built-in model's tokenizer."""
     sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32768}
@@ -197,7 +190,6 @@ def lay_out(groups):
 
 
 def packed_logits(policy, sequences):
-    """Logits of all tokens [T, V]."""
     lengths = [len(sequence) for sequence in sequences]
     return policy.forward(
         torch.cat(sequences),
@@ -212,7 +204,6 @@ def separate_logits(reference, sequences):
 
 
 def gradients(model, logits, sequences):
-    """Gradients of a random weighted sum of all log-probabilities of the next tokens."""
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(len(logits), generator=generator)
     targets = torch.cat([sequence.roll(-1) for sequence in sequences])

@@ -1,9 +1,6 @@
 """A random chat model that makes tool calls: its vocabulary has whole ones. The docs' examples."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -24,18 +21,18 @@ TEMPLATE = (
 """Lists the names of the tools; calls are in the format of Hermes."""
 
 
-def call(name: str, arguments: str) -> str:
+def call(name, arguments):
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
-def chat_tokenizer(calls: Sequence[str] = (), template: str = TEMPLATE):  # type: ignore[no-untyped-def]
+def chat_tokenizer(calls=(), template=TEMPLATE):
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
     tokenizer.add_tokens([*calls])
     tokenizer.chat_template = template
     return tokenizer
 
 
-def chat_model(folder: Path, calls: Sequence[str] = (), template: str = TEMPLATE) -> str:
+def chat_model(folder, calls=(), template=TEMPLATE):
     """Write a random model: every token is about as likely as every other."""
     tokenizer = chat_tokenizer(calls, template)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
@@ -46,7 +43,7 @@ def chat_model(folder: Path, calls: Sequence[str] = (), template: str = TEMPLATE
     return str(folder)
 
 
-def example(name: str) -> str:
+def example(name):
     """Return the code of the page under the comment `# name`."""
     page = Path(__file__).parent.parent / "docs" / "environments.md"
     found = re.search(rf"^```python\n(# {re.escape(name)}\n.*?)^```", page.read_text(), re.M | re.S)
