@@ -111,7 +111,7 @@ def count_decode_step(model, layers, rows, prompt, cells):
     copied = prompt if prompt <= COPIED_TOKENS else 0
     states["cell"], states["position"] = cells + copied - 1, prompt + cells - 1
     sizes, inputs = graphs._prepare(np.zeros(rows, np.int64), np.zeros(rows), states)
-    integers = inputs.packed().to(META)
+    integers = torch.from_numpy(np.concatenate(inputs)).to(META)
     as_cuda = patch.object(devices, "widens_products", lambda device: True)
     # Not inference mode, which hides what is computed.
     with as_cuda, torch.no_grad(), Counter() as counter:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hanging_worker import hangs_before_its_first_event
 from typer.testing import CliRunner
 
 from easyrl.cli import app
@@ -150,6 +149,10 @@ def test_ctrl_c_while_the_workers_start(tmp_path):
     process.send_signal(signal.SIGINT)
     returned, _, err = end(process, processes)
     assert returned == 130 and err == ""
+
+
+def hangs_before_its_first_event(control):
+    time.sleep(1000)
 
 
 def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody():
