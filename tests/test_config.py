@@ -12,6 +12,7 @@ from easyrl.config import (
     KEYS,
     Config,
     ConfigError,
+    key_hint,
     load_config,
     options_by_key,
     settings_markdown,
@@ -105,6 +106,8 @@ def test_generated_files_are_current():
     assert yaml.read_text() == to_commented_yaml(Config()), "easyrl config > configs/default.yaml"
     current = markdown.read_text() == settings_markdown()
     assert current, "easyrl config --markdown > docs/settings.md"
+    names = [ROOT / "easyrl" / "config" / "trl_and_verl.md", ROOT / "docs" / "trl_and_verl.md"]
+    assert names[0].read_text() == names[1].read_text(), "one is a copy of the other"
     devices = (ROOT / "docs" / "devices.md").read_text()
     assert "\n".join(performance_model.tables()) in devices, performance_model.__doc__
 
@@ -214,3 +217,21 @@ def test_device_sets_are_disjoint_or_one_shared_accelerator():
     for infer, train in (("0-3", "3-4"), ("0,1", "0,1"), ("0", "0-1")):
         with pytest.raises(ConfigError, match=r"devices\.train"):
             check_disjoint(parse_device_set(infer), parse_device_set(train))
+
+
+@pytest.mark.parametrize(
+    ("typed", "here"),
+    [
+        ("num_iterations", "train.updates_per_iteration"),
+        ("save_steps", "train.save_every"),
+        ("gradient_accumulation_steps", "nothing"),
+        ("report_to", "output.log_to"),
+        ("logging_steps", "nothing"),
+        ("use_vllm", "rollout.engine=vllm"),
+        ("bf16", "model.dtype"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "algorithm.beta"),
+        ("train.beta", "did you mean algorithm.beta"),
+    ],
+)
+def test_names_of_trl_and_verl_are_answered_from_the_table_of_the_docs(typed, here):
+    assert here in key_hint(typed)

@@ -24,7 +24,7 @@ from easyrl.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from easyrl.config.data import DataConfig as DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
-from easyrl.config.hints import INSTEAD, SYNONYMS, similar_names
+from easyrl.config.hints import INSTEAD, SYNONYMS, names_of_others, similar_names
 from easyrl.config.model import ModelConfig
 from easyrl.config.reward import RewardConfig as RewardConfig
 from easyrl.config.rollout import RolloutConfig
@@ -330,6 +330,9 @@ def _problem(details: Any) -> str:
 
 def key_hint(name: str, suffix: str = "") -> str:
     """Return which setting an unknown one may mean, or where to look."""
+    last = name.rpartition(".")[2]
+    if last in names_of_others() and not any(key.endswith(f".{last}") for key in KEYS):
+        return f"what TRL or verl call so is here: {names_of_others()[last]}"
     sections = [each for each in SECTIONS if not suffix and each.count(".") == name.count(".")]
     if names := similar_names(name, [*sections, *KEYS]):
         return f"did you mean {' or '.join(each + suffix for each in names)}?"

@@ -1,7 +1,10 @@
 """Names and values that users of other trainers type, and what they are called here."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
 
 SYNONYMS = {
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
@@ -11,15 +14,11 @@ SYNONYMS = {
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "kl"), "beta"),
     **dict.fromkeys(("clip_ratio", "cliprange", "clip"), "epsilon"),
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
-    **dict.fromkeys(("max_response_length", "response_length"), "max_completion_length"),
+    "response_length": "max_completion_length",
     **dict.fromkeys(("tp", "tp_size"), "tensor_parallel_size"),
     **dict.fromkeys(("name", "model_name_or_path"), "path"),
     **dict.fromkeys(("reward_funcs", "reward_function"), "functions"),
-    "gradient_checkpointing": "activation_checkpointing",
-    **dict.fromkeys(("torch_compile", "use_torch_compile"), "compile"),
-    "gpu_memory_utilization": "memory_fraction",
     **dict.fromkeys(("lora", "lora_rank", "lora_r", "use_lora", "use_peft", "r"), "rank"),
-    "eval_steps": "eval_every",
     "loss": "loss_type",
     "torch_dtype": "dtype",
 }
@@ -36,6 +35,20 @@ INSTEAD = {
     ("model.dtype", "float16"): "model.dtype=bfloat16",
 }
 """Suggestions for values that a key does not take."""
+
+
+@cache
+def names_of_others() -> dict[str, str]:
+    """The last parts of TRL's and verl's names, and what they are called here (the table of
+    docs/trl_and_verl.md)."""
+    table = Path(__file__).with_name("trl_and_verl.md").read_text()
+    found: dict[str, str] = {}
+    for ours, *others in (line.split("|")[1:4] for line in table.splitlines() if "|" in line):
+        here = re.sub(r" — \((.*)\) ", r"\1", ours.replace("`", "")).strip()
+        for typed in re.findall("`([^`]+)`", " ".join(others)):
+            for name in re.findall(r"[\w.]+", typed):
+                found.setdefault(name.rpartition(".")[2], here)
+    return found
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
