@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -285,6 +286,12 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path, family, changes):
         for name in ("exported", "model")
     )
     assert {*exported} == {*initial}
+    message = export_checkpoint(path, tmp_path / "narrow", dtype="bfloat16")
+    assert "in bfloat16" in message and policy.weights_sha256() in message
+    narrow = load_file(tmp_path / "narrow" / "model.safetensors")
+    wide = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(narrow[name], wide[name].bfloat16()) for name in wide)
+    assert json.loads((tmp_path / "narrow" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_fingerprint_covers_tokenizer_and_configuration(tmp_path):

@@ -1,7 +1,7 @@
 """The commands with few options: samples, watch, export, config, doctor."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
@@ -47,6 +47,7 @@ def export(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="The folder to write.")
     ] = None,
+    *,
     push: Annotated[
         str | None,
         Option(
@@ -56,6 +57,9 @@ def export(
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, Option(help="By default that of the model's files.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM load, or publish it."""
@@ -68,7 +72,8 @@ def export(
         raise ConfigError("expected either DIR or --push OWNER/NAME")
     from easyrl.model.export import export_checkpoint
 
-    echo(export_checkpoint(checkpoint, folder, trust=trust_remote_code, force=force))
+    options: Any = {"trust": trust_remote_code, "force": force, "dtype": dtype or "own"}
+    echo(export_checkpoint(checkpoint, folder, **options))
 
 
 @command

@@ -23,6 +23,7 @@ from secrets import token_hex
 from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, load_config
+from easyrl.config.model import DType
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model
 from easyrl.formatting import install_command
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, find_checkpoint
@@ -72,14 +73,22 @@ def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False
 
 
 def export_checkpoint(
-    source: Path, folder: Path, *, trust: bool = False, force: bool = False, verify: bool = True
+    source: Path,
+    folder: Path,
+    *,
+    trust: bool = False,
+    force: bool = False,
+    verify: bool = True,
+    dtype: DType | Literal["own", "trained"] = "own",
 ) -> str:
     """Export a checkpoint, or the newest one of a run folder; return a message for the user.
     `trust`: run code that comes with the model; `force`: replace a model in `folder`; `verify` the
-    checksums first. Raises ConfigError."""
+    checksums first; `dtype` of the weights: by default that of the model's files, `trained` as
+    they were trained. Raises ConfigError."""
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
+    import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
     from easyrl.model.checkpoint import read_tensors
@@ -87,7 +96,7 @@ def export_checkpoint(
 
     config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
-    read_model_files(model.path)
+    stored = read_model_files(model.path).stored_dtype
     if checkpoint.state["identity"]["model.path"] != fingerprint(model.path):
         raise ConfigError(
             f"model.path: the files of {model.path} have changed since the run of "
@@ -95,8 +104,8 @@ def export_checkpoint(
         )
     quieten_transformers()
     tokenizer = tokenizer_of(config)
-    dtype = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
-    policy = Policy.load(model.path, trust_remote_code=trust, dtype=dtype)
+    trained = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
+    policy = Policy.load(model.path, trust_remote_code=trust, dtype=trained)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     try:
@@ -105,12 +114,15 @@ def export_checkpoint(
         if checkpoint.path.exists():
             raise
         # A running run has deleted it.
-        return export_checkpoint(source, folder, trust=trust, force=force, verify=verify)
+        options: Any = {"trust": trust, "force": force, "verify": verify, "dtype": dtype}
+        return export_checkpoint(source, folder, **options)
+    name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     with replace_folder(folder, is_new=not force) as new:
-        policy.save(new, tokenizer)
+        policy.save(new, tokenizer, dtype=None if name == trained else getattr(torch, name))
+    rounded = "" if name == trained else f" before they were rounded to {name}"
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
-        f"{folder} (weights: sha256 {policy.weights_sha256()})"
+        f"{folder} in {name} (weights{rounded}: sha256 {sha256})"
     )
 
 
@@ -139,7 +151,8 @@ class ModelSource:
             self._merge(folder)
             return str(folder)
         try:
-            export_checkpoint(Path(self.path), folder, trust=trust, verify=False)  # it is verified
+            options: Any = {"verify": False, "dtype": "trained"}  # it is verified already
+            export_checkpoint(Path(self.path), folder, trust=trust, **options)
         except ConfigError:
             if Path(self.path).exists():
                 raise
