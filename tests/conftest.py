@@ -61,7 +61,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder, printed = shared / "finished" / "run", shared / "finished-out.txt"
     with FileLock(shared / "finished.lock"):
         if not printed.exists():
-            words = (*SMALL, "rollout.max_completion_length=100")  # so that some answers are right
+            # So long that some answers are right.
+            words = (*SMALL, "rollout.max_completion_length=100", "output.samples=2")
             code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
             assert (code, err) == (0, "")
             printed.write_text(out)

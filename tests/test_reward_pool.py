@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import select
 import signal
 import subprocess
@@ -151,6 +152,24 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
     assert not children_named(PROCESS_NAME, [os.getpid()])
     with pytest.raises(ConfigError, match="a_set"):
         tried(own, "good", "a_set")
+
+
+MISTAKES = {
+    "NameError": "return [flot('2' in text) for text in completions]",
+    "ModuleNotFoundError": "import no_such_module",
+    "'list' object has no attribute": "return [completions.score]",
+    "completion[0]['content']": "return [float('2' in text) for text in completions]",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_function_stops_the_start(tmp_path, mistake):
+    """`'2' in completion` is one where the completions are lists of chat messages."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"def f(completions, **columns):\n    {MISTAKES[mistake]}\n")
+    content = [{"role": "user", "content": "1+1="}] if "content" in mistake else "1+1="
+    with pytest.raises(ConfigError, match=re.escape(mistake)):
+        try_rewards(config_of(f"{file}:f"), Prompt(0, content, {}))
 
 
 def test_functions_get_trl_arguments_and_do_not_share_them(open_pool):

@@ -32,7 +32,7 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run):
         assert line["num_updates_not_finite"] == 0
         assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
     samples = lines_of(folder / "samples.jsonl")
-    assert len(samples) == 3 * 4 and all(s["prompt"].endswith("=") for s in samples)
+    assert len(samples) == 3 * 2 * 4 and all(s["prompt"].endswith("=") for s in samples)
     assert {"completion", "reward", "rewards", "advantage", "answer"} <= samples[0].keys()
     assert all(sample["length"] > 0 for sample in samples)
 
