@@ -33,6 +33,7 @@ VLLM, UNUSABLE = {"vllm_version": lambda: "0.34.1"}, {"unsupported_reason": lamb
     [
         ("torch", "failed", platforms, {"package_version": lambda name: None}),
         ("torch", "failed", platforms, {"package_version": lambda name: "2.16.0"}),
+        ("workers", "failed", doctor, {"MODULES": ("no_such_module",)}),
         ("memory", "failed", doctor, {"available_memory_bytes": lambda: GIB // 2}),
         ("disk", "failed", doctor, {"_free_bytes": lambda path: 0}),
         ("shared memory", "warning", doctor, {"_free_bytes": lambda path: GIB // 16}),

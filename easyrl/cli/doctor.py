@@ -7,6 +7,8 @@ The last two contain a remedy.
 import json
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +24,7 @@ from easyrl.engines.vllm import platforms
 from easyrl.processes import num_cores
 from easyrl.rewards import sandbox
 from easyrl.runtime import self_test
+from easyrl.runtime.fork_server import MODULES
 
 SUPPORTED = {"torch": ">=2.10,<2.16", "transformers": ">=5.14", "peft": ">=0.21"}
 """Lower bounds as in pyproject.toml; the upper bound is above the newest version tested."""
@@ -59,9 +62,12 @@ def run_doctor(*, as_json: bool, has_test: bool) -> int:
 
 
 def check() -> Iterator[Line]:
-    """Check this machine in a second or two, most of it to import torch."""
+    """Check this machine in some seconds, most of them to import torch and transformers."""
     yield Line("python", "ok", f"{platform.python_version()}, {platform.machine()}")
-    yield from map(_package, SUPPORTED)
+    packages = list(map(_package, SUPPORTED))
+    yield from packages
+    if all(line.status == "ok" for line in packages):
+        yield _workers()
     kind, lines = _accelerators()
     yield from lines
     if kind not in ("cpu", devices.ASCEND) and not devices.has_c_compiler():
@@ -95,6 +101,19 @@ def _package(name: str) -> Line:
     except Exception as error:  # any: a broken installation raises many types
         return Line(name, "failed", f"{version} cannot be imported: {_one_line(error)}", remedy)
     return Line(name, "ok", version)
+
+
+def _workers() -> Line:
+    """Import what workers import, as they do: in a process of its own."""
+    program = f"import {', '.join(MODULES)}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return Line("workers", "ok", "can be imported")
+    text = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    remedy = f"see the whole error: {sys.executable} -c '{program}'"
+    return Line("workers", "failed", f"cannot be imported: {text}", remedy)
 
 
 def _accelerators() -> tuple[str, list[Line]]:
