@@ -18,9 +18,9 @@ from easyrl.runtime.placement import describe, resolve_placement
 from easyrl.runtime.preflight import (
     check_inputs,
     check_positions,
+    choice_warnings,
     count_trained,
     read_model_size,
-    sampling_warnings,
 )
 
 
@@ -36,7 +36,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
     """Plan a run. Raises ConfigError for devices that are missing."""
     placement = resolve_placement(config, assumed)
     lines = [describe_model(config.model.path), describe(placement), ""]
-    warnings, is_refused, is_tight, size = sampling_warnings(config), False, False, None
+    warnings, is_refused, is_tight, size = choice_warnings(config, placement), False, False, None
     try:
         files = read_model_files(config.model.path, is_whole=False)
         check_positions(config, files)

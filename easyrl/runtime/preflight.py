@@ -98,7 +98,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     parts = [] if size is None else memory.estimate_memory(config, placement, size)
     devices.memory_in_use.cache_clear()
     budgets = memory.memory_budgets(placement)
-    warnings += [*of_eval, *sampling_warnings(config), *peer_warnings(placement)]
+    warnings += [*of_eval, *choice_warnings(config, placement), *peer_warnings(placement)]
     try:
         warnings += memory.check_memory(parts, budgets, memory.held_by_others(placement))
     except ConfigError as error:
@@ -255,12 +255,18 @@ def check_positions(config: Config, model: ModelFiles, *, section: str = "rollou
         )
 
 
-def sampling_warnings(config: Config) -> list[str]:
-    top_k, top_p = config.rollout.top_k, config.rollout.top_p
-    if (top_k, top_p) == (0, 1.0):
-        return []
-    given = f"rollout.top_k={top_k}, rollout.top_p={top_p}"
-    return [f"warning: with {given} completions are not sampled from the trained distribution"]
+def choice_warnings(config: Config, placement: Placement) -> list[str]:
+    """Warn of settings that are allowed and rarely meant."""
+    warnings, top_k, top_p = [], config.rollout.top_k, config.rollout.top_p
+    if (top_k, top_p) != (0, 1.0):
+        given = f"rollout.top_k={top_k}, rollout.top_p={top_p}"
+        text = f"with {given} completions are not sampled from the trained distribution"
+        warnings.append(f"warning: {text}")
+    is_demo = config.model.path in BUILT_IN_MODELS
+    if placement.train.kind == "accelerator" and config.model.dtype == "float32" and not is_demo:
+        text = "in float32 accelerators take twice the memory and several times as long"
+        warnings.append(f"warning: {text}: model.dtype=bfloat16")
+    return warnings
 
 
 def read_model_size(config: Config, files: ModelFiles, num_trained: int | None) -> ModelSize | None:
