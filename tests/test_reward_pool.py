@@ -198,6 +198,18 @@ def test_slow_reward_does_not_block(open_pool):
         assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
 
 
+def test_a_process_that_was_killed_with_the_lock_of_the_calls_is_noticed(
+    open_pool, reports, monkeypatch
+):
+    pool = open_pool("good")
+    scores_of(pool)
+    monkeypatch.setattr(pool_module, "STUCK_SECONDS", 0.5)
+    lock = pool._pool._pool_manager.worker_manager.workers_channel.mutex.reader_mutex
+    assert lock.acquire(timeout=10)
+    assert scores_of(pool) == [[1.0, 1.0]] and len(reports) == 1
+    lock.release()
+
+
 def test_results_are_of_plain_types(open_pool):
     """Others would be unpickled in the rollout worker."""
     ((scores, errors, metrics, columns),) = score(open_pool("logs_odd_names"))

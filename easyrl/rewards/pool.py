@@ -18,6 +18,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -39,6 +40,8 @@ from easyrl.types import Float32, Prompt
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 10.0
 """Longest time of a function's check, with the time that its file takes to load."""
+STUCK_SECONDS = 15.0
+"""Longest time in which calls wait and none runs: processes that are replaced take seconds."""
 MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group
 
 
@@ -115,7 +118,17 @@ class RewardPool:
     @property
     def is_broken(self) -> bool:
         """Whether calls may have been lost with the pool; `finished` repeats them."""
-        return bool(self._groups) and not self._pool.active
+        return bool(self._groups) and (not self._pool.active or self._is_stuck())
+
+    def _is_stuck(self) -> bool:
+        """Whether no call begins any more, although processes have started: one that is killed
+        while it takes a call leaves the lock of pebble's pipe taken."""
+        futures = [task.future for task in chain(*self._groups.values()) if not task.is_elsewhere]
+        waiting = [future for future in futures if not future.done()]
+        now = time.monotonic()
+        if not waiting or not self._ready.done() or any(each.running() for each in waiting):
+            self._moved = now
+        return now > self._moved + STUCK_SECONDS
 
     def fileno(self) -> int:
         """Readable when `finished` has something: for select or multiprocessing.connection.wait."""
@@ -135,7 +148,8 @@ class RewardPool:
             initargs=(self._config, self._sources),
             context=get_context("spawn"),
         )
-        pool.schedule(int)  # pebble starts the processes with the first task
+        self._ready = pool.schedule(int)  # pebble starts the processes with the first task
+        self._moved = time.monotonic()
         return pool
 
     def _stop_pool(self) -> None:
