@@ -16,6 +16,7 @@ from easyrl.config import (
     load_config,
     options_by_key,
     settings_markdown,
+    to_arguments,
     to_commented_yaml,
 )
 from easyrl.config.devices import check_disjoint, parse_device_set
@@ -72,7 +73,7 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         # Every text is one for a key that takes a string, but for quotes.
         *(
             ("data.prompt_template", text, text)
-            for text in ("123", "[0-4]$", "a: b", "a #b", "1e3")
+            for text in ("123", "[0-4]$", "a: b", "a #b", "1e3", " Q: {q}\nA: ")
         ),
         ("data.prompt_template", '"[A-M]"', "[A-M]"),
         # A typed end of a line is one, unless it begins a LaTeX command.
@@ -94,10 +95,15 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         ),
     ],
 )
-def test_a_word_has_the_value_that_was_meant_and_yaml_keeps_it(key, typed, expected, tmp_path):
+def test_a_word_has_the_value_that_was_meant_and_yaml_and_arguments_keep_it(
+    key, typed, expected, tmp_path
+):
     config = of(f"{key}={typed}")
     assert repr(value_of(config, key)) == repr(expected)
     assert load_config(write(tmp_path, to_commented_yaml(config))) == config
+    words = to_arguments(config, Config())
+    assert all(word.isprintable() for word in words)
+    assert key == "data.dataset" or load_config(None, {}, words) == config  # of flags
 
 
 def test_generated_files_are_current():
