@@ -126,7 +126,7 @@ def measured_peaks(*words):
 
 @pytest.mark.long
 def test_estimate_equals_the_measured_peak(tmp_path):
-    """Of a model of 92 million weights."""
+    """The model has 92 million weights."""
     words = (
         *write_task(tmp_path, (768, 2304, 10, 12, 6, 28000)),
         *("devices.infer=cpu", "devices.train=cpu", "train.max_tokens_per_micro_batch=2048"),

@@ -23,6 +23,7 @@ def in_a_shell(line):
     [
         "COMMAND | head -n 1; exit ${PIPESTATUS[0]}",
         "COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}",
+        "COMMAND >&- 2>&- <&-",
     ],
 )
 def test_run_with_closed_output_ends_as_any_other(tmp_path, line):

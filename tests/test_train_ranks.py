@@ -214,7 +214,7 @@ class Counted(TorchDispatchMode):
 
 
 def gathers_and_reductions(ranks):
-    """Of one update of three micro-batches, without and with gathered weights that are kept."""
+    """One update has three micro-batches. Gathered weights are dropped, or kept to its end."""
     found = []
     for reshard in ("true", "false"):
         config = load_config(words=[*BASE, "model.path=tiny", f"train.reshard={reshard}"])

@@ -65,6 +65,11 @@ def main() -> None:
     """The console script."""
     for name, value in NO_AUTOLOAD.items():
         os.environ.setdefault(name, value)
+    # A closed standard stream (`2>&-`) is opened: the next file would get its number, and receive
+    # what this process and the workers print.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
     try:
         app(prog_name="easyrl")
     except SystemExit as end:
