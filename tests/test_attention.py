@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measuring import peak_bytes
 from easyrl import devices
@@ -226,6 +227,27 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
             got = PackedGroups([(2, [2, 1])]).attend(query, key, key, settings)
     assert torch.equal(got, SharedPrompt([(2, [2, 1])], "cpu").attend(query, key, key, settings))
     assert notes.pop().endswith("FlexAttention, exact but slower: no C compiler") and not notes
+
+
+def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypatch):
+    """`train.activation_checkpointing`."""
+
+    def squares(layout, query, key, value, settings):
+        return query**2 + 0 * key.sum()
+
+    monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
+    monkeypatch.setattr(FlexSharedPrompt, "attend", squares)
+    flex_shared_prompt.trains.cache_clear()
+    row = torch.randn(5, 2, SIZE).bfloat16().requires_grad_()
+    settings = LayerSettings(0, 1.0, None, None)
+
+    def layer(x):
+        return PackedGroups([(2, [2, 1])]).attend(x, x, x, settings)
+
+    output = checkpoint(layer, row, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), row), (2 * row,))
+    assert not notes
+    flex_shared_prompt.trains.cache_clear()
 
 
 def saved(tmp_path, family, dtype=torch.float32, **changes):
