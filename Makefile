@@ -136,7 +136,7 @@ test-pretended: $(if $(HAS_CXX),$(PRETENDED)/pretended_device.so,$(VENV)/test-in
 
 SHARED_GPU := --infer-devices 0 --train-devices 0
 test-gpu: $(VENV)/test-installed
-	$(BIN)/python -m pytest -m gpu tests/test_gpu.py --durations=15
+	$(BIN)/python -m pytest -n 4 -m gpu tests/test_gpu.py --durations=15
 	@mkdir -p build
 	$(BIN)/easyrl bench weights $(SHARED_GPU) --dtype bfloat16 --force --json build/gpu-weights.json
 	$(BIN)/easyrl bench attention --force --json build/gpu-attention.json

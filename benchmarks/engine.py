@@ -42,11 +42,13 @@ def run(repetitions: int = 5) -> Iterator[Row]:
     if kind == "cpu":
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    measure = partial(compare, repetitions=repetitions, kind=kind)
+    measure = partial(compare, repetitions=repetitions if kind == "cpu" else 2, kind=kind)
     tokenizer = load_tokenizer("tiny")
-    rows = ARITHMETIC.held_out_rows()[:NUM_RAGGED]
+    # `generate` takes minutes on an accelerator: a launch takes longer than a kernel.
+    num_ragged = NUM_RAGGED if kind == "cpu" else 2 * NUM_ROWS
+    rows = ARITHMETIC.held_out_rows()[:num_ragged]
     prompts = [render_prompt(row["prompt"], tokenizer) for row in rows]
-    drawn = np.random.default_rng(0).geometric(1 / MEAN_LENGTH, NUM_RAGGED)
+    drawn = np.random.default_rng(0).geometric(1 / MEAN_LENGTH, num_ragged)
     ragged = np.minimum(drawn, MAX_LENGTH).tolist()
     yield measure("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS)
     yield measure("geometric lengths", prompts, ragged)
@@ -73,7 +75,7 @@ def compare(
         action = partial(_run_engine, without, prompts, lengths)
         actions["engine_without_graphs"] = timed(action, device)
     # Warm-up runs also capture the steps.
-    seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 3)
+    seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 2)
     bytes_per_token = sum(x[0, :, 0].nbytes for layer in engine.cache.rows for x in layer)
     layers = (*engine.cache.rows, *engine.cache.prompts)
     cache_bytes = sum(x.nbytes for layer in layers for x in layer)

@@ -152,9 +152,15 @@ def record(
         "train.keep_checkpoints": 0,
     }
     seen: list[events.Event] = []
+
+    def show(event: events.Event) -> None:
+        if isinstance(event, events.IterationFinished):
+            seconds = event.metrics["perf/iteration_seconds"]
+            print(f"{name}: an iteration of {seconds:.2f} s", file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
-        exit_code = run(config, [seen.append, *observers])
+        exit_code = run(config, [seen.append, show, *observers])
     if exit_code > SIGNALLED:
         raise Interrupted(exit_code - SIGNALLED)
     if exit_code != 0:
@@ -167,7 +173,6 @@ def record(
         for key in lines[0]
         if key.startswith("perf/")
     }
-    print(f"{name}: {medians['iteration_seconds']:.2f} s per iteration", file=sys.stderr)
     num_tokens = lines[-1]["num_tokens"] - lines[0]["num_tokens"]  # counted from the run's start
     seconds = (finished[-1].time - finished[0].time) / iterations
     return medians | {"completion_tokens": num_tokens / iterations, "seconds": seconds}

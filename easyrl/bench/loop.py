@@ -46,7 +46,7 @@ ON_ACCELERATORS = {
     "rollout.max_completion_length": 512,
     "rollout.num_generations": 16,
     "rollout.max_concurrent_groups": 8,
-    "train.prompts_per_iteration": 32,
+    "train.prompts_per_iteration": 16,
     "train.max_tokens_per_micro_batch": 16384,
 }
 ON_CPU = {

@@ -43,22 +43,27 @@ class Line:
 
 def run_doctor(*, as_json: bool, has_test: bool) -> int:
     """Print the report; return the exit code: 1 if no run can start or a part of the test fails."""
-    lines = list(check())
+    lines: list[Line] = []
+
+    def add(line: Line) -> None:
+        lines.append(line)
+        if not as_json:
+            print(f"{line.status:<8} {line.name:<13} {line.text}", flush=True)
+            if line.remedy:
+                print(f"{'':<22} -> {line.remedy}")
+
+    for line in check():
+        add(line)
     can_run = all(line.status != "failed" for line in lines)
     for part, seconds, error, safe in self_test.check_all() if has_test and can_run else ():
         remedy = f"passes with {safe}" if safe else "use other devices"
         text = f"{error or 'passed'} ({seconds:.0f} s)"
-        lines.append(Line(part, "failed", text, remedy) if error else Line(part, "ok", text))
-    exit_code = int(any(line.status == "failed" for line in lines))
+        add(Line(part, "failed", text, remedy) if error else Line(part, "ok", text))
     if as_json:
         print(json.dumps({"can_run": can_run, "lines": [asdict(line) for line in lines]}, indent=2))
-        return exit_code
-    for line in lines:
-        print(f"{line.status:<8} {line.name:<13} {line.text}")
-        if line.remedy:
-            print(f"{'':<22} -> {line.remedy}")
-    print("runs can start" if can_run else "no run can start before each failed line is fixed")
-    return exit_code
+    else:
+        print("runs can start" if can_run else "no run can start before each failed line is fixed")
+    return int(any(line.status == "failed" for line in lines))
 
 
 def check() -> Iterator[Line]:

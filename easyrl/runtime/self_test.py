@@ -52,7 +52,7 @@ def before_run(
         results = [Result(*each) for each in json.loads(text)]
     except (OSError, RuntimeError, ValueError, TypeError):
         notify(events.Note("testing the devices, once: about 20 seconds (easyrl doctor --test)"))
-        results = check_devices(placement.accelerator, indices)
+        results = list(check_devices(placement.accelerator, indices))
     warnings = []
     for part, _, error, safe in results:
         key, _, value = safe.partition("=")
@@ -78,21 +78,20 @@ def check_all() -> Iterator[Result]:
         yield _check("vllm", sets, "rollout.engine=embedded")
 
 
-def check_devices(kind: str, indices: Sequence[int]) -> list[Result]:
+def check_devices(kind: str, indices: Sequence[int]) -> Iterator[Result]:
     """Test these accelerators, or the CPU if there are none."""
     first, *others = [*map(str, indices)] or ["cpu"]
     sets = [",".join(others) or first, first]
     each_alone = [devices.visible_environment(kind, [index]) for index in indices] or [{}]
-    results = [
-        _check("weights", sets, devices.NO_PEER_ACCESS),
-        _check("attention", sets, "model.attention=without_flex", each_alone),
-    ]
+    results = [_check("weights", sets, devices.NO_PEER_ACCESS)]
+    yield results[0]
+    results.append(_check("attention", sets, "model.attention=without_flex", each_alone))
+    yield results[1]
     if indices and all(each.safe or not each.error for each in results):
         with suppress(OSError, RuntimeError):  # then the next run tests them again
             file = _cache_file(kind, indices)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(results))
-    return results
 
 
 def _cache_file(kind: str, indices: Sequence[int]) -> Path:
