@@ -3,7 +3,8 @@
 Both get the same model, prompts, reward function, precision, cores and number of prompts,
 completions and updates (one per iteration, on-policy). Both sample from the whole distribution at
 temperature 1. Models are random and prompts are digits. One of the 99 tokens ends a completion, so
-lengths are geometric up to the cap. The learning rate is 0: every iteration does the same work.
+lengths are geometric up to the cap. The learning rate is 0: every iteration does the same work. The
+rows `smollm2` take a chat model instead (`--model`), ask it for sums, and train it a little.
 
 EasyRL runs with its defaults, TRL in a process of its own with the settings below, in turns. On
 NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with several devices,
@@ -62,13 +63,18 @@ MID = TINY | {
 class Work:
     """What both trainers do in an iteration, and how TRL does it."""
 
-    size: Mapping[str, Any]  # of the random model
+    size: Mapping[str, Any] | None  # of the random model; None: a chat model that is given
     num_prompts: int
     num_generations: int
     prompt_length: int
     cap: int  # longest completion
     iterations: int  # measured per run
     micro_batches: Sequence[int]  # in completions: all are measured on the CPU, else the first
+    lora_rank: int | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        return 0.0 if self.size is not None else 1e-6
 
     @property
     def num_completions(self) -> int:
@@ -83,10 +89,13 @@ ROWS = {
     "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, micro_batches=[16, 64]),
     "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, micro_batches=[16, 64]),
     "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, micro_batches=[16]),
+    "smollm2": Work(None, 8, 8, 4, 64, iterations=2, micro_batches=[16]),
+    "smollm2_lora": Work(None, 8, 8, 4, 64, iterations=2, micro_batches=[16], lora_rank=16),
 }
+RANDOM = [name for name, work in ROWS.items() if work.size is not None]
 TRL_SETTINGS = {
     "model_init_kwargs": {"dtype": "float32"},  # weights; `bf16` computes in bfloat16
-    "learning_rate": 0.0,
+    "lr_scheduler_type": "constant",
     "beta": 0.0,
     "loss_type": "grpo",
     "temperature": 1.0,
@@ -109,13 +118,15 @@ def run(
     *,
     rounds: int = 3,
 ) -> Iterator[harness.Row]:
-    """One row per name in `rows` (separated by commas; default: all). `model` replaces the random
-    ones. Rates are medians over rounds, the peer's of its fastest settings. Raises ConfigError for
-    unknown rows and devices that TRL cannot use, or without TRL."""
-    names = [name.strip() for name in rows.split(",")] if rows is not None else list(ROWS)
+    """One row per name in `rows` (separated by commas; default: those of random models, which
+    `model` replaces). Rates are medians over rounds, the peer's of its fastest settings. Raises
+    ConfigError for unknown rows and devices that TRL cannot use, or without TRL."""
+    names = [name.strip() for name in rows.split(",")] if rows is not None else RANDOM
     if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
         raise ConfigError(f"--rows: expected some of {', '.join(ROWS)}, got '{got}'")
+    if model is None and (chats := [name for name in names if name not in RANDOM]):
+        raise ConfigError(f"--rows {chats[0]}: expected --model FOLDER too, a chat model; got none")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     config = load_config(None, flags)
     is_ray = any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices))
@@ -135,8 +146,10 @@ def run(
     for name in names:
         work = ROWS[name]
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-            source, sizes = model or random_model(work.size), (work.num_prompts, work.prompt_length)
-            inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes)
+            source: Any = model if work.size is None or model else random_model(work.size)
+            sizes = work.num_prompts, work.prompt_length
+            how = {"is_chat": work.size is None}
+            inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes, **how)
             actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
             for each in settings[name]:
                 label = ", ".join(f"{key} {value}" for key, value in each.items())
@@ -166,6 +179,9 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
         "train.prompts_per_iteration": work.num_prompts,
         "rollout.num_generations": work.num_generations,
         "rollout.max_completion_length": work.cap,
+        "train.learning_rate": work.learning_rate,
+        "train.lr_scheduler_type": "constant",
+        "model.lora.rank": work.lora_rank,
     }
     figures = harness.record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
     num_tokens = figures["completion_tokens"]
@@ -208,6 +224,7 @@ def run_trl(
         "max_completion_length": work.cap,
         "use_cpu": used is None,
         "bf16": used is not None,
+        "learning_rate": work.learning_rate,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_cores())}
     program = [sys.executable, "-m"]
@@ -218,7 +235,7 @@ def run_trl(
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder, ExitStack() as stack:
         asked, result, log_file = (Path(folder, each) for each in ("asked", "result", "log"))
         run = {"model": inputs["model.path"], "prompts": inputs["data.dataset"]}
-        run |= {"iterations": work.iterations, "result": str(result)}
+        run |= {"iterations": work.iterations, "result": str(result), "rank": work.lora_rank}
         asked.write_text(json.dumps({**run, "config": {**config, "output_dir": folder}}))
         log = stack.enter_context(log_file.open("w"))
         if settings.get("vllm") == "server":
@@ -243,6 +260,7 @@ def train_with_trl(settings: dict[str, Any]) -> None:
     seconds) of each iteration to the file `result`. The first iteration warms up."""
     from accelerate.utils import gather_object
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -258,13 +276,15 @@ def train_with_trl(settings: dict[str, Any]) -> None:
             ends.append(time.perf_counter())
 
     prompts = [json.loads(line) for line in Path(settings["prompts"]).read_text().splitlines()]
-    num_steps = 1 + settings["iterations"]
+    num_steps, rank = 1 + settings["iterations"], settings["rank"]
+    lora = {"r": rank, "lora_alpha": 2 * (rank or 0), "target_modules": "all-linear"}
     trainer = GRPOTrainer(
         model=settings["model"],
         reward_funcs=reward,
         args=GRPOConfig(**TRL_SETTINGS, **settings["config"], max_steps=num_steps),
         train_dataset=Dataset.from_list(prompts * num_steps),
         callbacks=[Clock()],
+        peft_config=LoraConfig(**lora) if rank else None,
     )
     trainer.train()
     if trainer.accelerator.is_main_process:
