@@ -40,6 +40,7 @@ def _user_files(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "easyrl.rewards.sandbox.find_variant", lambda kind: kind
     )  # the machine's matter
+    shutil.copytree(TINY, tmp_path / "demo" / "model")  # a teacher
     (tmp_path / "data.jsonl").write_text('{"prompt": "What is 17+58?", "answer": "75"}\n')
     (tmp_path / "my_rewards.py").write_text(
         "def score(completions, answer, **columns):\n    return [0.0 for _ in completions]\n"

@@ -20,6 +20,21 @@ from easyrl.config.algorithm import LOSS_FORMS, LOSS_KEY
 from easyrl.user_code import load_function, module_of, user_traceback
 
 
+class TeacherScores(NamedTuple):
+    """What `algorithm.teacher` says of a micro-batch's completion tokens, and the policy beside it,
+    both at the sampling temperature."""
+
+    logprobs: Tensor
+    """Its log-probabilities [K] of the sampled tokens."""
+    divergence: Tensor
+    """`algorithm.teacher_objective` [K] in nats, with gradient; with `sampled_reverse_kl`, whose
+    gradient is an advantage's, as `kl`."""
+    kl: Tensor
+    """KL(policy || teacher) [K] in nats, over the whole vocabulary, without gradient."""
+    agrees: Tensor
+    """Whether both find the same token most likely [K] bool."""
+
+
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """Completion tokens of a micro-batch. Values at masked tokens, finite or not, change
@@ -34,6 +49,7 @@ class LossInputs:
     loss_mask: Tensor  # [K] bool, False where a token is not trained
     completion_of_token: Tensor  # [K] int64 in 0..C-1
     num_completions: int  # C
+    teacher: TeacherScores | None = None  # None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,8 @@ class LossOutputs:
     kl                          k3 in nats, without the factor beta; only with beta > 0
     importance_sampling_ratio   weights of the correction as applied; only with a correction
     importance_sampling_capped  tokens whose weight exceeded the cap; only with a correction
+    teacher_kl, teacher_agrees  KL(policy || teacher) in nats, and tokens whose most likely
+                                successor is the same; only with a teacher
     """
 
 
@@ -64,12 +82,14 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
             = -detach(min(r_t, epsilon_high)) A logprobs_t                          cispo
         w_t = exp(old_logprobs_t - rollout_logprobs_t), no gradient; over the cap:  correction
               the cap (truncate) or 0 (mask)
-        l_t = w_t s_t + beta k3_t - entropy_coef entropy_t
+        l_t = w_t s_t + beta k3_t - entropy_coef entropy_t + teacher_weight D_t
         loss = sum over completions of (mean over the completion's tokens of l_t)   grpo
              = sum over tokens of l_t                                               the others
 
     `w_t` corrects for the engine's numerics; `k3_t` estimates the KL divergence from the reference
-    (`kl_k3`). No sum and no mean includes masked tokens.
+    (`kl_k3`). No sum and no mean includes masked tokens. A teacher with log-probabilities q_t adds
+    its divergence D_t (`easyrl.model.distillation`) or, with `sampled_reverse_kl`,
+    teacher_weight (q_t - old_logprobs_t) to the advantage A of the token.
 
     Sources: the clipped surrogate and grpo's mean, GRPO (arXiv 2402.03300, equation 3); dapo
     (arXiv 2503.14476, section 3.3); dr_grpo (arXiv 2503.20783, section 3); cispo, MiniMax-M1
@@ -79,7 +99,10 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
     """
     algorithm = config.algorithm
     inputs = _zero_masked(inputs)
-    mask = inputs.loss_mask
+    mask, teacher = inputs.loss_mask, inputs.teacher
+    if teacher is not None and algorithm.teacher_objective == "sampled_reverse_kl":
+        of_teacher = algorithm.teacher_weight * (teacher.logprobs - inputs.old_logprobs)
+        inputs = replace(inputs, advantages=inputs.advantages + of_teacher)
     lengths = _sum_over_completion(mask.to(inputs.logprobs.dtype), inputs).clamp(min=1.0)
     log_ratio = inputs.logprobs - inputs.old_logprobs
     if algorithm.importance_sampling_level == "sequence":
@@ -107,6 +130,10 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
         metrics["kl"] = kl.detach().sum()
     if algorithm.entropy_coef != 0.0:
         per_token = per_token - algorithm.entropy_coef * inputs.entropy
+    if teacher is not None:
+        if algorithm.teacher_objective != "sampled_reverse_kl":
+            per_token = per_token + algorithm.teacher_weight * teacher.divergence
+        metrics |= {"teacher_kl": teacher.kl.sum(), "teacher_agrees": teacher.agrees.sum()}
     if algorithm.loss_type == "grpo":
         per_token = per_token / lengths
     return LossOutputs(per_token.sum(), metrics)
@@ -176,7 +203,7 @@ def load_loss(config: Config) -> Loss:
 
 def _tiny_inputs(config: Config) -> LossInputs:
     """Two completions of three tokens, one of them masked, as a loss gets them."""
-    values = torch.arange(6) / -10.0
+    values, has_teacher = torch.arange(6) / -10.0, config.algorithm.teacher is not None
     return LossInputs(
         logprobs=values.clone().requires_grad_(),
         old_logprobs=values,
@@ -187,6 +214,7 @@ def _tiny_inputs(config: Config) -> LossInputs:
         loss_mask=torch.arange(6) < 5,
         completion_of_token=torch.tensor([0, 0, 0, 1, 1, 1]),
         num_completions=2,
+        teacher=TeacherScores(values, *[-values] * 2, values < 0) if has_teacher else None,
     )
 
 
@@ -226,6 +254,9 @@ def _zero_masked(inputs: LossInputs) -> LossInputs:
         for name, value in values.items()
         if value is not None
     }
+    if inputs.teacher is not None:
+        of_teacher = (torch.where(inputs.loss_mask, value, 0) for value in inputs.teacher)
+        zeroed["teacher"] = TeacherScores(*of_teacher)
     return replace(inputs, **zeroed)
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from easyrl.config.section import NAMES_FILES, Section
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
-LOSS_KEY = "algorithm.loss_type"
+LOSS_KEY, TEACHER_KEY = "algorithm.loss_type", "algorithm.teacher"
 LOSS_FORMS = f"one of {', '.join(LOSS_TYPES)}, or file.py:function, or package.module:function"
 CISPO_EPSILON_HIGH = 5.0
 """Recommended by ScaleRL (arXiv 2510.13786)."""
@@ -44,6 +44,21 @@ class AlgorithmConfig(Section):
     """Weight of the KL divergence from the reference, the model at the start of the run."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of a bonus for the entropy of each token's distribution, averaged as the loss is."""
+    teacher: Annotated[str | None, NAMES_FILES] = None
+    """A model (folder or hub id) with the policy's tokens: it scores the policy's own completions,
+    and the policy is trained to agree with it (docs/distillation.md). With `reward.functions=none`
+    it is the only signal."""
+    teacher_weight: float = Field(default=1.0, gt=0.0)
+    """Weight of the teacher's term beside the rewards' advantages."""
+    teacher_objective: Literal[
+        "sampled_reverse_kl", "reverse_kl", "forward_kl", "jensen_shannon"
+    ] = "sampled_reverse_kl"
+    """A token's advantage is the teacher's log-probability minus the policy's
+    (`sampled_reverse_kl`), or the loss is a divergence over the whole vocabulary: KL(policy ||
+    teacher), KL(teacher || policy), or Jensen-Shannon's."""
+    jensen_shannon_weight: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """The teacher's part in `jensen_shannon`: near 0 it is the forward divergence, near 1 the
+    reverse."""
     mask_truncated_completions: bool = False
     """Do not train completions that were cut off at `rollout.max_completion_length`. They still
     count in their group's advantages, and in the loss as completions; their tokens do not."""
@@ -66,8 +81,9 @@ class AlgorithmConfig(Section):
 
     @property
     def trains_zero_advantages(self) -> bool:
-        """Whether a rollout with advantage 0 has a gradient: of the KL term or entropy bonus."""
-        return self.beta > 0.0 or self.entropy_coef > 0.0
+        """Whether a rollout with advantage 0 has a gradient: of the KL term, the entropy bonus or
+        the teacher's term."""
+        return self.beta > 0.0 or self.entropy_coef > 0.0 or self.teacher is not None
 
     @property
     def has_own_loss(self) -> bool:

@@ -12,7 +12,8 @@ class RewardConfig(Section):
     """Reward functions (docs/rewards.md)."""
 
     functions: Annotated[list[str] | None, NAMES_FILES] = None
-    """List of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
+    """`none` (`algorithm.teacher` alone trains; held-out problems keep the preset's reward), or a
+    list of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
     weights: list[float] | None = None
     """One weight per function, in their order; null: 1 each."""
@@ -35,6 +36,11 @@ class RewardConfig(Section):
     completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
     check: Annotated[bool, MAY_CHANGE] = True
     """Call each function of the user on dummy completions before a run starts."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the policy is trained without rewards."""
+        return self.functions == ["none"]
 
     @field_validator("functions", mode="before")
     @classmethod

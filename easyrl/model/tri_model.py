@@ -1,6 +1,7 @@
 """Policy, old policy and reference: three sets of weights for one module, one packed input.
 
-                     ┌─ reference's weights (no gradient) ─► ref_logprobs
+                     ┌─ a teacher's own module (no gradient) ─► what `distillation` compares
+                     ├─ reference's weights (no gradient) ─► ref_logprobs
     MicroBatch ──────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from easyrl import devices
+from easyrl.algorithm.losses import TeacherScores
 from easyrl.config import Config
 from easyrl.model.attention import AttentionLayout, PackedGroups
+from easyrl.model.distillation import Teacher
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.lora import Adapter
 from easyrl.model.policy import Policy
@@ -32,14 +35,24 @@ from easyrl.types import MicroBatch
 
 
 class TriModel:
-    def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
-        """Reference and old policy start as copies of `policy`, which is sharded over `ranks`.
-        Copies on the CPU (`train.offload`) are moved to the device for each micro-batch."""
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        ranks: TrainRanks | None = None,
+        teacher: Policy | None = None,
+    ) -> None:
+        """Reference and old policy start as copies of `policy`, which is sharded over `ranks`, as
+        `teacher` is. Copies on the CPU (`train.offload`) are moved to the device for each
+        micro-batch."""
         train, algorithm = config.train, config.algorithm
         self.policy = policy
         has_entropy_gradient = algorithm.entropy_coef > 0.0
-        self._forward = _Forward(policy, config.rollout.temperature, has_entropy_gradient)
         self._ranks = ranks or TrainRanks()
+        self._teacher = None if teacher is None else Teacher(teacher, config, self._ranks)
+        self._forward = _Forward(
+            policy, self._teacher, config.rollout.temperature, has_entropy_gradient
+        )
         if self._ranks.mesh is not None:
             dtype, offload = getattr(torch, config.model.dtype), "optimizer" in train.offload
             self._ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
@@ -55,19 +68,20 @@ class TriModel:
 
     def logprobs(
         self, batch: MicroBatch, *, policy_is_old: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, TeacherScores | None]:
         """Return log-probabilities at the sampling temperature: the policy's with gradient, its
-        entropy in nats (with gradient if asked for), the old policy's, and the reference's (None
-        without one), all of them [K]. `policy_is_old`: the policy has made no step in
-        this iteration."""
+        entropy in nats (with gradient if asked for), the old policy's, the reference's and the
+        teacher's scores (None without one), all of them [K]. `policy_is_old`: the policy has made
+        no step in this iteration."""
         assert policy_is_old or self.old is not None
         packed = self._packed(batch)
         ref_logprobs = self._run_other(self._reference, packed)
         old_logprobs = None if policy_is_old else self._run_other(self.old, packed)
-        logprobs, entropy = self._forward(*packed)
+        of_teacher = None if self._teacher is None else self._teacher(*packed[:-1])
+        logprobs, entropy, teacher = self._forward(*packed, of_teacher)
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
-        return logprobs, entropy, old_logprobs, ref_logprobs
+        return logprobs, entropy, old_logprobs, ref_logprobs, teacher
 
     def _packed(self, batch: MicroBatch) -> tuple[Any, ...]:
         policy = self.policy
@@ -97,7 +111,7 @@ class TriModel:
         if self._ranks.keeps_gathered:
             root: Any = self._forward
             root.set_requires_gradient_sync(True)
-            logprobs, _ = self._forward(*self._packed(empty))
+            logprobs, *_ = self._forward(*self._packed(empty))
             logprobs.backward(torch.zeros_like(logprobs))
             root.set_requires_gradient_sync(False)
             self._ranks.drop_gathered()
@@ -106,20 +120,33 @@ class TriModel:
 class _Forward(nn.Module):
     """Micro-batch -> log-probabilities [K] and entropies [K], as one module to shard."""
 
-    def __init__(self, policy: Policy, temperature: float, has_gradient: bool) -> None:
+    def __init__(
+        self, policy: Policy, teacher: Teacher | None, temperature: float, has_gradient: bool
+    ) -> None:
         super().__init__()
         self.model = policy.model
         self._policy = policy
+        self._distil = None if teacher is None else teacher.distil  # no submodule of this one
         self._logprobs = partial(
             chunked_token_logprobs, policy, temperature=temperature, entropy_gradient=has_gradient
         )
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, layout: AttentionLayout, at: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(  # noqa: PLR0917
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        layout: AttentionLayout,
+        at: Tensor,
+        targets: Tensor,
+        of_teacher: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, TeacherScores | None]:
+        """`of_teacher`: what its `forward` returns."""
         hidden = self._policy.hidden_states(ids, positions, layout, at=at)
         logprobs, entropy = self._logprobs(hidden, targets)
-        return logprobs.clone(), entropy  # not a view: FSDP registers a hook on it
+        teacher = None
+        if of_teacher is not None and self._distil is not None:
+            teacher = self._distil(self._policy, hidden, of_teacher, targets)
+        return logprobs.clone(), entropy, teacher  # not a view: FSDP registers a hook on it
 
 
 class OtherWeights:

@@ -44,6 +44,7 @@ OTHERS = {
     "completions/mean_length": "Completion length (mean, tokens)",
     "completions/clipped_ratio": "Truncated completions",
     "kl": "KL divergence from the reference",
+    "teacher/kl": "KL divergence from the teacher",
     "entropy": "Entropy",
     "grad_norm": "Gradient norm (before clipping)",
     "learning_rate": "Learning rate",

@@ -45,7 +45,7 @@ FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:f
 
 def reward_specs(config: Config) -> list[str]:
     """`reward.functions`, by default the environment's `get_reward` or the preset's reward."""
-    if config.reward.functions:
+    if config.reward.functions and not config.reward.is_none:
         return list(config.reward.functions)
     if config.rollout.environment is not None:
         return ["environment"]

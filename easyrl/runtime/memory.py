@@ -20,7 +20,7 @@ from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.engines.vllm.platforms import STEP_FRACTION
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
-from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize, read_model_files
 from easyrl.runtime.placement import Placement, resolve_placement, ring_layout
 
 MIB, GIB = 2**20, 2**30
@@ -165,6 +165,8 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
         ("old policy", trained * (train.updates_per_iteration > 1), "old"),
     ):
         (on_host if group in train.offload and not on_cpu else own)[what] = num_bytes
+    if (teacher := config.algorithm.teacher) is not None:
+        own["teacher"] = dtype_bytes * (read_model_files(teacher).num_weights or 0) // ranks
     saved = 3 * trained * (train.keep_checkpoints > 0)
     on_host["checkpoint's copy"] = saved + min(saved, FILE_BYTES)  # and a file as it is written
     is_sharded = ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu)

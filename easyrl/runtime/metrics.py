@@ -161,7 +161,7 @@ def no_learning_warning(lines: Sequence[Mapping[str, Any]], config: Config, fold
     reward, alike, cut_off = (min(line[name] for line in newest) for name in names)
     length = max(line["completions/mean_length"] for line in newest)
     found, causes = [], []
-    if alike >= EXTREME_SHARE:
+    if alike >= EXTREME_SHARE and not config.algorithm.trains_zero_advantages:
         found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
         correct = config.eval.correct_reward
         if reward >= EXTREME_SHARE * correct:

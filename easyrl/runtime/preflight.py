@@ -14,7 +14,7 @@ from typing import Any
 
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
-from easyrl.config.algorithm import LOSS_KEY
+from easyrl.config.algorithm import LOSS_KEY, TEACHER_KEY
 from easyrl.data.chat import check_prompts, check_template, render_prompt
 from easyrl.data.datasets import (
     identity_of,
@@ -38,6 +38,7 @@ from easyrl.model.files import (
     lacks_chat_template,
     load_eos_token_ids,
     load_model_config,
+    load_tokenizer,
     max_positions,
     meta_model,
     model_size,
@@ -83,6 +84,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     prompts = open_prompts(config)
     interfaces, warnings = check_functions(config, prompts.prompt(0))
     _check_loss(config)
+    _check_teacher(config)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
@@ -115,6 +117,8 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         "eval.dataset": identity_of(problem_ids(held_out)),
         **digest_code(config),
     }
+    if config.algorithm.teacher is not None:
+        identity[TEACHER_KEY] = fingerprint(config.algorithm.teacher)
     if resume and (changed := differing(resume.state.identity, identity)):
         raise ConfigError(
             f"{', '.join(changed)}: the files have changed since the run in '{resume.folder}' "
@@ -139,6 +143,7 @@ def check_inputs(config: Config) -> list[str]:
     Data or a tokenizer on a hub that cannot be reached is not checked. Raises ConfigError."""
     _check_loss(config)
     try:
+        _check_teacher(config)
         prompts = open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
         warnings += _held_out(config, prompts, None)[1]
@@ -166,6 +171,28 @@ def _check_loss(config: Config) -> None:
         from easyrl.algorithm.losses import load_loss
 
         load_loss(config)
+
+
+def _check_teacher(config: Config) -> None:
+    """Raise ConfigError for a teacher that is not there, or has other tokens than the policy."""
+    if (path := config.algorithm.teacher) is None:
+        return
+    try:
+        read_model_files(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path (--model)", TEACHER_KEY)) from None
+    trusts, tokens = config.model.trust_remote_code, []
+    for each in (config.model.path, path):
+        vocabulary = load_tokenizer(each, trust_remote_code=trusts).get_vocab()
+        tokens.append({number: token for token, number in vocabulary.items()})
+    mine, others = tokens
+    if unlike := sorted(n for n in mine.keys() | others.keys() if mine.get(n) != others.get(n)):
+        number = unlike[0]
+        raise ConfigError(
+            f"{TEACHER_KEY}: expected the policy's tokens, as it scores them: token {number} is "
+            f"{mine.get(number)!r}, got {others.get(number)!r} in '{path}'; use a model of the "
+            "same family"
+        )
 
 
 def check_open_files(config: Config, num_workers: int) -> None:

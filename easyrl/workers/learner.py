@@ -33,6 +33,8 @@ MEANS = {
     "kl": "kl",
     "sampling/importance_sampling_ratio/mean": "importance_sampling_ratio",
     "sampling/importance_sampling_ratio/capped": "importance_sampling_capped",
+    "teacher/kl": "teacher_kl",
+    "teacher/top_token_agreement": "teacher_agrees",
 }
 ADAM_BETAS = (0.9, 0.99)
 
@@ -40,7 +42,13 @@ ADAM_BETAS = (0.9, 0.99)
 class Learner:
     """A policy, its optimizer, and the gradient of the current update."""
 
-    def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        ranks: TrainRanks | None = None,
+        teacher: Policy | None = None,
+    ) -> None:
         """The policy is sharded over `ranks`, and becomes the reference if there is one."""
         self.policy = policy
         self.ranks = ranks or TrainRanks()
@@ -51,7 +59,7 @@ class Learner:
             policy.compile()
         if config.train.activation_checkpointing:
             policy.checkpoint_activations()
-        self.tri_model = TriModel(policy, config, self.ranks)
+        self.tri_model = TriModel(policy, config, self.ranks, teacher)
         self._parameters = policy.trained_parameters()
         self.optimizer = torch.optim.AdamW(
             self._parameters, config.learning_rate, ADAM_BETAS, weight_decay=0.0, fused=True
@@ -111,7 +119,7 @@ class Learner:
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
         """Move a micro-batch to the device and compute the log-probabilities that are needed."""
-        logprobs, entropy, old_logprobs, ref_logprobs = self.tri_model.logprobs(
+        logprobs, entropy, old_logprobs, ref_logprobs, teacher = self.tri_model.logprobs(
             batch, policy_is_old=not self._updates
         )
         names = "rollout_logprobs", "advantages", "loss_mask", "completion_of_token"
@@ -122,6 +130,7 @@ class Learner:
             ref_logprobs=ref_logprobs,
             entropy=entropy,
             num_completions=batch.num_completions,
+            teacher=teacher,
             **{name: array.to(self.policy.device) for name, array in arrays.items()},
         )
 

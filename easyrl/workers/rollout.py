@@ -389,7 +389,9 @@ class RolloutWorker:
             loss_mask=np.concatenate([completion.loss_mask for completion in completions]),
             rewards=trained_rewards,
             advantages=group_advantages(
-                trained_rewards, algorithm.scale_rewards, algorithm.advantage_estimator
+                trained_rewards * (not self.config.reward.is_none),
+                algorithm.scale_rewards,
+                algorithm.advantage_estimator,
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
         )

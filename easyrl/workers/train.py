@@ -113,17 +113,33 @@ class TrainWorker:
             slower = "exact, but slower (the embedded engine completes prompts one by one)"
             repeated = f"so the prompt is repeated for each completion: {slower}"
             self._report(events.Note(f"model.attention: {policy.no_packing_reason}, {repeated}"))
+        teacher = self._load_teacher()
+        if teacher is not None and not teacher.shares_prompts:
+            policy.shares_prompts = False
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
         if settings.core_sharing is not None:
             # A micro-batch may take seconds: the engine's cores are used as soon as it is idle.
             policy.before_each_block(self.cores.use_available)
-        learner = Learner(policy, self.config, self.ranks)
+        learner = Learner(policy, self.config, self.ranks, teacher)
         if self.config.train.compile:
             self._report(events.Note("train.compile: the first iterations take longer"))
         if settings.checkpoint is not None:
             learner.restore(Path(settings.checkpoint), settings.policy_version)
         return learner
+
+    def _load_teacher(self) -> Policy | None:
+        path, model = self.config.algorithm.teacher, self.config.model
+        if path is None:
+            return None
+        self.control.send(events.Starting("loading the teacher"))
+        return Policy.load(
+            path,
+            self.device if self.ranks.mesh is None else "cpu",
+            trust_remote_code=model.trust_remote_code,
+            attention=model.attention,
+            dtype=model.dtype,
+        )
 
     def run(self) -> None:
         """Obey commands until `Stop`."""

@@ -1,0 +1,109 @@
+"""The teacher of on-policy distillation (`algorithm.teacher`): it scores the student's own tokens.
+
+    packed row ─► teacher's layers ─► hidden [K, Ht] ─┐  a chunk of positions at a time
+               └► policy's layers ──► hidden [K, H] ──┴► both heads ─► both distributions
+
+Both distributions are at the sampling temperature. Of models that pad their vocabulary differently
+the common part counts. Logits of both exist for a chunk alone, and again in its backward pass.
+
+On-policy distillation: Agarwal et al. 2023 (arXiv 2306.13649); Gu et al. 2023, MiniLLM
+(arXiv 2306.08543).
+
+Shapes: K completion tokens, n of them in a chunk, H and Ht the models' widths, V common tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from easyrl.algorithm.losses import TeacherScores
+from easyrl.config import Config
+from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
+from easyrl.model.logprobs import LEAST_LOGPROB, block_sums
+from easyrl.model.policy import Policy
+from easyrl.model.sharding import TrainRanks
+
+
+class Teacher(nn.Module):
+    """A frozen model, sharded over the train ranks as the policy is."""
+
+    def __init__(self, teacher: Policy, config: Config, ranks: TrainRanks) -> None:
+        super().__init__()
+        teacher.model.requires_grad_(False)
+        self.model = teacher.model
+        self.policy = teacher
+        self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
+        if ranks.mesh is not None:
+            own = copy.copy(ranks)  # whose parts are the teacher's
+            own.keeps_gathered = False
+            own.shard(self, teacher.blocks, dtype=getattr(torch, config.model.dtype), offload=False)
+            teacher.device = ranks.device
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, positions: Tensor, layout: Any, at: Tensor) -> Tensor:
+        """Return the head's inputs [K, Ht]. The head's weights then stay gathered."""
+        return self.policy.hidden_states(ids, positions, layout, at=at)
+
+    def distil(self, policy: Policy, hidden: Tensor, own: Tensor, targets: Tensor) -> TeacherScores:
+        """Compare both distributions of all tokens. `hidden` [K, H] and `own` [K, Ht] are the
+        inputs of the heads of policy and teacher, `targets` [K] the sampled tokens."""
+        size = min(policy.vocabulary_size, self.policy.vocabulary_size)
+        chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+        num_rows = max(1, chunk_bytes // (2 * 4 * size))
+        objective = self._algorithm.teacher_objective
+        has_gradient = objective != "sampled_reverse_kl" and torch.is_grad_enabled()
+
+        def compare(rows: Tensor, of_teacher: Tensor, chosen: Tensor) -> TeacherScores:
+            with torch.no_grad():
+                logits = self.policy.head(of_teacher)[:, :size]
+                teacher = log_distribution(logits, self._temperature)
+            student = log_distribution(policy.head(rows)[:, :size], self._temperature)
+            return TeacherScores(
+                teacher.gather(1, chosen.unsqueeze(1)).squeeze(1),
+                divergence(student, teacher, objective, self._algorithm.jensen_shannon_weight),
+                divergence(student.detach(), teacher),
+                student.argmax(dim=-1) == teacher.argmax(dim=-1),
+            )
+
+        parts = []
+        with torch.set_grad_enabled(has_gradient):
+            for chunk in zip(*(x.split(num_rows) for x in (hidden, own, targets)), strict=True):
+                how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+                parts.append(checkpoint(compare, *chunk, **how))
+        return TeacherScores(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def log_distribution(logits: Tensor, temperature: float) -> Tensor:
+    """Return log softmax(logits / temperature) [n, V] in float32, also of a long tail."""
+    highest = logits.detach().amax(dim=-1, keepdim=True).float()
+    scores = (logits.float() - highest) / temperature
+    total = block_sums(scores.exp()).sum(dim=-1, keepdim=True)
+    return (scores - total.log()).clamp(min=LEAST_LOGPROB)
+
+
+def divergence(
+    student: Tensor, teacher: Tensor, objective: str = "reverse_kl", weight: float = 0.5
+) -> Tensor:
+    """Return the divergence [n] of the log-distributions of student p and teacher q [n, V] in nats:
+
+        reverse_kl, sampled_reverse_kl    KL(p || q)
+        forward_kl                        KL(q || p)
+        jensen_shannon                    w KL(q || m) + (1 - w) KL(p || m),  m = w q + (1 - w) p
+
+    arXiv 2306.13649, section 2 and equation 1. `weight`: w."""
+    if objective == "forward_kl":
+        return _kl(teacher, student)
+    if objective == "jensen_shannon":
+        middle = torch.logaddexp(teacher + math.log(weight), student + math.log1p(-weight))
+        return weight * _kl(teacher, middle) + (1.0 - weight) * _kl(student, middle)
+    return _kl(student, teacher)
+
+
+def _kl(of: Tensor, to: Tensor) -> Tensor:
+    return (of.exp() * (of - to)).sum(dim=-1)

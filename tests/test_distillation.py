@@ -1,0 +1,138 @@
+"""A teacher: gradients of every objective, whole runs, and teachers that do not fit."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from easyrl.cli import app
+from easyrl.config import load_config
+from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.model import distillation
+from easyrl.model.attention import ATTENTION_NAME, register_attention
+from easyrl.model.policy import Policy
+from easyrl.runtime.self_test_part import draw_rollouts
+from easyrl.workers.learner import Learner
+from easyrl.workers.packing import pack
+from runs import SMALL, lines_of, succeed, summary_of
+from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
+
+TEMPERATURE, WEIGHT, MIXTURE = 0.8, 0.7, 0.3
+WORDS = (
+    "algorithm.teacher=any",
+    f"algorithm.teacher_weight={WEIGHT}",
+    f"algorithm.jensen_shannon_weight={MIXTURE}",
+    f"rollout.temperature={TEMPERATURE}",
+)
+SIZES = {"hidden_size": 48, "intermediate_size": 40, "vocab_size": VOCABULARY + 7}
+"""The teacher's: other widths, and a vocabulary that is padded further."""
+
+
+def expected_loss(objective, rollout, student, teacher):
+    """The loss of one completion by the formulas, in float64, without packing."""
+    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.completion_ids])).long()
+    start = len(rollout.prompt_ids)
+    p, q = (
+        (model(input_ids=ids[None]).logits[0, start - 1 : -1, :VOCABULARY] / TEMPERATURE).softmax(
+            -1
+        )
+        for model in (student, teacher)
+    )
+    q, chosen = q.detach(), ids[start:, None]
+    logprobs = p.log().gather(1, chosen)[:, 0]
+    advantage = rollout.advantage
+    if objective == "sampled_reverse_kl":
+        advantage = advantage + WEIGHT * (q.log().gather(1, chosen)[:, 0] - logprobs.detach())
+    m = MIXTURE * q + (1 - MIXTURE) * p
+    of_vocabulary = {
+        "sampled_reverse_kl": p * 0.0,
+        "reverse_kl": p * (p / q).log(),
+        "forward_kl": q * (q / p).log(),
+        "jensen_shannon": MIXTURE * q * (q / m).log() + (1 - MIXTURE) * p * (p / m).log(),
+    }[objective]
+    ratio = (logprobs - logprobs.detach()).exp()
+    loss = (WEIGHT * of_vocabulary.sum(-1) - ratio * advantage).mean()
+    return loss, float((p * (p / q).log()).detach().sum())
+
+
+@pytest.mark.parametrize("num_rows", [3, 1000], ids=["chunks", "whole"])
+@pytest.mark.parametrize(
+    "objective", ["sampled_reverse_kl", "reverse_kl", "forward_kl", "jensen_shannon"]
+)
+def test_gradients_are_those_of_a_plain_loop_over_sequences(objective, num_rows, monkeypatch):
+    register_attention()
+    chunk_bytes = num_rows * 2 * 4 * VOCABULARY
+    monkeypatch.setattr(distillation, "CPU_CHUNK_BYTES", chunk_bytes)
+    student, teacher = tiny_model("qwen3"), tiny_model("llama", seed=2, **SIZES)
+    policies = [
+        Policy(tiny_model("qwen3", ATTENTION_NAME), torch.device("cpu")),
+        Policy(tiny_model("llama", ATTENTION_NAME, seed=2, **SIZES), torch.device("cpu")),
+    ]
+    config = load_config(words=[*WORDS, f"algorithm.teacher_objective={objective}"])
+    learner = Learner(policies[0], config, teacher=policies[1])
+    rollouts = draw_rollouts(9, [4, 12, 7], VOCABULARY)
+    rollouts[1:] = [replace(each, advantage=0.0) for each in rollouts[1:]]
+    learner.accumulate(pack(rollouts))
+    gradients = {n: p.grad.clone() for n, p in policies[0].model.named_parameters()}
+    student, teacher = student.double(), teacher.double()
+    losses = [expected_loss(objective, rollout, student, teacher) for rollout in rollouts]
+    sum(loss for loss, _ in losses).backward()
+    expected = {n: p.grad for n, p in student.named_parameters()}
+    assert largest_gradient_gap(gradients, expected, floor=1e-4) <= 1e-5
+    learner.step(num_completions=3, num_tokens=23)
+    metrics = learner.metrics()
+    assert metrics["teacher/kl"] == pytest.approx(sum(kl for _, kl in losses) / 23, rel=1e-4)
+    assert 0.0 <= metrics["teacher/top_token_agreement"] < 0.5
+    assert metrics["loss"] == pytest.approx(float(sum(loss for loss, _ in losses)) / 3, rel=1e-4)
+
+
+def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path):
+    """The teacher is the policy with other weights in its last layer."""
+    teacher = Policy.load("tiny")
+    with torch.no_grad():
+        for weight in teacher.blocks[-1].parameters():
+            weight.mul_(1.3)
+    teacher.save(tmp_path / "teacher", AutoTokenizer.from_pretrained(BUILT_IN_MODELS["tiny"]))
+    words = (
+        *(*SMALL, "--no-live", "--reward", "none", f"algorithm.teacher={tmp_path}/teacher"),
+        *("--iterations", "3", "runtime.deterministic=true"),
+    )
+    runs = {"sync": (), "periodic": (), "apart": ("--train-devices", "cpu:2")}
+    for name, more in runs.items():
+        schedule = "periodic" if more else name
+        own = "--schedule", schedule, "--output", str(tmp_path / name)
+        out = succeed(*words, *own, *more)
+        assert "learn nothing" not in out and "held-out accuracy" in out
+    sync, periodic, apart = (summary_of(tmp_path / name) for name in runs)
+    assert sync["weights_sha256"] == periodic["weights_sha256"] != apart["weights_sha256"]
+    of_one, _, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in runs)
+    for one, two in zip(of_one, of_two, strict=True):
+        assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.05
+        assert one["teacher/kl"] == pytest.approx(two["teacher/kl"], rel=0.05)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--reward", "none"], "algorithm.teacher, got none"),
+        (["algorithm.teacher=TEACHER"], "token 99 is None, got 'new' in '"),
+        (["algorithm.teacher=./nothing_here"], "algorithm.teacher: "),
+        (["algorithm.teacher=tiny", "algorithm.teacher_objective=kl"], "teacher_objective"),
+        (["algorithm.teacher=tiny", "algorithm.jensen_shannon_weight=1"], "jensen_shannon_weight"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(words, named, tmp_path):
+    folder = tmp_path / "teacher"
+    shutil.copytree(BUILT_IN_MODELS["tiny"], folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["new"])
+    tokenizer.save_pretrained(folder)
+    words = [word.replace("TEACHER", str(folder)) for word in words]
+    result = CliRunner().invoke(app, ["grpo", "--output", str(tmp_path / "run"), *words])
+    assert result.exit_code == 2 and named in result.stderr, result.output
+    assert [*tmp_path.iterdir()] == [folder]
