@@ -40,9 +40,17 @@ class ModelFiles:
     """torch's name of the dtype of all weights; float32 if they differ, or if it is unknown."""
 
 
-def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
-    """Read the model of `path`: a folder, a hub id or a built-in model. Raises ConfigError if it is
-    quantized, or a folder lacks config.json or, with `is_whole`, weights or a tokenizer."""
+def read_model_files(path: str, key: str = KEY, *, is_whole: bool = True) -> ModelFiles:
+    """Read the model of `path`: a folder, a hub id or a built-in model. Raises ConfigError, which
+    names the setting `key`, if it is quantized, or a folder lacks config.json or, with `is_whole`,
+    weights or a tokenizer."""
+    try:
+        return _read_model_files(path, is_whole=is_whole)
+    except ConfigError as error:
+        raise type(error)(str(error).replace(KEY, key)) from None
+
+
+def _read_model_files(path: str, *, is_whole: bool) -> ModelFiles:
     folder = Path(resolve_model(path))
     if not folder.is_dir():
         folder, is_whole = model_config_from_hub(path).parent, False  # the rest is downloaded later

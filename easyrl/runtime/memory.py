@@ -15,6 +15,7 @@ from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError, change_config
+from easyrl.config.algorithm import TEACHER_KEY
 from easyrl.config.devices import range_words
 from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.engines.vllm.platforms import STEP_FRACTION
@@ -166,7 +167,7 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
     ):
         (on_host if group in train.offload and not on_cpu else own)[what] = num_bytes
     if (teacher := config.algorithm.teacher) is not None:
-        own["teacher"] = dtype_bytes * (read_model_files(teacher).num_weights or 0) // ranks
+        own["teacher"] = dtype_bytes * (read_model_files(teacher, TEACHER_KEY).num_weights or 0) // ranks
     saved = 3 * trained * (train.keep_checkpoints > 0)
     on_host["checkpoint's copy"] = saved + min(saved, FILE_BYTES)  # and a file as it is written
     is_sharded = ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu)

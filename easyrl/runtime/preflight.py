@@ -177,10 +177,7 @@ def _check_teacher(config: Config) -> None:
     """Raise ConfigError for a teacher that is not there, or has other tokens than the policy."""
     if (path := config.algorithm.teacher) is None:
         return
-    try:
-        read_model_files(path)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path (--model)", TEACHER_KEY)) from None
+    read_model_files(path, TEACHER_KEY)
     trusts, tokens = config.model.trust_remote_code, []
     for each in (config.model.path, path):
         vocabulary = load_tokenizer(each, trust_remote_code=trusts).get_vocab()
