@@ -167,7 +167,8 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
     ):
         (on_host if group in train.offload and not on_cpu else own)[what] = num_bytes
     if (teacher := config.algorithm.teacher) is not None:
-        own["teacher"] = dtype_bytes * (read_model_files(teacher, TEACHER_KEY).num_weights or 0) // ranks
+        num_weights = read_model_files(teacher, TEACHER_KEY).num_weights or 0
+        own["teacher"] = dtype_bytes * num_weights // ranks
     saved = 3 * trained * (train.keep_checkpoints > 0)
     on_host["checkpoint's copy"] = saved + min(saved, FILE_BYTES)  # and a file as it is written
     is_sharded = ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu)
