@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(map(str, (TESTS / "pretended", LIBRARY, TESTS.parent))),
     "PLAIN_KERNELS": "1",
 }
+TEACHER = "algorithm.teacher=tiny-guess", "algorithm.teacher_objective=jensen_shannon"
 WORDS = (*SMALL, "--no-live", "runtime.deterministic=true", "train.lr_scheduler_type=constant")
 
 pytestmark = [
@@ -85,12 +86,14 @@ def test_a_shared_device_with_offloading_and_recorded_steps(tmp_path):
     ("infer", "train", "words"),
     [
         ("0", "1", ("model.lora.rank=4", "algorithm.beta=0.05")),
-        ("cpu", "0", ("model.dtype=bfloat16", "train.activation_checkpointing=true")),
+        ("0", "1-2", TEACHER),
+        ("cpu", "0", ("model.dtype=bfloat16", "train.activation_checkpointing=true", *TEACHER)),
     ],
-    ids=["LoRA", "bfloat16, engine on the CPU"],
+    ids=["LoRA", "teacher", "bfloat16, engine on the CPU"],
 )
 def test_other_models_and_devices(tmp_path, infer, train, words):
-    for name, where in (("npu", (infer, train)), ("cpu", ("cpu", "cpu"))):
+    of_cpu = "cpu", "cpu:2" if train == "1-2" else "cpu"
+    for name, where in (("npu", (infer, train)), ("cpu", of_cpu)):
         run(*on(*where, tmp_path / name), *words, "--iterations", "3")
     assert bits_of(tmp_path / "npu") == bits_of(tmp_path / "cpu")
 
