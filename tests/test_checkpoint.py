@@ -307,8 +307,9 @@ def test_fingerprint_covers_tokenizer_and_configuration(tmp_path):
 
 def test_impossible_export_is_refused_and_removes_nothing(tmp_path):
     path, _ = make_checkpoint(tmp_path, "qwen3")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine").touch()
+    for name in ("notes", "out.old", "out.unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
     before = {*tmp_path.rglob("*")}
     export_checkpoint(path, tmp_path / "out")
     for name, force in (("out", False), ("notes", False), ("notes", True)):

@@ -97,10 +97,10 @@ def test_the_same_rows_are_the_same_prompts_in_every_format(name, tmp_path):
 
 
 FORMS = [
-    ("jsonl", '\ufeff{"prompt": "1+1=", "answer": "2"}\n\n   \n{"prompt": "2+2=", "answer": "4"}'),
+    ("jsonl", '\ufeff{"prompt": "1+1=", "answer": "2"}\n\n \n{"prompt": "2+2=", "answer": "4"}'),
     ("csv", ",prompt,answer\n0,1+1=,2\n1,2+2=,4\n"),  # DataFrame.to_csv
     ("csv", "prompt,answer,,\n1+1=,2,,\n,,,\n2+2=,4,,\n"),
-    ("csv", "\ufeffprompt,answer\r\n1+1=,2\r\n\r\nprompt,answer\r\n2+2=,4\r\n"),  # joined files
+    ("csv", "\ufeffprompt,answer\r\n1+1=,2\r\n\r\n\ufeffprompt,answer\r\n2+2=,4"),  # joined files
 ]
 
 

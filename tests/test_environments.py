@@ -56,6 +56,11 @@ class Own:
     @staticmethod
     def helper(): return "no tool, as in TRL"
 
+    @classmethod
+    def made(cls) -> int:
+        """Count the instances."""
+        return cls.num_made
+
     def get_reward(self) -> float: return float(self.count)
 
 class Odd(str):
@@ -168,7 +173,7 @@ def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
     interfaces, reward_functions = own.loaded()
     (interface,) = interfaces.values()
     names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == ["increment", "run"]
+    assert sorted(names) == ["increment", "made", "run"]
     assert not interface.is_game and interface.has_reward and reward_functions == [0, 1]
     acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("run", {"code": "'done'"}))
     assert acted.messages == [

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -160,8 +161,12 @@ def test_wrong_result_is_reported(monkeypatch):
             value = value.mean(0, keepdim=True).expand_as(value)
         return attend(self, query, key, value, settings)
 
+    model = tiny_model("llama", None)
     monkeypatch.setattr(PackedGroups, "attend", wrong)
-    assert attend_packed(tiny_model("llama", None)).startswith("a packed row gives other results")
+    assert attend_packed(model).startswith("a packed row gives other results")
+    model.forward = Mock(side_effect=RuntimeError("no such kernel"))  # nor can transformers alone
+    with pytest.raises(ConfigError, match=r"model\.path(.|\n)*no such kernel"):
+        attend_packed(model)
 
 
 def row_logits(policy, sequences):

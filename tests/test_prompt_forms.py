@@ -58,7 +58,8 @@ def test_a_template_is_filled_from_columns(tmp_path, template, prompt):
 
 
 @pytest.mark.parametrize(
-    "template", ["{qestion}", "{question.upper}", "{question", "{question} in \\boxed{}"]
+    "template",
+    ["{qestion}", "{question.upper}", "{question", "{question} in \\boxed{}", "{{ question }}?"],
 )
 def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
     message = error_of(tmp_path, prompt_template=template)

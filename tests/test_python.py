@@ -148,6 +148,7 @@ def test_classes_and_tools_are_environments(tmp_path):
         ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
         ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
         ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
+        ({"dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()}, "no stream"),
         ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
         ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
         ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),

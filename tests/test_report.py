@@ -106,7 +106,7 @@ def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
 def test_plots_are_written_in_the_format_of_their_names(run, tmp_path):
     assert call("plot", run, "-o", run / "c.png").exit_code == 0
     assert (run / "c.png").read_bytes().startswith(b"\x89PNG")
-    name = "esc\x1b[2J<b>"  # any name of a run can be drawn
+    name = "esc\x1b[2J<b>$\\q$"  # any name of a run can be drawn
     other = shutil.copytree(run, tmp_path / name)
     assert call("plot", run, other, "-o", tmp_path / "c.svg").exit_code == 0
     picture, page = (tmp_path / "c.svg").read_text(), page_of(run, other)

@@ -20,11 +20,11 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
 from easyrl.config.hints import did_you_mean
@@ -158,8 +158,9 @@ def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Read the rows of a text file, gzipped or not, and the numbers of their lines."""
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            return list(_csv_rows(file) if ".csv" in path.name.lower()[-7:] else _json_rows(file))
+        with opener(path, "rt", encoding="utf-8", newline="") as file:
+            lines = (line.removeprefix("\ufeff") for line in file)  # of joined files, too
+            return list(_csv_rows(lines) if ".csv" in path.name.lower()[-7:] else _json_rows(lines))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8: {error}") from None
     except ValueError as error:
@@ -168,8 +169,8 @@ def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"{KEY}: '{path}' cannot be read: {error}") from None
 
 
-def _json_rows(file: TextIO) -> NumberedRows:
-    for line, text in enumerate(file, start=1):
+def _json_rows(lines: Iterable[str]) -> NumberedRows:
+    for line, text in enumerate(lines, start=1):
         if text.strip():
             try:
                 row = json.loads(text)
@@ -181,11 +182,11 @@ def _json_rows(file: TextIO) -> NumberedRows:
             yield line, row
 
 
-def _csv_rows(file: TextIO) -> NumberedRows:
+def _csv_rows(lines: Iterable[str]) -> NumberedRows:
     """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
     files that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
-    csv.field_size_limit(2**31)
-    reader = csv.DictReader(file, restkey="", strict=True)
+    limit = csv.field_size_limit(2**31)  # of the whole process
+    reader = csv.DictReader(lines, restkey="", strict=True)
     try:
         names = reader.fieldnames or []
         if twice := [name for name in names if name and names.count(name) > 1]:
@@ -198,6 +199,8 @@ def _csv_rows(file: TextIO) -> NumberedRows:
                 yield reader.line_num, {name: text or None for name, text in row.items()}
     except csv.Error as error:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
 
 
 def with_eval_data(config: Config) -> Config:

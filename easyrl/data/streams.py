@@ -66,6 +66,11 @@ class RowForm:
         except ValueError as error:
             raise ConfigError(f"data.prompt_template: {error}; braces: {{{{ and }}}}") from None
         columns = [name for name in names if name is not None]
+        if template and not (columns or environments):
+            raise ConfigError(
+                f"data.prompt_template: expected a column, as in {{question}}, got {template!r}: "
+                "all prompts would be the same; {{ and }} are braces"
+            )
         self.prompt_columns = columns if template else [self.prompt_column]
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
 

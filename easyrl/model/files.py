@@ -55,7 +55,8 @@ def _read_model_files(path: str, *, is_whole: bool) -> ModelFiles:
     if not folder.is_dir():
         folder, is_whole = model_config_from_hub(path).parent, False  # the rest is downloaded later
     config = _read_json(folder / "config.json")
-    keys, parts = ("quantization_config", "compression_config"), (config, config.get("text_config"))
+    keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+    parts = (config, config.get("text_config"))
     is_quantized = any(part.get(key) for part in parts if part for key in keys)
     if is_quantized or any(folder.glob("*quant*_config.json")):
         raise ConfigError(
