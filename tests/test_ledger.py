@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from easyrl import events
 from easyrl.config import load_config
-from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
-from easyrl.runtime.ledger import State, ledger_of_iteration
+from easyrl.runtime.fleet import Fleet
+from easyrl.runtime.ledger import State, ledger_of_evaluation, ledger_of_iteration
 from easyrl.runtime.metrics import iteration_metrics
 from easyrl.types import Prompt
 
@@ -206,7 +206,7 @@ def test_answers_of_an_evaluation_outlive_their_worker():
 
     fleet = SimpleNamespace(ledger=None)
     assert taken() == [[3, 8], [5, 9]]
-    found = [each.prompt_index for each in answers_of(fleet, ledger, steps().__next__)]
+    found = [each.prompt_index for each in Fleet.answers(fleet, ledger, steps().__next__)]
     assert found == [3, 5, 9, 8] and fleet.ledger is None
 
 

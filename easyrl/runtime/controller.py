@@ -47,10 +47,9 @@ from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime import metrics
 from easyrl.runtime.control import serving
-from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import Launcher
-from easyrl.runtime.ledger import Ledger, ledger_of_iteration
+from easyrl.runtime.ledger import Ledger, ledger_of_evaluation, ledger_of_iteration
 from easyrl.runtime.placement import check_scale, device_names, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
@@ -280,7 +279,7 @@ class Controller:
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
-        answers = list(answers_of(self.fleet, ledger, self._next_event))
+        answers = list(self.fleet.answers(ledger, self._next_event))
         correct = self.config.eval.correct_reward
         measured, num_problems = metrics.evaluation_metrics(answers, correct)
         accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]

@@ -28,10 +28,9 @@ channel, and the version is sent again over a new one. A rollout worker that nei
 dies is killed. `easyrl eval` has rollout workers only, which keep the weights that they load.
 """
 
-import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -67,7 +66,6 @@ NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
     "leaving": ("lost",),
     "lost": (),
 }
-LAST_CHECKPOINT_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
 MAX_FAILURES = 3
 """Exchanges in a row that may fail although nobody died."""
 
@@ -110,7 +108,6 @@ class Fleet:
         self._retiring: list[Worker] = []  # they leave once those that were added are ready
         self._limits: dict[Worker, tuple[float, str]] = {}  # when to kill a silent worker, and why
         self._needed: list[Worker] | None = None  # None: all
-        self._deadline = math.inf
         # The weight exchange. `_members` have the full channel, `_taking_part` the present one.
         self._generations = count()
         self._members: list[Worker] = []
@@ -147,8 +144,7 @@ class Fleet:
         worker = self._launcher.start_rollout(self._supervisor, settings)
         worker.origin = origin
         if origin != "start":
-            device = worker.remote_device
-            device = device or device_name(self._placement.accelerator, self._indices_of(number))
+            device = self.device_of(worker)
             self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
         return worker
 
@@ -204,12 +200,22 @@ class Fleet:
                 self.ledger.on_event(worker.name, event)
             return event
 
+    def answers(
+        self, ledger: Ledger, next_event: Callable[[], events.WorkerEvent]
+    ) -> Iterator[events.PromptEvaluated]:
+        """Send the problems of an evaluation to whichever rollout worker is free, which answers
+        with the weights that it has; yield the answers as they arrive."""
+        self.ledger = ledger
+        try:
+            while not ledger.is_complete:
+                event = next_event()
+                if isinstance(event, events.PromptEvaluated):
+                    yield event
+        finally:
+            self.ledger = None
+
     def _receive(self) -> None:
         """Wait for events for at most TICK_SECONDS; kill workers that are silent for too long."""
-        if time.monotonic() > self._deadline:
-            raise WorkerFailure(
-                f"the last checkpoint was not written in {LAST_CHECKPOINT_SECONDS:g} s"
-            )
         received = self._supervisor.wait(TICK_SECONDS, needed=self._needed)
         self._received.extend(received)
         for worker, event in received:
@@ -227,16 +233,17 @@ class Fleet:
                 self._notify(events.NoEvents(time.monotonic(), warning))
 
     def _end_stall(self, names: Sequence[str], cause: str) -> None:
-        """Kill the rollout workers that the others wait for. Raises WorkerFailure for others."""
+        """Kill the rollout workers that the others wait for. Raises WorkerFailure for others, and
+        for a run that is stopping."""
         stalled = [worker for worker in self.rollout if worker.name in names]
-        if not names or len(stalled) < len(names):
+        if not names or len(stalled) < len(names) or self._needed is not None:
             raise WorkerFailure(cause)
         for worker in stalled:
             worker.kill(f"was killed after a stall: {cause}")
 
     def begin_to_stop(self) -> None:
         """Wait only for the last checkpoint, which only a train worker's death prevents."""
-        self._needed, self._deadline = self.train, time.monotonic() + LAST_CHECKPOINT_SECONDS
+        self._needed = self.train
 
     def _hand_out(self) -> None:
         """Send the workers that can work their next groups."""

@@ -251,3 +251,29 @@ def ledger_of_iteration(
         num_samples=config.rollout.num_generations,
         max_replacements=REPLACEMENT_ROUNDS,
     )
+
+
+def ledger_of_evaluation(
+    config: Config,
+    placement: Placement,
+    round_: int,
+    problems: Sequence[Prompt],
+    *,
+    num_samples: int = 1,
+    with_texts: bool = False,
+) -> Ledger:
+    """Open the book of an evaluation, in which each problem is a group. Each completion's random
+    stream depends on round, problem and sample alone."""
+    return Ledger(
+        config,
+        placement,
+        problems.__getitem__,
+        lambda prompts, _, known: events.Evaluate(
+            round_, [prompt for _, prompt in prompts], num_samples, with_texts, known
+        ),
+        iteration=None,
+        first_index=0,
+        num_groups=len(problems),
+        num_samples=num_samples,
+        max_replacements=0,
+    )
