@@ -220,7 +220,8 @@ def test_metrics_include_replaced_groups():
     equal = {"rewards": [1.0, 1.0], "is_unwanted": True}
     ledger.on_event("rollout-0", report(command.prompts[0], **equal))
     ledger.on_event("train-0", events.IterationTrained(0, 1, 2, 16, 0.0, {}))
-    metrics = iteration_metrics(ledger, 0, ["score"], {"num_tokens": 4}, seconds=2.0, num_devices=2)
+    seconds = {"perf/iteration_seconds": 2.0}
+    metrics = iteration_metrics(ledger, ["score"], {"num_tokens": 4}, seconds, num_devices=2)
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (1, 1)
     assert (metrics["num_tokens"], metrics["num_generated_tokens"]) == (20, 24)

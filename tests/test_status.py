@@ -15,7 +15,8 @@ def add(balance, *engines, train, seconds=100.0):
     """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
     trained = events.IterationTrained(0, 1, 4, 100, train, {})
     ledger = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
-    balance.add(ledger, seconds, 1.0, len(engines))
+    took = {"perf/iteration_seconds": seconds, "perf/weights_seconds": 1.0}
+    balance.add(ledger, took, len(engines))
 
 
 def test_shares_of_waiting_of_the_last_iterations():

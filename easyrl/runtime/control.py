@@ -89,7 +89,6 @@ def serving(
     folder: Path,
     supervisor: Supervisor,
     notify: Observer,
-    *,
     status: Callable[[], Reply],
     scale: Callable[[DeviceSet], Reply],
 ) -> Iterator[None]:

@@ -37,6 +37,7 @@ import contextlib
 import math
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -101,13 +102,7 @@ class Controller:
         """Train; returns the contents of `summary.json`."""
         with (
             Supervisor() as supervisor,
-            serving(
-                self.folder.path,
-                supervisor,
-                self.notify,
-                status=self._status,
-                scale=self._scale_by_hand,
-            ),
+            serving(self.folder.path, supervisor, self.notify, self._status, self._scale_by_hand),
         ):
             self.fleet = Fleet(
                 self.config,
@@ -139,9 +134,7 @@ class Controller:
             self._save_last_boundary(interrupted)
             raise
         return {
-            **metrics.summarize(
-                self._lines, self.config, self.state, num_devices=self._num_devices
-            ),
+            **metrics.summarize(self._lines, self.config, self.state, self._num_devices),
             "accuracy_after": self._accuracy_after,
             "wall_seconds": self._wall_seconds,
             "weights_sha256": sha256,
@@ -206,10 +199,9 @@ class Controller:
     def _run_iteration(self, iteration: int) -> None:
         started, cpu_started = time.monotonic(), time.process_time()
         self.notify(events.IterationStarted(started, iteration))
-        checked, first_index = self.checked, self.state.next_prompt_index
-        ledger = ledger_of_iteration(
-            self.config, checked.placement, iteration, checked.prompts, first_index
-        )
+        placement, prompts = self.checked.placement, self.checked.prompts
+        first_index = self.state.next_prompt_index
+        ledger = ledger_of_iteration(self.config, placement, iteration, prompts, first_index)
         weights_seconds = self._exchange_weights()
         self.fleet.ledger = ledger
         self.fleet.rank0.send(events.TrainIteration(iteration))
@@ -225,43 +217,36 @@ class Controller:
             if isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
                 raise self._stopping
         self.fleet.ledger = None
-        self._finish_iteration(ledger, iteration, started, cpu_started, weights_seconds)
+        seconds = {
+            "perf/iteration_seconds": time.monotonic() - started,
+            "perf/weights_seconds": weights_seconds,
+            "perf/controller_seconds": time.process_time() - cpu_started,  # of this process
+        }
+        self._finish_iteration(ledger, seconds)
         self._autoscale()
         if self._stopping is not None:
             raise self._stopping
 
-    def _finish_iteration(
-        self,
-        ledger: Ledger,
-        iteration: int,
-        started: float,
-        cpu_started: float,
-        weights_seconds: float,
-    ) -> None:
+    def _finish_iteration(self, ledger: Ledger, seconds: Mapping[str, float]) -> None:
         expected, trained = self.config.train.prompts_per_iteration, ledger.trained
         assert trained is not None
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
-        controller_seconds = time.process_time() - cpu_started
-        seconds = time.monotonic() - started
         num_engines = sum(worker.is_placed for worker in self.fleet.rollout)
-        self.balance.add(ledger, seconds, weights_seconds, max(1, num_engines))
+        self.balance.add(ledger, seconds, max(1, num_engines))
         self.state = replace(
             self.state,
             policy_version=trained.policy_version,
-            num_iterations=iteration + 1,
+            num_iterations=trained.iteration + 1,
             next_prompt_index=ledger.next_index,
         )
         line = metrics.iteration_metrics(
             ledger,
-            iteration,
             reward_names(self.config),
             self._lines[-1] if self._lines else {},
-            seconds=seconds,
-            num_devices=self._num_devices,
+            seconds,
+            self._num_devices,
         )
-        line["perf/weights_seconds"] = weights_seconds
-        line["perf/controller_seconds"] = controller_seconds  # processor time of this process
         line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
         line |= metrics.logged_metrics(ledger.reports, taken=line.keys())
@@ -316,18 +301,14 @@ class Controller:
         """Return the next event; handle it here if a checkpoint has been written."""
         event = self.fleet.next_event()
         if isinstance(event, events.CheckpointSaved):
-            self._on_saved(event)
+            self._is_writing = False
+            if event.error:
+                self._newest_checkpoint = 0
+                path = self.folder.checkpoints / str(event.policy_version)
+                kept = "training continues, and earlier checkpoints are kept"
+                note = f"the checkpoint {path} could not be written: {event.error}; {kept}"
+                self.notify(events.Note(note))
         return event
-
-    def _on_saved(self, saved: events.CheckpointSaved) -> None:
-        self._is_writing = False
-        if saved.error:
-            self._newest_checkpoint = 0
-            note = (
-                f"the checkpoint {self.folder.checkpoints / str(saved.policy_version)} could not "
-                f"be written: {saved.error}; training continues, and earlier checkpoints are kept"
-            )
-            self.notify(events.Note(note))
 
     def _is_checkpoint_due(self) -> bool:
         number, train = self.state.num_iterations, self.config.train

@@ -29,22 +29,21 @@ TOLERANCE = 1e-6
 
 def iteration_metrics(
     ledger: Ledger,
-    iteration: int,
     reward_names: Sequence[str],
     before: Mapping[str, Any],
-    *,
-    seconds: float,
+    seconds: Mapping[str, float],
     num_devices: int,
 ) -> dict[str, float]:
-    """Metrics of a complete iteration that took `seconds`, with TRL's names where it has one. As in
-    TRL, rewards and lengths cover all generated groups, also rejected ones: they describe the
-    policy, not what is trained. `before`: metrics of the previous iteration, if any."""
+    """Metrics of a complete iteration, with TRL's names where it has one. As in TRL, rewards and
+    lengths cover all generated groups, also rejected ones: they describe the policy, not what is
+    trained. `before`: metrics of the previous iteration, if any; `seconds`: the measured ones."""
     groups, trained = ledger.reports, ledger.trained
     assert trained is not None
     num_tokens = trained.completion_tokens
+    rate = num_tokens / seconds["perf/iteration_seconds"]
     lengths = np.concatenate([group.completion_lengths for group in groups])
     return {
-        "iteration": iteration,
+        "iteration": trained.iteration,
         "policy_version": trained.policy_version,
         **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
         "groups_skipped": sum(group.is_skipped for group in groups),
@@ -59,11 +58,11 @@ def iteration_metrics(
         **trained.metrics,
         "num_tokens": before.get("num_tokens", 0) + num_tokens,
         "num_generated_tokens": before.get("num_generated_tokens", 0) + int(lengths.sum()),
-        "perf/iteration_seconds": seconds,
+        **seconds,
         "perf/infer_seconds": float(np.mean([*ledger.engine_seconds.values()])),
         "perf/train_seconds": trained.busy_seconds,
-        "perf/tokens_per_second": num_tokens / seconds,
-        "perf/tokens_per_second_per_device": num_tokens / seconds / num_devices,
+        "perf/tokens_per_second": rate,
+        "perf/tokens_per_second_per_device": rate / num_devices,
     }
 
 
@@ -105,7 +104,7 @@ COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_er
 
 
 def summarize(
-    lines: Sequence[Mapping[str, Any]], config: Config, state: SavedState, *, num_devices: int
+    lines: Sequence[Mapping[str, Any]], config: Config, state: SavedState, num_devices: int
 ) -> dict[str, Any]:
     """Return what `summary.json` says about the iterations, whose metrics are `lines`."""
 

@@ -3,6 +3,7 @@
 import math
 import os
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from easyrl.processes import children_named
@@ -28,12 +29,13 @@ class Balance:
     def __init__(self) -> None:
         self._iterations: deque[tuple[float, ...]] = deque(maxlen=ITERATIONS)
 
-    def add(self, ledger: Ledger, seconds: float, weights: float, num_engines: int) -> None:
-        """Add an iteration that took `seconds`, of which `weights` for the exchange of weights."""
+    def add(self, ledger: Ledger, seconds: Mapping[str, float], num_engines: int) -> None:
+        """Add an iteration. `seconds`: as in its metrics."""
         assert ledger.trained is not None
         engines, train = sum(ledger.engine_seconds.values()), ledger.trained.busy_seconds
+        duration, weights = seconds["perf/iteration_seconds"], seconds["perf/weights_seconds"]
         mean = engines / num_engines
-        self._iterations.append((seconds, engines, train, mean + weights, train + weights))
+        self._iterations.append((duration, engines, train, mean + weights, train + weights))
 
     def clear(self) -> None:
         self._iterations.clear()
