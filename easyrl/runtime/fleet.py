@@ -394,12 +394,9 @@ class Fleet:
 
     def _limit_answers(self) -> None:
         """Kill the rollout workers that do not answer in time: rank 0 has done its part."""
+        due = time.monotonic() + self._config.runtime.timeout_seconds
         for worker in self._awaited.intersection(self.rollout):
-            reason = "was killed: it did not take part in a weight exchange"
-            self._limit(worker, self._config.runtime.timeout_seconds, reason)
-
-    def _limit(self, worker: Worker, seconds: float, reason: str) -> None:
-        self._limits[worker] = time.monotonic() + seconds, reason
+            self._limits[worker] = due, "was killed: it did not take part in a weight exchange"
 
     def _end_admission(self) -> None:
         """Let the worker that was joining work, once it and rank 0 have answered."""
@@ -462,7 +459,7 @@ class Fleet:
             has_groups = self.ledger is not None and self.ledger.num_open(worker.name) > 0
             if not has_groups and worker not in self._limits:
                 worker.send(events.Stop())
-                self._limit(worker, STOP_SECONDS, "did not stop")
+                self._limits[worker] = time.monotonic() + STOP_SECONDS, "did not stop"
 
 
 def _become(worker: Worker, state: WorkerState) -> None:

@@ -92,8 +92,7 @@ def _open_folder(config: Config, resumed: Resume | None) -> RunFolder:
     """Create the run folder, or clean up that of a resumed run."""
     if resumed is None:
         return RunFolder(config)
-    state = resumed.state
-    folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
+    folder = RunFolder(config, resumed.lock, resumed.state.file_sizes)
     for path in resumed.damaged:
         set_aside(path)
     for each in (folder.path, folder.checkpoints):
@@ -165,11 +164,6 @@ def _announce(controller: Controller) -> None:
     found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
     notes, num_done = _notes(checked, resumed), controller.state.num_iterations
-    if lost := sorted({*range(num_done)} - {line["iteration"] for line in lines}):
-        notes.append(
-            f"warning: metrics.jsonl lacks {len(lost)} of {counted(num_done, 'iteration')}, the "
-            f"first is {lost[0] + 1}, the last {lost[-1] + 1}; the run continues without them"
-        )
     measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
     measured.insert(0, (0, controller.state.accuracy_before))
     controller.notify(

@@ -44,15 +44,10 @@ class RunFolder:
     """The folder of one run. It is locked until `close`."""
 
     def __init__(
-        self,
-        config: Config,
-        lock: int | None = None,
-        sizes: Mapping[str, int] | None = None,
-        num_iterations: float = math.inf,
+        self, config: Config, lock: int | None = None, sizes: Mapping[str, int] | None = None
     ) -> None:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
-        files back to `sizes` (in bytes), and the metrics to `num_iterations` (lines may have been
-        lost). Raises ConfigError if it cannot be created or written."""
+        files back to `sizes` (in bytes). Raises ConfigError if it cannot be created or written."""
         self.path = folder_of(config)
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"  # the final one, a Hugging Face folder
@@ -72,10 +67,6 @@ class RunFolder:
                 file, size = self.path / name, (sizes or {}).get(name, 0)
                 # To a line's end: after a power failure the file may be shorter than that.
                 os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
-            lines = self.read_metrics()
-            if any(line["iteration"] >= num_iterations for line in lines):
-                kept = (json.dumps(line) for line in lines if line["iteration"] < num_iterations)
-                (self.path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
             (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             if lock is not None:
