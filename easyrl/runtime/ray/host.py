@@ -17,14 +17,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray import get_runtime_context, method
 from ray.util import get_node_ip_address
@@ -43,24 +44,39 @@ GROUPS = {"deliver": 1, "put": 1, "query": 1}
 RETRY_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(NamedTuple):
     """The actor's node."""
 
     address: str
-    name: str
     devices: tuple[str, ...]  # accelerators of the actor, as Ray numbers them
-    without_driver: tuple[str, ...]  # kinds of these accelerators
-    versions: dict[str, str]
     sees_folder: bool  # where the run folder is
-    missing: tuple[str, ...]  # of the paths that were asked for
-    network_problem: str = ""
 
 
 def _accelerators() -> dict[str, list[str]]:
     """The accelerators of this actor by their kind in torch."""
     ids = get_runtime_context().get_accelerator_ids()
     return {kind: ids[name] for name, kind in devices.RAY_RESOURCES.items() if ids.get(name)}
+
+
+def check_node(
+    expected: Mapping[str, str], kinds: Iterable[str], address: str, missing: Sequence[str]
+) -> None:
+    """Raise ConfigError if a worker cannot run on this node. `expected`: versions; `kinds`: of its
+    accelerators; `missing`: paths that are not there."""
+    for name, version in versions().items():
+        if expected.get(name) != version:
+            raise ConfigError(f"expected {name} {expected.get(name)}, as here, got {version}")
+    devices.network_environment(address)
+    if without := [kind for kind in kinds if not devices.has_driver(kind)]:
+        raise ConfigError(
+            f"expected a driver for {without[0]} devices, as Ray counts them there, got none "
+            "(easyrl doctor on that node); or start it without: ray start --num-gpus=0"
+        )
+    if missing:
+        raise ConfigError(
+            f"expected {' and '.join(missing)}, as here: put model and run folder (--model, "
+            "--output) on storage that the nodes share, or name the model by a hub id"
+        )
 
 
 class WorkerHost:
@@ -73,23 +89,19 @@ class WorkerHost:
         self._listener: socket | None = None
         self._process: BaseProcess | None = None
 
-    def describe(self, probe: str, paths: Sequence[str]) -> NodeFacts:
-        """Describe the node. `probe`: a file where the run folder is."""
-        ids, address, network_problem = _accelerators(), get_node_ip_address(), ""
+    def describe(
+        self, expected: Mapping[str, str], paths: Sequence[str], probe: str, needs_folder: bool
+    ) -> NodeFacts:
+        """Describe the node. Raises ConfigError if a worker cannot run there. `expected`: versions;
+        `paths`: of the model; `probe`: a file where the run folder is."""
+        ids, address, sees_folder = _accelerators(), get_node_ip_address(), Path(probe).exists()
+        needed = [str(Path(probe).parent)] if needs_folder and not sees_folder else []
+        missing = [path for path in paths if not Path(path).exists()]
         try:
-            devices.network_environment(address)
+            check_node(expected, ids, address, missing + needed)
         except ConfigError as error:
-            network_problem = str(error)
-        return NodeFacts(
-            address,
-            os.uname().nodename,
-            tuple(number for numbers in ids.values() for number in numbers),
-            tuple(kind for kind in ids if not devices.has_driver(kind)),
-            versions(),
-            Path(probe).exists(),
-            tuple(path for path in paths if not Path(path).exists()),
-            network_problem,
-        )
+            raise ConfigError(f"node {os.uname().nodename} ({address}): {error}") from None
+        return NodeFacts(address, tuple(chain.from_iterable(ids.values())), sees_folder)
 
     def run(
         self,

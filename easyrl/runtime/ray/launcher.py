@@ -212,7 +212,7 @@ class RayLauncher:
         deadline = time.monotonic() + self._timeout_seconds
         while True:
             hosts = [self._new_host(role, each) for each in strategies]
-            asked = [self._describe(host) for host in hosts]
+            asked = [self._describe(host, role) for host in hosts]
             left = max(0.0, deadline - time.monotonic())
             _, pending = ray.wait(asked, num_returns=len(asked), timeout=left)
             if pending:
@@ -222,9 +222,10 @@ class RayLauncher:
                 found = ray.get(asked)
                 break
             except RayError as error:
+                if (failed := _lost(error)).is_user_error:
+                    raise ConfigError(failed.message) from None
                 text = str(error)
-                where = re.search(r"ip=([^,)]+)", text)
-                if where is not None:
+                if where := re.search(r"ip=([^,)]+)", text):
                     raise ConfigError(
                         f"node {where[1]}: expected EasyRL and what it needs as here, but its "
                         f"worker cannot start: {text.strip().splitlines()[-1]}"
@@ -235,19 +236,14 @@ class RayLauncher:
                 host.kill()
         for host, facts in zip(hosts, found, strict=True):
             host.facts = facts
-            if problem := self._problem_of(facts, role):
-                raise ConfigError(problem)
         return sorted(hosts, key=lambda host: (host.facts.address, host.facts.devices))
 
-    def _describe(self, host: Host) -> Any:
+    def _describe(self, host: Host, role: str) -> Any:
         model = Path(self._config.model.path)
         paths = [str(model.absolute())] if model.exists() else []
-        return host.actor.describe.remote(str(self._probe), paths)
-
-    def _problem_of(self, facts: NodeFacts, role: str) -> str:
         # Train workers write checkpoints and the model, rollout workers only logs.
-        needed = self._folder.parent if role == "train" and not facts.sees_folder else None
-        return problem_of(facts, needed)
+        needs_folder, own = role == "train", cluster.versions()
+        return host.actor.describe.remote(own, paths, str(self._probe), needs_folder)
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
@@ -273,11 +269,12 @@ class RayLauncher:
 
     def _wait_for_place(self, process: RemoteProcess, control: Connection, name: str) -> bool:
         """Wait until Ray has placed a later rollout worker; report what is wrong, return False."""
-        asked, is_reported = self._describe(process.host), False
+        asked, is_reported = self._describe(process.host, "rollout"), False
         deadline = time.monotonic() + NOTICE_SECONDS
         while True:
             try:
                 process.host.facts = ray.get(asked, timeout=PENDING_SECONDS)
+                return True
             except GetTimeoutError:
                 if not is_reported:
                     needed = cluster.text_of(self._bundle("rollout"))
@@ -285,21 +282,16 @@ class RayLauncher:
                         Note(f"{name} waits for a place with {needed}; {cluster.cluster_text()}")
                     )
                 is_reported = True
-                continue
             except RayError as error:
                 if process.is_killed:
                     return False
-                if time.monotonic() > deadline:
-                    control.send(_lost(error))
+                if (failed := _lost(error)).is_user_error or time.monotonic() > deadline:
+                    control.send(failed)
                     return False
                 # Ray still places workers on a node that was lost a moment ago.
                 time.sleep(PAUSE_SECONDS)
                 process.replace_host(self._new_host("rollout", "SPREAD"))
-                asked = self._describe(process.host)
-                continue
-            if problem := self._problem_of(process.host.facts, "rollout"):
-                control.send(Failed(problem, "", is_user_error=True, is_replaceable=True))
-            return not problem
+                asked = self._describe(process.host, "rollout")
 
     def _serve(
         self,
@@ -357,28 +349,6 @@ class RayLauncher:
             return self._train[0].query(what, argument)
         except RayError as error:  # a timeout too
             raise WorkerFailure(f"train-0 {_lost(error).message}") from None
-
-
-def problem_of(facts: NodeFacts, needed_folder: Path | None = None) -> str:
-    """Return why a worker cannot run on the node, or an empty string."""
-    node, own = f"node {facts.name} ({facts.address})", cluster.versions()
-    for name, version in own.items():
-        if facts.versions.get(name) != version:
-            return f"{node}: expected {name} {version}, as here, got {facts.versions.get(name)}"
-    if facts.network_problem:
-        return f"{node}: {facts.network_problem}"
-    if facts.without_driver:
-        return (
-            f"{node}: expected a driver for {facts.without_driver[0]} devices, as Ray counts "
-            "them there, got none (easyrl doctor on that node); or start it without: ray start "
-            "--num-gpus=0"
-        )
-    if missing := [*facts.missing, *([str(needed_folder)] if needed_folder else [])]:
-        return (
-            f"{node}: expected {' and '.join(missing)}, as here: put model and run folder "
-            "(--model, --output) on storage that the nodes share, or name the model by a hub id"
-        )
-    return ""
 
 
 def _pass_commands(control: Connection, host: Host) -> None:
