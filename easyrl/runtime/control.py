@@ -72,10 +72,8 @@ class ControlSocket:
                 client.send(json.dumps(self._answer(client)).encode())
 
     def _answer(self, client: socket.socket) -> Reply:
-        received = client.recv(MAX_BYTES + 1)  # first: closing would drop the reply otherwise
+        received = client.recv(MAX_BYTES)  # first: closing would drop the reply otherwise
         try:
-            if len(received) > MAX_BYTES:
-                raise ValueError(f"expected at most {MAX_BYTES} bytes")
             if wait([client], 0.0):  # closed after REPLY_SECONDS, while this process was stopped
                 raise ValueError("expected a client that waits for the reply")
             return self._handle(json.loads(received))

@@ -91,11 +91,9 @@ def _reward_metrics(
     }
     for number, name in enumerate(reward_names):
         scores = np.array([group.rewards_by_function[number] for group in groups], dtype=np.float64)
-        if not np.isnan(scores).all():
+        if count := np.count_nonzero(~np.isnan(scores)):
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
-            deviations = scores - metrics[f"rewards/{name}/mean"]
-            count = max(1, int((~np.isnan(scores)).sum()) - 1)
-            metrics[f"rewards/{name}/std"] = math.sqrt(np.nansum(deviations**2) / count)
+            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=min(1, count - 1)))
     return metrics
 
 
@@ -120,7 +118,8 @@ def summarize(
         return [sum(part) / len(part) if part else None for part in parts]
 
     reward_first, reward_last = ends("reward")
-    gaps = [line.get("sampling/sampling_logp_difference/max") for line in lines]
+    gap = "sampling/sampling_logp_difference/max"
+    gaps = [line[gap] for line in lines if line.get(gap) is not None]
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
     seconds, num_tokens = total("perf/iteration_seconds"), newest.get("num_tokens", 0)
     best = best_of(lines)
@@ -144,10 +143,7 @@ def summarize(
         "generated_tokens": newest.get("num_generated_tokens", 0),
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
         "groups_off_policy": 0,  # one such group ends the run (`GroupReader._accept`)
-        # None: no group had a gradient.
-        "sampling_logp_difference_max": max(
-            (each for each in gaps if each is not None), default=None
-        ),
+        "sampling_logp_difference_max": max(gaps, default=None),  # None: no group had a gradient
     }
 
 

@@ -8,7 +8,6 @@ This process has one thread and imports no torch, so that it may fork. It passes
 is killed, the kernel kills the child and its workers.
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from easyrl.config import Config, change_config
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 from easyrl.processes import die_with_parent
-from easyrl.runtime.run_folder import folder_of, resume_hint
+from easyrl.runtime.run_folder import folder_of, resume_hint, write_log
 from easyrl.runtime.supervisor import (
     FAILED,
     SIGNALLED,
@@ -44,7 +43,7 @@ def run_with_restarts(
     is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
-        code, is_stopped = _run_in_child(partial(start, config, resume), folder, len(failures))
+        code, is_stopped = _run_in_child(partial(start, config, resume))
         # On a cluster that has lost a node there may be no room yet.
         lacks_room = code == USER_ERROR and is_ray and bool(failures)
         is_failure = code == FAILED or code < 0 or lacks_room
@@ -66,15 +65,13 @@ def run_with_restarts(
         limit = f"restart {number} of at most {runtime.max_restarts}"
         _report(folder, f"the run failed ({cause}) and starts again ({limit})")
         config, resume = change_config(config, {"runtime.resume": "auto"}), None
+        time.sleep(PAUSE_SECONDS)
 
 
-def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tuple[int, bool]:
+def _run_in_child(run: Callable[[], int]) -> tuple[int, bool]:
     """Return the child's exit code (negative: killed), and whether a signal was passed on to it."""
 
     def stop(signum: int, frame: object) -> None:
-        if num_failures:
-            name = signal.Signals(signum).name
-            _report(folder, f"stopped by {name} before the run had started{resume_hint(folder)}")
         os._exit(SIGNALLED + signum)
 
     handled = {each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
@@ -84,7 +81,6 @@ def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tu
         die_with_parent(parent)
         with handle_signals(stop):  # until the run has its own handlers
             signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
-            time.sleep(PAUSE_SECONDS if num_failures else 0.0)
             raise SystemExit(run())
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if (signum := signal.sigwait({*handled, signal.SIGCHLD})) in handled:
@@ -95,5 +91,4 @@ def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tu
 
 def _report(folder: Path, text: str) -> None:
     print(f"easyrl: {text}", file=sys.stderr)
-    with contextlib.suppress(OSError), (folder / "logs" / "easyrl.log").open("a") as log:
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+    write_log(folder, text)

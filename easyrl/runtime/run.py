@@ -29,6 +29,7 @@ from easyrl.runtime.run_folder import (
     RunFolderLost,
     folder_of,
     resume_hint,
+    write_log,
 )
 from easyrl.runtime.supervisor import (
     FAILED,
@@ -153,7 +154,7 @@ def _train(controller: Controller) -> events.RunEnded:
         return events.RunEnded(FAILED, f"{lost}{resume_hint(folder.path)}")
     except Exception as error:
         cause = traceback.format_exception_only(error)[-1].strip()
-        folder.write_log(traceback.format_exc())
+        write_log(folder.path, traceback.format_exc())
         return events.RunEnded(FAILED, f"{cause}\n(the full traceback is in {folder.log})")
     return events.RunEnded(FINISHED, "")
 
@@ -185,10 +186,9 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     config = checked.config
     notes = [] if resumed is None else [resumed.describe(config)]
     rewards = ", ".join(reward_names(config))
+    data, rate = config.data.shown, config.learning_rate
     notes.append(describe_model(config.model.path))
-    notes.append(
-        f"data: {config.data.shown}; reward: {rewards}; learning rate {config.learning_rate:g}"
-    )
+    notes.append(f"data: {data}; reward: {rewards}; learning rate {rate:g}")
     if checked.num_prompts_skipped:
         notes.append(
             f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="

@@ -96,9 +96,9 @@ class RunFolder:
         """Write what the folder keeps. Raises RunFolderLost."""
         match event:
             case events.RunStarted(description=description):
-                self.write_log(f"easyrl {__version__}\n{description}")
+                write_log(self.path, f"easyrl {__version__}\n{description}")
             case events.FromWorker(worker, _, events.Starting(what)):
-                self.write_log(f"{worker}: {what}")
+                write_log(self.path, f"{worker}: {what}")
             case events.FromWorker(_, _, events.GroupScored(iteration, _, prompt) as group):
                 self._append_errors(iteration, prompt, group.errors)
                 if not group.is_rejected:
@@ -109,24 +109,18 @@ class RunFolder:
             case events.IterationFinished(metrics=metrics):
                 self._append("metrics.jsonl", metrics)
             case events.Note(text) | events.NoEvents(warning=text) if text:
-                self.write_log(text)
+                write_log(self.path, text)
             case events.RunFinished(summary=summary):
                 text = json.dumps(finite(summary), indent=2, allow_nan=False)
                 self._write(UNFINISHED_SUMMARY, text, mode="w")
                 (self.path / UNFINISHED_SUMMARY).rename(self.path / "summary.json")
             case events.RunEnded(exit_code, message):
-                self.write_log(f"ended with exit code {exit_code}\n{message}")
+                write_log(self.path, f"ended with exit code {exit_code}\n{message}")
 
     def _append_errors(self, iteration: int | None, prompt: int, messages: Sequence[str]) -> None:
         for error in messages:
             line = {"iteration": iteration, "prompt_index": prompt, "error": error}
             self._append("reward_errors.jsonl", line)
-
-    def write_log(self, text: str) -> None:
-        """Add to the log. If it cannot be written, the run continues."""
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text.rstrip()}\n"
-        with contextlib.suppress(OSError), self.log.open("a", errors="backslashreplace") as file:
-            file.write(line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         self._write(name, json.dumps(finite(line), allow_nan=False), mode="a")
@@ -141,6 +135,13 @@ class RunFolder:
                 f"({name}); make its disk writable or free space on it, or use another output.dir "
                 "(--output)"
             ) from error
+
+
+def write_log(folder: Path, text: str) -> None:
+    """Add to the controller's log. If it cannot be written, the run continues."""
+    file, now = folder / "logs" / "easyrl.log", time.strftime("%Y-%m-%d %H:%M:%S")
+    with contextlib.suppress(OSError), file.open("a", errors="backslashreplace") as log:
+        log.write(f"{now}  {text.rstrip()}\n")
 
 
 def write_whole(file: IO[bytes], content: bytes) -> None:
