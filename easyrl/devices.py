@@ -145,15 +145,10 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
 def has_driver(kind: str) -> bool:
     """Whether the system has a driver for this kind of device. Does not load torch."""
-    if num_device_nodes(kind):
-        return True
-    if kind != "cuda":
-        return False
-    if (DEVICE_NODES / AMD_NODE).exists():
+    if num_device_nodes(kind) or (kind == "cuda" and (DEVICE_NODES / AMD_NODE).exists()):
         return True
     with contextlib.suppress(OSError):
-        ctypes.CDLL(CUDA_DRIVER)
-        return True
+        return kind == "cuda" and bool(ctypes.CDLL(CUDA_DRIVER))
     return False
 
 
@@ -265,8 +260,7 @@ def limit_memory(device: torch.device, fraction: float) -> None:
 def share_memory(buffer: Tensor) -> str:
     """Return a handle (JSON) with which one other process can open `buffer` [bytes] on the same
     device. The buffer must outlive that process's use of it."""
-    storage: Any = buffer.untyped_storage()
-    parts = storage._share_npu_() if buffer.device.type == "npu" else storage._share_cuda_()
+    parts = getattr(buffer.untyped_storage(), f"_share_{buffer.device.type}_")()
     # torch counts readers in a named segment, which would be left behind after a kill.
     Path("/dev/shm", parts[4].decode().lstrip("/")).unlink(missing_ok=True)
     return json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
@@ -279,10 +273,7 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
     buffer = torch.empty(0, dtype=torch.uint8, device=device)  # initializes the device
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(handle)]
     parts[0] = buffer.device.index  # its number in this process
-    storage_class: Any = torch.UntypedStorage
-    is_npu = device.type == "npu"
-    new_shared = storage_class._new_shared_npu if is_npu else storage_class._new_shared_cuda
-    storage = new_shared(*parts)
+    storage = getattr(torch.UntypedStorage, f"_new_shared_{device.type}")(*parts)
     return buffer.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
@@ -364,11 +355,8 @@ def serve_store(listener: socket.socket) -> None:
     """Serve the store of `open_store`. torch's own server would listen on every address."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    host, port = listener.getsockname()
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    _served.append(store)
+    address, how = listener.getsockname(), {"is_master": True, "wait_for_workers": False}
+    _served.append(TCPStore(*address, **how, master_listen_fd=listener.detach()))
 
 
 def open_store(store: str, timeout: timedelta) -> Any:
@@ -442,9 +430,8 @@ def join_train_world(
         torch.accelerator.set_device_index(device.index or 0)
     opened = dist.PrefixStore("train", open_store(store, timeout))  # type: ignore[attr-defined]
     opened.set_timeout(timeout)
-    dist.init_process_group(
-        backends[device.type], store=opened, rank=rank, world_size=size, timeout=timeout
-    )
+    world = {"store": opened, "rank": rank, "world_size": size, "timeout": timeout}
+    dist.init_process_group(backends[device.type], **world)
 
 
 def join_checkpoint_group() -> dist.ProcessGroup:

@@ -85,9 +85,8 @@ class Controller:
         self.resumed = resumed
         before = resumed.state if resumed is not None else SavedState()
         # The state after the newest complete iteration; `wall_seconds` is set when it is saved.
-        self.state = replace(
-            before, config=config.model_dump(mode="json"), identity=checked.identity
-        )
+        values = config.model_dump(mode="json")
+        self.state = replace(before, config=values, identity=checked.identity)
         self._lines = folder.read_metrics()  # metrics of the iterations
         self._is_warned = False  # that the run may learn nothing
         self._num_devices = count_devices(device_names(checked.placement).values())

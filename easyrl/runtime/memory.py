@@ -290,11 +290,9 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str 
             if needed <= (budget := budgets.get(memory, math.inf)):
                 continue
             totals = Counter[str]()  # of all processes
-            for part in counted:
-                if part.memory == memory and part.what in KEYS:
-                    totals[f"{part.what} ({KEYS[part.what]})"] += (
-                        part.num_bytes * part.num_processes
-                    )
+            for _, num_processes, where, what, num_bytes in counted:
+                if where == memory and what in KEYS:
+                    totals[f"{what} ({KEYS[what]})"] += num_bytes * num_processes
             largest = "; ".join(f"{_gib(n)} {what}" for what, n in totals.most_common(5))
             message = (
                 f"this run needs{least} {_gib(needed)} of memory on {memory}, but only "

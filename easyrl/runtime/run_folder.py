@@ -274,7 +274,5 @@ def resume_hint(folder: Path) -> str:
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
     """Replace numbers that are not finite by None: JSON has no NaN."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in line.items()
-    }
+    bad = {key for key, n in line.items() if isinstance(n, float) and not math.isfinite(n)}
+    return {**line, **dict.fromkeys(bad)}

@@ -94,9 +94,8 @@ def random_policy(
 def draw_rollouts(prompt_len: int, lengths: Sequence[int], vocab_size: int) -> list[Rollout]:
     """Draw a group. A completion's advantage is the weight of its tokens in the loss."""
     rng = np.random.default_rng(0)
-    prompt, *completions = (
-        rng.integers(vocab_size, size=length, dtype=np.int32) for length in (prompt_len, *lengths)
-    )
+    sizes = prompt_len, *lengths
+    prompt, *completions = (rng.integers(vocab_size, size=n, dtype=np.int32) for n in sizes)
     return [
         Rollout(0, prompt, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_), weight)
         for ids, weight in zip(completions, rng.normal(size=len(lengths)).tolist(), strict=True)

@@ -244,12 +244,7 @@ class Supervisor:
             os.read(self._wake_reader, 4096)
             raise Interrupted(signum)
         dead = [worker for sentinel, worker in sentinels.items() if sentinel in ready]
-        received = [
-            (worker, event)
-            for worker in self._workers
-            if worker.is_open
-            for event in self._receive(worker)
-        ]
+        received = [(w, e) for w in self._workers if w.is_open for e in self._receive(w)]
         failures = {w: e for w, e in received if isinstance(e, events.Failed) and w in watched}
         is_final = any(_ends_run(worker, failed) for worker, failed in failures.items())
         for worker in dead:

@@ -128,11 +128,7 @@ def bundle_of(kind: str, num_devices: int, num_threads: int) -> dict[str, float]
 def options_of(bundle: dict[str, float]) -> dict[str, Any]:
     """The same as options of an actor."""
     others = {name: number for name, number in bundle.items() if name not in ("CPU", "GPU")}
-    return {
-        "num_cpus": bundle.get("CPU", 0),
-        "num_gpus": bundle.get("GPU", 0),
-        "resources": others,
-    }
+    return {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "resources": others}
 
 
 def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:

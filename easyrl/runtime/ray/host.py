@@ -138,9 +138,8 @@ class WorkerHost:
             for _ in range(MAX_UNACKNOWLEDGED):
                 self._pipes["ring"].send_bytes(TOKEN)
         settings = with_environment(settings)
-        process = context.Process(
-            target=worker_main, args=(settings, ring, control), name=settings.name
-        )
+        arguments = settings, ring, control
+        process = context.Process(target=worker_main, args=arguments, name=settings.name)
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else the child imports Ray's program
         try:

@@ -198,10 +198,9 @@ class RayLauncher:
         return cluster.bundle_of(kind, size, placement.num_threads)
 
     def _new_host(self, role: str, strategy: Any) -> Host:
-        self._every.append(
-            Host(scheduling_strategy=strategy, **cluster.options_of(self._bundle(role)))
-        )
-        return self._every[-1]
+        host = Host(scheduling_strategy=strategy, **cluster.options_of(self._bundle(role)))
+        self._every.append(host)
+        return host
 
     def _device_of(self, facts: NodeFacts) -> str:
         return f"{facts.address}/{device_name(self._placement.accelerator, facts.devices)}"
@@ -277,10 +276,8 @@ class RayLauncher:
                 return True
             except GetTimeoutError:
                 if not is_reported:
-                    needed = cluster.text_of(self._bundle("rollout"))
-                    control.send(
-                        Note(f"{name} waits for a place with {needed}; {cluster.cluster_text()}")
-                    )
+                    needed, there = cluster.text_of(self._bundle("rollout")), cluster.cluster_text()
+                    control.send(Note(f"{name} waits for a place with {needed}; {there}"))
                 is_reported = True
             except RayError as error:
                 if process.is_killed:
