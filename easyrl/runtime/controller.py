@@ -130,7 +130,12 @@ class Controller:
             sha256 = self._save_model()
             self._wait_for_checkpoint()
         except Interrupted as interrupted:
-            self._save_last_boundary(interrupted)
+            self.fleet.ledger = None
+            if self._stopping is not interrupted:
+                self._begin_to_stop(interrupted)
+            if self._newest_checkpoint != self.state.policy_version:
+                self._save_boundary()
+            self._wait_for_checkpoint()
             raise
         return {
             **metrics.summarize(self._lines, self.config, self.state, self._num_devices),
@@ -239,13 +244,8 @@ class Controller:
             num_iterations=trained.iteration + 1,
             next_prompt_index=ledger.next_index,
         )
-        line = metrics.iteration_metrics(
-            ledger,
-            reward_names(self.config),
-            self._lines[-1] if self._lines else {},
-            seconds,
-            self._num_devices,
-        )
+        names, before = reward_names(self.config), self._lines[-1] if self._lines else {}
+        line = metrics.iteration_metrics(ledger, names, before, seconds, self._num_devices)
         line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
         line |= metrics.logged_metrics(ledger.reports, taken=line.keys())
@@ -263,8 +263,10 @@ class Controller:
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
-        answers = list(self.fleet.answers(ledger, self._next_event))
-        correct = self.config.eval.correct_reward
+        answers, correct = (
+            self.fleet.answers(ledger, self._next_event),
+            self.config.eval.correct_reward,
+        )
         measured, num_problems = metrics.evaluation_metrics(answers, correct)
         accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
         now, num_done = time.monotonic(), self.state.num_iterations
@@ -342,11 +344,3 @@ class Controller:
         self.fleet.begin_to_stop()
         again = " (Ctrl-C again: stop without it)" if interrupted.signum == signal.SIGINT else ""
         self.notify(events.Note(f"{interrupted}: saving the last checkpoint{again}"))
-
-    def _save_last_boundary(self, interrupted: Interrupted) -> None:
-        self.fleet.ledger = None
-        if self._stopping is not interrupted:
-            self._begin_to_stop(interrupted)
-        if self._newest_checkpoint != self.state.policy_version:
-            self._save_boundary()
-        self._wait_for_checkpoint()

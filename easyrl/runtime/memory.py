@@ -138,9 +138,8 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     if not is_embedded and not on_cpu:  # it keeps memory free for its step and graphs
         budget = memory_budgets(placement).get(_memory_of(placement, "rollout"), 0)
         fraction = 1.0 if placement.shares_device else rollout.memory_fraction or 0.9
-        own["vLLM's reserve" if placement.shares_device else "vLLM's step, reserve"] = int(
-            (1.0 - (1.0 - STEP_FRACTION) * fraction) * budget
-        )
+        what = "vLLM's reserve" if placement.shares_device else "vLLM's step, reserve"
+        own[what] = int((1.0 - (1.0 - STEP_FRACTION) * fraction) * budget)
         del own["engine's step"]
     # Where nothing is converted, the pages of the files are shared, and the system can drop them.
     is_read = on_cpu or model.stored_dtype == config.model.dtype

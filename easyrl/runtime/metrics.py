@@ -222,7 +222,7 @@ def mean_and_error(of_problems: npt.ArrayLike) -> tuple[float, float]:
 
 
 def evaluation_metrics(
-    answers: Sequence[events.PromptEvaluated], correct_reward: float
+    answers: Iterable[events.PromptEvaluated], correct_reward: float
 ) -> tuple[dict[str, float], int]:
     """Metrics over the held-out problems, and the number of problems that have rewards."""
     # Events come in order of arrival: sort, so that sums do not depend on it.

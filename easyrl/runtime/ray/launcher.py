@@ -251,8 +251,7 @@ class RayLauncher:
         for rank, each in enumerate(settings):
             others = range(1, len(settings)) if rank == 0 else [0]
             peers = {peer: self._train[peer].actor for peer in others}
-            layout = self._layout if rank == 0 else None
-            serve = partial(self._serve, each, (layout, peers, ""))
+            serve = partial(self._serve, each, (self._layout, peers, ""))
             process = RemoteProcess(self._train[rank], serve)
             workers.append(supervisor.watch(Worker(each.name, process, process.control)))
         return workers
