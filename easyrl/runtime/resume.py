@@ -134,11 +134,8 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             values = {name: value for name, value in checkpoint.state.items() if name in names}
             path, state = checkpoint.path, SavedState(**values)
             _check_settings(config, state, path)
-        if (
-            path is None
-            and not is_finished
-            and (damaged or not is_auto or (folder / "summary.json").exists())
-        ):
+        is_lost = damaged or not is_auto or (folder / "summary.json").exists()
+        if path is None and not is_finished and is_lost:
             reasons = "".join(f"\n{why}" for why in damaged.values())
             why = "" if damaged else " (train.save_every, train.keep_checkpoints)"
             raise ConfigError(

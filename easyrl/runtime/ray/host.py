@@ -127,13 +127,11 @@ class WorkerHost:
         control = pipe_to("control")
         ranks = sorted(peer for peer in peers if isinstance(peer, int))
         settings = replace(settings, pipes=tuple(pipe_to(rank) for rank in ranks))
-        if settings.name == "train-0":
-            assert layout is not None
+        if settings.name == "train-0" and layout is not None:
             ring = self._ring = RingBuffer(layout)
             self._port = ring.attach(0)
             settings = replace(settings, listener=self._listener)
-        elif "ring" in peers:
-            assert layout is not None
+        elif "ring" in peers and layout is not None:
             ring = RemoteRing(layout, pipe_to("ring"))
             for _ in range(MAX_UNACKNOWLEDGED):
                 self._pipes["ring"].send_bytes(TOKEN)
