@@ -355,8 +355,9 @@ def serve_store(listener: socket.socket) -> None:
     """Serve the store of `open_store`. torch's own server would listen on every address."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    address, how = listener.getsockname(), {"is_master": True, "wait_for_workers": False}
-    _served.append(TCPStore(*address, **how, master_listen_fd=listener.detach()))
+    host, port = listener.getsockname()
+    how: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+    _served.append(TCPStore(host, port, **how, master_listen_fd=listener.detach()))
 
 
 def open_store(store: str, timeout: timedelta) -> Any:
@@ -430,7 +431,7 @@ def join_train_world(
         torch.accelerator.set_device_index(device.index or 0)
     opened = dist.PrefixStore("train", open_store(store, timeout))  # type: ignore[attr-defined]
     opened.set_timeout(timeout)
-    world = {"store": opened, "rank": rank, "world_size": size, "timeout": timeout}
+    world: dict[str, Any] = {"store": opened, "rank": rank, "world_size": size, "timeout": timeout}
     dist.init_process_group(backends[device.type], **world)
 
 

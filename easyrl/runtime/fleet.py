@@ -323,9 +323,8 @@ class Fleet:
         `next_event` calls the method of this name."""
         num_failures = 0
         while num_failures < MAX_FAILURES:
-            while self._awaited or not self._are_ready():
+            while self._awaited or not (members := self._ready()):
                 next_event()
-            members = self._able()
             is_known = policy_version == self._version
             if is_known and all(worker.state == "working" for worker in members):
                 return
@@ -339,13 +338,11 @@ class Fleet:
             num_failures += not any(worker.state == "lost" for worker in members)
         raise WorkerFailure(f"weight exchange: {num_failures} attempts failed: {self._errors[0]}")
 
-    def _able(self) -> list[Worker]:
-        return [worker for worker in self.rollout if worker.state in ("ready", "working")]
-
-    def _are_ready(self) -> bool:
-        wanted = [worker for worker in self.rollout if worker.state != "leaving"]
-        is_enough = len(wanted) if self._config.runtime.deterministic else 1
-        return len(self._able()) >= is_enough
+    def _ready(self) -> list[Worker]:
+        """The rollout workers that can take part in an exchange; none while others are awaited."""
+        able = [worker for worker in self.rollout if worker.state in ("ready", "working")]
+        is_enough = not self._config.runtime.deterministic or len(able) == len(self.rollout)
+        return able if is_enough else []
 
     def _broadcast(self, policy_version: int, members: list[Worker]) -> None:
         if members != self._members:

@@ -93,7 +93,7 @@ def _reward_metrics(
         scores = np.array([group.rewards_by_function[number] for group in groups], dtype=np.float64)
         if count := np.count_nonzero(~np.isnan(scores)):
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
-            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=min(1, count - 1)))
+            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=int(count > 1)))
     return metrics
 
 

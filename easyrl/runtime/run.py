@@ -155,7 +155,9 @@ def _train(controller: Controller) -> events.RunEnded:
     except Exception as error:
         cause = traceback.format_exception_only(error)[-1].strip()
         write_log(folder.path, traceback.format_exc())
-        return events.RunEnded(FAILED, f"{cause}\n(the full traceback is in {folder.log})")
+        return events.RunEnded(
+            FAILED, f"{cause}\n(the full traceback is in {folder.log_of('easyrl')})"
+        )
     return events.RunEnded(FINISHED, "")
 
 

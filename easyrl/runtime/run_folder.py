@@ -51,7 +51,6 @@ class RunFolder:
         self.path = folder_of(config)
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"  # the final one, a Hugging Face folder
-        self.log = self.log_of("easyrl")  # the controller's, with tracebacks
         is_new = not self.path.exists()
         try:
             if lock is None:
