@@ -35,13 +35,7 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, newest_checkpoint
 from easyrl.model.export import run_of
 from easyrl.rewards.loading import reward_specs, reward_weights
-from easyrl.runtime.run_folder import (
-    UNFINISHED_CONFIG,
-    folder_of,
-    free_name,
-    is_unstarted,
-    lock_folder,
-)
+from easyrl.runtime import run_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +114,11 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     settings."""
     is_auto = folder is None
     if folder is None:
-        folder = folder_of(config)
-        is_wanted = config.runtime.resume == "auto" or is_unstarted(folder)
+        folder = run_folder.folder_of(config)
+        is_wanted = config.runtime.resume == "auto" or run_folder.is_unstarted(folder)
         if not is_wanted or not _is_begun(folder):
             return None
-    lock = lock_folder(folder)
+    lock = run_folder.lock_folder(folder)
     try:
         is_finished = _is_finished(folder, config)
         checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
@@ -141,7 +135,7 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             raise ConfigError(
                 f"--resume, runtime.resume: '{folder}' has no whole checkpoint{why}{reasons}\n"
                 f"to start again: easyrl grpo --config {quote(str(folder / 'config.yaml'))} "
-                f"--output {quote(free_name(folder))}"
+                f"--output {quote(run_folder.free_name(folder))}"
             )
     except BaseException:
         os.close(lock)
@@ -161,7 +155,7 @@ def _is_begun(folder: Path) -> bool:
     """Return whether a run has begun here. An empty folder counts: it may have been killed."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"no folder"}
     has_begun = "config.yaml" in names and not names.isdisjoint({"logs", CHECKPOINTS})
-    return has_begun or names <= {"logs", UNFINISHED_CONFIG}
+    return has_begun or names <= {"logs", run_folder.UNFINISHED_CONFIG}
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -232,7 +226,7 @@ def _resolved(config: Config) -> dict[str, Any]:
 def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
     """The command that trains from the checkpoint with the settings of `config`."""
     folder = checkpoint.parent.parent
-    changes: dict[str, Any] = {"output.dir": free_name(folder)}
+    changes: dict[str, Any] = {"output.dir": run_folder.free_name(folder)}
     if config.runtime.seed == run.runtime.seed:
         changes["runtime.seed"] = run.runtime.seed + 1  # other prompts than before
     if config.model.path == run.model.path:
