@@ -7,8 +7,8 @@ import pytest
 from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.controller import Controller
+from easyrl.runtime.metrics import Balance
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.status import Balance
 
 
 def add(balance, *engines, train, seconds=100.0):

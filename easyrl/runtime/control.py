@@ -11,7 +11,6 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from shlex import quote
@@ -82,7 +81,7 @@ class ControlSocket:
             return {"error": str(error)}
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(
     folder: Path,
     supervisor: Supervisor,
@@ -153,7 +152,7 @@ def _unix_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
     """A path of the socket that fits into 107 bytes."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -55,7 +55,6 @@ from easyrl.runtime.placement import check_scale, device_names, first_engines, n
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
-from easyrl.runtime.status import Balance, worker_rows
 from easyrl.runtime.supervisor import Interrupted, Supervisor
 
 BEFORE, AFTER = 0, 1
@@ -94,7 +93,7 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.balance = Balance()
+        self.balance = metrics.Balance()
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
     def run(self) -> dict[str, Any]:
@@ -157,7 +156,7 @@ class Controller:
             "num_iterations": self.config.train.iterations,
             "waiting": self.balance.waiting(),
             "balanced_rollout_workers": self._balanced_number(),
-            "workers": worker_rows(self.fleet),
+            "workers": self.fleet.rows(),
         }
 
     def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:

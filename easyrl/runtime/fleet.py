@@ -1,6 +1,6 @@
 """The workers of a run: start them, give them weights and groups, replace and scale them.
 
-A rollout worker's states, and what it gets in each (`NEXT` has the transitions):
+A rollout worker's states, and what it gets in each (`supervisor.NEXT` has the transitions):
 
     starting   nothing
     ready      its part of a full exchange of weights, or an admission
@@ -28,6 +28,7 @@ channel, and the version is sent again over a new one. A rollout worker that nei
 dies is killed. `easyrl eval` has rollout workers only, which keep the weights that they load.
 """
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,31 +42,20 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import SamplingChoice
 from easyrl.events import Observer
+from easyrl.processes import children_named
 from easyrl.rewards.loading import read_sources
+from easyrl.rewards.worker import PROCESS_NAME
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
-from easyrl.runtime.supervisor import (
-    STOP_SECONDS,
-    Origin,
-    Supervisor,
-    Worker,
-    WorkerFailure,
-    WorkerState,
-)
+from easyrl.runtime.supervisor import STOP_SECONDS, Origin, Supervisor, Worker, WorkerFailure
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
-NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
-    "starting": ("ready", "working", "leaving", "lost"),  # working: no exchange in `easyrl eval`
-    "ready": ("joining", "working", "leaving", "lost"),
-    "joining": ("ready", "working", "leaving", "lost"),  # ready: it could not get the weights
-    "working": ("leaving", "lost"),
-    "leaving": ("lost",),
-    "lost": (),
-}
+COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
+"""Keys of each of `workers` in the reply to `easyrl status`."""
 MAX_FAILURES = 3
 """Exchanges in a row that may fail although nobody died."""
 
@@ -144,7 +134,7 @@ class Fleet:
         worker = self._launcher.start_rollout(self._supervisor, settings)
         worker.origin = origin
         if origin != "start":
-            device = self.device_of(worker)
+            device = self._device_of(worker)
             self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
         return worker
 
@@ -161,11 +151,25 @@ class Fleet:
         """Train rank 0: the only train worker that receives commands."""
         return self.train[0]
 
-    def device_of(self, worker: Worker) -> str:
+    def _device_of(self, worker: Worker) -> str:
         placement, number = self._placement, worker.number
-        is_train = worker in self.train
+        is_train = worker.name.startswith("train")
         indices = placement.indices_of("train", number) if is_train else self._indices_of(number)
         return worker.remote_device or device_name(placement.accelerator, indices)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Describe every process of the run, for `easyrl status`."""
+        rows: list[tuple[Any, ...]] = [
+            ("controller", "controller", os.getpid(), "cpu", "running", 0)
+        ]
+        for worker in (*self.rollout, *self.train):
+            name, pid, device = worker.name, worker.process.pid, self._device_of(worker)
+            kind, num_restarts = name.partition("-")[0], self.num_restarts[name]
+            rows.append((name, kind, pid, device, worker.state, num_restarts))
+        names = {worker.local_pid: worker.name for worker in self.rollout if worker.local_pid}
+        for pid, parent in sorted(children_named(PROCESS_NAME, names).items()):
+            rows.append((f"{names[parent]}/reward", "reward", pid, "cpu", "running", 0))
+        return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -191,7 +195,7 @@ class Fleet:
             match event:
                 case events.Ready() if worker.state == "starting":
                     has_weights = worker in self.train or not self.train
-                    _become(worker, "working" if has_weights else "ready")
+                    worker.become("working" if has_weights else "ready")
                 case events.WeightsExchanged():
                     self._on_exchanged(worker, event)
                 case events.Lost():
@@ -259,7 +263,7 @@ class Fleet:
         ends the run.) Its process is gone, and all its events have been handled. Raises
         WorkerFailure after more than `runtime.max_restarts` deaths."""
         starting, was_leaving = worker.state == "starting", worker.state == "leaving"
-        _become(worker, "lost")
+        worker.become("lost")
         self._limits.pop(worker, None)
 
         # The ring: its slots are free again, and nothing more of it arrives. Of two dead workers
@@ -365,7 +369,7 @@ class Fleet:
             return
         worker, generation = ready[0], next(self._generations)
         world_size = 1 + self._placement.engine.tensor_parallel_size
-        _become(worker, "joining")
+        worker.become("joining")
         worker.send(events.InitWeightChannel(1, world_size, generation))
         worker.send(events.ExchangeWeights(self._version))
         self.rank0.send(events.SendWeights(self._version, world_size, generation))
@@ -381,7 +385,7 @@ class Fleet:
         elif worker is self.rank0:
             self._limit_answers()
         elif worker.state == "ready":
-            _become(worker, "working")
+            worker.become("working")
         self._end_admission()
 
     def _cancel_exchange(self) -> None:
@@ -399,7 +403,7 @@ class Fleet:
         """Let the worker that was joining work, once it and rank 0 have answered."""
         joining = [worker for worker in self.rollout if worker.state == "joining"]
         for worker in joining if not self._awaited else ():
-            _become(worker, "ready" if self._errors else "working")
+            worker.become("ready" if self._errors else "working")
             self._num_failures[worker] += bool(self._errors)
             if self._num_failures[worker] == MAX_FAILURES:
                 worker.kill(f"was killed: it could not get the weights: {self._errors[0]}")
@@ -449,7 +453,7 @@ class Fleet:
         staying = [worker for worker in self.rollout if worker not in self._retiring]
         if not any(map(_is_starting, staying)):
             for worker in self._retiring if staying else ():
-                _become(worker, "leaving")
+                worker.become("leaving")
             self._retiring = []
         leaving = [worker for worker in self.rollout if worker.state == "leaving"]
         for worker in leaving if not self._awaited else ():
@@ -457,11 +461,6 @@ class Fleet:
             if not has_groups and worker not in self._limits:
                 worker.send(events.Stop())
                 self._limits[worker] = time.monotonic() + STOP_SECONDS, "did not stop"
-
-
-def _become(worker: Worker, state: WorkerState) -> None:
-    assert state in NEXT[worker.state], (worker.name, worker.state, state)
-    worker.state = state
 
 
 def _is_starting(worker: Worker) -> bool:

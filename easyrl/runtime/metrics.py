@@ -1,9 +1,11 @@
-"""Metrics of an iteration and of an evaluation from the workers' reports; the summary of a run.
+"""Metrics of an iteration and of an evaluation from the workers' reports; the summary of a run; the
+number of rollout workers that `runtime.autoscale` follows.
 
 Shapes: N groups or problems, G completions of a group, S samples of a problem.
 """
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
@@ -23,6 +25,8 @@ LAST_ITERATIONS = 5
 NO_LEARNING_ITERATIONS = 3
 """A run that is at an extreme for this many iterations in a row gets a warning."""
 EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
+BALANCED_ITERATIONS = 3
+"""`Balance` looks at the last iterations."""
 TOLERANCE = 1e-6
 """A reward that is below the bound by less than this is correct: rewards are sums in float32."""
 
@@ -201,6 +205,48 @@ def overlap(lines: Collection[Mapping[str, Any]]) -> float:
     )
     hidden, shorter = infer + train + weights - wall, min(infer, train)
     return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
+
+
+# -- balance --------------------------------------------------------------------------------------
+
+
+class Balance:
+    """Measure which side waits for the other, over the last iterations without their evaluations:
+
+    share of waiting = 1 - (busy + weight exchange) / duration               mean of each side
+    balanced number  = busy seconds of all engines / busy seconds of a train worker
+
+    With that number of engines, generating the groups takes as long as training on them. A
+    fraction below 1/4 is rounded down: such an engine would mostly wait.
+    """
+
+    def __init__(self) -> None:
+        self._iterations: deque[tuple[float, ...]] = deque(maxlen=BALANCED_ITERATIONS)
+
+    def add(self, ledger: Ledger, seconds: Mapping[str, float], num_engines: int) -> None:
+        """Add an iteration. `seconds`: as in its metrics."""
+        assert ledger.trained is not None
+        engines, train = sum(ledger.engine_seconds.values()), ledger.trained.busy_seconds
+        duration, weights = seconds["perf/iteration_seconds"], seconds["perf/weights_seconds"]
+        mean = engines / num_engines
+        self._iterations.append((duration, engines, train, mean + weights, train + weights))
+
+    def clear(self) -> None:
+        self._iterations.clear()
+
+    def waiting(self) -> dict[str, float | None]:
+        """Each side's share of waiting; None before anything is known."""
+        if not self._iterations:
+            return {"rollout": None, "train": None}
+        seconds, _, _, rollout, train = map(sum, zip(*self._iterations, strict=True))
+        shares = {"rollout": 1.0 - rollout / seconds, "train": 1.0 - train / seconds}
+        return {side: max(0.0, share) for side, share in shares.items()}
+
+    def num_engines(self) -> int | None:
+        """The balanced number of engines; None before anything is known."""
+        train = sum(iteration[2] for iteration in self._iterations)
+        engines = sum(iteration[1] for iteration in self._iterations)
+        return max(1, math.ceil(engines / train - 0.25)) if train > 0.0 else None
 
 
 # -- evaluations ----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
@@ -45,6 +44,14 @@ PENDING = "pending"
 """Device of a worker that waits for a place on a cluster."""
 WorkerState = Literal["starting", "ready", "joining", "working", "leaving", "lost"]
 """See `fleet`."""
+NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
+    "starting": ("ready", "working", "leaving", "lost"),  # working: no exchange in `easyrl eval`
+    "ready": ("joining", "working", "leaving", "lost"),
+    "joining": ("ready", "working", "leaving", "lost"),  # ready: it could not get the weights
+    "working": ("leaving", "lost"),
+    "leaving": ("lost",),
+    "lost": (),
+}
 Origin = Literal["start", "replacement", "added"]
 
 
@@ -64,7 +71,7 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-@contextmanager
+@contextlib.contextmanager
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle the three signals that stop a run, unless they are ignored (nohup)."""
     before = {}
@@ -79,7 +86,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator
             signal.signal(signum, handler_before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
     """Let these signals raise Interrupted, where no Supervisor handles them."""
 
@@ -118,6 +125,10 @@ class Worker:
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_commands, daemon=True)
         self._sender.start()
+
+    def become(self, state: WorkerState) -> None:
+        assert state in NEXT[self.state], (self.name, self.state, state)
+        self.state = state
 
     @property
     def number(self) -> int:
@@ -330,7 +341,7 @@ def _ends_run(worker: Worker, failed: events.Failed) -> bool:
     return is_start or not (worker.is_replaceable and failed.is_replaceable)
 
 
-@contextmanager
+@contextlib.contextmanager
 def blocked(signals: Iterable[int]) -> Iterator[None]:
     """Block these signals in this thread, and in processes that start here."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -340,7 +351,7 @@ def blocked(signals: Iterable[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _standard_error_to(fd: int) -> Iterator[None]:
     """Give processes that start here another standard error."""
     before = os.dup(2)
