@@ -43,8 +43,8 @@ ASCEND = "npu"
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Kind of accelerator -> environment variable that restricts what a process sees."""
-RAY_RESOURCES = {"GPU": "cuda", "NPU": "npu"}
-"""Ray's name of a kind of accelerators -> torch's."""
+RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+"""Kind of accelerator -> Ray's name of it."""
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported, which otherwise fails where torch_npu is installed without Ascend's
 libraries. `load_backend` loads the backend that is needed."""

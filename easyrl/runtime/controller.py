@@ -44,7 +44,6 @@ from typing import Any
 from easyrl import events
 from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet, count_devices
-from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime import metrics
 from easyrl.runtime.control import serving
@@ -71,7 +70,7 @@ class Controller:
         folder: RunFolder,
         launcher: Launcher,
         started: float,
-        notify: Observer,
+        notify: events.Observer,
         resumed: Resume | None = None,
     ) -> None:
         """`started`: when the command began, as `time.monotonic` counts."""

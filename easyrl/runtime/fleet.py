@@ -41,7 +41,6 @@ from easyrl import events
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import SamplingChoice
-from easyrl.events import Observer
 from easyrl.processes import children_named
 from easyrl.rewards.loading import read_sources
 from easyrl.rewards.worker import PROCESS_NAME
@@ -72,7 +71,7 @@ class Fleet:
         launcher: Launcher,
         *,
         log_of: Callable[[str], Path],
-        notify: Observer,
+        notify: events.Observer,
         resumed: Resume | None = None,
         sampling: SamplingChoice | None = None,
     ) -> None:

@@ -395,12 +395,12 @@ def _engines(config: Config, placement: Placement) -> list[dict[str, Any]]:
 
 def _splits(placement: Placement) -> list[dict[str, Any]]:
     count, shares = placement.num_accelerators, placement.shares_device
-    splits: list[dict[str, Any]] = [{}]
-    for part in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2) if shares else ():
-        splits.append({"rollout.memory_fraction": part})
+    parts = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2) if shares else ()
+    splits: list[dict[str, Any]] = [{}, *({"rollout.memory_fraction": part} for part in parts)]
     for num_train in sorted({count // 2, count * 3 // 4, count - 1}):
         if num_train > (0 if shares else placement.train.count):
             infer, train = range(count - num_train), range(count - num_train, count)
-            split = {"devices.infer": range_words(infer), "devices.train": range_words(train)}
-            splits.append(split)
+            splits.append(
+                {"devices.infer": range_words(infer), "devices.train": range_words(train)}
+            )
     return splits

@@ -11,7 +11,6 @@ from pathlib import Path
 from easyrl import events
 from easyrl.config import INPUTS, Config, change_config
 from easyrl.data.hub import BUILT_IN_MODELS, describe_model
-from easyrl.events import Observer, combine_observers
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource, find_model, run_of
@@ -26,14 +25,16 @@ from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
 
 
 @supervisor.signals_as_interrupts()
-def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:
+def run(
+    config: Config, observers: Sequence[events.Observer] = (), resume: Path | None = None
+) -> int:
     """Train; return the exit code. Raises ConfigError, and Interrupted for a signal before the run
     has started.
 
     `resume`: run folder to resume. Observers learn of a run only after all checks have passed; they
     get notes before.
     """
-    started, notify = time.monotonic(), combine_observers(observers)
+    started, notify = time.monotonic(), events.combine_observers(observers)
     config, source = with_absolute_paths(config, is_resumed=resume is not None), None
     resumed = find_resume(config, resume)
     if resumed is None:
@@ -60,7 +61,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
             folder=folder,
             launcher=launcher,
             started=started,
-            notify=combine_observers([folder.observe, *observers]),
+            notify=events.combine_observers([folder.observe, *observers]),
             resumed=resumed,
         )
         try:

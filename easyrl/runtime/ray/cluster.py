@@ -12,7 +12,7 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +85,11 @@ def connect(config: Config, num_workers: int) -> Resources:
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
     texts = sorted(f"{node['NodeManagerAddress']} ({text_of(node['Resources'])})" for node in alive)
-    counts = {name: int(sum(node.get(name, 0) for node in nodes)) for name in RAY_RESOURCES}
-    name = max(counts, key=lambda name: counts[name])
+    counts = {k: int(sum(node.get(n, 0) for node in nodes)) for k, n in RAY_RESOURCES.items()}
+    kind = max(counts, key=lambda kind: counts[kind])
     return Resources(
-        RAY_RESOURCES[name] if counts[name] else "cpu",
-        counts[name],
+        kind if counts[kind] else "cpu",
+        counts[kind],
         tuple(int(node.get("CPU", 0)) for node in nodes),
         f"Ray cluster of {counted(len(nodes), 'node')}: {', '.join(texts)}",
     )
@@ -119,10 +119,7 @@ def versions() -> dict[str, str]:
 
 def bundle_of(kind: str, num_devices: int, num_threads: int) -> dict[str, float]:
     """The resources of an actor with so many devices, or on the CPU with so many threads."""
-    if kind == "cpu":
-        return {"CPU": num_threads}
-    name = next(name for name, torch_name in RAY_RESOURCES.items() if torch_name == kind)
-    return {name: num_devices}
+    return {"CPU": num_threads} if kind == "cpu" else {RAY_RESOURCES[kind]: num_devices}
 
 
 def options_of(bundle: dict[str, float]) -> dict[str, Any]:
@@ -164,5 +161,5 @@ def cluster_text() -> str:
 
 
 def text_of(resources: dict[str, float]) -> str:
-    shown: Iterable[str] = ("CPU", *RAY_RESOURCES)
-    return ", ".join(f"{resources[name]:g} {name}" for name in shown if name in resources) or "none"
+    shown = (name for name in ("CPU", *RAY_RESOURCES.values()) if name in resources)
+    return ", ".join(f"{resources[name]:g} {name}" for name in shown) or "none"

@@ -55,7 +55,7 @@ class NodeFacts(NamedTuple):
 def _accelerators() -> dict[str, list[str]]:
     """The accelerators of this actor by their kind in torch."""
     ids = get_runtime_context().get_accelerator_ids()
-    return {kind: ids[name] for name, kind in devices.RAY_RESOURCES.items() if ids.get(name)}
+    return {kind: ids[name] for kind, name in devices.RAY_RESOURCES.items() if ids.get(name)}
 
 
 def check_node(
@@ -138,13 +138,9 @@ class WorkerHost:
         settings = with_environment(settings)
         arguments = settings, ring, control
         process = context.Process(target=worker_main, args=arguments, name=settings.name)
-        main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else the child imports Ray's program
-        try:
-            with environment_of_children(settings.environment):
-                process.start()
-        finally:
-            sys.modules["__main__"] = main
+        with environment_of_children(settings.environment):
+            process.start()
         for child in children:
             child.close()
         self._process = process
