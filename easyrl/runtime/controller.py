@@ -97,6 +97,7 @@ class Controller:
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
+        path = None if self.resumed is None else self.resumed.checkpoint
         with (
             Supervisor() as supervisor,
             serving(self.folder.path, supervisor, self.notify, self._status, self._scale_by_hand),
@@ -108,7 +109,8 @@ class Controller:
                 self.launcher,
                 log_of=self.folder.log_of,
                 notify=self.notify,
-                resumed=self.resumed,
+                checkpoint=None if path is None else str(path),
+                policy_version=self.state.policy_version,
             )
             self.fleet.wait_until_ready()
             return self._run()

@@ -40,17 +40,15 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
-from easyrl.config.rollout import SamplingChoice
 from easyrl.processes import children_named
 from easyrl.rewards.loading import read_sources
 from easyrl.rewards.worker import PROCESS_NAME
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement, device_name, engines_on
-from easyrl.runtime.resume import Resume
 from easyrl.runtime.supervisor import STOP_SECONDS, Origin, Supervisor, Worker, WorkerFailure
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
-from easyrl.workers.core_sharing import CoreSharing, IdleBoard, make_idle_board
+from easyrl.workers.core_sharing import CoreSharing, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
 COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
@@ -72,20 +70,12 @@ class Fleet:
         *,
         log_of: Callable[[str], Path],
         notify: events.Observer,
-        resumed: Resume | None = None,
-        sampling: SamplingChoice | None = None,
+        **settings: Any,
     ) -> None:
-        """Start the workers. `sampling`: if not that of training."""
+        """Start the workers. `settings`: more of their `WorkerSettings`."""
         self._config, self._placement, self._supervisor = config, placement, supervisor
         self._log_of, self._notify, self._launcher = log_of, notify, launcher
-        checkpoint = resumed.checkpoint if resumed is not None else None
-        self._settings: dict[str, Any] = {
-            "sampling": sampling,
-            "store": launcher.store,
-            "sources": read_sources(config),
-            "checkpoint": str(checkpoint) if checkpoint is not None else None,
-            "policy_version": resumed.state.policy_version if resumed is not None else 0,
-        }
+        self._settings = {"store": launcher.store, "sources": read_sources(config), **settings}
         num_train = placement.train.count
         board_size = placement.max_rollout_workers + num_train
         self._board = make_idle_board(board_size) if placement.lends_cores else None
@@ -113,20 +103,24 @@ class Fleet:
         self.train = launcher.start_train(supervisor, ranks)
 
     def _settings_of(self, role: str, number: int, **others: Any) -> WorkerSettings:
-        config, placement, board = self._config, self._placement, self._board
-        settings = worker_settings(
-            config,
-            placement,
-            role,
-            number,
-            log_file=str(self._log_of(f"{role}-{number}")),
-            core_sharing=_core_sharing(board, placement, role, number),
-            **self._settings,
-            **others,
-        )
-        if board is not None:
-            board[settings.owner_id] = False  # a dead worker may have been idle
-        return settings
+        others |= {"log_file": str(self._log_of(f"{role}-{number}")), **self._settings}
+        others["core_sharing"] = self._core_sharing(role, number)
+        return worker_settings(self._config, self._placement, role, number, **others)
+
+    def _core_sharing(self, role: str, number: int) -> CoreSharing | None:
+        """Let a worker use the cores of each n-th worker of the other role while that one waits."""
+        placement, owner_id = self._placement, owner_id_of(self._placement, role, number)
+        is_added = role == "rollout" and number >= placement.num_rollout_workers
+        if self._board is None or is_added:  # an added one has no cores of its own
+            return None
+        self._board[owner_id] = False  # a dead worker may have been idle
+        if role == "rollout" and placement.engine.name == "vllm":
+            return CoreSharing(self._board, owner_id, shared={})
+        other = "train" if role == "rollout" else "rollout"
+        first = owner_id_of(placement, other, 0)
+        others = range(number, placement.num_workers(other), placement.num_workers(role))
+        shared = {first + each: placement.cores_of(other, each) for each in others}
+        return CoreSharing(self._board, owner_id, shared)
 
     def _spawn_rollout(self, number: int, origin: Origin = "start") -> Worker:
         settings = self._settings_of("rollout", number, device_indices=self._indices_of(number))
@@ -468,24 +462,6 @@ def _is_starting(worker: Worker) -> bool:
 
 
 # -- settings of workers --------------------------------------------------------------------------
-
-
-def _core_sharing(
-    board: IdleBoard | None, placement: Placement, role: str, number: int
-) -> CoreSharing | None:
-    """Let a worker use the cores of every n-th worker of the other role while that one waits."""
-    if board is None:
-        return None
-    owner_id = owner_id_of(placement, role, number)
-    if role == "rollout" and placement.engine.name == "vllm":
-        return CoreSharing(board, owner_id, shared={})
-    if role == "rollout" and number >= placement.num_rollout_workers:
-        return None  # added later: it has no cores of its own
-    other = "train" if role == "rollout" else "rollout"
-    first = owner_id_of(placement, other, 0)
-    others = range(number, placement.num_workers(other), placement.num_workers(role))
-    shared = {first + each: placement.cores_of(other, each) for each in others}
-    return CoreSharing(board, owner_id, shared)
 
 
 def owner_id_of(placement: Placement, role: str, number: int) -> int:
