@@ -17,21 +17,12 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
-from easyrl.config import (
-    KEYS,
-    Config,
-    ConfigError,
-    by_name,
-    change_config,
-    keys_marked,
-    load_config,
-    to_arguments,
-)
+from easyrl.config import Config, by_name, change_config, keys_marked, load_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.section import MAY_CHANGE, NAMES_FILES
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
-from easyrl.formatting import counted
+from easyrl.formatting import ConfigError, counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, newest_checkpoint
 from easyrl.model.export import run_of
 from easyrl.rewards.loading import reward_specs, reward_weights
@@ -198,17 +189,17 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     run = run_of(os.fspath(path)) if file is None and isinstance(path, str | os.PathLike) else None
     if run is None:
         return settings
+    of_run = by_name(run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"}))
     given_anew = {"rollout.engine", "rollout.tensor_parallel_size"}
     given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith("eval.")}
     if dataset is not None:
         given_anew |= {"data.dataset", "data.weights", "data.num_held_out"}
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
-            given_anew |= {key for key in KEYS if key.startswith(("data.", "reward.", "eval."))}
+            given_anew |= {key for key in of_run if key.startswith(("data.", "reward.", "eval."))}
             given_anew |= {"rollout.environment", "rollout.tools"}
     if "reward.functions" in given:
-        given_anew |= {"eval.correct_reward", *(key for key in KEYS if key.startswith("reward."))}
-    of_run = run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"})
-    kept = {key: value for key, value in by_name(of_run).items() if key not in given_anew}
+        given_anew |= {"eval.correct_reward", *(key for key in of_run if key.startswith("reward."))}
+    kept = {key: value for key, value in of_run.items() if key not in given_anew}
     return {"model.dtype": run.model.dtype, **kept, **settings}
 
 
