@@ -287,7 +287,7 @@ def control(world):
             lambda index: Prompt(index, "", {}),
             partial(events.Generate, iteration),
             iteration=iteration,
-            first_index=next_index,
+            next_index=next_index,
             num_groups=NUM_GROUPS,
             num_samples=num_samples,
             max_replacements=1,

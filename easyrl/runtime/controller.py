@@ -38,7 +38,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from easyrl import events
@@ -60,34 +60,26 @@ BEFORE, AFTER = 0, 1
 """Evaluation rounds. The round after iteration n (from 1), unless it is the last, is AFTER + n."""
 
 
+@dataclass(eq=False)
 class Controller:
     """One run, from spawning the workers to the saved model."""
 
-    def __init__(
-        self,
-        checked: Preflight,
-        *,
-        folder: RunFolder,
-        launcher: Launcher,
-        started: float,
-        notify: events.Observer,
-        resumed: Resume | None = None,
-    ) -> None:
-        """`started`: when the command began, as `time.monotonic` counts."""
-        self.config = config = checked.config
-        self.checked = checked
-        self.folder = folder
-        self.notify = notify
-        self.launcher = launcher
-        self.started = started
-        self.resumed = resumed
-        before = resumed.state if resumed is not None else SavedState()
+    checked: Preflight
+    folder: RunFolder
+    launcher: Launcher
+    started: float  # when the command began, as `time.monotonic` counts
+    notify: events.Observer
+    resumed: Resume | None = None
+
+    def __post_init__(self) -> None:
+        self.config = self.checked.config
+        before = self.resumed.state if self.resumed is not None else SavedState()
         # The state after the newest complete iteration; `wall_seconds` is set when it is saved.
-        values = config.model_dump(mode="json")
-        self.state = replace(before, config=values, identity=checked.identity)
-        self._lines = folder.read_metrics()  # metrics of the iterations
+        values = self.config.model_dump(mode="json")
+        self.state = replace(before, config=values, identity=self.checked.identity)
+        self._lines = self.folder.read_metrics()  # metrics of the iterations
         self._is_warned = False  # that the run may learn nothing
-        self._num_devices = count_devices(device_names(checked.placement).values())
+        self._num_devices = count_devices(device_names(self.checked.placement).values())
         self._accuracy_after: float | None = None
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint

@@ -73,48 +73,38 @@ MakeCommand = Callable[[Sequence[IndexedPrompt], bool, Mapping[int, int]], event
 `events.Generate`."""
 
 
+@dataclass(eq=False)
 class Ledger:
-    def __init__(
-        self,
-        config: Config,
-        placement: Placement,
-        prompt_at: Callable[[int], Prompt],
-        make_command: MakeCommand,
-        *,
-        iteration: int | None,
-        first_index: int,
-        num_groups: int,
-        num_samples: int,
-        max_replacements: int,
-    ) -> None:
-        """Begin the first round.
+    config: Config
+    placement: Placement
+    prompt_at: Callable[[int], Prompt]  # the stream of prompts
+    make_command: MakeCommand
+    num_groups: int
+    num_samples: int  # completions of a group
+    iteration: int | None = None  # None: of an evaluation
+    next_index: int = 0  # of the next prompt in the stream
+    max_replacements: int = 0  # how many times a group is replaced at most
 
-        Args:
-            iteration: None in an evaluation.
-            prompt_at: The stream of prompts, and `first_index` of the next one.
-            num_samples: Completions of a group.
-            max_replacements: How many times a group is replaced at most.
-        """
-        self._prompt_at, self._make_command = prompt_at, make_command
-        self.iteration, self._max_replacements = iteration, max_replacements
-        numbers = range(placement.num_rollout_workers if config.runtime.deterministic else 0)
+    def __post_init__(self) -> None:
+        """Begin the first round."""
+        placement, rollout = self.placement, self.config.rollout
+        numbers = range(self.config.runtime.deterministic * placement.num_rollout_workers)
         self._fixed_workers = [f"rollout-{number}" for number in numbers]
-        num_rows = max_open_groups(placement.max_concurrent_groups) * config.rollout.num_generations
+        num_rows = max_open_groups(placement.max_concurrent_groups) * rollout.num_generations
         is_only_worker = placement.max_rollout_workers == 1
-        self._max_open = num_groups if is_only_worker else -(-num_rows // num_samples)
+        self._max_open = self.num_groups if is_only_worker else -(-num_rows // self.num_samples)
         """Groups that a worker may have at a time."""
-        self.next_index = first_index
         self.round = -1
         self.trained: events.IterationTrained | None = None
         self.groups: dict[int, Group] = {}
         """By prompt index, in ascending order."""
-        self._begin_round(range(num_groups))
+        self._begin_round(range(self.num_groups))
 
     def _begin_round(self, indices: Sequence[int]) -> None:
-        assert self.round < self._max_replacements
+        assert self.round < self.max_replacements
         self.round += 1
         for number, index in enumerate(indices):
-            prompt, fixed = self._prompt_at(self.next_index), self._fixed_workers
+            prompt, fixed = self.prompt_at(self.next_index), self._fixed_workers
             worker = fixed[number % len(fixed)] if fixed else ""
             self.groups[prompt.index] = Group(index, prompt, self.round, worker)
             self.next_index += 1
@@ -158,8 +148,8 @@ class Ledger:
                 else:
                     group.is_recomputed = True
             prompts = [(group.index, group.prompt) for group in groups]
-            is_last_round = self.round == self._max_replacements
-            commands[worker] = self._make_command(prompts, is_last_round, known)
+            is_last_round = self.round == self.max_replacements
+            commands[worker] = self.make_command(prompts, is_last_round, known)
         return commands
 
     def _shares(self, workers: Sequence[str]) -> dict[str, list[Group]]:
@@ -246,7 +236,7 @@ def ledger_of_iteration(
         prompts.prompt,
         partial(events.Generate, iteration),
         iteration=iteration,
-        first_index=first_index,
+        next_index=first_index,
         num_groups=config.train.prompts_per_iteration,
         num_samples=config.rollout.num_generations,
         max_replacements=REPLACEMENT_ROUNDS,
@@ -271,9 +261,6 @@ def ledger_of_evaluation(
         lambda prompts, _, known: events.Evaluate(
             round_, [prompt for _, prompt in prompts], num_samples, with_texts, known
         ),
-        iteration=None,
-        first_index=0,
         num_groups=len(problems),
         num_samples=num_samples,
-        max_replacements=0,
     )
