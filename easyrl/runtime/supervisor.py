@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
@@ -106,22 +107,23 @@ def signals_as_interrupts() -> Iterator[None]:
             raise Interrupted(received[-1]) from None
 
 
+@dataclass(eq=False)
 class Worker:
     """A spawned process and the controller's end of its pipe. A thread sends the commands: the full
     pipe of a worker that does not read must not block the controller's only thread."""
 
-    def __init__(self, name: str, process: Any, control: Connection) -> None:
-        """`process`: a multiprocessing.Process, or a `ray.launcher.RemoteProcess`."""
-        self.name = name
-        self.process = process
-        self.control = control
-        self.is_replaceable = name.startswith("rollout")
-        self.is_open = True
-        self.kill_reason = ""  # set by `kill`
-        self.errors: IO[bytes] | None = None
-        """What the process writes to its standard error before it has opened its log."""
-        self.state: WorkerState = "starting"
-        self.origin: Origin = "start"
+    name: str
+    process: Any  # a multiprocessing.Process, or a `ray.launcher.RemoteProcess`
+    control: Connection
+    errors: IO[bytes] | None = None
+    """What the process writes to its standard error before it has opened its log."""
+    is_open: bool = True
+    kill_reason: str = ""  # set by `kill`
+    state: WorkerState = "starting"
+    origin: Origin = "start"
+
+    def __post_init__(self) -> None:
+        self.is_replaceable = self.name.startswith("rollout")
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_commands, daemon=True)
         self._sender.start()
@@ -222,17 +224,12 @@ class Supervisor:
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
         start_resource_tracker()
-        worker = Worker(name, process, ours)
-        worker.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         # A worker later ignores these signals itself.
-        with (
-            blocked(TERMINAL_SIGNALS),
-            self._fork_server.in_use(),
-            _standard_error_to(worker.errors.fileno()),
-        ):
+        with blocked(TERMINAL_SIGNALS), self._fork_server.in_use(), _standard_error_to(errors):
             process.start()
         theirs.close()
-        return self.watch(worker)
+        return self.watch(Worker(name, process, ours, errors))
 
     def watch(self, worker: Worker) -> Worker:
         """Watch a worker that has been started."""
@@ -352,10 +349,10 @@ def blocked(signals: Iterable[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _standard_error_to(fd: int) -> Iterator[None]:
+def _standard_error_to(file: IO[bytes]) -> Iterator[None]:
     """Give processes that start here another standard error."""
     before = os.dup(2)
-    os.dup2(fd, 2)
+    os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
