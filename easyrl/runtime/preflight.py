@@ -15,14 +15,8 @@ from typing import Any
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY
+from easyrl.data import datasets
 from easyrl.data.chat import check_prompts, check_template, render_prompt
-from easyrl.data.datasets import (
-    identity_of,
-    open_prompts,
-    problem_ids,
-    problems_of,
-    with_eval_data,
-)
 from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
@@ -80,7 +74,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     if resume is None:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)
-    prompts = open_prompts(config)
+    prompts = datasets.open_prompts(config)
     interfaces, warnings = check_functions(config, prompts.prompt(0))
     _check_loss(config)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
@@ -112,7 +106,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
-        "eval.dataset": identity_of(problem_ids(held_out)),
+        "eval.dataset": datasets.identity_of(datasets.problem_ids(held_out)),
         **digest_code(config),
     }
     if resume and (changed := differing(resume.state.identity, identity)):
@@ -139,7 +133,7 @@ def check_inputs(config: Config) -> list[str]:
     Data or a tokenizer on a hub that cannot be reached is not checked. Raises ConfigError."""
     _check_loss(config)
     try:
-        prompts = open_prompts(config)
+        prompts = datasets.open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
         warnings += _held_out(config, prompts, None)[1]
         try:
@@ -294,9 +288,9 @@ def _held_out(
             )
         return [], []
     if config.eval.dataset is None:
-        return list(problems_of(prompts, config).values()), []
-    other = with_eval_data(config)
-    problems = problems_of(open_prompts(other, is_trained=False), other)
+        return list(datasets.problems_of(prompts, config).values()), []
+    other = datasets.with_eval_data(config)
+    problems = datasets.problems_of(datasets.open_prompts(other, is_trained=False), other)
     warnings = try_rewards(config, next(iter(problems.values())))
     kept = [] if interfaces is None else short_problems(other, problems, interfaces, tokenizer)
     return kept, warnings
