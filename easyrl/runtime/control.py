@@ -68,10 +68,10 @@ class ControlSocket:
             client, _ = self._listener.accept()
             with client:
                 client.settimeout(SEND_SECONDS)
-                client.send(json.dumps(self._answer(client)).encode())
+                received = client.recv(MAX_BYTES)  # first: closing would drop the reply otherwise
+                client.send(json.dumps(self._answer(received)).encode())
 
-    def _answer(self, client: socket.socket) -> Reply:
-        received = client.recv(MAX_BYTES)  # first: closing would drop the reply otherwise
+    def _answer(self, received: bytes) -> Reply:
         try:
             return self._handle(json.loads(received))
         except (ValueError, RecursionError) as error:

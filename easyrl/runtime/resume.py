@@ -161,11 +161,8 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     if changed:
         run = load_config(None, state.config)
         used, given = _resolved(run), _resolved(config)
-        problems = [
-            f"{name}: expected {json.dumps(used[name])} as in the run, got "
-            f"{json.dumps(given[name])}"
-            for name in changed
-        ]
+        line = "{}: expected {} as in the run, got {}".format
+        problems = [line(key, json.dumps(used[key]), json.dumps(given[key])) for key in changed]
         raise ConfigError(
             f"'{path}' is a checkpoint of a run with other settings:\n"
             + "\n".join(problems)
