@@ -356,8 +356,10 @@ def serve_store(listener: socket.socket) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = listener.getsockname()
-    how: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-    _served.append(TCPStore(host, port, **how, master_listen_fd=listener.detach()))
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    _served.append(store)
 
 
 def open_store(store: str, timeout: timedelta) -> Any:
@@ -431,8 +433,9 @@ def join_train_world(
         torch.accelerator.set_device_index(device.index or 0)
     opened = dist.PrefixStore("train", open_store(store, timeout))  # type: ignore[attr-defined]
     opened.set_timeout(timeout)
-    world: dict[str, Any] = {"store": opened, "rank": rank, "world_size": size, "timeout": timeout}
-    dist.init_process_group(backends[device.type], **world)
+    dist.init_process_group(
+        backends[device.type], store=opened, rank=rank, world_size=size, timeout=timeout
+    )
 
 
 def join_checkpoint_group() -> dist.ProcessGroup:

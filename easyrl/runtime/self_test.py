@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easyrl import DISTRIBUTION, devices, events
 from easyrl.config import Config, change_config
@@ -124,11 +124,13 @@ def _check(
 def _error(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Run a part in a process; return the last line of its error, or ""."""
     command = [sys.executable, "-m", "easyrl.runtime.self_test_part", *arguments]
-    how: dict[str, Any] = {"env": {**os.environ, **environment}, "timeout": PART_SECONDS}
+    seen, limit = {**os.environ, **environment}, PART_SECONDS
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+        done = subprocess.run(
+            command, env=seen, timeout=limit, capture_output=True, text=True, check=False
+        )
     except subprocess.TimeoutExpired:
-        return f"no answer in {PART_SECONDS:g} s"
+        return f"no answer in {limit:g} s"
     if done.returncode <= 0:
         return f"killed by signal {-done.returncode}" if done.returncode else ""
     return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
