@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.fleet import Fleet
-from easyrl.runtime.ledger import State, ledger_of_evaluation, ledger_of_iteration
+from easyrl.runtime.ledger import ledger_of_evaluation, ledger_of_iteration
 from easyrl.runtime.metrics import iteration_metrics
 from easyrl.types import Prompt
 
@@ -130,8 +130,8 @@ def test_every_group_is_delivered_whatever_dies(
     ledger.on_event("train-0", events.IterationTrained(0, 1, num_groups, 1, 0.0, {}))
     assert ledger.is_complete
     states = Counter(group.state for group in ledger.groups.values())
-    assert states.keys() <= {State.ACCEPTED, State.REJECTED}
-    assert states[State.ACCEPTED] == num_groups
+    assert states.keys() <= {"ACCEPTED", "REJECTED"}
+    assert states["ACCEPTED"] == num_groups
     assert sorted(report.prompt_index for report in ledger.reports) == [*ledger.groups]
     if ledger.round < MAX_ROUNDS - 1:  # the next prompts of the stream, without a gap
         expected = {*range(FIRST, ledger.next_index)} - rejected
@@ -167,7 +167,7 @@ def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first():
         one: [4, 9, 10]  # the replacement
     }
     states = [ledger.groups[FIRST + n].state for n in (0, 6, 7, 11)]
-    assert states == [State.ACCEPTED, State.REPORTED, State.GIVEN, State.WAITING]
+    assert states == ["ACCEPTED", "REPORTED", "GIVEN", "WAITING"]
 
 
 def test_a_late_duplicate_is_dropped():
@@ -176,7 +176,7 @@ def test_a_late_duplicate_is_dropped():
     ledger.lost("rollout-0", in_ring=())
     ledger.take(["rollout-1"])
     answer(ledger, "rollout-0", 0)
-    assert ledger.groups[FIRST].state is State.GIVEN
+    assert ledger.groups[FIRST].state == "GIVEN"
     answer(ledger, "rollout-1", 0, 0, 1)
     assert ledger.is_complete and len(ledger.reports) == 2
 

@@ -20,7 +20,7 @@ def add(balance, *engines, train, seconds=100.0):
 
 
 def test_shares_of_waiting_of_the_last_iterations():
-    balance = Balance()
+    balance = Balance(max_engines=9)
     assert balance.waiting() == {"rollout": None, "train": None}
     add(balance, 9.0, 5.0, train=6.0, seconds=10.0)
     shares = {"rollout": pytest.approx(0.2), "train": pytest.approx(0.3)}
@@ -41,7 +41,7 @@ def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
         checked=SimpleNamespace(placement=placement),
         fleet=fleet,
         _balanced=0,
-        _balanced_number=numbers.__next__,
+        balance=SimpleNamespace(num_engines=numbers.__next__),
         _scale=lambda wanted: setattr(fleet, "infer_devices", wanted),
     )
     for expected in ("cpu", "cpu", "cpu:3", "cpu:3", "cpu:3"):

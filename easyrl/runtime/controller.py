@@ -84,7 +84,7 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.balance = metrics.Balance()
+        self.balance = metrics.Balance(max_engines=self.config.train.prompts_per_iteration)
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
     def run(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Controller:
             "iteration": self.state.num_iterations,
             "num_iterations": self.config.train.iterations,
             "waiting": self.balance.waiting(),
-            "balanced_rollout_workers": self._balanced_number(),
+            "balanced_rollout_workers": self.balance.num_engines(),
             "workers": self.fleet.rows(),
         }
 
@@ -166,14 +166,9 @@ class Controller:
         self.notify(events.Note(message))
         return {"message": message}
 
-    def _balanced_number(self) -> int | None:
-        """The number of rollout workers that would balance both sides: at most one per prompt."""
-        number = self.balance.num_engines()
-        return number and min(number, self.config.train.prompts_per_iteration)
-
     def _autoscale(self) -> None:
         """Change to the balanced number of rollout workers, once two iterations agree on it."""
-        placement, balanced = self.checked.placement, self._balanced_number()
+        placement, balanced = self.checked.placement, self.balance.num_engines()
         is_wanted = self.config.runtime.autoscale and self.fleet.num_refused == 0
         if not is_wanted or balanced is None:
             return

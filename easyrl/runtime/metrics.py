@@ -220,7 +220,8 @@ class Balance:
     fraction below 1/4 is rounded down: such an engine would mostly wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_engines: int) -> None:
+        self._max_engines = max_engines
         self._iterations: deque[tuple[float, ...]] = deque(maxlen=BALANCED_ITERATIONS)
 
     def add(self, ledger: Ledger, seconds: Mapping[str, float], num_engines: int) -> None:
@@ -246,7 +247,9 @@ class Balance:
         """The balanced number of engines; None before anything is known."""
         train = sum(iteration[2] for iteration in self._iterations)
         engines = sum(iteration[1] for iteration in self._iterations)
-        return max(1, math.ceil(engines / train - 0.25)) if train > 0.0 else None
+        if train == 0.0:
+            return None
+        return min(max(1, math.ceil(engines / train - 0.25)), self._max_engines)
 
 
 # -- evaluations ----------------------------------------------------------------------------------
