@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from easyrl import __version__
 from easyrl.config import Config, ConfigError
@@ -115,17 +115,6 @@ def versions() -> dict[str, str]:
     """Versions that must be the same on all nodes."""
     found = {name: package_version(name) or "not installed" for name in ("torch", "transformers")}
     return {"Python": platform.python_version(), "easyrl": __version__, **found}
-
-
-def bundle_of(kind: str, num_devices: int, num_threads: int) -> dict[str, float]:
-    """The resources of an actor with so many devices, or on the CPU with so many threads."""
-    return {"CPU": num_threads} if kind == "cpu" else {RAY_RESOURCES[kind]: num_devices}
-
-
-def options_of(bundle: dict[str, float]) -> dict[str, Any]:
-    """The same as options of an actor."""
-    others = {name: number for name, number in bundle.items() if name not in ("CPU", "GPU")}
-    return {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "resources": others}
 
 
 def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:

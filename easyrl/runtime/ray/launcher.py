@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
+from easyrl.devices import RAY_RESOURCES
 from easyrl.events import Command, Failed, Note, Observer
 from easyrl.formatting import counted
 from easyrl.runtime.placement import Placement, device_name, ring_layout
@@ -185,14 +186,18 @@ class RayLauncher:
             remove_placement_group(self._group)
 
     def _bundle(self, role: str) -> dict[str, float]:
+        """The resources of a worker's actor."""
         placement = self._placement
-        kind = "cpu" if placement.infer.kind == "cpu" else placement.accelerator
+        if placement.infer.kind == "cpu":
+            return {"CPU": placement.num_threads}
         size = placement.engine.tensor_parallel_size if role == "rollout" else 1
-        return cluster.bundle_of(kind, size, placement.num_threads)
+        return {RAY_RESOURCES[placement.accelerator]: size}
 
     def _new_host(self, role: str, strategy: Any) -> Host:
-        options = cluster.options_of(self._bundle(role))
-        host = actor_of(WorkerHost).options(scheduling_strategy=strategy, **options).remote()
+        others = self._bundle(role)
+        counts = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
+        options = {"scheduling_strategy": strategy, "resources": others, **counts}
+        host = actor_of(WorkerHost).options(**options).remote()
         self._every.append(host)
         return host
 
