@@ -250,11 +250,10 @@ class Controller:
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
-        answers, correct = (
-            self.fleet.answers(ledger, self._next_event),
-            self.config.eval.correct_reward,
+        answers = self.fleet.answers(ledger, self._next_event)
+        measured, num_problems = metrics.evaluation_metrics(
+            answers, self.config.eval.correct_reward
         )
-        measured, num_problems = metrics.evaluation_metrics(answers, correct)
         accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
         now, num_done = time.monotonic(), self.state.num_iterations
         self.notify(events.Evaluated(now, accuracy, num_problems, error, num_done))

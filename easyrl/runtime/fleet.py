@@ -152,9 +152,7 @@ class Fleet:
 
     def rows(self) -> list[dict[str, Any]]:
         """Describe every process of the run, for `easyrl status`."""
-        rows: list[tuple[Any, ...]] = [
-            ("controller", "controller", os.getpid(), "cpu", "running", 0)
-        ]
+        rows = [("controller", "controller", os.getpid(), "cpu", "running", 0)]
         for worker in (*self.rollout, *self.train):
             name, pid, device = worker.name, worker.process.pid, self._device_of(worker)
             kind, num_restarts = name.partition("-")[0], self.num_restarts[name]
