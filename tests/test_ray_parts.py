@@ -116,12 +116,12 @@ def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(host, monkeypatch)
     fenced, waiting = Put(host, "rollout-0 a", 2), Put(host, "rollout-1 b", 3)
     time.sleep(0.2)
     assert fenced.is_done is None and waiting.is_done is None, "the ring is full"
-    host.query("fence", ["rollout-0 a"])
+    host.fence(["rollout-0 a"])
     fenced.join(10.0)
     assert fenced.is_done is False and not host.put("rollout-0 a", group(2))
     host._ring.attach(1).get(0.0).release()
     waiting.join(10.0)
     assert waiting.is_done is True
-    assert host.query("delivered", make_group(FIRST).iteration) == {1, 3}
+    assert host.delivered(make_group(FIRST).iteration) == {1, 3}
     host._ring.attach(1).get(0.0).release()
     assert host.put("rollout-0 c", group(2)), "its replacement"

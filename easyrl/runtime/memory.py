@@ -400,7 +400,6 @@ def _splits(placement: Placement) -> list[dict[str, Any]]:
     for num_train in sorted({count // 2, count * 3 // 4, count - 1}):
         if num_train > (0 if shares else placement.train.count):
             infer, train = range(count - num_train), range(count - num_train, count)
-            splits.append(
-                {"devices.infer": range_words(infer), "devices.train": range_words(train)}
-            )
+            split = {"devices.infer": range_words(infer), "devices.train": range_words(train)}
+            splits.append(split)
     return splits

@@ -6,8 +6,9 @@ messages on.
     host of train rank 0 ◄──deliver──► hosts of the other ranks
     host of train rank 0 ◄──put──────── hosts of rollout workers: groups for its ring
 
-Ray calls `run`, `deliver`, `put` and `query` in a thread each, and calls of one kind in their
-order. The child dies with the thread that started it, that of `run`. This process imports no torch.
+Ray calls `run`, `deliver`, `put` and the other methods (`query`) in a thread each, and calls of one
+kind in their order. The child dies with the thread that started it, that of `run`. This process
+imports no torch.
 """
 
 import contextlib
@@ -200,28 +201,24 @@ class WorkerHost:
                     return True
             wait([self._port.writable_fd], RETRY_SECONDS)
 
-    @method(concurrency_group="query")  # type: ignore[untyped-decorator]
-    def query(self, what: str, *arguments: Any) -> Any:
-        return getattr(self, f"_{what}")(*arguments)
-
-    def _clock(self) -> float:
+    def clock(self) -> float:
         return time.monotonic()
 
-    def _fence(self, senders: Sequence[str]) -> None:
+    def fence(self, senders: Sequence[str]) -> None:
         """Refuse all later groups of these rollout workers."""
         with self._putting:
             self._fenced.update(senders)
 
-    def _delivered(self, iteration: int) -> set[int]:
+    def delivered(self, iteration: int) -> set[int]:
         assert self._ring is not None
         return self._ring.delivered(iteration)
 
-    def _open_store(self) -> str:
+    def open_store(self) -> str:
         """Open the port of the store, which the worker then serves; return its address."""
         self._listener = devices.listen(get_node_ip_address())
         host, port = self._listener.getsockname()
         return f"tcp://{host}:{port}"
 
-    def _write_stacks(self) -> None:
+    def write_stacks(self) -> None:
         if self._process is not None and self._process.pid is not None:
             os.kill(self._process.pid, signal.SIGUSR1)

@@ -60,7 +60,8 @@ Host: TypeAlias = Any
 
 
 def query(host: Host, what: str, *arguments: Any) -> Any:
-    return ray.get(host.query.remote(what, *arguments), timeout=QUERY_SECONDS)
+    method = getattr(host, what).options(concurrency_group="query")
+    return ray.get(method.remote(*arguments), timeout=QUERY_SECONDS)
 
 
 class RemoteProcess:
@@ -111,7 +112,7 @@ class RemoteProcess:
 
     def write_stacks(self) -> None:
         with contextlib.suppress(RayError):
-            self.host.query.remote("write_stacks")
+            self.host.write_stacks.options(concurrency_group="query").remote()
 
 
 class RayLauncher:
