@@ -43,8 +43,8 @@ ASCEND = "npu"
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Kind of accelerator -> environment variable that restricts what a process sees."""
-RAY_RESOURCES = {"GPU": "cuda", "NPU": "npu"}
-"""Ray's name of a kind of accelerators -> torch's."""
+RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+"""Kind of accelerator -> Ray's name of it."""
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported, which otherwise fails where torch_npu is installed without Ascend's
 libraries. `load_backend` loads the backend that is needed."""
@@ -145,15 +145,10 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
 def has_driver(kind: str) -> bool:
     """Whether the system has a driver for this kind of device. Does not load torch."""
-    if num_device_nodes(kind):
-        return True
-    if kind != "cuda":
-        return False
-    if (DEVICE_NODES / AMD_NODE).exists():
+    if num_device_nodes(kind) or (kind == "cuda" and (DEVICE_NODES / AMD_NODE).exists()):
         return True
     with contextlib.suppress(OSError):
-        ctypes.CDLL(CUDA_DRIVER)
-        return True
+        return kind == "cuda" and bool(ctypes.CDLL(CUDA_DRIVER))
     return False
 
 
@@ -265,8 +260,7 @@ def limit_memory(device: torch.device, fraction: float) -> None:
 def share_memory(buffer: Tensor) -> str:
     """Return a handle (JSON) with which one other process can open `buffer` [bytes] on the same
     device. The buffer must outlive that process's use of it."""
-    storage: Any = buffer.untyped_storage()
-    parts = storage._share_npu_() if buffer.device.type == "npu" else storage._share_cuda_()
+    parts = getattr(buffer.untyped_storage(), f"_share_{buffer.device.type}_")()
     # torch counts readers in a named segment, which would be left behind after a kill.
     Path("/dev/shm", parts[4].decode().lstrip("/")).unlink(missing_ok=True)
     return json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
@@ -279,10 +273,7 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
     buffer = torch.empty(0, dtype=torch.uint8, device=device)  # initializes the device
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(handle)]
     parts[0] = buffer.device.index  # its number in this process
-    storage_class: Any = torch.UntypedStorage
-    is_npu = device.type == "npu"
-    new_shared = storage_class._new_shared_npu if is_npu else storage_class._new_shared_cuda
-    storage = new_shared(*parts)
+    storage = getattr(torch.UntypedStorage, f"_new_shared_{device.type}")(*parts)
     return buffer.set_(storage, 0, (storage.nbytes(),), (1,))
 
 

@@ -19,7 +19,7 @@ def test_an_iteration_with_a_wrong_count_ends_the_run(num_trained):
         config=load_config(words=["train.prompts_per_iteration=4"]), state=SavedState()
     )
     with pytest.raises(RuntimeError, match=r"expected 4 trained groups"):
-        Controller._finish_iteration(controller, ledger, 0, 0.0, 0.0, 0.0)
+        Controller._finish_iteration(controller, ledger, {})
     assert controller.state == SavedState()
 
 

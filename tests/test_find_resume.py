@@ -57,19 +57,6 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypa
     assert sorted(folder.rglob("*")) == there
 
 
-def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path):
-    """A line after the checkpoint is dropped, also if lines before it were lost."""
-    folder = tmp_path / "run"
-    make_run(folder, {5: {"file_sizes": {"metrics.jsonl": 10_000}}})
-    for kept, is_noted in (((0, 1, 4), True), (range(5), False)):
-        lines, received = [f'{{"iteration": {number}}}\n' for number in (*kept, 5)], []
-        (folder / "metrics.jsonl").write_text("".join(lines))
-        with pytest.raises(Started):
-            run.run(config_of(folder), [received.append], folder)
-        assert ("metrics.jsonl lacks 2 of 5 " in str(received)) == is_noted
-        assert (folder / "metrics.jsonl").read_text() == "".join(lines[:-1])
-
-
 def test_limit_of_open_files_is_named_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (32, 32))
     with pytest.raises(ConfigError, match=r"devices.*ulimit -n \d+"):

@@ -14,7 +14,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.supervisor import WorkerFailure
+from easyrl.runtime.supervisor import Worker, WorkerFailure
 
 DONE, FAILED = events.WeightsExchanged(7), events.WeightsExchanged(7, "connection lost")
 LOST, READY = events.Lost("was killed by SIGKILL"), events.Ready()
@@ -22,7 +22,7 @@ FIRST = ["InitWeightChannel", "ExchangeWeights"]
 
 
 class StubWorker:
-    remote_device, is_placed, local_pid = "", True, 0
+    remote_device, is_placed, local_pid, become = "", True, 0, Worker.become
 
     def __init__(self, name):
         self.name, self.number, self.state = name, int(name[-1]), "starting"

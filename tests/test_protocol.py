@@ -29,7 +29,7 @@ from easyrl import events
 from easyrl.channels import ring_buffer
 from easyrl.channels.ring_buffer import FREE, READING, STATE_BITS, RingBuffer, RingLayout, TokenPipe
 from easyrl.config import load_config
-from easyrl.runtime.ledger import Ledger, State
+from easyrl.runtime.ledger import Ledger
 from easyrl.types import Prompt
 from easyrl.workers.batches import GroupReader
 
@@ -287,7 +287,7 @@ def control(world):
             lambda index: Prompt(index, "", {}),
             partial(events.Generate, iteration),
             iteration=iteration,
-            first_index=next_index,
+            next_index=next_index,
             num_groups=NUM_GROUPS,
             num_samples=num_samples,
             max_replacements=1,
@@ -340,7 +340,7 @@ def run_iteration(world, iteration, ledger):
                 if owner in PRODUCERS:
                     was_reported = [g for g in ledger.groups.values() if g.report is not None]
                     ledger.lost(f"rollout-{owner}", in_ring)
-                    lost = [each for each in was_reported if each.state is State.WAITING]
+                    lost = [each for each in was_reported if each.state == "WAITING"]
                     world.counts["lost"] += len(lost)
                 world.spawn(owner)
 

@@ -1,6 +1,5 @@
 """Parts of a run on a Ray cluster, without one: the host of a worker, the placement, the checks."""
 
-import re
 import threading
 import time
 
@@ -15,7 +14,6 @@ from easyrl.runtime.ray.cluster import Resources, connect, versions
 from own_workers import FIRST, make_group, make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
-ray_launcher = pytest.importorskip("easyrl.runtime.ray.launcher")
 
 CPUS = Resources("cpu", 0, (8, 4, 4), "a cluster")
 GPUS = Resources("cuda", 8, (32, 32), "a cluster")
@@ -65,28 +63,27 @@ def test_an_address_without_a_cluster_is_named(address):
     assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 10.0
 
 
-FACTS = {
-    "address": "10.0.0.2",
-    "name": "node-2",
-    "devices": (),
-    "without_driver": (),
-    "versions": versions(),
-    "sees_folder": True,
-    "missing": (),
-}
-
-
 @pytest.mark.parametrize(("changes", "named"), [
-    *[({"versions": versions() | {name: "0.1"}}, rf"{name} .*got 0\.1") for name in versions()],
-    ({"missing": ("/models/m",)}, "/models/m.*--model"),
-    ({"without_driver": ("cuda",)}, "driver for cuda"),
-    ({"network_problem": "expected another address"}, "another address"),
+    *[({"expected": versions() | {name: "0.1"}}, rf"{name} 0\.1, .*got") for name in versions()],
+    ({"paths": ["/models/m"]}, "/models/m.*--model"),
+    ({"probe": "/no/such/run/config.yaml"}, "/no/such/run.*--output"),
+    ({"ids": {"npu": ["0"]}}, "driver for npu"),
+    ({"address": "192.0.2.1"}, "address of a network interface, got 192.0.2.1"),
 ])  # fmt: skip
-def test_a_node_that_cannot_run_a_worker_is_named(changes, named):
-    facts = ray_host.NodeFacts(**(FACTS | changes))
-    problem = ray_launcher.problem_of(facts)
-    assert problem.startswith("node node-2 (10.0.0.2): expected ")
-    assert re.search(named, problem)
+def test_a_node_that_cannot_run_a_worker_is_named(changes, named, monkeypatch):
+    facts = {"expected": versions(), "paths": [], "probe": __file__, "ids": {}} | changes
+    address, ids = facts.pop("address", "127.0.0.1"), facts.pop("ids")
+    monkeypatch.setattr(ray_host, "_accelerators", lambda: ids)
+    monkeypatch.setattr(ray_host, "get_node_ip_address", lambda: address)
+    with pytest.raises(ConfigError, match=rf"^node .* \({address}\): expected .*{named}"):
+        ray_host.WorkerHost().describe(**facts, needs_folder=True)
+
+
+def test_a_node_is_described(monkeypatch):
+    monkeypatch.setattr(ray_host, "_accelerators", dict)
+    monkeypatch.setattr(ray_host, "get_node_ip_address", lambda: "127.0.0.1")
+    facts = ray_host.WorkerHost().describe(versions(), [__file__], "/no/such/file", False)
+    assert facts == ("127.0.0.1", (), False)
 
 
 @pytest.fixture
@@ -119,12 +116,12 @@ def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(host, monkeypatch)
     fenced, waiting = Put(host, "rollout-0 a", 2), Put(host, "rollout-1 b", 3)
     time.sleep(0.2)
     assert fenced.is_done is None and waiting.is_done is None, "the ring is full"
-    host.query("fence", ["rollout-0 a"])
+    host.fence(["rollout-0 a"])
     fenced.join(10.0)
     assert fenced.is_done is False and not host.put("rollout-0 a", group(2))
     host._ring.attach(1).get(0.0).release()
     waiting.join(10.0)
     assert waiting.is_done is True
-    assert host.query("delivered", make_group(FIRST).iteration) == {1, 3}
+    assert host.delivered(make_group(FIRST).iteration) == {1, 3}
     host._ring.attach(1).get(0.0).release()
     assert host.put("rollout-0 c", group(2)), "its replacement"

@@ -13,8 +13,9 @@ from easyrl.config import ConfigError, load_config
 from easyrl.observe.lines import PlainLines
 from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
-from easyrl.runtime.run import FAILED, run
+from easyrl.runtime.run import run
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines, write_whole
+from easyrl.runtime.supervisor import FAILED
 from runs import SMALL
 
 

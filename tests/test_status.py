@@ -7,19 +7,20 @@ import pytest
 from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.controller import Controller
+from easyrl.runtime.metrics import Balance
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.status import Balance
 
 
 def add(balance, *engines, train, seconds=100.0):
     """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
     trained = events.IterationTrained(0, 1, 4, 100, train, {})
     ledger = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
-    balance.add(ledger, seconds, 1.0, len(engines))
+    took = {"perf/iteration_seconds": seconds, "perf/weights_seconds": 1.0}
+    balance.add(ledger, took, len(engines))
 
 
 def test_shares_of_waiting_of_the_last_iterations():
-    balance = Balance()
+    balance = Balance(max_engines=9)
     assert balance.waiting() == {"rollout": None, "train": None}
     add(balance, 9.0, 5.0, train=6.0, seconds=10.0)
     shares = {"rollout": pytest.approx(0.2), "train": pytest.approx(0.3)}
@@ -40,7 +41,7 @@ def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
         checked=SimpleNamespace(placement=placement),
         fleet=fleet,
         _balanced=0,
-        _balanced_number=numbers.__next__,
+        balance=SimpleNamespace(num_engines=numbers.__next__),
         _scale=lambda wanted: setattr(fleet, "infer_devices", wanted),
     )
     for expected in ("cpu", "cpu", "cpu:3", "cpu:3", "cpu:3"):

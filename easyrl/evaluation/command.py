@@ -32,9 +32,9 @@ from easyrl.model.files import ModelFiles, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
 from easyrl.runtime import preflight
-from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
+from easyrl.runtime.ledger import ledger_of_evaluation
 from easyrl.runtime.memory import check_memory, estimate_memory, fits, memory_budgets
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resume import with_absolute_paths
@@ -220,7 +220,7 @@ def answers_of_workers(
         ledger = ledger_of_evaluation(
             config, placement, 0, prompts, num_samples=num_samples, with_texts=True
         )
-        for answer in answers_of(fleet, ledger, fleet.next_event):
+        for answer in fleet.answers(ledger, fleet.next_event):
             yield time.monotonic() - began, answer
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from shlex import quote
@@ -69,27 +68,22 @@ class ControlSocket:
             client, _ = self._listener.accept()
             with client:
                 client.settimeout(SEND_SECONDS)
-                client.send(json.dumps(self._answer(client)).encode())
+                received = client.recv(MAX_BYTES)  # first: closing would drop the reply otherwise
+                client.send(json.dumps(self._answer(received)).encode())
 
-    def _answer(self, client: socket.socket) -> Reply:
-        received = client.recv(MAX_BYTES + 1)  # first: closing would drop the reply otherwise
+    def _answer(self, received: bytes) -> Reply:
         try:
-            if len(received) > MAX_BYTES:
-                raise ValueError(f"expected at most {MAX_BYTES} bytes")
-            if wait([client], 0.0):  # closed after REPLY_SECONDS, while this process was stopped
-                raise ValueError("expected a client that waits for the reply")
             return self._handle(json.loads(received))
         except (ValueError, RecursionError) as error:
             self.num_refused += 1
             return {"error": str(error)}
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(
     folder: Path,
     supervisor: Supervisor,
     notify: Observer,
-    *,
     status: Callable[[], Reply],
     scale: Callable[[DeviceSet], Reply],
 ) -> Iterator[None]:
@@ -156,7 +150,7 @@ def _unix_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
     """A path of the socket that fits into 107 bytes."""
     descriptor = os.open(folder, os.O_RDONLY)

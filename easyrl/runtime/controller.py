@@ -37,78 +37,62 @@ import contextlib
 import math
 import signal
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from easyrl import events
 from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet, count_devices
-from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime import metrics
 from easyrl.runtime.control import serving
-from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import Launcher
-from easyrl.runtime.ledger import Ledger, ledger_of_iteration
+from easyrl.runtime.ledger import Ledger, ledger_of_evaluation, ledger_of_iteration
 from easyrl.runtime.placement import check_scale, device_names, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
-from easyrl.runtime.status import Balance, worker_rows
 from easyrl.runtime.supervisor import Interrupted, Supervisor
 
 BEFORE, AFTER = 0, 1
 """Evaluation rounds. The round after iteration n (from 1), unless it is the last, is AFTER + n."""
 
 
+@dataclass(eq=False)
 class Controller:
     """One run, from spawning the workers to the saved model."""
 
-    def __init__(
-        self,
-        checked: Preflight,
-        *,
-        folder: RunFolder,
-        launcher: Launcher,
-        started: float,
-        notify: Observer,
-        resumed: Resume | None = None,
-    ) -> None:
-        """`started`: when the command began, as `time.monotonic` counts."""
-        self.config = config = checked.config
-        self.checked = checked
-        self.folder = folder
-        self.notify = notify
-        self.launcher = launcher
-        self.started = started
-        self.resumed = resumed
-        before = resumed.state if resumed is not None else SavedState()
+    checked: Preflight
+    folder: RunFolder
+    launcher: Launcher
+    started: float  # when the command began, as `time.monotonic` counts
+    notify: events.Observer
+    resumed: Resume | None = None
+
+    def __post_init__(self) -> None:
+        self.config = self.checked.config
+        before = self.resumed.state if self.resumed is not None else SavedState()
         # The state after the newest complete iteration; `wall_seconds` is set when it is saved.
-        self.state = replace(
-            before, config=config.model_dump(mode="json"), identity=checked.identity
-        )
-        self._lines = folder.read_metrics()  # metrics of the iterations
+        values = self.config.model_dump(mode="json")
+        self.state = replace(before, config=values, identity=self.checked.identity)
+        self._lines = self.folder.read_metrics()  # metrics of the iterations
         self._is_warned = False  # that the run may learn nothing
-        self._num_devices = count_devices(device_names(checked.placement).values())
+        self._num_devices = count_devices(device_names(self.checked.placement).values())
         self._accuracy_after: float | None = None
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.balance = Balance()
+        self.balance = metrics.Balance(max_engines=self.config.train.prompts_per_iteration)
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
+        path = None if self.resumed is None else self.resumed.checkpoint
         with (
             Supervisor() as supervisor,
-            serving(
-                self.folder.path,
-                supervisor,
-                self.notify,
-                status=self._status,
-                scale=self._scale_by_hand,
-            ),
+            serving(self.folder.path, supervisor, self.notify, self._status, self._scale_by_hand),
         ):
             self.fleet = Fleet(
                 self.config,
@@ -117,7 +101,8 @@ class Controller:
                 self.launcher,
                 log_of=self.folder.log_of,
                 notify=self.notify,
-                resumed=self.resumed,
+                checkpoint=None if path is None else str(path),
+                policy_version=self.state.policy_version,
             )
             self.fleet.wait_until_ready()
             return self._run()
@@ -137,12 +122,15 @@ class Controller:
             sha256 = self._save_model()
             self._wait_for_checkpoint()
         except Interrupted as interrupted:
-            self._save_last_boundary(interrupted)
+            self.fleet.ledger = None
+            if self._stopping is not interrupted:
+                self._begin_to_stop(interrupted)
+            if self._newest_checkpoint != self.state.policy_version:
+                self._save_boundary()
+            self._wait_for_checkpoint()
             raise
         return {
-            **metrics.summarize(
-                self._lines, self.config, self.state, num_devices=self._num_devices
-            ),
+            **metrics.summarize(self._lines, self.config, self.state, self._num_devices),
             "accuracy_after": self._accuracy_after,
             "wall_seconds": self._wall_seconds,
             "weights_sha256": sha256,
@@ -160,8 +148,8 @@ class Controller:
             "iteration": self.state.num_iterations,
             "num_iterations": self.config.train.iterations,
             "waiting": self.balance.waiting(),
-            "balanced_rollout_workers": self._balanced_number(),
-            "workers": worker_rows(self.fleet),
+            "balanced_rollout_workers": self.balance.num_engines(),
+            "workers": self.fleet.rows(),
         }
 
     def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:
@@ -178,14 +166,9 @@ class Controller:
         self.notify(events.Note(message))
         return {"message": message}
 
-    def _balanced_number(self) -> int | None:
-        """The number of rollout workers that would balance both sides: at most one per prompt."""
-        number = self.balance.num_engines()
-        return number and min(number, self.config.train.prompts_per_iteration)
-
     def _autoscale(self) -> None:
         """Change to the balanced number of rollout workers, once two iterations agree on it."""
-        placement, balanced = self.checked.placement, self._balanced_number()
+        placement, balanced = self.checked.placement, self.balance.num_engines()
         is_wanted = self.config.runtime.autoscale and self.fleet.num_refused == 0
         if not is_wanted or balanced is None:
             return
@@ -207,10 +190,9 @@ class Controller:
     def _run_iteration(self, iteration: int) -> None:
         started, cpu_started = time.monotonic(), time.process_time()
         self.notify(events.IterationStarted(started, iteration))
-        checked, first_index = self.checked, self.state.next_prompt_index
-        ledger = ledger_of_iteration(
-            self.config, checked.placement, iteration, checked.prompts, first_index
-        )
+        placement, prompts = self.checked.placement, self.checked.prompts
+        first_index = self.state.next_prompt_index
+        ledger = ledger_of_iteration(self.config, placement, iteration, prompts, first_index)
         weights_seconds = self._exchange_weights()
         self.fleet.ledger = ledger
         self.fleet.rank0.send(events.TrainIteration(iteration))
@@ -226,43 +208,31 @@ class Controller:
             if isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
                 raise self._stopping
         self.fleet.ledger = None
-        self._finish_iteration(ledger, iteration, started, cpu_started, weights_seconds)
+        seconds = {
+            "perf/iteration_seconds": time.monotonic() - started,
+            "perf/weights_seconds": weights_seconds,
+            "perf/controller_seconds": time.process_time() - cpu_started,  # of this process
+        }
+        self._finish_iteration(ledger, seconds)
         self._autoscale()
         if self._stopping is not None:
             raise self._stopping
 
-    def _finish_iteration(
-        self,
-        ledger: Ledger,
-        iteration: int,
-        started: float,
-        cpu_started: float,
-        weights_seconds: float,
-    ) -> None:
+    def _finish_iteration(self, ledger: Ledger, seconds: Mapping[str, float]) -> None:
         expected, trained = self.config.train.prompts_per_iteration, ledger.trained
         assert trained is not None
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
-        controller_seconds = time.process_time() - cpu_started
-        seconds = time.monotonic() - started
         num_engines = sum(worker.is_placed for worker in self.fleet.rollout)
-        self.balance.add(ledger, seconds, weights_seconds, max(1, num_engines))
+        self.balance.add(ledger, seconds, max(1, num_engines))
         self.state = replace(
             self.state,
             policy_version=trained.policy_version,
-            num_iterations=iteration + 1,
+            num_iterations=trained.iteration + 1,
             next_prompt_index=ledger.next_index,
         )
-        line = metrics.iteration_metrics(
-            ledger,
-            iteration,
-            reward_names(self.config),
-            self._lines[-1] if self._lines else {},
-            seconds=seconds,
-            num_devices=self._num_devices,
-        )
-        line["perf/weights_seconds"] = weights_seconds
-        line["perf/controller_seconds"] = controller_seconds  # processor time of this process
+        names, before = reward_names(self.config), self._lines[-1] if self._lines else {}
+        line = metrics.iteration_metrics(ledger, names, before, seconds, self._num_devices)
         line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
         line |= metrics.logged_metrics(ledger.reports, taken=line.keys())
@@ -280,9 +250,10 @@ class Controller:
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
-        answers = list(answers_of(self.fleet, ledger, self._next_event))
-        correct = self.config.eval.correct_reward
-        measured, num_problems = metrics.evaluation_metrics(answers, correct)
+        answers = self.fleet.answers(ledger, self._next_event)
+        measured, num_problems = metrics.evaluation_metrics(
+            answers, self.config.eval.correct_reward
+        )
         accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
         now, num_done = time.monotonic(), self.state.num_iterations
         self.notify(events.Evaluated(now, accuracy, num_problems, error, num_done))
@@ -317,18 +288,14 @@ class Controller:
         """Return the next event; handle it here if a checkpoint has been written."""
         event = self.fleet.next_event()
         if isinstance(event, events.CheckpointSaved):
-            self._on_saved(event)
+            self._is_writing = False
+            if event.error:
+                self._newest_checkpoint = 0
+                path = self.folder.checkpoints / str(event.policy_version)
+                kept = "training continues, and earlier checkpoints are kept"
+                note = f"the checkpoint {path} could not be written: {event.error}; {kept}"
+                self.notify(events.Note(note))
         return event
-
-    def _on_saved(self, saved: events.CheckpointSaved) -> None:
-        self._is_writing = False
-        if saved.error:
-            self._newest_checkpoint = 0
-            note = (
-                f"the checkpoint {self.folder.checkpoints / str(saved.policy_version)} could not "
-                f"be written: {saved.error}; training continues, and earlier checkpoints are kept"
-            )
-            self.notify(events.Note(note))
 
     def _is_checkpoint_due(self) -> bool:
         number, train = self.state.num_iterations, self.config.train
@@ -363,11 +330,3 @@ class Controller:
         self.fleet.begin_to_stop()
         again = " (Ctrl-C again: stop without it)" if interrupted.signum == signal.SIGINT else ""
         self.notify(events.Note(f"{interrupted}: saving the last checkpoint{again}"))
-
-    def _save_last_boundary(self, interrupted: Interrupted) -> None:
-        self.fleet.ledger = None
-        if self._stopping is not interrupted:
-            self._begin_to_stop(interrupted)
-        if self._newest_checkpoint != self.state.policy_version:
-            self._save_boundary()
-        self._wait_for_checkpoint()

@@ -1,6 +1,6 @@
 """The workers of a run: start them, give them weights and groups, replace and scale them.
 
-A rollout worker's states, and what it gets in each (`NEXT` has the transitions):
+A rollout worker's states, and what it gets in each (`supervisor.NEXT` has the transitions):
 
     starting   nothing
     ready      its part of a full exchange of weights, or an admission
@@ -28,10 +28,10 @@ channel, and the version is sent again over a new one. A rollout worker that nei
 dies is killed. `easyrl eval` has rollout workers only, which keep the weights that they load.
 """
 
-import math
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -40,34 +40,19 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
-from easyrl.config.rollout import SamplingChoice
-from easyrl.events import Observer
+from easyrl.processes import children_named
 from easyrl.rewards.loading import read_sources
+from easyrl.rewards.worker import PROCESS_NAME
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement, device_name, engines_on
-from easyrl.runtime.resume import Resume
-from easyrl.runtime.supervisor import (
-    STOP_SECONDS,
-    Origin,
-    Supervisor,
-    Worker,
-    WorkerFailure,
-    WorkerState,
-)
+from easyrl.runtime.supervisor import STOP_SECONDS, Origin, Supervisor, Worker, WorkerFailure
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
-from easyrl.workers.core_sharing import CoreSharing, IdleBoard, make_idle_board
+from easyrl.workers.core_sharing import CoreSharing, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
-NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
-    "starting": ("ready", "working", "leaving", "lost"),  # working: no exchange in `easyrl eval`
-    "ready": ("joining", "working", "leaving", "lost"),
-    "joining": ("ready", "working", "leaving", "lost"),  # ready: it could not get the weights
-    "working": ("leaving", "lost"),
-    "leaving": ("lost",),
-    "lost": (),
-}
-LAST_CHECKPOINT_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
+COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
+"""Keys of each of `workers` in the reply to `easyrl status`."""
 MAX_FAILURES = 3
 """Exchanges in a row that may fail although nobody died."""
 
@@ -84,21 +69,13 @@ class Fleet:
         launcher: Launcher,
         *,
         log_of: Callable[[str], Path],
-        notify: Observer,
-        resumed: Resume | None = None,
-        sampling: SamplingChoice | None = None,
+        notify: events.Observer,
+        **settings: Any,
     ) -> None:
-        """Start the workers. `sampling`: if not that of training."""
+        """Start the workers. `settings`: more of their `WorkerSettings`."""
         self._config, self._placement, self._supervisor = config, placement, supervisor
         self._log_of, self._notify, self._launcher = log_of, notify, launcher
-        checkpoint = resumed.checkpoint if resumed is not None else None
-        self._settings: dict[str, Any] = {
-            "sampling": sampling,
-            "store": launcher.store,
-            "sources": read_sources(config),
-            "checkpoint": str(checkpoint) if checkpoint is not None else None,
-            "policy_version": resumed.state.policy_version if resumed is not None else 0,
-        }
+        self._settings = {"store": launcher.store, "sources": read_sources(config), **settings}
         num_train = placement.train.count
         board_size = placement.max_rollout_workers + num_train
         self._board = make_idle_board(board_size) if placement.lends_cores else None
@@ -110,7 +87,6 @@ class Fleet:
         self._retiring: list[Worker] = []  # they leave once those that were added are ready
         self._limits: dict[Worker, tuple[float, str]] = {}  # when to kill a silent worker, and why
         self._needed: list[Worker] | None = None  # None: all
-        self._deadline = math.inf
         # The weight exchange. `_members` have the full channel, `_taking_part` the present one.
         self._generations = count()
         self._members: list[Worker] = []
@@ -127,28 +103,31 @@ class Fleet:
         self.train = launcher.start_train(supervisor, ranks)
 
     def _settings_of(self, role: str, number: int, **others: Any) -> WorkerSettings:
-        config, placement, board = self._config, self._placement, self._board
-        settings = worker_settings(
-            config,
-            placement,
-            role,
-            number,
-            log_file=str(self._log_of(f"{role}-{number}")),
-            core_sharing=_core_sharing(board, placement, role, number),
-            **self._settings,
-            **others,
-        )
-        if board is not None:
-            board[settings.owner_id] = False  # a dead worker may have been idle
-        return settings
+        others |= {"log_file": str(self._log_of(f"{role}-{number}")), **self._settings}
+        others["core_sharing"] = self._core_sharing(role, number)
+        return worker_settings(self._config, self._placement, role, number, **others)
+
+    def _core_sharing(self, role: str, number: int) -> CoreSharing | None:
+        """Let a worker use the cores of each n-th worker of the other role while that one waits."""
+        placement, owner_id = self._placement, owner_id_of(self._placement, role, number)
+        is_added = role == "rollout" and number >= placement.num_rollout_workers
+        if self._board is None or is_added:  # an added one has no cores of its own
+            return None
+        self._board[owner_id] = False  # a dead worker may have been idle
+        if role == "rollout" and placement.engine.name == "vllm":
+            return CoreSharing(self._board, owner_id, shared={})
+        other = "train" if role == "rollout" else "rollout"
+        first = owner_id_of(placement, other, 0)
+        others = range(number, placement.num_workers(other), placement.num_workers(role))
+        shared = {first + each: placement.cores_of(other, each) for each in others}
+        return CoreSharing(self._board, owner_id, shared)
 
     def _spawn_rollout(self, number: int, origin: Origin = "start") -> Worker:
         settings = self._settings_of("rollout", number, device_indices=self._indices_of(number))
         worker = self._launcher.start_rollout(self._supervisor, settings)
         worker.origin = origin
         if origin != "start":
-            device = worker.remote_device
-            device = device or device_name(self._placement.accelerator, self._indices_of(number))
+            device = self._device_of(worker)
             self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
         return worker
 
@@ -165,11 +144,23 @@ class Fleet:
         """Train rank 0: the only train worker that receives commands."""
         return self.train[0]
 
-    def device_of(self, worker: Worker) -> str:
+    def _device_of(self, worker: Worker) -> str:
         placement, number = self._placement, worker.number
-        is_train = worker in self.train
+        is_train = worker.name.startswith("train")
         indices = placement.indices_of("train", number) if is_train else self._indices_of(number)
         return worker.remote_device or device_name(placement.accelerator, indices)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Describe every process of the run, for `easyrl status`."""
+        rows = [("controller", "controller", os.getpid(), "cpu", "running", 0)]
+        for worker in (*self.rollout, *self.train):
+            name, pid, device = worker.name, worker.process.pid, self._device_of(worker)
+            kind, num_restarts = name.partition("-")[0], self.num_restarts[name]
+            rows.append((name, kind, pid, device, worker.state, num_restarts))
+        names = {worker.local_pid: worker.name for worker in self.rollout if worker.local_pid}
+        for pid, parent in sorted(children_named(PROCESS_NAME, names).items()):
+            rows.append((f"{names[parent]}/reward", "reward", pid, "cpu", "running", 0))
+        return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -195,7 +186,7 @@ class Fleet:
             match event:
                 case events.Ready() if worker.state == "starting":
                     has_weights = worker in self.train or not self.train
-                    _become(worker, "working" if has_weights else "ready")
+                    worker.become("working" if has_weights else "ready")
                 case events.WeightsExchanged():
                     self._on_exchanged(worker, event)
                 case events.Lost():
@@ -204,12 +195,22 @@ class Fleet:
                 self.ledger.on_event(worker.name, event)
             return event
 
+    def answers(
+        self, ledger: Ledger, next_event: Callable[[], events.WorkerEvent]
+    ) -> Iterator[events.PromptEvaluated]:
+        """Send the problems of an evaluation to whichever rollout worker is free, which answers
+        with the weights that it has; yield the answers as they arrive."""
+        self.ledger = ledger
+        try:
+            while not ledger.is_complete:
+                event = next_event()
+                if isinstance(event, events.PromptEvaluated):
+                    yield event
+        finally:
+            self.ledger = None
+
     def _receive(self) -> None:
         """Wait for events for at most TICK_SECONDS; kill workers that are silent for too long."""
-        if time.monotonic() > self._deadline:
-            raise WorkerFailure(
-                f"the last checkpoint was not written in {LAST_CHECKPOINT_SECONDS:g} s"
-            )
         received = self._supervisor.wait(TICK_SECONDS, needed=self._needed)
         self._received.extend(received)
         for worker, event in received:
@@ -227,16 +228,17 @@ class Fleet:
                 self._notify(events.NoEvents(time.monotonic(), warning))
 
     def _end_stall(self, names: Sequence[str], cause: str) -> None:
-        """Kill the rollout workers that the others wait for. Raises WorkerFailure for others."""
+        """Kill the rollout workers that the others wait for. Raises WorkerFailure for others, and
+        for a run that is stopping."""
         stalled = [worker for worker in self.rollout if worker.name in names]
-        if not names or len(stalled) < len(names):
+        if not names or len(stalled) < len(names) or self._needed is not None:
             raise WorkerFailure(cause)
         for worker in stalled:
             worker.kill(f"was killed after a stall: {cause}")
 
     def begin_to_stop(self) -> None:
         """Wait only for the last checkpoint, which only a train worker's death prevents."""
-        self._needed, self._deadline = self.train, time.monotonic() + LAST_CHECKPOINT_SECONDS
+        self._needed = self.train
 
     def _hand_out(self) -> None:
         """Send the workers that can work their next groups."""
@@ -252,7 +254,7 @@ class Fleet:
         ends the run.) Its process is gone, and all its events have been handled. Raises
         WorkerFailure after more than `runtime.max_restarts` deaths."""
         starting, was_leaving = worker.state == "starting", worker.state == "leaving"
-        _become(worker, "lost")
+        worker.become("lost")
         self._limits.pop(worker, None)
 
         # The ring: its slots are free again, and nothing more of it arrives. Of two dead workers
@@ -316,9 +318,8 @@ class Fleet:
         `next_event` calls the method of this name."""
         num_failures = 0
         while num_failures < MAX_FAILURES:
-            while self._awaited or not self._are_ready():
+            while self._awaited or not (members := self._ready()):
                 next_event()
-            members = self._able()
             is_known = policy_version == self._version
             if is_known and all(worker.state == "working" for worker in members):
                 return
@@ -332,13 +333,11 @@ class Fleet:
             num_failures += not any(worker.state == "lost" for worker in members)
         raise WorkerFailure(f"weight exchange: {num_failures} attempts failed: {self._errors[0]}")
 
-    def _able(self) -> list[Worker]:
-        return [worker for worker in self.rollout if worker.state in ("ready", "working")]
-
-    def _are_ready(self) -> bool:
-        wanted = [worker for worker in self.rollout if worker.state != "leaving"]
-        is_enough = len(wanted) if self._config.runtime.deterministic else 1
-        return len(self._able()) >= is_enough
+    def _ready(self) -> list[Worker]:
+        """The rollout workers that can take part in an exchange; none while others are awaited."""
+        able = [worker for worker in self.rollout if worker.state in ("ready", "working")]
+        is_enough = not self._config.runtime.deterministic or len(able) == len(self.rollout)
+        return able if is_enough else []
 
     def _broadcast(self, policy_version: int, members: list[Worker]) -> None:
         if members != self._members:
@@ -361,7 +360,7 @@ class Fleet:
             return
         worker, generation = ready[0], next(self._generations)
         world_size = 1 + self._placement.engine.tensor_parallel_size
-        _become(worker, "joining")
+        worker.become("joining")
         worker.send(events.InitWeightChannel(1, world_size, generation))
         worker.send(events.ExchangeWeights(self._version))
         self.rank0.send(events.SendWeights(self._version, world_size, generation))
@@ -377,7 +376,7 @@ class Fleet:
         elif worker is self.rank0:
             self._limit_answers()
         elif worker.state == "ready":
-            _become(worker, "working")
+            worker.become("working")
         self._end_admission()
 
     def _cancel_exchange(self) -> None:
@@ -387,18 +386,15 @@ class Fleet:
 
     def _limit_answers(self) -> None:
         """Kill the rollout workers that do not answer in time: rank 0 has done its part."""
+        due = time.monotonic() + self._config.runtime.timeout_seconds
         for worker in self._awaited.intersection(self.rollout):
-            reason = "was killed: it did not take part in a weight exchange"
-            self._limit(worker, self._config.runtime.timeout_seconds, reason)
-
-    def _limit(self, worker: Worker, seconds: float, reason: str) -> None:
-        self._limits[worker] = time.monotonic() + seconds, reason
+            self._limits[worker] = due, "was killed: it did not take part in a weight exchange"
 
     def _end_admission(self) -> None:
         """Let the worker that was joining work, once it and rank 0 have answered."""
         joining = [worker for worker in self.rollout if worker.state == "joining"]
         for worker in joining if not self._awaited else ():
-            _become(worker, "ready" if self._errors else "working")
+            worker.become("ready" if self._errors else "working")
             self._num_failures[worker] += bool(self._errors)
             if self._num_failures[worker] == MAX_FAILURES:
                 worker.kill(f"was killed: it could not get the weights: {self._errors[0]}")
@@ -448,19 +444,14 @@ class Fleet:
         staying = [worker for worker in self.rollout if worker not in self._retiring]
         if not any(map(_is_starting, staying)):
             for worker in self._retiring if staying else ():
-                _become(worker, "leaving")
+                worker.become("leaving")
             self._retiring = []
         leaving = [worker for worker in self.rollout if worker.state == "leaving"]
         for worker in leaving if not self._awaited else ():
             has_groups = self.ledger is not None and self.ledger.num_open(worker.name) > 0
             if not has_groups and worker not in self._limits:
                 worker.send(events.Stop())
-                self._limit(worker, STOP_SECONDS, "did not stop")
-
-
-def _become(worker: Worker, state: WorkerState) -> None:
-    assert state in NEXT[worker.state], (worker.name, worker.state, state)
-    worker.state = state
+                self._limits[worker] = time.monotonic() + STOP_SECONDS, "did not stop"
 
 
 def _is_starting(worker: Worker) -> bool:
@@ -469,24 +460,6 @@ def _is_starting(worker: Worker) -> bool:
 
 
 # -- settings of workers --------------------------------------------------------------------------
-
-
-def _core_sharing(
-    board: IdleBoard | None, placement: Placement, role: str, number: int
-) -> CoreSharing | None:
-    """Let a worker use the cores of every n-th worker of the other role while that one waits."""
-    if board is None:
-        return None
-    owner_id = owner_id_of(placement, role, number)
-    if role == "rollout" and placement.engine.name == "vllm":
-        return CoreSharing(board, owner_id, shared={})
-    if role == "rollout" and number >= placement.num_rollout_workers:
-        return None  # added later: it has no cores of its own
-    other = "train" if role == "rollout" else "rollout"
-    first = owner_id_of(placement, other, 0)
-    others = range(number, placement.num_workers(other), placement.num_workers(role))
-    shared = {first + each: placement.cores_of(other, each) for each in others}
-    return CoreSharing(board, owner_id, shared)
 
 
 def owner_id_of(placement: Placement, role: str, number: int) -> int:

@@ -35,9 +35,7 @@ MODULES = (
     "transformers.models.llama.modeling_llama",  # and with it what all models use
 )
 MAX_FDS = 250  # of a worker; Linux sends at most 253 at once
-PROGRAM = (
-    "import sys; sys.path[:] = {}; from easyrl.runtime.fork_server import serve; serve({}, {})"
-)
+PROGRAM = "import sys; sys.path[:]={}; from easyrl.runtime.fork_server import serve; serve({},{})"
 
 
 class ForkServer:
@@ -61,10 +59,8 @@ class ForkServer:
         write what it executes (as `multiprocessing.forkserver.connect_to_new_process`)."""
         if self._process is None:
             fd = self._other.fileno()
-            program = PROGRAM.format(sys.path, fd, os.getpid())
-            self._process = subprocess.Popen(
-                [sys.executable, "-B", "-c", program], pass_fds=[fd], stdin=subprocess.DEVNULL
-            )
+            command = [sys.executable, "-B", "-c", PROGRAM.format(sys.path, fd, os.getpid())]
+            self._process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
             self._other.close()
         from_worker, status = os.pipe()
         orders, to_worker = os.pipe()

@@ -44,7 +44,11 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         signal.signal(signum, signal.SIG_IGN)
     exit_code = 0
     try:
-        _log_to(settings.log_file)
+        if settings.log_file is not None:  # for the output of this process and its children
+            log = os.open(settings.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # see Watchdog
         control.send(Starting("importing torch and transformers"))
         _set_up_environment(settings)
@@ -61,15 +65,6 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # without waiting for a process group that is stuck in a collective
-
-
-def _log_to(file: str | None) -> None:
-    """Redirect the output of this process and its children to `file`."""
-    if file is not None:
-        log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
 
 
 def _describe(error: BaseException) -> Failed:

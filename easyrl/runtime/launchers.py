@@ -81,12 +81,10 @@ class ProcessLauncher:
         return workers
 
     def _start(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
-        settings = with_environment(settings)
+        settings, name = with_environment(settings), settings.name
         is_copy = settings.device == "cpu" and settings.engine == "embedded"
         with environment_of_children(settings.environment):
-            return supervisor.spawn(
-                settings.name, worker_main, settings, self._ring, is_copy=is_copy
-            )
+            return supervisor.spawn(name, worker_main, settings, self._ring, is_copy=is_copy)
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
         """Free what dead rollout workers hold of the ring. Nothing more of them arrives. Raises

@@ -30,8 +30,8 @@ An evaluation is a book too, of one round: an answer is final as soon as it is r
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
+from typing import Literal
 
 from easyrl import events
 from easyrl.config import Config
@@ -40,13 +40,7 @@ from easyrl.data.streams import PromptStream
 from easyrl.runtime.placement import Placement, max_open_groups
 from easyrl.types import IndexedPrompt, Prompt
 
-
-class State(Enum):
-    WAITING = auto()
-    GIVEN = auto()
-    REPORTED = auto()
-    ACCEPTED = auto()
-    REJECTED = auto()
+State = Literal["WAITING", "GIVEN", "REPORTED", "ACCEPTED", "REJECTED"]
 
 
 @dataclass(slots=True)
@@ -57,7 +51,7 @@ class Group:
     prompt: Prompt
     round: int
     worker: str = ""  # that has it or, in deterministic mode, must take it
-    state: State = State.WAITING
+    state: State = "WAITING"
     report: events.GroupScored | events.PromptEvaluated | None = None
     is_recomputed: bool = False  # GIVEN again although it is known, to be compared
     is_in_ring: bool = False  # known so far; on a cluster the report can be lost all the same
@@ -65,7 +59,7 @@ class Group:
     @property
     def is_open(self) -> bool:
         """Whether a worker has it and has not answered."""
-        return self.state is State.GIVEN or self.is_recomputed
+        return self.state == "GIVEN" or self.is_recomputed
 
 
 MakeCommand = Callable[[Sequence[IndexedPrompt], bool, Mapping[int, int]], events.Command]
@@ -73,48 +67,38 @@ MakeCommand = Callable[[Sequence[IndexedPrompt], bool, Mapping[int, int]], event
 `events.Generate`."""
 
 
+@dataclass(eq=False)
 class Ledger:
-    def __init__(
-        self,
-        config: Config,
-        placement: Placement,
-        prompt_at: Callable[[int], Prompt],
-        make_command: MakeCommand,
-        *,
-        iteration: int | None,
-        first_index: int,
-        num_groups: int,
-        num_samples: int,
-        max_replacements: int,
-    ) -> None:
-        """Begin the first round.
+    config: Config
+    placement: Placement
+    prompt_at: Callable[[int], Prompt]  # the stream of prompts
+    make_command: MakeCommand
+    num_groups: int
+    num_samples: int  # completions of a group
+    iteration: int | None = None  # None: of an evaluation
+    next_index: int = 0  # of the next prompt in the stream
+    max_replacements: int = 0  # how many times a group is replaced at most
 
-        Args:
-            iteration: None in an evaluation.
-            prompt_at: The stream of prompts, and `first_index` of the next one.
-            num_samples: Completions of a group.
-            max_replacements: How many times a group is replaced at most.
-        """
-        self._prompt_at, self._make_command = prompt_at, make_command
-        self.iteration, self._max_replacements = iteration, max_replacements
-        numbers = range(placement.num_rollout_workers if config.runtime.deterministic else 0)
+    def __post_init__(self) -> None:
+        """Begin the first round."""
+        placement, rollout = self.placement, self.config.rollout
+        numbers = range(self.config.runtime.deterministic * placement.num_rollout_workers)
         self._fixed_workers = [f"rollout-{number}" for number in numbers]
-        num_rows = max_open_groups(placement.max_concurrent_groups) * config.rollout.num_generations
+        num_rows = max_open_groups(placement.max_concurrent_groups) * rollout.num_generations
         is_only_worker = placement.max_rollout_workers == 1
-        self._max_open = num_groups if is_only_worker else -(-num_rows // num_samples)
+        self._max_open = self.num_groups if is_only_worker else -(-num_rows // self.num_samples)
         """Groups that a worker may have at a time."""
-        self.next_index = first_index
         self.round = -1
         self.trained: events.IterationTrained | None = None
         self.groups: dict[int, Group] = {}
         """By prompt index, in ascending order."""
-        self._begin_round(range(num_groups))
+        self._begin_round(range(self.num_groups))
 
     def _begin_round(self, indices: Sequence[int]) -> None:
-        assert self.round < self._max_replacements
+        assert self.round < self.max_replacements
         self.round += 1
         for number, index in enumerate(indices):
-            prompt, fixed = self._prompt_at(self.next_index), self._fixed_workers
+            prompt, fixed = self.prompt_at(self.next_index), self._fixed_workers
             worker = fixed[number % len(fixed)] if fixed else ""
             self.groups[prompt.index] = Group(index, prompt, self.round, worker)
             self.next_index += 1
@@ -123,7 +107,7 @@ class Ledger:
     def is_complete(self) -> bool:
         """Whether no group waits, and no worker has any."""
         every = self.groups.values()
-        return not any(group.state is State.WAITING or group.is_open for group in every)
+        return not any(group.state == "WAITING" or group.is_open for group in every)
 
     @property
     def reports(self) -> list[events.GroupScored]:
@@ -153,19 +137,19 @@ class Ledger:
             known = {g.prompt.index: g.report.checksum for g in groups if g.report is not None}
             for group in groups:
                 group.worker = worker
-                if group.state is State.WAITING:
-                    group.state = State.GIVEN
+                if group.state == "WAITING":
+                    group.state = "GIVEN"
                 else:
                     group.is_recomputed = True
             prompts = [(group.index, group.prompt) for group in groups]
-            is_last_round = self.round == self._max_replacements
-            commands[worker] = self._make_command(prompts, is_last_round, known)
+            is_last_round = self.round == self.max_replacements
+            commands[worker] = self.make_command(prompts, is_last_round, known)
         return commands
 
     def _shares(self, workers: Sequence[str]) -> dict[str, list[Group]]:
         """Choose a worker for each group in turn: the one that has the fewest."""
         shares: dict[str, list[Group]] = {}
-        waiting = [group for group in self.groups.values() if group.state is State.WAITING]
+        waiting = [group for group in self.groups.values() if group.state == "WAITING"]
         num_open = Counter(group.worker for group in self.groups.values() if group.is_open)
         for group in waiting if workers else ():
             worker = min(workers, key=num_open.__getitem__)
@@ -180,7 +164,7 @@ class Ledger:
         lists = {}
         for worker in workers:
             own = [group for group in self.groups.values() if group.worker == worker]
-            rounds = [group.round for group in own if group.state is State.WAITING]
+            rounds = [group.round for group in own if group.state == "WAITING"]
             if rounds and not any(group.is_open for group in own):
                 lists[worker] = [group for group in own if group.round == rounds[0]]
         return lists
@@ -199,27 +183,27 @@ class Ledger:
 
     def _on_report(self, worker: str, report: events.GroupScored | events.PromptEvaluated) -> None:
         group = self.groups.get(report.prompt_index)
-        if group is None or group.state is not State.GIVEN or group.worker != worker:
+        if group is None or group.state != "GIVEN" or group.worker != worker:
             return  # a late duplicate
         group.report = report
         if isinstance(report, events.PromptEvaluated) or group.is_in_ring:
-            group.state = State.ACCEPTED
+            group.state = "ACCEPTED"
         else:
-            group.state = State.REJECTED if report.is_rejected else State.REPORTED
+            group.state = "REJECTED" if report.is_rejected else "REPORTED"
 
     def _accept(self, in_ring: Collection[int]) -> None:
         """Record groups that are in the ring: nothing can happen to them any more."""
         for group in self.groups.values():
-            group.is_in_ring |= group.index in in_ring and group.state is not State.REJECTED
-            if group.is_in_ring and group.state is State.REPORTED:
-                group.state = State.ACCEPTED
+            group.is_in_ring |= group.index in in_ring and group.state != "REJECTED"
+            if group.is_in_ring and group.state == "REPORTED":
+                group.state = "ACCEPTED"
 
     def _replace_rejected(self) -> None:
         """Begin the next round, if this one is over and groups are missing."""
         if not self.is_complete:
             return
         newest = {group.index: group.state for group in self.groups.values()}
-        missing = [index for index in sorted(newest) if newest[index] is State.REJECTED]
+        missing = [index for index in sorted(newest) if newest[index] == "REJECTED"]
         if missing:
             self._begin_round(missing)
 
@@ -231,8 +215,8 @@ class Ledger:
             if group.worker != worker:
                 continue
             group.is_recomputed = False
-            if group.state in (State.GIVEN, State.REPORTED):
-                group.state, group.report = State.WAITING, None
+            if group.state in ("GIVEN", "REPORTED"):
+                group.state, group.report = "WAITING", None
         self._replace_rejected()
 
 
@@ -246,8 +230,31 @@ def ledger_of_iteration(
         prompts.prompt,
         partial(events.Generate, iteration),
         iteration=iteration,
-        first_index=first_index,
+        next_index=first_index,
         num_groups=config.train.prompts_per_iteration,
         num_samples=config.rollout.num_generations,
         max_replacements=REPLACEMENT_ROUNDS,
+    )
+
+
+def ledger_of_evaluation(
+    config: Config,
+    placement: Placement,
+    round_: int,
+    problems: Sequence[Prompt],
+    *,
+    num_samples: int = 1,
+    with_texts: bool = False,
+) -> Ledger:
+    """Open the book of an evaluation, in which each problem is a group. Each completion's random
+    stream depends on round, problem and sample alone."""
+    return Ledger(
+        config,
+        placement,
+        problems.__getitem__,
+        lambda prompts, _, known: events.Evaluate(
+            round_, [prompt for _, prompt in prompts], num_samples, with_texts, known
+        ),
+        num_groups=len(problems),
+        num_samples=num_samples,
     )

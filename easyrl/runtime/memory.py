@@ -139,9 +139,8 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     if not is_embedded and not on_cpu:  # it keeps memory free for its step and graphs
         budget = memory_budgets(placement).get(_memory_of(placement, "rollout"), 0)
         fraction = 1.0 if placement.shares_device else rollout.memory_fraction or 0.9
-        own["vLLM's reserve" if placement.shares_device else "vLLM's step, reserve"] = int(
-            (1.0 - (1.0 - STEP_FRACTION) * fraction) * budget
-        )
+        what = "vLLM's reserve" if placement.shares_device else "vLLM's step, reserve"
+        own[what] = int((1.0 - (1.0 - STEP_FRACTION) * fraction) * budget)
         del own["engine's step"]
     # Where nothing is converted, the pages of the files are shared, and the system can drop them.
     is_read = on_cpu or model.stored_dtype == config.model.dtype
@@ -294,11 +293,9 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str 
             if needed <= (budget := budgets.get(memory, math.inf)):
                 continue
             totals = Counter[str]()  # of all processes
-            for part in counted:
-                if part.memory == memory and part.what in KEYS:
-                    totals[f"{part.what} ({KEYS[part.what]})"] += (
-                        part.num_bytes * part.num_processes
-                    )
+            for _, num_processes, where, what, num_bytes in counted:
+                if where == memory and what in KEYS:
+                    totals[f"{what} ({KEYS[what]})"] += num_bytes * num_processes
             largest = "; ".join(f"{_gib(n)} {what}" for what, n in totals.most_common(5))
             message = (
                 f"this run needs{least} {_gib(needed)} of memory on {memory}, but only "
@@ -402,9 +399,8 @@ def _engines(config: Config, placement: Placement) -> list[dict[str, Any]]:
 
 def _splits(placement: Placement) -> list[dict[str, Any]]:
     count, shares = placement.num_accelerators, placement.shares_device
-    splits: list[dict[str, Any]] = [{}]
-    for part in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2) if shares else ():
-        splits.append({"rollout.memory_fraction": part})
+    parts = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2) if shares else ()
+    splits: list[dict[str, Any]] = [{}, *({"rollout.memory_fraction": part} for part in parts)]
     for num_train in sorted({count // 2, count * 3 // 4, count - 1}):
         if num_train > (0 if shares else placement.train.count):
             infer, train = range(count - num_train), range(count - num_train, count)

@@ -1,9 +1,11 @@
-"""Metrics of an iteration and of an evaluation from the workers' reports; the summary of a run.
+"""Metrics of an iteration and of an evaluation from the workers' reports; the summary of a run; the
+number of rollout workers that `runtime.autoscale` follows.
 
 Shapes: N groups or problems, G completions of a group, S samples of a problem.
 """
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
@@ -23,28 +25,29 @@ LAST_ITERATIONS = 5
 NO_LEARNING_ITERATIONS = 3
 """A run that is at an extreme for this many iterations in a row gets a warning."""
 EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
+BALANCED_ITERATIONS = 3
+"""`Balance` looks at the last iterations."""
 TOLERANCE = 1e-6
 """A reward that is below the bound by less than this is correct: rewards are sums in float32."""
 
 
 def iteration_metrics(
     ledger: Ledger,
-    iteration: int,
     reward_names: Sequence[str],
     before: Mapping[str, Any],
-    *,
-    seconds: float,
+    seconds: Mapping[str, float],
     num_devices: int,
 ) -> dict[str, float]:
-    """Metrics of a complete iteration that took `seconds`, with TRL's names where it has one. As in
-    TRL, rewards and lengths cover all generated groups, also rejected ones: they describe the
-    policy, not what is trained. `before`: metrics of the previous iteration, if any."""
+    """Metrics of a complete iteration, with TRL's names where it has one. As in TRL, rewards and
+    lengths cover all generated groups, also rejected ones: they describe the policy, not what is
+    trained. `before`: metrics of the previous iteration, if any; `seconds`: the measured ones."""
     groups, trained = ledger.reports, ledger.trained
     assert trained is not None
     num_tokens = trained.completion_tokens
+    rate = num_tokens / seconds["perf/iteration_seconds"]
     lengths = np.concatenate([group.completion_lengths for group in groups])
     return {
-        "iteration": iteration,
+        "iteration": trained.iteration,
         "policy_version": trained.policy_version,
         **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
         "groups_skipped": sum(group.is_skipped for group in groups),
@@ -59,11 +62,11 @@ def iteration_metrics(
         **trained.metrics,
         "num_tokens": before.get("num_tokens", 0) + num_tokens,
         "num_generated_tokens": before.get("num_generated_tokens", 0) + int(lengths.sum()),
-        "perf/iteration_seconds": seconds,
+        **seconds,
         "perf/infer_seconds": float(np.mean([*ledger.engine_seconds.values()])),
         "perf/train_seconds": trained.busy_seconds,
-        "perf/tokens_per_second": num_tokens / seconds,
-        "perf/tokens_per_second_per_device": num_tokens / seconds / num_devices,
+        "perf/tokens_per_second": rate,
+        "perf/tokens_per_second_per_device": rate / num_devices,
     }
 
 
@@ -92,11 +95,9 @@ def _reward_metrics(
     }
     for number, name in enumerate(reward_names):
         scores = np.array([group.rewards_by_function[number] for group in groups], dtype=np.float64)
-        if not np.isnan(scores).all():
+        if count := np.count_nonzero(~np.isnan(scores)):
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
-            deviations = scores - metrics[f"rewards/{name}/mean"]
-            count = max(1, int((~np.isnan(scores)).sum()) - 1)
-            metrics[f"rewards/{name}/std"] = math.sqrt(np.nansum(deviations**2) / count)
+            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=int(count > 1)))
     return metrics
 
 
@@ -105,7 +106,7 @@ COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_er
 
 
 def summarize(
-    lines: Sequence[Mapping[str, Any]], config: Config, state: SavedState, *, num_devices: int
+    lines: Sequence[Mapping[str, Any]], config: Config, state: SavedState, num_devices: int
 ) -> dict[str, Any]:
     """Return what `summary.json` says about the iterations, whose metrics are `lines`."""
 
@@ -121,7 +122,8 @@ def summarize(
         return [sum(part) / len(part) if part else None for part in parts]
 
     reward_first, reward_last = ends("reward")
-    gaps = [line.get("sampling/sampling_logp_difference/max") for line in lines]
+    gap = "sampling/sampling_logp_difference/max"
+    gaps = [line[gap] for line in lines if line.get(gap) is not None]
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
     seconds, num_tokens = total("perf/iteration_seconds"), newest.get("num_tokens", 0)
     best = best_of(lines)
@@ -145,10 +147,7 @@ def summarize(
         "generated_tokens": newest.get("num_generated_tokens", 0),
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
         "groups_off_policy": 0,  # one such group ends the run (`GroupReader._accept`)
-        # None: no group had a gradient.
-        "sampling_logp_difference_max": max(
-            (each for each in gaps if each is not None), default=None
-        ),
+        "sampling_logp_difference_max": max(gaps, default=None),  # None: no group had a gradient
     }
 
 
@@ -208,6 +207,51 @@ def overlap(lines: Collection[Mapping[str, Any]]) -> float:
     return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
 
 
+# -- balance --------------------------------------------------------------------------------------
+
+
+class Balance:
+    """Measure which side waits for the other, over the last iterations without their evaluations:
+
+    share of waiting = 1 - (busy + weight exchange) / duration               mean of each side
+    balanced number  = busy seconds of all engines / busy seconds of a train worker
+
+    With that number of engines, generating the groups takes as long as training on them. A
+    fraction below 1/4 is rounded down: such an engine would mostly wait.
+    """
+
+    def __init__(self, max_engines: int) -> None:
+        self._max_engines = max_engines
+        self._iterations: deque[tuple[float, ...]] = deque(maxlen=BALANCED_ITERATIONS)
+
+    def add(self, ledger: Ledger, seconds: Mapping[str, float], num_engines: int) -> None:
+        """Add an iteration. `seconds`: as in its metrics."""
+        assert ledger.trained is not None
+        engines, train = sum(ledger.engine_seconds.values()), ledger.trained.busy_seconds
+        duration, weights = seconds["perf/iteration_seconds"], seconds["perf/weights_seconds"]
+        mean = engines / num_engines
+        self._iterations.append((duration, engines, train, mean + weights, train + weights))
+
+    def clear(self) -> None:
+        self._iterations.clear()
+
+    def waiting(self) -> dict[str, float | None]:
+        """Each side's share of waiting; None before anything is known."""
+        if not self._iterations:
+            return {"rollout": None, "train": None}
+        seconds, _, _, rollout, train = map(sum, zip(*self._iterations, strict=True))
+        shares = {"rollout": 1.0 - rollout / seconds, "train": 1.0 - train / seconds}
+        return {side: max(0.0, share) for side, share in shares.items()}
+
+    def num_engines(self) -> int | None:
+        """The balanced number of engines; None before anything is known."""
+        train = sum(iteration[2] for iteration in self._iterations)
+        engines = sum(iteration[1] for iteration in self._iterations)
+        if train == 0.0:
+            return None
+        return min(max(1, math.ceil(engines / train - 0.25)), self._max_engines)
+
+
 # -- evaluations ----------------------------------------------------------------------------------
 
 
@@ -227,7 +271,7 @@ def mean_and_error(of_problems: npt.ArrayLike) -> tuple[float, float]:
 
 
 def evaluation_metrics(
-    answers: Sequence[events.PromptEvaluated], correct_reward: float
+    answers: Iterable[events.PromptEvaluated], correct_reward: float
 ) -> tuple[dict[str, float], int]:
     """Metrics over the held-out problems, and the number of problems that have rewards."""
     # Events come in order of arrival: sort, so that sums do not depend on it.

@@ -216,12 +216,9 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
     num_workers = num_engines + train.count
     is_on_cpu = infer.kind == train.kind == "cpu"
     has_own_cores = config.devices.threads is None and is_on_cpu and cluster is None
-    if cluster is None:
-        num_threads = max(1, num_cores() // num_workers)
-    else:
-        num_threads = cluster.num_threads(
-            num_workers if is_on_cpu else max(machine.count, num_workers)
-        )
+    num_threads = max(1, num_cores() // num_workers)
+    if cluster is not None:
+        num_threads = cluster.num_threads(max(num_workers, 0 if is_on_cpu else machine.count))
     can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
     lends_cores = can_lend and num_workers <= num_cores()
     borrows = lends_cores and engine.name == "embedded"

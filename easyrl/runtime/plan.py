@@ -13,15 +13,8 @@ from easyrl.data.hub import describe_model
 from easyrl.devices import AssumedDevices
 from easyrl.formatting import install_command
 from easyrl.model.files import read_model_files
-from easyrl.runtime import memory
+from easyrl.runtime import memory, preflight
 from easyrl.runtime.placement import describe, resolve_placement
-from easyrl.runtime.preflight import (
-    check_inputs,
-    check_positions,
-    choice_warnings,
-    count_trained,
-    read_model_size,
-)
 
 
 class Plan(NamedTuple):
@@ -36,14 +29,15 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
     """Plan a run. Raises ConfigError for devices that are missing."""
     placement = resolve_placement(config, assumed)
     lines = [describe_model(config.model.path), describe(placement), ""]
-    warnings, is_refused, is_tight, size = choice_warnings(config, placement), False, False, None
+    warnings, size = preflight.choice_warnings(config, placement), None
+    is_refused = is_tight = False
     try:
         files = read_model_files(config.model.path, is_whole=False)
-        check_positions(config, files)
-        num_trained = count_trained(config, is_planned=assumed is not None)
+        preflight.check_positions(config, files)
+        num_trained = preflight.count_trained(config, is_planned=assumed is not None)
         if num_trained is not None and find_spec("peft") is None:
             warnings.append(f"the run itself needs peft: {install_command('lora')}")
-        size = read_model_size(config, files, num_trained)
+        size = preflight.read_model_size(config, files, num_trained)
         config = memory.use_memory(config, placement, size)
         if size is None:
             path = config.model.path
@@ -55,7 +49,8 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
             is_tight = True  # if the next line raises
             tight = memory.check_memory(parts, budgets, memory.held_by_others(placement))
             is_tight, warnings = bool(tight), warnings + tight
-        warnings += check_inputs(config)  # last: what is known of the memory is shown first
+        # Last: what is known of the memory is shown first.
+        warnings += preflight.check_inputs(config)
     except ConfigError as refused:
         warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
     changes, host_bytes = None, 0

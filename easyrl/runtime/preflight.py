@@ -15,14 +15,8 @@ from typing import Any
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY, TEACHER_KEY
+from easyrl.data import datasets
 from easyrl.data.chat import check_prompts, check_template, render_prompt
-from easyrl.data.datasets import (
-    identity_of,
-    open_prompts,
-    problem_ids,
-    problems_of,
-    with_eval_data,
-)
 from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
@@ -81,7 +75,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     if resume is None:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)
-    prompts = open_prompts(config)
+    prompts = datasets.open_prompts(config)
     interfaces, warnings = check_functions(config, prompts.prompt(0))
     _check_loss(config)
     _check_teacher(config)
@@ -114,7 +108,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
-        "eval.dataset": identity_of(problem_ids(held_out)),
+        "eval.dataset": datasets.identity_of(datasets.problem_ids(held_out)),
         **digest_code(config),
     }
     if config.algorithm.teacher is not None:
@@ -144,7 +138,7 @@ def check_inputs(config: Config) -> list[str]:
     _check_loss(config)
     try:
         _check_teacher(config)
-        prompts = open_prompts(config)
+        prompts = datasets.open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
         warnings += _held_out(config, prompts, None)[1]
         try:
@@ -318,9 +312,9 @@ def _held_out(
             )
         return [], []
     if config.eval.dataset is None:
-        return list(problems_of(prompts, config).values()), []
-    other = with_eval_data(config)
-    problems = problems_of(open_prompts(other, is_trained=False), other)
+        return list(datasets.problems_of(prompts, config).values()), []
+    other = datasets.with_eval_data(config)
+    problems = datasets.problems_of(datasets.open_prompts(other, is_trained=False), other)
     warnings = try_rewards(config, next(iter(problems.values())))
     kept = [] if interfaces is None else short_problems(other, problems, interfaces, tokenizer)
     return kept, warnings

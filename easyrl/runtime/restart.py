@@ -8,7 +8,6 @@ This process has one thread and imports no torch, so that it may fork. It passes
 is killed, the kernel kills the child and its workers.
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -20,21 +19,14 @@ from pathlib import Path
 from easyrl.config import Config, change_config
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 from easyrl.processes import die_with_parent
-from easyrl.runtime.run_folder import folder_of, resume_hint
-from easyrl.runtime.supervisor import (
-    FAILED,
-    SIGNALLED,
-    STOP_SIGNALS,
-    USER_ERROR,
-    blocked,
-    handle_signals,
-)
+from easyrl.runtime import supervisor
+from easyrl.runtime.run_folder import folder_of, resume_hint, write_log
 
-AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
+AWAITED = {*supervisor.STOP_SIGNALS, signal.SIGCHLD}
 PAUSE_SECONDS = 2.0  # before a restart: the workers of a killed controller release their devices
 
 
-@blocked(AWAITED)  # between two starts, too
+@supervisor.blocked(AWAITED)  # between two starts, too
 def run_with_restarts(
     config: Config, resume: Path | None, start: Callable[[Config, Path | None], int]
 ) -> int:
@@ -44,12 +36,12 @@ def run_with_restarts(
     is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
-        code, is_stopped = _run_in_child(partial(start, config, resume), folder, len(failures))
+        code, is_stopped = _run_in_child(partial(start, config, resume))
         # On a cluster that has lost a node there may be no room yet.
-        lacks_room = code == USER_ERROR and is_ray and bool(failures)
-        is_failure = code == FAILED or code < 0 or lacks_room
+        lacks_room = code == supervisor.USER_ERROR and is_ray and bool(failures)
+        is_failure = code == supervisor.FAILED or code < 0 or lacks_room
         if is_stopped or not is_failure or not (folder / "config.yaml").is_file():
-            return code if code >= 0 else SIGNALLED - code
+            return code if code >= 0 else supervisor.SIGNALLED - code
         now, newest = time.monotonic(), next(reversed(checkpoints_in(folder / CHECKPOINTS)), None)
         failures.append((now, newest))
         # Those without a newer checkpoint since are repetitions, however long each took.
@@ -62,29 +54,27 @@ def run_with_restarts(
             allowed = f"allowed: runtime.max_restarts={runtime.max_restarts}"
             end = f"the run failed {times} (now: {cause}); {allowed}"
             _report(folder, end + (resume_hint(folder) if code < 0 else ""))
-            return FAILED
+            return supervisor.FAILED
         limit = f"restart {number} of at most {runtime.max_restarts}"
         _report(folder, f"the run failed ({cause}) and starts again ({limit})")
         config, resume = change_config(config, {"runtime.resume": "auto"}), None
+        time.sleep(PAUSE_SECONDS)
 
 
-def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tuple[int, bool]:
+def _run_in_child(run: Callable[[], int]) -> tuple[int, bool]:
     """Return the child's exit code (negative: killed), and whether a signal was passed on to it."""
 
     def stop(signum: int, frame: object) -> None:
-        if num_failures:
-            name = signal.Signals(signum).name
-            _report(folder, f"stopped by {name} before the run had started{resume_hint(folder)}")
-        os._exit(SIGNALLED + signum)
+        os._exit(supervisor.SIGNALLED + signum)
 
-    handled = {each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
+    signals = supervisor.STOP_SIGNALS
+    handled = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
     parent, is_stopped = os.getpid(), False
     sys.stdout.flush()
     if (child := os.fork()) == 0:
         die_with_parent(parent)
-        with handle_signals(stop):  # until the run has its own handlers
+        with supervisor.handle_signals(stop):  # until the run has its own handlers
             signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
-            time.sleep(PAUSE_SECONDS if num_failures else 0.0)
             raise SystemExit(run())
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if (signum := signal.sigwait({*handled, signal.SIGCHLD})) in handled:
@@ -95,5 +85,4 @@ def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tu
 
 def _report(folder: Path, text: str) -> None:
     print(f"easyrl: {text}", file=sys.stderr)
-    with contextlib.suppress(OSError), (folder / "logs" / "easyrl.log").open("a") as log:
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+    write_log(folder, text)

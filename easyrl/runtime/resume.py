@@ -17,31 +17,16 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
-from easyrl.config import (
-    KEYS,
-    Config,
-    ConfigError,
-    by_name,
-    change_config,
-    keys_marked,
-    load_config,
-    to_arguments,
-)
+from easyrl.config import Config, by_name, change_config, keys_marked, load_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.section import MAY_CHANGE, NAMES_FILES
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
-from easyrl.formatting import counted
+from easyrl.formatting import ConfigError, counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, newest_checkpoint
 from easyrl.model.export import run_of
 from easyrl.rewards.loading import reward_specs, reward_weights
-from easyrl.runtime.run_folder import (
-    UNFINISHED_CONFIG,
-    folder_of,
-    free_name,
-    is_unstarted,
-    lock_folder,
-)
+from easyrl.runtime import run_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +105,11 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     settings."""
     is_auto = folder is None
     if folder is None:
-        folder = folder_of(config)
-        is_wanted = config.runtime.resume == "auto" or is_unstarted(folder)
+        folder = run_folder.folder_of(config)
+        is_wanted = config.runtime.resume == "auto" or run_folder.is_unstarted(folder)
         if not is_wanted or not _is_begun(folder):
             return None
-    lock = lock_folder(folder)
+    lock = run_folder.lock_folder(folder)
     try:
         is_finished = _is_finished(folder, config)
         checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
@@ -134,17 +119,14 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             values = {name: value for name, value in checkpoint.state.items() if name in names}
             path, state = checkpoint.path, SavedState(**values)
             _check_settings(config, state, path)
-        if (
-            path is None
-            and not is_finished
-            and (damaged or not is_auto or (folder / "summary.json").exists())
-        ):
+        is_lost = damaged or not is_auto or (folder / "summary.json").exists()
+        if path is None and not is_finished and is_lost:
             reasons = "".join(f"\n{why}" for why in damaged.values())
             why = "" if damaged else " (train.save_every, train.keep_checkpoints)"
             raise ConfigError(
                 f"--resume, runtime.resume: '{folder}' has no whole checkpoint{why}{reasons}\n"
                 f"to start again: easyrl grpo --config {quote(str(folder / 'config.yaml'))} "
-                f"--output {quote(free_name(folder))}"
+                f"--output {quote(run_folder.free_name(folder))}"
             )
     except BaseException:
         os.close(lock)
@@ -164,7 +146,7 @@ def _is_begun(folder: Path) -> bool:
     """Return whether a run has begun here. An empty folder counts: it may have been killed."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"no folder"}
     has_begun = "config.yaml" in names and not names.isdisjoint({"logs", CHECKPOINTS})
-    return has_begun or names <= {"logs", UNFINISHED_CONFIG}
+    return has_begun or names <= {"logs", run_folder.UNFINISHED_CONFIG}
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -179,11 +161,8 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     if changed:
         run = load_config(None, state.config)
         used, given = _resolved(run), _resolved(config)
-        problems = [
-            f"{name}: expected {json.dumps(used[name])} as in the run, got "
-            f"{json.dumps(given[name])}"
-            for name in changed
-        ]
+        line = "{}: expected {} as in the run, got {}".format
+        problems = [line(key, json.dumps(used[key]), json.dumps(given[key])) for key in changed]
         raise ConfigError(
             f"'{path}' is a checkpoint of a run with other settings:\n"
             + "\n".join(problems)
@@ -207,17 +186,17 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     run = run_of(os.fspath(path)) if file is None and isinstance(path, str | os.PathLike) else None
     if run is None:
         return settings
+    of_run = by_name(run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"}))
     given_anew = {"rollout.engine", "rollout.tensor_parallel_size"}
     given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith("eval.")}
     if dataset is not None:
         given_anew |= {"data.dataset", "data.weights", "data.num_held_out"}
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
-            given_anew |= {key for key in KEYS if key.startswith(("data.", "reward.", "eval."))}
+            given_anew |= {key for key in of_run if key.startswith(("data.", "reward.", "eval."))}
             given_anew |= {"rollout.environment", "rollout.tools"}
     if "reward.functions" in given:
-        given_anew |= {"eval.correct_reward", *(key for key in KEYS if key.startswith("reward."))}
-    of_run = run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"})
-    kept = {key: value for key, value in by_name(of_run).items() if key not in given_anew}
+        given_anew |= {"eval.correct_reward", *(key for key in of_run if key.startswith("reward."))}
+    kept = {key: value for key, value in of_run.items() if key not in given_anew}
     return {"model.dtype": run.model.dtype, **kept, **settings}
 
 
@@ -235,7 +214,7 @@ def _resolved(config: Config) -> dict[str, Any]:
 def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
     """The command that trains from the checkpoint with the settings of `config`."""
     folder = checkpoint.parent.parent
-    changes: dict[str, Any] = {"output.dir": free_name(folder)}
+    changes: dict[str, Any] = {"output.dir": run_folder.free_name(folder)}
     if config.runtime.seed == run.runtime.seed:
         changes["runtime.seed"] = run.runtime.seed + 1  # other prompts than before
     if config.model.path == run.model.path:

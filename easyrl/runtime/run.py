@@ -11,46 +11,30 @@ from pathlib import Path
 from easyrl import events
 from easyrl.config import INPUTS, Config, change_config
 from easyrl.data.hub import BUILT_IN_MODELS, describe_model
-from easyrl.events import Observer, combine_observers
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.model.files import fingerprint
 from easyrl.rewards.loading import reward_names
-from easyrl.runtime import self_test
+from easyrl.runtime import run_folder, self_test, supervisor
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
-from easyrl.runtime.run_folder import (
-    PRIVATE,
-    RunFolder,
-    RunFolderLost,
-    folder_of,
-    resume_hint,
-)
-from easyrl.runtime.supervisor import (
-    FAILED,
-    FINISHED,
-    SIGNALLED,
-    USER_ERROR,
-    Interrupted,
-    WorkerFailure,
-    signals_as_interrupts,
-    start_resource_tracker,
-)
 
 
-@signals_as_interrupts()
-def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:
+@supervisor.signals_as_interrupts()
+def run(
+    config: Config, observers: Sequence[events.Observer] = (), resume: Path | None = None
+) -> int:
     """Train; return the exit code. Raises ConfigError, and Interrupted for a signal before the run
     has started.
 
     `resume`: run folder to resume. Observers learn of a run only after all checks have passed; they
     get notes before.
     """
-    started, notify = time.monotonic(), combine_observers(observers)
+    started, notify = time.monotonic(), events.combine_observers(observers)
     config, source = with_absolute_paths(config, is_resumed=resume is not None), None
     resumed = find_resume(config, resume)
     if resumed is None:
@@ -59,16 +43,16 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         os.close(resumed.lock)
         done = f"has finished its {counted(config.train.iterations, 'iteration')}"
         hint = "nothing to do (train more with a higher --iterations)"
-        notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
-        return FINISHED
-    start_resource_tracker()  # before the reward functions' processes start another one
+        notify(events.RunEnded(supervisor.FINISHED, f"{resumed.folder} {done}; {hint}"))
+        return supervisor.FINISHED
+    supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
     config, notes = self_test.before_run(checked.config, checked.placement, notify)
     checked = replace(checked, config=config, warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
         checked = _make_model(checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
-        output = {"output.dir": str(folder_of(checked.config).absolute())}
+        output = {"output.dir": str(run_folder.folder_of(checked.config).absolute())}
         checked = replace(checked, config=change_config(checked.config, output))
     with make_launcher(checked.config, checked.placement, notify) as launcher:
         folder = _open_folder(checked.config, resumed)
@@ -77,7 +61,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
             folder=folder,
             launcher=launcher,
             started=started,
-            notify=combine_observers([folder.observe, *observers]),
+            notify=events.combine_observers([folder.observe, *observers]),
             resumed=resumed,
         )
         try:
@@ -88,12 +72,11 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         return end.exit_code
 
 
-def _open_folder(config: Config, resumed: Resume | None) -> RunFolder:
+def _open_folder(config: Config, resumed: Resume | None) -> run_folder.RunFolder:
     """Create the run folder, or clean up that of a resumed run."""
     if resumed is None:
-        return RunFolder(config)
-    state = resumed.state
-    folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
+        return run_folder.RunFolder(config)
+    folder = run_folder.RunFolder(config, resumed.lock, resumed.state.file_sizes)
     for path in resumed.damaged:
         set_aside(path)
     for each in (folder.path, folder.checkpoints):
@@ -117,10 +100,10 @@ def start_from(config: Config) -> tuple[Config, ModelSource | None]:
 def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
     """Write the model of a checkpoint or an adapter into the new run's folder."""
     config = checked.config
-    folder = folder_of(config).absolute()
+    folder = run_folder.folder_of(config).absolute()
     is_new = not folder.exists()
     try:
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        folder.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
         (folder / INPUTS).mkdir(exist_ok=True)
         # The name shows in reports and model cards where the model comes from.
         is_checkpoint = source.kind == "checkpoint"
@@ -137,26 +120,27 @@ def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
 
 def _train(controller: Controller) -> events.RunEnded:
     """Run, and return how the run ended. No worker is left then."""
-    folder = controller.folder
+    folder, code = controller.folder, supervisor.FAILED
     try:
         _announce(controller)
         summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
         controller.notify(events.RunFinished(time.monotonic(), summary))
-    except Interrupted as interrupted:
+        return events.RunEnded(supervisor.FINISHED, "")
+    except supervisor.Interrupted as interrupted:
         discard_unfinished(folder.checkpoints)  # a second signal ends its writing
+        code = supervisor.SIGNALLED + interrupted.signum
         message = f"stopped by {interrupted}; the run folder is {folder.path}"
-        return events.RunEnded(SIGNALLED + interrupted.signum, message + resume_hint(folder.path))
-    except WorkerFailure as failure:
-        exit_code = USER_ERROR if failure.is_user_error else FAILED
-        return events.RunEnded(exit_code, f"{failure}{resume_hint(folder.path)}")
-    except RunFolderLost as lost:
-        return events.RunEnded(FAILED, f"{lost}{resume_hint(folder.path)}")
+    except supervisor.WorkerFailure as failure:
+        code = supervisor.USER_ERROR if failure.is_user_error else code
+        message = str(failure)
+    except run_folder.RunFolderLost as lost:
+        message = str(lost)
     except Exception as error:
-        cause = traceback.format_exception_only(error)[-1].strip()
-        folder.write_log(traceback.format_exc())
-        return events.RunEnded(FAILED, f"{cause}\n(the full traceback is in {folder.log})")
-    return events.RunEnded(FINISHED, "")
+        cause, log = traceback.format_exception_only(error)[-1].strip(), folder.log_of("easyrl")
+        run_folder.write_log(folder.path, traceback.format_exc())
+        return events.RunEnded(code, f"{cause}\n(the full traceback is in {log})")
+    return events.RunEnded(code, message + run_folder.resume_hint(folder.path))
 
 
 def _announce(controller: Controller) -> None:
@@ -165,11 +149,6 @@ def _announce(controller: Controller) -> None:
     found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
     notes, num_done = _notes(checked, resumed), controller.state.num_iterations
-    if lost := sorted({*range(num_done)} - {line["iteration"] for line in lines}):
-        notes.append(
-            f"warning: metrics.jsonl lacks {len(lost)} of {counted(num_done, 'iteration')}, the "
-            f"first is {lost[0] + 1}, the last {lost[-1] + 1}; the run continues without them"
-        )
     measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
     measured.insert(0, (0, controller.state.accuracy_before))
     controller.notify(
@@ -191,10 +170,9 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     config = checked.config
     notes = [] if resumed is None else [resumed.describe(config)]
     rewards = ", ".join(reward_names(config))
+    data, rate = config.data.shown, config.learning_rate
     notes.append(describe_model(config.model.path))
-    notes.append(
-        f"data: {config.data.shown}; reward: {rewards}; learning rate {config.learning_rate:g}"
-    )
+    notes.append(f"data: {data}; reward: {rewards}; learning rate {rate:g}")
     if checked.num_prompts_skipped:
         notes.append(
             f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="

@@ -44,19 +44,13 @@ class RunFolder:
     """The folder of one run. It is locked until `close`."""
 
     def __init__(
-        self,
-        config: Config,
-        lock: int | None = None,
-        sizes: Mapping[str, int] | None = None,
-        num_iterations: float = math.inf,
+        self, config: Config, lock: int | None = None, sizes: Mapping[str, int] | None = None
     ) -> None:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
-        files back to `sizes` (in bytes), and the metrics to `num_iterations` (lines may have been
-        lost). Raises ConfigError if it cannot be created or written."""
+        files back to `sizes` (in bytes). Raises ConfigError if it cannot be created or written."""
         self.path = folder_of(config)
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"  # the final one, a Hugging Face folder
-        self.log = self.log_of("easyrl")  # the controller's, with tracebacks
         is_new = not self.path.exists()
         try:
             if lock is None:
@@ -72,10 +66,6 @@ class RunFolder:
                 file, size = self.path / name, (sizes or {}).get(name, 0)
                 # To a line's end: after a power failure the file may be shorter than that.
                 os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
-            lines = self.read_metrics()
-            if any(line["iteration"] >= num_iterations for line in lines):
-                kept = (json.dumps(line) for line in lines if line["iteration"] < num_iterations)
-                (self.path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
             (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             if lock is not None:
@@ -105,9 +95,9 @@ class RunFolder:
         """Write what the folder keeps. Raises RunFolderLost."""
         match event:
             case events.RunStarted(description=description):
-                self.write_log(f"easyrl {__version__}\n{description}")
+                write_log(self.path, f"easyrl {__version__}\n{description}")
             case events.FromWorker(worker, _, events.Starting(what)):
-                self.write_log(f"{worker}: {what}")
+                write_log(self.path, f"{worker}: {what}")
             case events.FromWorker(_, _, events.GroupScored(iteration, _, prompt) as group):
                 self._append_errors(iteration, prompt, group.errors)
                 if not group.is_rejected:
@@ -118,24 +108,18 @@ class RunFolder:
             case events.IterationFinished(metrics=metrics):
                 self._append("metrics.jsonl", metrics)
             case events.Note(text) | events.NoEvents(warning=text) if text:
-                self.write_log(text)
+                write_log(self.path, text)
             case events.RunFinished(summary=summary):
                 text = json.dumps(finite(summary), indent=2, allow_nan=False)
                 self._write(UNFINISHED_SUMMARY, text, mode="w")
                 (self.path / UNFINISHED_SUMMARY).rename(self.path / "summary.json")
             case events.RunEnded(exit_code, message):
-                self.write_log(f"ended with exit code {exit_code}\n{message}")
+                write_log(self.path, f"ended with exit code {exit_code}\n{message}")
 
     def _append_errors(self, iteration: int | None, prompt: int, messages: Sequence[str]) -> None:
         for error in messages:
             line = {"iteration": iteration, "prompt_index": prompt, "error": error}
             self._append("reward_errors.jsonl", line)
-
-    def write_log(self, text: str) -> None:
-        """Add to the log. If it cannot be written, the run continues."""
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text.rstrip()}\n"
-        with contextlib.suppress(OSError), self.log.open("a", errors="backslashreplace") as file:
-            file.write(line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         self._write(name, json.dumps(finite(line), allow_nan=False), mode="a")
@@ -150,6 +134,13 @@ class RunFolder:
                 f"({name}); make its disk writable or free space on it, or use another output.dir "
                 "(--output)"
             ) from error
+
+
+def write_log(folder: Path, text: str) -> None:
+    """Add to the controller's log. If it cannot be written, the run continues."""
+    file, now = folder / "logs" / "easyrl.log", time.strftime("%Y-%m-%d %H:%M:%S")
+    with contextlib.suppress(OSError), file.open("a", errors="backslashreplace") as log:
+        log.write(f"{now}  {text.rstrip()}\n")
 
 
 def write_whole(file: IO[bytes], content: bytes) -> None:
@@ -282,7 +273,5 @@ def resume_hint(folder: Path) -> str:
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
     """Replace numbers that are not finite by None: JSON has no NaN."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in line.items()
-    }
+    bad = {key for key, n in line.items() if isinstance(n, float) and not math.isfinite(n)}
+    return {**line, **dict.fromkeys(bad)}

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from multiprocessing.connection import Connection
@@ -94,9 +95,8 @@ def random_policy(
 def draw_rollouts(prompt_len: int, lengths: Sequence[int], vocab_size: int) -> list[Rollout]:
     """Draw a group. A completion's advantage is the weight of its tokens in the loss."""
     rng = np.random.default_rng(0)
-    prompt, *completions = (
-        rng.integers(vocab_size, size=length, dtype=np.int32) for length in (prompt_len, *lengths)
-    )
+    sizes = prompt_len, *lengths
+    prompt, *completions = (rng.integers(vocab_size, size=n, dtype=np.int32) for n in sizes)
     return [
         Rollout(0, prompt, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_), weight)
         for ids, weight in zip(completions, rng.normal(size=len(lengths)).tolist(), strict=True)
@@ -201,41 +201,40 @@ def start_members(
     return call
 
 
+@dataclass(eq=False)
 class Member:
     """The trainer (rank 0) or an engine, whose weights are zeros. Calls the methods it is sent."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        endpoint: WeightEndpoint,
-        size: Mapping[str, Any],
-        control: Connection,
-    ) -> None:
-        pin(settings.cores)
-        self._endpoint, self._control = endpoint, control
+    settings: WorkerSettings
+    endpoint: WeightEndpoint
+    size: Mapping[str, Any]  # of the model
+    control: Connection
+
+    def __post_init__(self) -> None:
+        pin(self.settings.cores)
         self._version = 0
-        self.dtype: torch.dtype = getattr(torch, settings.config.model.dtype)  # of the engines
-        device = torch.device(settings.device)
+        self.dtype: torch.dtype = getattr(torch, self.settings.config.model.dtype)  # of the engines
+        device = torch.device(self.settings.device)
         with device, torch.no_grad():
-            model = random_model(size)
-            if endpoint.rank > 0:
+            model = random_model(self.size)
+            if self.endpoint.rank > 0:
                 model.to(self.dtype)
                 for weight in model.parameters():
                     weight.zero_()
         self.policy = Policy(model, device)
 
     def run(self) -> None:
-        while isinstance(message := self._control.recv(), tuple):  # else Stop
+        while isinstance(message := self.control.recv(), tuple):  # else Stop
             method, *arguments = message
-            self._control.send((getattr(self, method)(*arguments),))
+            self.control.send((getattr(self, method)(*arguments),))
 
     @cached_property
     def channel(self) -> WeightChannel:
-        return WeightChannel(self._endpoint)
+        return WeightChannel(self.endpoint)
 
     def update(self) -> None:
         self._version += 1
-        if self._endpoint.rank == 0:
+        if self.endpoint.rank == 0:
             weights = self.policy.weights()
             self.channel.send(self._version, weights, dtype=self.dtype, gather=gathered)
         else:

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
@@ -45,6 +45,14 @@ PENDING = "pending"
 """Device of a worker that waits for a place on a cluster."""
 WorkerState = Literal["starting", "ready", "joining", "working", "leaving", "lost"]
 """See `fleet`."""
+NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
+    "starting": ("ready", "working", "leaving", "lost"),  # working: no exchange in `easyrl eval`
+    "ready": ("joining", "working", "leaving", "lost"),
+    "joining": ("ready", "working", "leaving", "lost"),  # ready: it could not get the weights
+    "working": ("leaving", "lost"),
+    "leaving": ("lost",),
+    "lost": (),
+}
 Origin = Literal["start", "replacement", "added"]
 
 
@@ -64,7 +72,7 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-@contextmanager
+@contextlib.contextmanager
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle the three signals that stop a run, unless they are ignored (nohup)."""
     before = {}
@@ -79,7 +87,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator
             signal.signal(signum, handler_before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
     """Let these signals raise Interrupted, where no Supervisor handles them."""
 
@@ -99,25 +107,30 @@ def signals_as_interrupts() -> Iterator[None]:
             raise Interrupted(received[-1]) from None
 
 
+@dataclass(eq=False)
 class Worker:
     """A spawned process and the controller's end of its pipe. A thread sends the commands: the full
     pipe of a worker that does not read must not block the controller's only thread."""
 
-    def __init__(self, name: str, process: Any, control: Connection) -> None:
-        """`process`: a multiprocessing.Process, or a `ray.launcher.RemoteProcess`."""
-        self.name = name
-        self.process = process
-        self.control = control
-        self.is_replaceable = name.startswith("rollout")
-        self.is_open = True
-        self.kill_reason = ""  # set by `kill`
-        self.errors: IO[bytes] | None = None
-        """What the process writes to its standard error before it has opened its log."""
-        self.state: WorkerState = "starting"
-        self.origin: Origin = "start"
+    name: str
+    process: Any  # a multiprocessing.Process, or a `ray.launcher.RemoteProcess`
+    control: Connection
+    errors: IO[bytes] | None = None
+    """What the process writes to its standard error before it has opened its log."""
+    is_open: bool = True
+    kill_reason: str = ""  # set by `kill`
+    state: WorkerState = "starting"
+    origin: Origin = "start"
+
+    def __post_init__(self) -> None:
+        self.is_replaceable = self.name.startswith("rollout")
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_commands, daemon=True)
         self._sender.start()
+
+    def become(self, state: WorkerState) -> None:
+        assert state in NEXT[self.state], (self.name, self.state, state)
+        self.state = state
 
     @property
     def number(self) -> int:
@@ -211,17 +224,12 @@ class Supervisor:
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
         start_resource_tracker()
-        worker = Worker(name, process, ours)
-        worker.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         # A worker later ignores these signals itself.
-        with (
-            blocked(TERMINAL_SIGNALS),
-            self._fork_server.in_use(),
-            _standard_error_to(worker.errors.fileno()),
-        ):
+        with blocked(TERMINAL_SIGNALS), self._fork_server.in_use(), _standard_error_to(errors):
             process.start()
         theirs.close()
-        return self.watch(worker)
+        return self.watch(Worker(name, process, ours, errors))
 
     def watch(self, worker: Worker) -> Worker:
         """Watch a worker that has been started."""
@@ -244,12 +252,7 @@ class Supervisor:
             os.read(self._wake_reader, 4096)
             raise Interrupted(signum)
         dead = [worker for sentinel, worker in sentinels.items() if sentinel in ready]
-        received = [
-            (worker, event)
-            for worker in self._workers
-            if worker.is_open
-            for event in self._receive(worker)
-        ]
+        received = [(w, e) for w in self._workers if w.is_open for e in self._receive(w)]
         failures = {w: e for w, e in received if isinstance(e, events.Failed) and w in watched}
         is_final = any(_ends_run(worker, failed) for worker, failed in failures.items())
         for worker in dead:
@@ -335,7 +338,7 @@ def _ends_run(worker: Worker, failed: events.Failed) -> bool:
     return is_start or not (worker.is_replaceable and failed.is_replaceable)
 
 
-@contextmanager
+@contextlib.contextmanager
 def blocked(signals: Iterable[int]) -> Iterator[None]:
     """Block these signals in this thread, and in processes that start here."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -345,11 +348,11 @@ def blocked(signals: Iterable[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def _standard_error_to(fd: int) -> Iterator[None]:
+@contextlib.contextmanager
+def _standard_error_to(file: IO[bytes]) -> Iterator[None]:
     """Give processes that start here another standard error."""
     before = os.dup(2)
-    os.dup2(fd, 2)
+    os.dup2(file.fileno(), 2)
     try:
         yield
     finally:

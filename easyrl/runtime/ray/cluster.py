@@ -12,9 +12,9 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from easyrl import __version__
 from easyrl.config import Config, ConfigError
@@ -85,11 +85,11 @@ def connect(config: Config, num_workers: int) -> Resources:
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
     texts = sorted(f"{node['NodeManagerAddress']} ({text_of(node['Resources'])})" for node in alive)
-    counts = {name: int(sum(node.get(name, 0) for node in nodes)) for name in RAY_RESOURCES}
-    name = max(counts, key=lambda name: counts[name])
+    counts = {k: int(sum(node.get(n, 0) for node in nodes)) for k, n in RAY_RESOURCES.items()}
+    kind = max(counts, key=lambda kind: counts[kind])
     return Resources(
-        RAY_RESOURCES[name] if counts[name] else "cpu",
-        counts[name],
+        kind if counts[kind] else "cpu",
+        counts[kind],
         tuple(int(node.get("CPU", 0)) for node in nodes),
         f"Ray cluster of {counted(len(nodes), 'node')}: {', '.join(texts)}",
     )
@@ -115,24 +115,6 @@ def versions() -> dict[str, str]:
     """Versions that must be the same on all nodes."""
     found = {name: package_version(name) or "not installed" for name in ("torch", "transformers")}
     return {"Python": platform.python_version(), "easyrl": __version__, **found}
-
-
-def bundle_of(kind: str, num_devices: int, num_threads: int) -> dict[str, float]:
-    """The resources of an actor with so many devices, or on the CPU with so many threads."""
-    if kind == "cpu":
-        return {"CPU": num_threads}
-    name = next(name for name, torch_name in RAY_RESOURCES.items() if torch_name == kind)
-    return {name: num_devices}
-
-
-def options_of(bundle: dict[str, float]) -> dict[str, Any]:
-    """The same as options of an actor."""
-    others = {name: number for name, number in bundle.items() if name not in ("CPU", "GPU")}
-    return {
-        "num_cpus": bundle.get("CPU", 0),
-        "num_gpus": bundle.get("GPU", 0),
-        "resources": others,
-    }
 
 
 def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:
@@ -168,5 +150,5 @@ def cluster_text() -> str:
 
 
 def text_of(resources: dict[str, float]) -> str:
-    shown: Iterable[str] = ("CPU", *RAY_RESOURCES)
-    return ", ".join(f"{resources[name]:g} {name}" for name in shown if name in resources) or "none"
+    shown = (name for name in ("CPU", *RAY_RESOURCES.values()) if name in resources)
+    return ", ".join(f"{resources[name]:g} {name}" for name in shown) or "none"

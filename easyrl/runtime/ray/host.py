@@ -6,8 +6,9 @@ messages on.
     host of train rank 0 ◄──deliver──► hosts of the other ranks
     host of train rank 0 ◄──put──────── hosts of rollout workers: groups for its ring
 
-Ray calls `run`, `deliver`, `put` and `query` in a thread each, and calls of one kind in their
-order. The child dies with the thread that started it, that of `run`. This process imports no torch.
+Ray calls `run`, `deliver`, `put` and the other methods (`query`) in a thread each, and calls of one
+kind in their order. The child dies with the thread that started it, that of `run`. This process
+imports no torch.
 """
 
 import contextlib
@@ -17,14 +18,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray import get_runtime_context, method
 from ray.util import get_node_ip_address
@@ -43,24 +45,39 @@ GROUPS = {"deliver": 1, "put": 1, "query": 1}
 RETRY_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(NamedTuple):
     """The actor's node."""
 
     address: str
-    name: str
     devices: tuple[str, ...]  # accelerators of the actor, as Ray numbers them
-    without_driver: tuple[str, ...]  # kinds of these accelerators
-    versions: dict[str, str]
     sees_folder: bool  # where the run folder is
-    missing: tuple[str, ...]  # of the paths that were asked for
-    network_problem: str = ""
 
 
 def _accelerators() -> dict[str, list[str]]:
     """The accelerators of this actor by their kind in torch."""
     ids = get_runtime_context().get_accelerator_ids()
-    return {kind: ids[name] for name, kind in devices.RAY_RESOURCES.items() if ids.get(name)}
+    return {kind: ids[name] for kind, name in devices.RAY_RESOURCES.items() if ids.get(name)}
+
+
+def check_node(
+    expected: Mapping[str, str], kinds: Iterable[str], address: str, missing: Sequence[str]
+) -> None:
+    """Raise ConfigError if a worker cannot run on this node. `expected`: versions; `kinds`: of its
+    accelerators; `missing`: paths that are not there."""
+    for name, version in versions().items():
+        if expected.get(name) != version:
+            raise ConfigError(f"expected {name} {expected.get(name)}, as here, got {version}")
+    devices.network_environment(address)
+    if without := [kind for kind in kinds if not devices.has_driver(kind)]:
+        raise ConfigError(
+            f"expected a driver for {without[0]} devices, as Ray counts them there, got none "
+            "(easyrl doctor on that node); or start it without: ray start --num-gpus=0"
+        )
+    if missing:
+        raise ConfigError(
+            f"expected {' and '.join(missing)}, as here: put model and run folder (--model, "
+            "--output) on storage that the nodes share, or name the model by a hub id"
+        )
 
 
 class WorkerHost:
@@ -73,23 +90,19 @@ class WorkerHost:
         self._listener: socket | None = None
         self._process: BaseProcess | None = None
 
-    def describe(self, probe: str, paths: Sequence[str]) -> NodeFacts:
-        """Describe the node. `probe`: a file where the run folder is."""
-        ids, address, network_problem = _accelerators(), get_node_ip_address(), ""
+    def describe(
+        self, expected: Mapping[str, str], paths: Sequence[str], probe: str, needs_folder: bool
+    ) -> NodeFacts:
+        """Describe the node. Raises ConfigError if a worker cannot run there. `expected`: versions;
+        `paths`: of the model; `probe`: a file where the run folder is."""
+        ids, address, sees_folder = _accelerators(), get_node_ip_address(), Path(probe).exists()
+        needed = [str(Path(probe).parent)] if needs_folder and not sees_folder else []
+        missing = [path for path in paths if not Path(path).exists()]
         try:
-            devices.network_environment(address)
+            check_node(expected, ids, address, missing + needed)
         except ConfigError as error:
-            network_problem = str(error)
-        return NodeFacts(
-            address,
-            os.uname().nodename,
-            tuple(number for numbers in ids.values() for number in numbers),
-            tuple(kind for kind in ids if not devices.has_driver(kind)),
-            versions(),
-            Path(probe).exists(),
-            tuple(path for path in paths if not Path(path).exists()),
-            network_problem,
-        )
+            raise ConfigError(f"node {os.uname().nodename} ({address}): {error}") from None
+        return NodeFacts(address, tuple(chain.from_iterable(ids.values())), sees_folder)
 
     def run(
         self,
@@ -115,27 +128,20 @@ class WorkerHost:
         control = pipe_to("control")
         ranks = sorted(peer for peer in peers if isinstance(peer, int))
         settings = replace(settings, pipes=tuple(pipe_to(rank) for rank in ranks))
-        if settings.name == "train-0":
-            assert layout is not None
+        if settings.name == "train-0" and layout is not None:
             ring = self._ring = RingBuffer(layout)
             self._port = ring.attach(0)
             settings = replace(settings, listener=self._listener)
-        elif "ring" in peers:
-            assert layout is not None
+        elif "ring" in peers and layout is not None:
             ring = RemoteRing(layout, pipe_to("ring"))
             for _ in range(MAX_UNACKNOWLEDGED):
                 self._pipes["ring"].send_bytes(TOKEN)
         settings = with_environment(settings)
-        process = context.Process(
-            target=worker_main, args=(settings, ring, control), name=settings.name
-        )
-        main = sys.modules["__main__"]
+        arguments = settings, ring, control
+        process = context.Process(target=worker_main, args=arguments, name=settings.name)
         sys.modules["__main__"] = ModuleType("__main__")  # else the child imports Ray's program
-        try:
-            with environment_of_children(settings.environment):
-                process.start()
-        finally:
-            sys.modules["__main__"] = main
+        with environment_of_children(settings.environment):
+            process.start()
         for child in children:
             child.close()
         self._process = process
@@ -195,28 +201,24 @@ class WorkerHost:
                     return True
             wait([self._port.writable_fd], RETRY_SECONDS)
 
-    @method(concurrency_group="query")  # type: ignore[untyped-decorator]
-    def query(self, what: str, *arguments: Any) -> Any:
-        return getattr(self, f"_{what}")(*arguments)
-
-    def _clock(self) -> float:
+    def clock(self) -> float:
         return time.monotonic()
 
-    def _fence(self, senders: Sequence[str]) -> None:
+    def fence(self, senders: Sequence[str]) -> None:
         """Refuse all later groups of these rollout workers."""
         with self._putting:
             self._fenced.update(senders)
 
-    def _delivered(self, iteration: int) -> set[int]:
+    def delivered(self, iteration: int) -> set[int]:
         assert self._ring is not None
         return self._ring.delivered(iteration)
 
-    def _open_store(self) -> str:
+    def open_store(self) -> str:
         """Open the port of the store, which the worker then serves; return its address."""
         self._listener = devices.listen(get_node_ip_address())
         host, port = self._listener.getsockname()
         return f"tcp://{host}:{port}"
 
-    def _write_stacks(self) -> None:
+    def write_stacks(self) -> None:
         if self._process is not None and self._process.pid is not None:
             os.kill(self._process.pid, signal.SIGUSR1)

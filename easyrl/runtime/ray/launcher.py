@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import SHUT_RDWR, socket
 from tempfile import NamedTemporaryFile
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 from uuid import uuid4
 
 import ray
@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
+from easyrl.devices import RAY_RESOURCES
 from easyrl.events import Command, Failed, Note, Observer
 from easyrl.formatting import counted
 from easyrl.runtime.placement import Placement, device_name, ring_layout
@@ -54,19 +55,13 @@ remote: Any = ray.remote
 actor_of: Any = remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retries=0)
 
 
-class Host:
-    """The driver's handle of a `WorkerHost`: its methods, each in its concurrency group."""
+Host: TypeAlias = Any
+"""Ray's handle of a `WorkerHost`."""
 
-    facts: NodeFacts  # set once Ray has placed it
 
-    def __init__(self, **options: Any) -> None:
-        self.actor = actor_of(WorkerHost).options(**options).remote()
-
-    def query(self, what: str, *arguments: Any) -> Any:
-        return ray.get(self.actor.query.remote(what, *arguments), timeout=QUERY_SECONDS)
-
-    def kill(self) -> None:
-        ray.kill(self.actor, no_restart=True)
+def query(host: Host, what: str, *arguments: Any) -> Any:
+    method = getattr(host, what).options(concurrency_group="query")
+    return ray.get(method.remote(*arguments), timeout=QUERY_SECONDS)
 
 
 class RemoteProcess:
@@ -98,14 +93,14 @@ class RemoteProcess:
     def kill(self) -> None:
         self._given_up = min(self._given_up, time.monotonic() + KILL_SECONDS)
         self.is_killed = True
-        self.host.kill()
+        ray.kill(self.host)
 
     def replace_host(self, host: Host) -> None:
         """Use this host instead, which dies at once if the worker is killed."""
-        self.host.kill()
+        ray.kill(self.host)
         self.host = host
         if self.is_killed:
-            host.kill()
+            ray.kill(host)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the worker has ended; once it is killed, only for KILL_SECONDS."""
@@ -117,7 +112,7 @@ class RemoteProcess:
 
     def write_stacks(self) -> None:
         with contextlib.suppress(RayError):
-            self.host.actor.query.remote("write_stacks")
+            self.host.write_stacks.options(concurrency_group="query").remote()
 
 
 class RayLauncher:
@@ -131,8 +126,8 @@ class RayLauncher:
         self._layout: RingLayout | None = None
         self._group: PlacementGroup | None = None
         self._every: list[Host] = []
-        self._train: list[Host] = []
-        self._rollout: list[Host] = []  # those that are not started yet
+        self._train: list[tuple[NodeFacts, Host]] = []
+        self._rollout: list[tuple[NodeFacts, Host]] = []  # those that are not started yet
         self._senders: dict[int, str] = {}  # by owner id
         self.store = ""
         places = [
@@ -154,9 +149,9 @@ class RayLauncher:
             self.__exit__()
             raise
         self.devices: Mapping[str, str] = {
-            f"{role}-{number}": self._device_of(host.facts)
+            f"{role}-{number}": self._device_of(facts)
             for role, every in (("rollout", self._rollout), ("train", self._train))
-            for number, host in enumerate(every)
+            for number, (facts, _) in enumerate(every)
         }
 
     def _watch_head(self) -> None:
@@ -178,7 +173,7 @@ class RayLauncher:
             group = self._group = cluster.reserve(bundles, self._timeout_seconds)
             strategies = [PlacementGroupSchedulingStrategy(group, n) for n in range(number)]
             self._train = self._place("train", strategies)
-            self.store = self._train[0].query("open_store")
+            self.store = query(self._train[0][1], "open_store")
         self._rollout = self._place("rollout", ["SPREAD"] * self._placement.num_rollout_workers)
 
     def __enter__(self) -> Self:
@@ -187,44 +182,49 @@ class RayLauncher:
     def __exit__(self, *exc_info: object) -> None:
         self._closed.set()
         for host in self._every:
-            host.kill()
+            ray.kill(host)
         if self._group is not None:
             remove_placement_group(self._group)
 
     def _bundle(self, role: str) -> dict[str, float]:
+        """The resources of a worker's actor."""
         placement = self._placement
-        kind = "cpu" if placement.infer.kind == "cpu" else placement.accelerator
+        if placement.infer.kind == "cpu":
+            return {"CPU": placement.num_threads}
         size = placement.engine.tensor_parallel_size if role == "rollout" else 1
-        return cluster.bundle_of(kind, size, placement.num_threads)
+        return {RAY_RESOURCES[placement.accelerator]: size}
 
     def _new_host(self, role: str, strategy: Any) -> Host:
-        self._every.append(
-            Host(scheduling_strategy=strategy, **cluster.options_of(self._bundle(role)))
-        )
-        return self._every[-1]
+        others = self._bundle(role)
+        counts = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
+        options = {"scheduling_strategy": strategy, "resources": others, **counts}
+        host = actor_of(WorkerHost).options(**options).remote()
+        self._every.append(host)
+        return host
 
     def _device_of(self, facts: NodeFacts) -> str:
         return f"{facts.address}/{device_name(self._placement.accelerator, facts.devices)}"
 
-    def _place(self, role: str, strategies: Sequence[Any]) -> list[Host]:
+    def _place(self, role: str, strategies: Sequence[Any]) -> list[tuple[NodeFacts, Host]]:
         """Start a host with each strategy, wait until all are placed, and sort them by node address
         and device. Raises ConfigError as `__init__`."""
         deadline = time.monotonic() + self._timeout_seconds
         while True:
             hosts = [self._new_host(role, each) for each in strategies]
-            asked = [self._describe(host) for host in hosts]
+            asked = [self._describe(host, role) for host in hosts]
             left = max(0.0, deadline - time.monotonic())
             _, pending = ray.wait(asked, num_returns=len(asked), timeout=left)
             if pending:
                 bundle, counts = self._bundle(role), f"{len(pending)} of {len(asked)}"
                 raise ConfigError(cluster.no_place(role, counts, bundle, self._timeout_seconds))
             try:
-                found = ray.get(asked)
-                break
+                placed = zip(ray.get(asked), hosts, strict=True)
+                return sorted(placed, key=lambda each: each[0])
             except RayError as error:
+                if (failed := _lost(error)).is_user_error:
+                    raise ConfigError(failed.message) from None
                 text = str(error)
-                where = re.search(r"ip=([^,)]+)", text)
-                if where is not None:
+                if where := re.search(r"ip=([^,)]+)", text):
                     raise ConfigError(
                         f"node {where[1]}: expected EasyRL and what it needs as here, but its "
                         f"worker cannot start: {text.strip().splitlines()[-1]}"
@@ -232,22 +232,14 @@ class RayLauncher:
             # It was on no node: Ray still places workers on one that was lost a moment ago.
             time.sleep(PAUSE_SECONDS)
             for host in hosts:
-                host.kill()
-        for host, facts in zip(hosts, found, strict=True):
-            host.facts = facts
-            if problem := self._problem_of(facts, role):
-                raise ConfigError(problem)
-        return sorted(hosts, key=lambda host: (host.facts.address, host.facts.devices))
+                ray.kill(host)
 
-    def _describe(self, host: Host) -> Any:
+    def _describe(self, host: Host, role: str) -> Any:
         model = Path(self._config.model.path)
         paths = [str(model.absolute())] if model.exists() else []
-        return host.actor.describe.remote(str(self._probe), paths)
-
-    def _problem_of(self, facts: NodeFacts, role: str) -> str:
         # Train workers write checkpoints and the model, rollout workers only logs.
-        needed = self._folder.parent if role == "train" and not facts.sees_folder else None
-        return problem_of(facts, needed)
+        needs_folder, own = role == "train", cluster.versions()
+        return host.describe.remote(own, paths, str(self._probe), needs_folder)
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
@@ -255,68 +247,64 @@ class RayLauncher:
         workers = []
         for rank, each in enumerate(settings):
             others = range(1, len(settings)) if rank == 0 else [0]
-            peers = {peer: self._train[peer].actor for peer in others}
-            layout = self._layout if rank == 0 else None
-            serve = partial(self._serve, each, (layout, peers, ""))
-            process = RemoteProcess(self._train[rank], serve)
+            peers, (facts, host) = {n: self._train[n][1] for n in others}, self._train[rank]
+            serve = partial(self._serve, each, facts, (self._layout, peers, ""))
+            process = RemoteProcess(host, serve)
             workers.append(supervisor.watch(Worker(each.name, process, process.control)))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
         sender = self._senders[settings.owner_id] = f"{settings.name} {uuid4()}"
-        peers = {"ring": self._train[0].actor} if self._train else {}
-        is_placed, others = bool(self._rollout), (self._layout, peers, sender)
-        host = self._rollout.pop(0) if is_placed else self._new_host("rollout", "SPREAD")
-        serve = partial(self._serve, settings, others, is_placed=is_placed)
-        process = RemoteProcess(host, serve)
+        peers = {"ring": self._train[0][1]} if self._train else {}
+        facts, host = None, None
+        if self._rollout:
+            facts, host = self._rollout.pop(0)
+        serve = partial(self._serve, settings, facts, (self._layout, peers, sender))
+        process = RemoteProcess(host or self._new_host("rollout", "SPREAD"), serve)
         return supervisor.watch(Worker(settings.name, process, process.control))
 
-    def _wait_for_place(self, process: RemoteProcess, control: Connection, name: str) -> bool:
-        """Wait until Ray has placed a later rollout worker; report what is wrong, return False."""
-        asked, is_reported = self._describe(process.host), False
+    def _wait_for_place(
+        self, process: RemoteProcess, control: Connection, name: str
+    ) -> NodeFacts | None:
+        """Wait until Ray has placed a later rollout worker; report what is wrong, return None."""
+        asked, is_reported = self._describe(process.host, "rollout"), False
         deadline = time.monotonic() + NOTICE_SECONDS
         while True:
             try:
-                process.host.facts = ray.get(asked, timeout=PENDING_SECONDS)
+                facts: NodeFacts = ray.get(asked, timeout=PENDING_SECONDS)
+                return facts
             except GetTimeoutError:
                 if not is_reported:
-                    needed = cluster.text_of(self._bundle("rollout"))
-                    control.send(
-                        Note(f"{name} waits for a place with {needed}; {cluster.cluster_text()}")
-                    )
+                    needed, there = cluster.text_of(self._bundle("rollout")), cluster.cluster_text()
+                    control.send(Note(f"{name} waits for a place with {needed}; {there}"))
                 is_reported = True
-                continue
             except RayError as error:
                 if process.is_killed:
-                    return False
-                if time.monotonic() > deadline:
-                    control.send(_lost(error))
-                    return False
+                    return None
+                if (failed := _lost(error)).is_user_error or time.monotonic() > deadline:
+                    control.send(failed)
+                    return None
                 # Ray still places workers on a node that was lost a moment ago.
                 time.sleep(PAUSE_SECONDS)
                 process.replace_host(self._new_host("rollout", "SPREAD"))
-                asked = self._describe(process.host)
-                continue
-            if problem := self._problem_of(process.host.facts, "rollout"):
-                control.send(Failed(problem, "", is_user_error=True, is_replaceable=True))
-            return not problem
+                asked = self._describe(process.host, "rollout")
 
     def _serve(
         self,
         settings: WorkerSettings,
+        facts: NodeFacts | None,
         others: tuple[Any, ...],
         process: RemoteProcess,
         control: Connection,
-        *,
-        is_placed: bool = True,
     ) -> int:
         """Pass on commands and events until the worker ends; return its exit code."""
-        if not is_placed and not self._wait_for_place(process, control, settings.name):
+        facts = facts or self._wait_for_place(process, control, settings.name)
+        if facts is None:
             return 1
-        host, facts = process.host, process.host.facts
+        host = process.host
         process.device = self._device_of(facts)
         try:
-            before, there = time.monotonic(), host.query("clock")
+            before, there = time.monotonic(), query(host, "clock")
             offset = (before + time.monotonic()) / 2 - there
             log_file = settings.log_file if facts.sees_folder else None
             settings = replace(
@@ -326,8 +314,7 @@ class RayLauncher:
                 log_file=log_file and str(Path(log_file).absolute()),
                 device_indices=tuple(range(len(settings.device_indices))),
             )
-            stream = host.actor.run.options(num_returns="streaming")
-            answers = stream.remote(settings, *others)
+            answers = host.run.options(num_returns="streaming").remote(settings, *others)
             process.pid = ray.get(next(answers))
             threading.Thread(target=_pass_commands, args=(control, host), daemon=True).start()
             for reference in answers:
@@ -341,7 +328,7 @@ class RayLauncher:
         except OSError:  # the controller has closed the pipe: it does not need the worker any more
             pass
         finally:
-            host.kill()
+            ray.kill(host)
         return 1
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
@@ -354,31 +341,9 @@ class RayLauncher:
 
     def _query_ring(self, what: str, argument: Any) -> Any:
         try:
-            return self._train[0].query(what, argument)
+            return query(self._train[0][1], what, argument)
         except RayError as error:  # a timeout too
             raise WorkerFailure(f"train-0 {_lost(error).message}") from None
-
-
-def problem_of(facts: NodeFacts, needed_folder: Path | None = None) -> str:
-    """Return why a worker cannot run on the node, or an empty string."""
-    node, own = f"node {facts.name} ({facts.address})", cluster.versions()
-    for name, version in own.items():
-        if facts.versions.get(name) != version:
-            return f"{node}: expected {name} {version}, as here, got {facts.versions.get(name)}"
-    if facts.network_problem:
-        return f"{node}: {facts.network_problem}"
-    if facts.without_driver:
-        return (
-            f"{node}: expected a driver for {facts.without_driver[0]} devices, as Ray counts "
-            "them there, got none (easyrl doctor on that node); or start it without: ray start "
-            "--num-gpus=0"
-        )
-    if missing := [*facts.missing, *([str(needed_folder)] if needed_folder else [])]:
-        return (
-            f"{node}: expected {' and '.join(missing)}, as here: put model and run folder "
-            "(--model, --output) on storage that the nodes share, or name the model by a hub id"
-        )
-    return ""
 
 
 def _pass_commands(control: Connection, host: Host) -> None:
@@ -387,12 +352,12 @@ def _pass_commands(control: Connection, host: Host) -> None:
     def after_call(done: Any) -> None:
         if done.exception() is not None:  # the command may be lost
             # In this thread, Ray's own, `ray.kill` would wait for itself.
-            threading.Thread(target=host.kill, daemon=True).start()
+            threading.Thread(target=ray.kill, args=(host,), daemon=True).start()
 
     with contextlib.suppress(EOFError, OSError):
         while True:
             command: Command = control.recv()
-            reference = host.actor.deliver.remote("control", command)
+            reference = host.deliver.remote("control", command)
             reference.future().add_done_callback(after_call)
 
 
