@@ -15,7 +15,7 @@ Shapes: S rows, n of them active, V tokens of the vocabulary.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -36,16 +36,10 @@ ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2
 """States of a row. Rows are kept in their order, the highest first."""
 
 
-@dataclass
-class _Group:
-    request: GroupRequest
-    slot: int  # of its prompt in the KV cache
-    completions: dict[int, Completion] = field(default_factory=dict)
-
-
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    group: _Group
+    request: GroupRequest
+    slot: int  # of its prompt in the KV cache
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
@@ -72,7 +66,6 @@ class EmbeddedEngine(PolicyEngine):
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[..., Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
-        self._finished: list[FinishedGroup] = []
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
         self.num_active = self.num_held = 0
         longest = sampling.max_completion_length
@@ -124,8 +117,7 @@ class EmbeddedEngine(PolicyEngine):
         elif self.num_active and not self._decode_with_graphs():
             self._forward_and_sample(0, [])
         self._start_ready_rows()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._take_finished()
 
     def _choose_prefill(self) -> list[GroupRequest]:
         """Return the next prompts to prefill: none while enough sequences are ready to start."""
@@ -201,10 +193,9 @@ class EmbeddedEngine(PolicyEngine):
         self.num_steps += 1
         starting: list[_Sequence] = []
         for request, slot in zip(prefill, slots, strict=True):
-            group = _Group(request, slot)
             for i, limit in enumerate(request.limits(self.sampling)):
                 uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
-                starting.append(_Sequence(group, i, limit, uniforms))
+                starting.append(_Sequence(request, slot, i, limit, uniforms))
                 if request.first_tokens:
                     starting[-1].inserted = request.first_tokens[i]
         sampled = [sequence for sequence in starting if sequence.inserted is None]
@@ -269,7 +260,7 @@ class EmbeddedEngine(PolicyEngine):
 
     def _stop_row(self, row: int, *, is_stopped: bool) -> None:
         """Suspend the row if there may be another turn, else end it."""
-        request, state = self._sequences[row].group.request, self._rows[row]
+        request, state = self._sequences[row].request, self._rows[row]
         if not (is_stopped and request.has_turns):
             self._end_row(row, is_stopped=is_stopped)
             return
@@ -283,7 +274,7 @@ class EmbeddedEngine(PolicyEngine):
         wanted = turn.key, turn.sample_index
         for row in range(self.num_active, self.num_held):
             sequence = self._sequences[row]
-            if (sequence.group.request.key, sequence.sample_index) == wanted:
+            if (sequence.request.key, sequence.sample_index) == wanted:
                 return row, sequence
         raise AssertionError(f"{turn} is not suspended")
 
@@ -293,15 +284,12 @@ class EmbeddedEngine(PolicyEngine):
 
     def _end_row(self, row: int, *, is_stopped: bool) -> None:
         sequence, state = self._sequences[row], self._rows[row]
-        group, request = sequence.group, sequence.group.request
         names = ("tokens", "logprobs", "is_sampled")
         tokens, logprobs, is_sampled = (state[name][: state["count"]].copy() for name in names)
         reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
-        group.completions[sequence.sample_index] = Completion(tokens, logprobs, reason, is_sampled)
-        if len(group.completions) == request.num_generations:
-            ordered = [group.completions[i] for i in range(request.num_generations)]
-            self._finished.append((request, ordered))
-            self.cache.prompt_lengths[group.slot] = 0  # its slot is free
+        completion = Completion(tokens, logprobs, reason, is_sampled)
+        if self._complete(sequence.request, sequence.sample_index, completion):
+            self.cache.prompt_lengths[sequence.slot] = 0  # its slot is free
         self._sequences[row], state["state"] = None, ENDED
 
     def _arrange(self) -> None:
@@ -343,8 +331,8 @@ class EmbeddedEngine(PolicyEngine):
         # Where the first tokens are inserted, the newest one is the prompt's last.
         count = 1 if sequence.inserted is None else 0
         state, self._sequences[row] = self._rows[row], sequence
-        state["position"] = len(sequence.group.request.prompt_ids) - 1 + count
-        state["slot"] = sequence.group.slot
+        state["position"] = len(sequence.request.prompt_ids) - 1 + count
+        state["slot"] = sequence.slot
         state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
         state["state"] = ACTIVE if count else SUSPENDED
         state["uniforms"][: sequence.limit] = sequence.uniforms

@@ -37,15 +37,15 @@ class GenerateEngine(PolicyEngine):
         if not self._waiting:
             return []
         request = self._waiting.popleft()
-        completions = self._complete(request, use_cache=True)
+        completions = self._generate(request, use_cache=True)
         if not self._is_exact(request, completions):
-            completions = self._complete(request, use_cache=False)
+            completions = self._generate(request, use_cache=False)
         self.num_prompt_tokens += len(request.prompt_ids)
         self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
         self.num_steps += max(len(c.token_ids) for c in completions)
         return [(request, completions)]
 
-    def _complete(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
+    def _generate(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
         sampling, model = self.sampling, self.policy.model
         limits = request.limits(sampling)
         keys = [(*request.key, i) for i in range(request.num_generations)]
