@@ -78,9 +78,6 @@ class Engine:
                 f"data.max_prompt_length: expected prompts of 1 to {longest} tokens, got "
                 f"{len(request.prompt_ids)} in prompt {request.key}"
             )
-        limits = request.limits(self.sampling)
-        assert len(limits) == request.num_generations >= 1
-        assert 1 <= min(limits) <= max(limits) <= self.sampling.max_completion_length
         self._waiting.append(request)
 
     @property
