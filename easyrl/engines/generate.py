@@ -12,7 +12,7 @@ Shapes: G completions of the group, R tokens of the longest completion.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -71,9 +71,10 @@ class GenerateEngine(PolicyEngine):
             model.generation_config = own
         tokens = output[:, prompt.shape[1] :].cpu().numpy().astype(np.int32)  # [G, R]
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)  # [G, R]
+        reasons: list[Literal["stop", "length"]] = ["stop" if x else "length" for x in end.stopped]
         return [
-            Completion(tokens[row, :n], logprobs[row, :n], "stop" if stopped else "length")
-            for row, (n, stopped) in enumerate(zip(end.lengths, end.stopped, strict=True))
+            Completion(tokens[i, :n], logprobs[i, :n], reasons[i], np.ones(n, dtype=np.bool_))
+            for i, n in enumerate(end.lengths)
         ]
 
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:

@@ -21,7 +21,6 @@ def ledger_of_evaluation(
     problems: Sequence[Prompt],
     *,
     num_samples: int = 1,
-    with_texts: bool = False,
 ) -> Ledger:
     """Open the book of an evaluation, in which each problem is a group."""
 
@@ -29,7 +28,7 @@ def ledger_of_evaluation(
         prompts: Sequence[IndexedPrompt], is_last_round: bool, known: Mapping[int, int]
     ) -> events.Evaluate:
         problems = [prompt for _, prompt in prompts]
-        return events.Evaluate(round_, problems, num_samples, with_texts, known)
+        return events.Evaluate(round_, problems, num_samples, known)
 
     return Ledger(
         config,

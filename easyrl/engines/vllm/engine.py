@@ -49,6 +49,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from easyrl import devices
 from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
+from easyrl.config.model import ModelConfig
 from easyrl.data.hub import loadable_model
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
@@ -99,14 +100,12 @@ class VllmEngine(Engine):
 
     def __init__(
         self,
-        model: str,
+        model: ModelConfig,
         sampling: SamplingSettings,
         *,
         device: str,
-        dtype: str,
         max_concurrent_groups: int,
         num_generations: int,
-        trust_remote_code: bool = False,
         stop_at: int | None = None,
         memory_fraction: float = 0.9,
         is_device_shared: bool = False,
@@ -135,22 +134,24 @@ class VllmEngine(Engine):
         self._log = EngineLog(log_file)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
-        config = load_model_config(model, trust_remote_code=trust_remote_code)
-        end_tokens = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
+        config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+        end_tokens = {*load_eos_token_ids(model.path, config)}
+        if stop_at is not None:
+            end_tokens.add(stop_at)
         self._parameters = sampling_parameters(sampling, end_tokens)
         self.end_tokens = sorted(end_tokens)
         kind = device.partition(":")[0]
         num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
-        cache = model, dtype, num_rows, max_tokens
+        cache = model.path, model.dtype, num_rows, max_tokens
         part = memory_fraction if is_device_shared else None
         self._cleanup = Cleanup()
         try:
             arguments = AsyncEngineArgs(
-                model=loadable_model(model),
-                trust_remote_code=trust_remote_code,
-                dtype=dtype,
+                model=loadable_model(model.path),
+                trust_remote_code=model.trust_remote_code,
+                dtype=model.dtype,
                 seed=_seed_of(sampling.seed, (number,)) % 2**32,
                 max_model_len=max_tokens,
                 max_num_seqs=num_rows,
@@ -171,7 +172,7 @@ class VllmEngine(Engine):
             self._engine = self._call(_make_engine(arguments))
         except Exception as error:
             self._cleanup.close()
-            raise self._log.start_error(model, error) from error
+            raise self._log.start_error(model.path, error) from error
         self._cleanup.stop_marking()
         if kind == devices.ASCEND:  # its sampler is created without `logprobs_mode`
             self._call_workers("easyrl_set_logprobs_mode", logprobs_mode)
@@ -381,18 +382,19 @@ async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dict[str, Any]:
     """Return the arguments of `SamplingParams` that all requests share."""
-    parameters: dict[str, Any] = {
-        "temperature": sampling.temperature,
+    temperature = sampling.temperature
+    if sampling.truncates and temperature:
+        temperature = 1.0  # the logits are divided by it
+    return {
+        "temperature": temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
         "logprobs": 0,  # of the sampled token only
         "stop_token_ids": sorted(end_tokens),
         "stop": list(sampling.stop),
         "detokenize": bool(sampling.stop),
         "output_kind": RequestOutputKind.FINAL_ONLY,
     }
-    if sampling.truncates:
-        parameters["temperature"] = 1.0 if sampling.temperature else 0.0
-        parameters |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    return parameters
 
 
 def _seed_of(seed: int, key: tuple[int, ...]) -> int:
