@@ -86,7 +86,6 @@ class Evaluate(Command):
     evaluation_round: int
     prompts: Sequence[Prompt]
     num_samples: int = 1
-    with_texts: bool = False
     known: Mapping[int, int] = field(default_factory=dict)  # as in Generate
 
 
@@ -238,7 +237,7 @@ class PromptEvaluated(WorkerEvent):
     completion_lengths: Sequence[int] = ()  # [S]
     truncated: Sequence[bool] = ()  # [S]
     prompt: str | None = None
-    completions: Sequence[str] = ()  # [S], with `Evaluate.with_texts`, as columns
+    completions: Sequence[str] = ()  # [S]
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # name -> [S] (`Sample`)
     errors: Sequence[str] = ()
     checksum: int = 0  # of token ids and log-probabilities

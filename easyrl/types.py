@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -99,15 +100,7 @@ class Completion:
     logprobs: Float32  # [R], of softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
     """`stop`: end token or stop string; `length`: cut off at the maximum length."""
-    is_sampled: Bool | None = None
-    """[R], False for inserted tokens, whose log-probability is 0; None: all are sampled."""
-
-    @property
-    def loss_mask(self) -> Bool:
-        """[R], False where a token was not sampled."""
-        if self.is_sampled is not None:
-            return self.is_sampled
-        return np.ones(len(self.token_ids), dtype=np.bool_)
+    is_sampled: Bool  # [R], False for inserted tokens, whose log-probability is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +131,8 @@ class RolloutGroup:
 
     def completion_slices(self) -> Sequence[slice]:
         """Return the slice of each completion in the [ΣR] arrays."""
-        ends = np.cumsum(self.completion_lengths)
-        return [
-            slice(int(end - length), int(end))
-            for end, length in zip(ends, self.completion_lengths, strict=True)
-        ]
+        ends = np.cumsum(self.completion_lengths).tolist()
+        return [slice(*each) for each in pairwise([0, *ends])]
 
     def trained_mask(self, *, mask_truncated: bool) -> Bool:
         """Return `loss_mask` [ΣR]; with `mask_truncated`, False for all tokens of a truncated

@@ -13,7 +13,7 @@ from easyrl.config import Config, load_config
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
-from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps, pack_share
+from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import EMPTY, pack, split_group
 from own_workers import (
@@ -85,14 +85,12 @@ class Feed:
         for step in micro_steps(
             config, self.last_reader, num_ranks=num_ranks, shares_prompts=shares
         ):
-            if isinstance(step, UpdateEnd):
-                yield step
-                continue
-            batch, others = step
-            assert len(others) == num_ranks - 1
-            yield batch
-            packed = (pack_share(share, shares_prompts=shares) for share in others)
-            yield from (batch for batch in packed if batch is not EMPTY)
+            assert len(step) == num_ranks
+            first, *others = step
+            is_end = isinstance(first, UpdateEnd)
+            assert not is_end or others == [first] * len(others)
+            yield first
+            yield from (each for each in others if not is_end and each is not EMPTY)
 
     def batches(self, num_groups, **how):
         return (step for step in self.steps(num_groups, **how) if isinstance(step, MicroBatch))

@@ -97,7 +97,7 @@ def assert_exact(family, requests, groups):
                 logits = reference(input_ids=ids, use_cache=False).logits[0]
             expected = torch.log_softmax(logits, -1)[len(request.prompt_ids) - 1 : -1]
             expected = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
-            mask = completion.loss_mask
+            mask = completion.is_sampled
             np.testing.assert_allclose(completion.logprobs[mask], expected[mask], atol=2e-5)
             assert not completion.logprobs[~mask].any()
             assert not mask[: len(start)].any()
@@ -178,7 +178,7 @@ def packed_gradient(policy, requests, groups, advantages):
             completion_lengths=lengths,
             completion_ids=np.concatenate([each.token_ids for each in completions]),
             rollout_logprobs=np.concatenate([each.logprobs for each in completions]),
-            loss_mask=np.concatenate([each.loss_mask for each in completions]),
+            loss_mask=np.concatenate([each.is_sampled for each in completions]),
             rewards=nothing,
             advantages=of_group,
             truncated=nothing > 0,
@@ -199,7 +199,7 @@ def separate_gradient(model, requests, groups, advantages):
             ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
             logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
             own = logprobs.gather(1, ids[0, 1:, None])[len(request.prompt_ids) - 1 :, 0]
-            mask = torch.from_numpy(completion.loss_mask)
+            mask = torch.from_numpy(completion.is_sampled)
             (-float(advantage) * own[mask].mean()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from easyrl.channels import BUCKET_BYTES
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
+from easyrl.config.model import ModelConfig
 from easyrl.data.hub import resolve_model
 from easyrl.devices import LOOPBACK, network_environment
 from easyrl.engines.base import GroupRequest, SamplingSettings
@@ -46,7 +47,7 @@ class Trained:
         self.policy = Policy.load(resolve_model(model))
         self.tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
         self.version = -1
-        self.engine = engine.VllmEngine(model, sampling, device="cpu", dtype="float32", **SIZE)
+        self.engine = engine.VllmEngine(ModelConfig(path=model), sampling, device="cpu", **SIZE)
         self.store = str(folder / "store")
         self.generation = -1
         self.thread = ThreadPoolExecutor(1)
@@ -167,10 +168,9 @@ def test_acknowledged_but_skipped_weight_stops_the_run(trained, skipped):
 def test_completion_of_other_weights_stops_the_run(trained):
     trained.update()
     trained.engine._call(trained.engine._engine.update_weight_version("another"))
-    trained.engine.submit(GroupRequest((0, 0), [5, 6], 2))
+    trained.engine.submit(GroupRequest((0, 0), [5, 6], 1))
     with pytest.raises(RuntimeError, match=rf"policy {trained.version}, .* another"):
         all_groups(trained.engine)
-    trained.engine._num_unfinished = 0
     trained.update()
 
 
@@ -295,4 +295,4 @@ def test_unsupported_model_is_refused(tmp_path):
     config = AutoConfig.for_model("openai-gpt", vocab_size=99, n_embd=32, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^model.path: .*rollout.engine=embedded"):
-        VllmEngine(str(tmp_path), SAMPLING, device="cpu", dtype="float32", **SIZE)
+        VllmEngine(ModelConfig(path=str(tmp_path)), SAMPLING, device="cpu", **SIZE)

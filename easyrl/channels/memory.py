@@ -55,31 +55,20 @@ def _machine_bytes(root: Path, name: str) -> float:
 
 
 def _memory_cgroups(root: Path) -> Iterator[Cgroup]:
-    """Yield each memory cgroup of this process, its own first, up to the topmost visible one."""
+    """Yield each cgroup (version 2) of this process, its own first, up to the topmost visible."""
     own, mount = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     lines = own.read_text().splitlines() if own.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, prefix = mount, ""
-            names = ("memory.max", "memory.current", "memory.events")
-        elif "memory" in controllers.split(","):  # version 1
-            base, prefix = mount / "memory", "total_"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        for group in [folder, *folder.parents]:
-            if not group.is_relative_to(base):
-                break
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::")):
+        for group in [mount / path, *(mount / path).parents]:
             try:
                 limit, usage, *tables = (
-                    (group / name).read_text() for name in (*names, "memory.stat")
+                    (group / f"memory.{name}").read_text()
+                    for name in ("max", "current", "events", "stat")
                 )
-            except OSError:  # not visible, or the root of version 2, which has no limit
+            except OSError:  # not visible, or the root, which has no limit
                 continue
             kills, stat = (dict(row.split() for row in table.splitlines()) for table in tables)
-            cache = (int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            cache = (int(stat.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
             limit_bytes = float(limit.replace("max", "inf"))
             available_bytes = limit_bytes - int(usage) + sum(cache)
             yield Cgroup(limit_bytes, available_bytes, int(kills.get("oom_kill", 0)))

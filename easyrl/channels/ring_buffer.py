@@ -162,16 +162,12 @@ class TokenPipe:
         """Take all slot numbers off the pipe, in order."""
         return list(iter(self.receive, None))
 
-    def capacity(self) -> int:
-        """Return how many numbers always fit. One page is left: a write may begin a new one."""
-        return (fcntl.fcntl(self.fds[1], fcntl.F_GETPIPE_SZ) - mmap.PAGESIZE) // TOKEN_BYTES
-
 
 class RingBuffer:
     """The shared memory and its two pipes, without a name. Spawned workers call `attach`."""
 
     def __init__(self, layout: RingLayout) -> None:
-        """Raises ConfigError if the memory is too small, or a pipe for the number of slots."""
+        """Raises ConfigError if the memory is too small."""
         available_bytes = available_memory_bytes()
         if layout.total_bytes > available_bytes:
             raise ConfigError(
@@ -185,13 +181,10 @@ class RingBuffer:
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.taken[:] = NEVER
         self.free_pipe, self.ready_pipe = TokenPipe(), TokenPipe()
-        capacity = self.free_pipe.capacity()
-        if layout.num_slots > capacity:
-            self.close()
-            raise ConfigError(
-                f"rollout.ring_slots: expected at most {capacity} (a pipe's capacity on this "
-                f"system), got {layout.num_slots}"
-            )
+        for pipe in (self.free_pipe, self.ready_pipe):
+            # A number for every slot fits. One page is left: a write may begin a new one.
+            num_bytes = layout.num_slots * TOKEN_BYTES + mmap.PAGESIZE
+            fcntl.fcntl(pipe.fds[1], fcntl.F_SETPIPE_SZ, num_bytes)
         for slot in range(layout.num_slots):
             self.free_pipe.send(slot)
 

@@ -67,6 +67,8 @@ class Engine:
         self.end_tokens: Sequence[int] = ()  # that end a completion
         self._waiting: deque[GroupRequest] = deque()
         self._turns: list[Turn] = []
+        self._ended: dict[tuple[int, ...], dict[int, Completion]] = {}  # by group, then sample
+        self._finished: list[FinishedGroup] = []  # not returned by `step` yet
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group, first come, first served. Raises ConfigError if the prompt is too long."""
@@ -76,9 +78,6 @@ class Engine:
                 f"data.max_prompt_length: expected prompts of 1 to {longest} tokens, got "
                 f"{len(request.prompt_ids)} in prompt {request.key}"
             )
-        limits = request.limits(self.sampling)
-        assert len(limits) == request.num_generations >= 1
-        assert 1 <= min(limits) <= max(limits) <= self.sampling.max_completion_length
         self._waiting.append(request)
 
     @property
@@ -107,6 +106,20 @@ class Engine:
     def step(self) -> list[FinishedGroup]:
         """Do the engine's smallest unit of work; return the groups that have finished."""
         raise NotImplementedError
+
+    def _complete(self, request: GroupRequest, index: int, completion: Completion) -> bool:
+        """Add a completion to its group; return whether the group has finished."""
+        ended = self._ended.setdefault(request.key, {})
+        ended[index] = completion
+        if len(ended) < request.num_generations:
+            return False
+        ordered = [completion for _, completion in sorted(self._ended.pop(request.key).items())]
+        self._finished.append((request, ordered))
+        return True
+
+    def _take_finished(self) -> list[FinishedGroup]:
+        finished, self._finished = self._finished, []
+        return finished
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         """Join this weight channel with one rank per device. Waits end when `is_cancelled()` is

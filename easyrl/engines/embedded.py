@@ -15,7 +15,7 @@ Shapes: S rows, n of them active, V tokens of the vocabulary.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -36,16 +36,10 @@ ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2
 """States of a row. Rows are kept in their order, the highest first."""
 
 
-@dataclass
-class _Group:
-    request: GroupRequest
-    slot: int  # of its prompt in the KV cache
-    completions: dict[int, Completion] = field(default_factory=dict)
-
-
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    group: _Group
+    request: GroupRequest
+    slot: int  # of its prompt in the KV cache
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
@@ -72,7 +66,6 @@ class EmbeddedEngine(PolicyEngine):
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[..., Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
-        self._finished: list[FinishedGroup] = []
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
         self.num_active = self.num_held = 0
         longest = sampling.max_completion_length
@@ -99,13 +92,11 @@ class EmbeddedEngine(PolicyEngine):
 
     def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
         assert 0 < len(tokens) < turn.num_left
-        _, sequence = self._suspended(turn)
-        sequence.inserted = tokens
+        self._sequences[self._row_of(turn)].inserted = tokens
 
     @torch.inference_mode()
     def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
-        row, _ = self._suspended(turn)
-        self._end_row(row, is_stopped=reason == "stop")
+        self._end_row(self._row_of(turn), reason)
         self._arrange()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
@@ -118,14 +109,11 @@ class EmbeddedEngine(PolicyEngine):
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
-        prefill, num_resumed = self._choose_prefill(), self._choose_resumed()
-        if num_resumed or prefill:
-            self._forward_and_sample(num_resumed, prefill)
-        elif self.num_active and not self._decode_with_graphs():
-            self._forward_and_sample(0, [])
+        prefill, fed = self._choose_prefill(), self._insert_tokens()
+        if prefill or fed or (self.num_active and not self._decode_with_graphs()):
+            self._forward_and_sample(fed, prefill)
         self._start_ready_rows()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._take_finished()
 
     def _choose_prefill(self) -> list[GroupRequest]:
         """Return the next prompts to prefill: none while enough sequences are ready to start."""
@@ -144,8 +132,9 @@ class EmbeddedEngine(PolicyEngine):
             wanted -= chosen[-1].num_generations
         return chosen
 
-    def _choose_resumed(self) -> int:
-        """Move the next rows to resume behind the active ones; return how many."""
+    def _insert_tokens(self) -> list[Int32]:
+        """Move the next rows to resume behind the active ones and insert their tokens; return
+        these, each row's with the last sampled one before."""
         number = longest = 0
         for row in self._rows_to_resume():
             inserted = self._sequences[row].inserted or ()
@@ -156,12 +145,8 @@ class EmbeddedEngine(PolicyEngine):
             self._rows["state"][row] = RESUMED
         if number:
             self._arrange()
-        return number
-
-    def _insert(self, num_resumed: int) -> list[Int32]:
-        """Append the tokens to insert; return them, each row's with the last sampled one before."""
         fed = []
-        for row in range(self.num_active, self.num_active + num_resumed):
+        for row in range(self.num_active, self.num_active + number):
             sequence, state = self._sequences[row], self._rows[row]
             inserted, sequence.inserted = sequence.inserted or (), None
             start = int(state["count"])
@@ -176,24 +161,22 @@ class EmbeddedEngine(PolicyEngine):
 
     def _decode_with_graphs(self) -> bool:
         """Compute the next token of every active row; return False if graphs cannot."""
+        if self.graphs is None:
+            return False
         rows, active = np.arange(self.num_active), self._rows[: self.num_active]
-        drawn = None
-        if self.graphs is not None:
-            newest = active["tokens"][rows, active["count"] - 1]
-            drawn = self.graphs.step(newest, active["uniforms"][rows, active["count"]], active)
+        newest = active["tokens"][rows, active["count"] - 1]
+        drawn = self.graphs.step(newest, active["uniforms"][rows, active["count"]], active)
         if drawn is None:
             return False
         self.num_completion_tokens += self.num_active
         self.num_steps += 1
-        tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
-        self._advance(tokens, logprobs)
+        self._advance(*(tensor.cpu().numpy() for tensor in drawn))
         return True
 
-    def _forward_and_sample(self, num_resumed: int, prefill: list[GroupRequest]) -> None:
-        fed = self._insert(num_resumed)
+    def _forward_and_sample(self, fed: list[Int32], prefill: list[GroupRequest]) -> None:
         slots = self.cache.claim_slots([len(request.prompt_ids) for request in prefill])
         logits = self._forward(fed, [request.prompt_ids for request in prefill], slots)
-        self.num_active += num_resumed
+        self.num_active += len(fed)
         n = self.num_active
         num_samples = [0 if each.first_tokens else each.num_generations for each in prefill]
         self.num_prompt_tokens += sum(len(request.prompt_ids) for request in prefill)
@@ -201,10 +184,9 @@ class EmbeddedEngine(PolicyEngine):
         self.num_steps += 1
         starting: list[_Sequence] = []
         for request, slot in zip(prefill, slots, strict=True):
-            group = _Group(request, slot)
             for i, limit in enumerate(request.limits(self.sampling)):
                 uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
-                starting.append(_Sequence(group, i, limit, uniforms))
+                starting.append(_Sequence(request, slot, i, limit, uniforms))
                 if request.first_tokens:
                     starting[-1].inserted = request.first_tokens[i]
         sampled = [sequence for sequence in starting if sequence.inserted is None]
@@ -238,7 +220,7 @@ class EmbeddedEngine(PolicyEngine):
         keep = np.concatenate([rows, n + np.cumsum([*map(len, spans)], dtype=np.int64) - 1])
         stored = list(zip(slots, lengths, strict=True))
         num_new = [*map(len, fed)]
-        layout = StepLayout(self.cache, active, stored, device, resumed=resumed, num_new=num_new)
+        layout = StepLayout(self.cache, active, resumed, num_new, prompts=stored, device=device)
         return self._run_model(
             torch.from_numpy(ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),
@@ -265,43 +247,36 @@ class EmbeddedEngine(PolicyEngine):
             for i in np.flatnonzero(~stopped):
                 stopped[i] = self._stop.is_complete(tokens[rows[i], : counts[i]])
         for i in np.flatnonzero(stopped | (counts >= self._rows["limit"][rows])):
-            self._stop_row(int(rows[i]), is_stopped=bool(stopped[i]))
+            row = int(rows[i])
+            if stopped[i] and self._sequences[row].request.has_turns:
+                self._suspend_row(row)
+            else:
+                self._end_row(row, "stop" if stopped[i] else "length")
 
-    def _stop_row(self, row: int, *, is_stopped: bool) -> None:
-        """Suspend the row if there may be another turn, else end it."""
-        request, state = self._sequences[row].group.request, self._rows[row]
-        if not (is_stopped and request.has_turns):
-            self._end_row(row, is_stopped=is_stopped)
-            return
+    def _suspend_row(self, row: int) -> None:
+        request, state = self._sequences[row].request, self._rows[row]
         state["state"] = SUSPENDED
         tokens = state["tokens"][state["turn_start"] : state["count"]].copy()
         num_left = int(state["limit"] - state["count"])
         self._turns.append(Turn(request.key, self._sequences[row].sample_index, tokens, num_left))
 
-    def _suspended(self, turn: Turn) -> tuple[int, _Sequence]:
-        """Return the row and the sequence of a turn."""
+    def _row_of(self, turn: Turn) -> int:
+        """Return the row of a suspended sequence."""
+        suspended = enumerate(self._sequences[self.num_active : self.num_held], self.num_active)
         wanted = turn.key, turn.sample_index
-        for row in range(self.num_active, self.num_held):
-            sequence = self._sequences[row]
-            if (sequence.group.request.key, sequence.sample_index) == wanted:
-                return row, sequence
-        raise AssertionError(f"{turn} is not suspended")
+        return next(row for row, of in suspended if (of.request.key, of.sample_index) == wanted)
 
     def _rows_to_resume(self) -> list[int]:
         suspended = range(self.num_active, self.num_held)
         return [row for row in suspended if self._sequences[row].inserted is not None]
 
-    def _end_row(self, row: int, *, is_stopped: bool) -> None:
+    def _end_row(self, row: int, reason: Literal["stop", "length"]) -> None:
         sequence, state = self._sequences[row], self._rows[row]
-        group, request = sequence.group, sequence.group.request
         names = ("tokens", "logprobs", "is_sampled")
         tokens, logprobs, is_sampled = (state[name][: state["count"]].copy() for name in names)
-        reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
-        group.completions[sequence.sample_index] = Completion(tokens, logprobs, reason, is_sampled)
-        if len(group.completions) == request.num_generations:
-            ordered = [group.completions[i] for i in range(request.num_generations)]
-            self._finished.append((request, ordered))
-            self.cache.prompt_lengths[group.slot] = 0  # its slot is free
+        completion = Completion(tokens, logprobs, reason, is_sampled)
+        if self._complete(sequence.request, sequence.sample_index, completion):
+            self.cache.prompt_lengths[sequence.slot] = 0  # its slot is free
         self._sequences[row], state["state"] = None, ENDED
 
     def _arrange(self) -> None:
@@ -343,8 +318,8 @@ class EmbeddedEngine(PolicyEngine):
         # Where the first tokens are inserted, the newest one is the prompt's last.
         count = 1 if sequence.inserted is None else 0
         state, self._sequences[row] = self._rows[row], sequence
-        state["position"] = len(sequence.group.request.prompt_ids) - 1 + count
-        state["slot"] = sequence.group.slot
+        state["position"] = len(sequence.request.prompt_ids) - 1 + count
+        state["slot"] = sequence.slot
         state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
         state["state"] = ACTIVE if count else SUSPENDED
         state["uniforms"][: sequence.limit] = sequence.uniforms

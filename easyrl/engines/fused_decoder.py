@@ -51,17 +51,13 @@ class _Product:
     `norm`."""
 
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
-        self._layers, self._norm = layers, norm
-        self.weight = torch.empty(0)  # [H, N]
+        weight = torch.cat([layer.weight for layer in layers])
+        if norm is not None:
+            weight *= norm.weight * len(norm.weight) ** 0.5  # see _normalized
+        self.weight = weight.t().contiguous()  # [H, N]
         self.bias: Tensor | None = None  # [N]
-
-    def copy_weights(self) -> None:
-        weight = torch.cat([layer.weight for layer in self._layers])
-        if self._norm is not None:
-            weight *= self._norm.weight * len(self._norm.weight) ** 0.5  # see _normalized
-        self.weight = weight.t().contiguous()
-        if self._layers[0].bias is not None:
-            self.bias = torch.cat([layer.bias for layer in self._layers])
+        if layers[0].bias is not None:
+            self.bias = torch.cat([layer.bias for layer in layers])
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -75,7 +71,7 @@ class _Product:
 
 
 class _Layer:
-    """A decoder layer: its products, norms and attention parameters."""
+    """A decoder layer: its products, norms and attention parameters, with copies of its weights."""
 
     def __init__(self, module: Any, settings: LayerSettings) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -90,26 +86,19 @@ class _Layer:
         self.head_size = attention.head_dim
         self.num_heads = [layer.out_features // self.head_size for layer in projections]
         self.eps = [_scaled_eps(before), _scaled_eps(between)]
-        self.head_norms: list[Any] = []
+        self.head_weight: Tensor | None = None  # [Hq + Hkv, D]: of norms of queries and keys
         if hasattr(attention, "q_norm"):
-            self.head_norms = [attention.q_norm, attention.k_norm]
-            self.head_eps = _scaled_eps(attention.q_norm)
-        self.head_weight = torch.empty(0)  # [Hq + Hkv, D]: of `head_norms`
-
-    def copy_weights(self) -> None:
-        for product in (self.qkv, self.out, self.gate_up, self.down):
-            product.copy_weights()
-        if self.head_norms:
-            sizes = zip(self.head_norms, self.num_heads[:2], strict=True)
+            sizes = zip((attention.q_norm, attention.k_norm), self.num_heads[:2], strict=True)
             weights = [norm.weight.expand(number, self.head_size) for norm, number in sizes]
             self.head_weight = torch.cat(weights) * self.head_size**0.5
+            self.head_eps = _scaled_eps(attention.q_norm)
 
     def update(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout) -> None:
         """Replace `hidden` [T, H] by the layer's output. `cos`, `sin`: [T, 1, 2, D/2]."""
         num_queries, num_keys, _ = self.num_heads
         qkv = self.qkv(_normalized(hidden, self.eps[0])).view(len(hidden), -1, self.head_size)
         rotated, value = qkv.tensor_split([num_queries + num_keys], dim=1)
-        if self.head_norms:
+        if self.head_weight is not None:
             rotated = _normalized(rotated, self.head_eps).mul_(self.head_weight)
         halves = rotated.view(*rotated.shape[:2], 2, -1)
         rotated = torch.addcmul(halves.flip(2).mul_(sin), halves, cos).flatten(2)
@@ -154,15 +143,15 @@ class FusedDecoder:
         recorded = RecordingLayout([(1, ())])
         one = torch.zeros(1, dtype=torch.int64)
         policy.forward(one, one, recorded, one)
-        layers = zip(decoder.layers, recorded.settings, strict=True)
-        self._layers = [_Layer(module, settings) for module, settings in layers]
+        self._modules, self._settings = decoder.layers, recorded.settings
+        self._layers: list[_Layer] = []
         self.copy_weights()
 
     @torch.no_grad()
     def copy_weights(self) -> None:
         """Copy the model's weights, after each change of these."""
-        for layer in self._layers:
-            layer.copy_weights()
+        self._layers.clear()  # frees the old copies
+        self._layers += map(_Layer, self._modules, self._settings)
         self._norm_weight = self._norm.weight * len(self._norm.weight) ** 0.5
 
     def __call__(

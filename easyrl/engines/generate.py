@@ -12,7 +12,7 @@ Shapes: G completions of the group, R tokens of the longest completion.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,15 +37,15 @@ class GenerateEngine(PolicyEngine):
         if not self._waiting:
             return []
         request = self._waiting.popleft()
-        completions = self._complete(request, use_cache=True)
+        completions = self._generate(request, use_cache=True)
         if not self._is_exact(request, completions):
-            completions = self._complete(request, use_cache=False)
+            completions = self._generate(request, use_cache=False)
         self.num_prompt_tokens += len(request.prompt_ids)
         self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
         self.num_steps += max(len(c.token_ids) for c in completions)
         return [(request, completions)]
 
-    def _complete(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
+    def _generate(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
         sampling, model = self.sampling, self.policy.model
         limits = request.limits(sampling)
         keys = [(*request.key, i) for i in range(request.num_generations)]
@@ -71,9 +71,10 @@ class GenerateEngine(PolicyEngine):
             model.generation_config = own
         tokens = output[:, prompt.shape[1] :].cpu().numpy().astype(np.int32)  # [G, R]
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)  # [G, R]
+        reasons: list[Literal["stop", "length"]] = ["stop" if x else "length" for x in end.stopped]
         return [
-            Completion(tokens[row, :n], logprobs[row, :n], "stop" if stopped else "length")
-            for row, (n, stopped) in enumerate(zip(end.lengths, end.stopped, strict=True))
+            Completion(tokens[i, :n], logprobs[i, :n], reasons[i], np.ones(n, dtype=np.bool_))
+            for i, n in enumerate(end.lengths)
         ]
 
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:

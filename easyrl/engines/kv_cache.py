@@ -8,9 +8,9 @@ A group's prompt is stored once, in a slot; a row stores the tokens of one compl
 (Hydragen, arXiv 2402.05099, section 3.) A short prompt is copied to the start of its rows instead,
 which costs less than a merge.
 
-Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
-heads, Q query heads for each of them, D head size; of a bucket of rows: B rows, L cells; W rows of
-the slot that has most; of m resumed rows: E new tokens at most, L cells.
+Shapes: C slots of P tokens, S rows of R cells, n of them active, m resumed, T new tokens of rows,
+Hq query heads, Hkv key/value heads, Q query heads for each of them, D head size; of a bucket of
+rows: B rows, L cells; W queries of the slot that has most.
 """
 
 from __future__ import annotations
@@ -131,16 +131,84 @@ class KVCache:
                 cache[targets, :, :num_cells] = cache[sources, :, :num_cells]
 
 
-class NewCells:
-    """The cells of a step's T new tokens."""
+class StepLayout:
+    """The attention layout of a step: n decode tokens, tokens of resumed rows, whole prompts."""
 
-    def __init__(self, rows: Tensor, cells: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: np.ndarray[Any, Any],
+        resumed: np.ndarray[Any, Any],
+        num_new: Sequence[int],
+        *,
+        prompts: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        """`rows` [n]: the state of the active rows (fields position, cell and slot), those of the
+        highest length class first; `resumed` [m]: the state of the rows behind the active ones that
+        have `num_new` [m] tokens to process; `prompts`: slot and length of each."""
+        self.cache, self._prompts = cache, prompts
+        self._packed: SharedPrompt | None = None
+        if prompts:
+            self._packed = SharedPrompt([(length, ()) for _, length in prompts], device)
+        self._tokens_of_rows: list[RowTokens] = []
+        if len(rows):
+            self._tokens_of_rows.append(_tokens_of_active(cache, rows, device))
+        if len(resumed):
+            of_resumed = _tokens_of_resumed(cache, len(rows), resumed, np.array(num_new), device)
+            self._tokens_of_rows.append(of_resumed)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+        if settings.layer == len(self.cache.rows):
+            self.cache.allocate(key, value)
+        n, outputs = 0, []
+        for tokens in self._tokens_of_rows:
+            new = slice(n, n := n + tokens.number)
+            outputs.append(tokens.attend(query[new], key[new], value[new], settings))
+        if self._packed is not None:
+            for cache, x in zip(self.cache.prompts[settings.layer], (key, value), strict=True):
+                parts = torch.split(x[n:], [length for _, length in self._prompts])
+                for (slot, length), part in zip(self._prompts, parts, strict=True):
+                    cache[slot, :, :length] = part.transpose(0, 1)
+            outputs.append(self._packed.attend_sequences(query[n:], key[n:], value[n:], settings))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class RowTokens:
+    """Attention of T new tokens of rows to their rows, in which they are stored, and to the prompts
+    of their groups."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Tensor,
+        cells: Tensor,
+        own: RowBuckets | SharedKeys,
+        prompts: SharedKeys | None,
+    ) -> None:
         """`rows`, `cells` [T]: the row and the cell of each token."""
-        self._rows, self._cells = rows, cells
+        self.number = len(rows)
+        self._cache, self._rows, self._cells = cache, rows, cells
+        self._own, self._prompts = own, prompts
         self._indices: dict[int, Tensor] = {}  # Hkv -> [T * Hkv], of all cells of all heads
 
-    def store(self, cache: KeysValues, key: Tensor, value: Tensor) -> None:
-        """Write key and value, 2 x [T, Hkv, D], into the rows of a layer."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+        """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
+        rows = self._cache.rows[settings.layer]
+        self._store(rows, key, value)
+        # Query heads that share a key head take the dimension of query positions: no key is copied.
+        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [T, Hkv, Q, D]
+        output, logsumexp = self._own.attend(grouped, rows, settings)
+        if self._prompts is not None:
+            prompts = self._cache.prompts[settings.layer]
+            other, other_logsumexp = self._prompts.attend(grouped, prompts, settings)
+            # Of one softmax over both.
+            share = torch.sigmoid(other_logsumexp - logsumexp)  # of the prompt
+            merged = torch.lerp(output.to(share.dtype), other.to(share.dtype), share)
+            output = merged.to(output.dtype)
+        return output.reshape(len(query), -1, output.shape[-1])
+
+    def _store(self, cache: KeysValues, key: Tensor, value: Tensor) -> None:
         num_heads, length = cache[0].shape[1:3]
         if num_heads not in self._indices:
             heads = torch.arange(num_heads, device=self._rows.device)
@@ -150,116 +218,79 @@ class NewCells:
             rows.flatten(0, 2).index_copy_(0, self._indices[num_heads], x.flatten(0, 1))
 
 
+def _tokens_of_active(cache: KVCache, rows: Any, device: torch.device) -> RowTokens:
+    """`rows` [n]: see `StepLayout`."""
+    cells = rows["cell"].copy()
+    cost = BUCKET_NUMBERS // cache.rows[0][0][0, :, 0].numel()
+    buckets = [
+        (slice(start, stop), padded(int(cells[start:stop].max()) + 1))
+        for start, stop in divide_rows(cells, cost)
+    ]
+    prompts = _shared_prompts(cache, rows["slot"], rows["position"].copy(), device)
+    numbers, at = torch.arange(len(rows), device=device), torch.from_numpy(cells).to(device)
+    return RowTokens(cache, numbers, at, RowBuckets(at, buckets), prompts)
+
+
+def _tokens_of_resumed(
+    cache: KVCache, first: int, rows: Any, num_new: Ints, device: torch.device
+) -> RowTokens:
+    """`first`: number of the first row; `rows` [m]: their states after the new tokens."""
+    numbers = np.repeat(np.arange(len(rows)), num_new)  # [T]: the row of each token
+    # From the newest token of its row: [T], 0 or less.
+    offsets = 1 + np.arange(len(numbers)) - num_new.cumsum()[numbers]
+    cells, positions = rows["cell"][numbers] + offsets, rows["position"][numbers] + offsets
+    lengths = np.append(np.zeros(first, dtype=np.int64), rows["cell"] + 1)
+    own = SharedKeys.of_queries(first + numbers, cells, lengths, device, is_causal=True)
+    prompts = _shared_prompts(cache, rows["slot"][numbers], positions, device)
+    in_rows, at = (torch.from_numpy(x).to(device) for x in (first + numbers, cells))
+    return RowTokens(cache, in_rows, at, own, prompts)
+
+
+def _shared_prompts(
+    cache: KVCache, slots: Ints, positions: Ints, device: torch.device
+) -> SharedKeys | None:
+    """`slots`, `positions` [T]: of each token."""
+    lengths = cache.shared_lengths
+    if not lengths[slots].any():
+        return None
+    return SharedKeys.of_queries(slots, positions, lengths, device)
+
+
+class RowBuckets:
+    """Attention of one token of each row to its row, in blocks of rows of similar length."""
+
+    def __init__(self, cells: Tensor, buckets: Sequence[tuple[slice, int]]) -> None:
+        """`cells` [n]: of each token; `buckets`: the rows and L of each."""
+        self._cells, self._buckets = cells, buckets
+        self._biases: dict[int | None, list[Tensor]] = {}  # by sliding window
+
+    def attend(
+        self, query: Tensor, cache: KeysValues, settings: LayerSettings
+    ) -> tuple[Tensor, Tensor]:
+        """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
+        window = settings.sliding_window
+        if window not in self._biases:
+            biases = (self._bias(*bucket, window, query.dtype) for bucket in self._buckets)
+            self._biases[window] = list(biases)
+        parts = []
+        for (rows, length), bias in zip(self._buckets, self._biases[window], strict=True):
+            k, v = (x[rows, :, :length] for x in cache)
+            block = Block(query[rows], k, v, is_causal=False, bias=bias)
+            parts.append(attend_block(block, settings))
+        output, logsumexp = (
+            x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
+        )
+        return output, logsumexp
+
+    def _bias(self, rows: slice, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[B, 1, 1, L]"""
+        distance = self._cells[rows, None] - torch.arange(length, device=self._cells.device)
+        return _bias(distance, distance < 0, window, dtype)[:, None, None]
+
+
 def length_class(num_cells: Ints) -> Ints:
     """Return the class of rows with this many cells. A row is moved when its class changes."""
     return (num_cells - 1) // BUCKET_STEP
-
-
-class StepLayout:
-    """The attention layout of a step: n decode tokens, tokens of resumed rows, whole prompts."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        rows: np.ndarray[Any, Any],
-        prompts: Sequence[tuple[int, int]],
-        device: torch.device,
-        *,
-        resumed: np.ndarray[Any, Any] | None = None,
-        num_new: Sequence[int] = (),
-    ) -> None:
-        """`rows` [n]: the state of the active rows (fields position, cell and slot), those of the
-        highest length class first; `prompts`: slot and length of each; `resumed` [m]: the state of
-        the rows behind the active ones that have `num_new` [m] tokens to process."""
-        self.cache = cache
-        self.prompt_lengths = [length for _, length in prompts]
-        self._prompt_slots = [slot for slot, _ in prompts]
-        self._num_decode = len(rows)
-        self._packed: SharedPrompt | None = None
-        if prompts:
-            self._packed = SharedPrompt([(length, ()) for length in self.prompt_lengths], device)
-        self._cells = rows["cell"].copy()
-        self._newest = NewCells(
-            torch.arange(len(rows), device=device), torch.from_numpy(self._cells).to(device)
-        )
-        lengths = cache.shared_lengths
-        self._shared: PromptAttention | None = None
-        if len(rows) and lengths[rows["slot"]].any():
-            self._shared = PromptAttention.of_rows(
-                rows["slot"], rows["position"].copy(), lengths, device
-            )
-        self._buckets: dict[int | None, list[_Bucket]] = {}  # by sliding window
-        self._num_new = sum(num_new)
-        self._resumed: _ResumedRows | None = None
-        if resumed is not None and len(resumed):
-            self._resumed = _ResumedRows(cache, len(rows), resumed, np.array(num_new), device)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        if settings.layer == len(self.cache.rows):
-            self.cache.allocate(key, value)
-        n = self._num_decode
-        outputs = []
-        if n:
-            outputs.append(self._decode(query[:n], key[:n], value[:n], settings))
-        if self._resumed is not None:
-            new = slice(n, n := n + self._num_new)
-            outputs.append(self._resumed.attend(query[new], key[new], value[new], settings))
-        if self._packed is not None:
-            for cache, x in zip(self.cache.prompts[settings.layer], (key, value), strict=True):
-                prompts = torch.split(x[n:], self.prompt_lengths)
-                for slot, prompt in zip(self._prompt_slots, prompts, strict=True):
-                    cache[slot, :, : len(prompt)] = prompt.transpose(0, 1)
-            outputs.append(self._packed.attend_sequences(query[n:], key[n:], value[n:], settings))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _decode(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        rows, window = self.cache.rows[settings.layer], settings.sliding_window
-        self._newest.store(rows, key, value)
-        if window not in self._buckets:
-            self._buckets[window] = self._make_buckets(window, rows[0])
-        return attend_rows(query, self.cache, self._buckets[window], self._shared, settings)
-
-    def _make_buckets(self, window: int | None, keys: Tensor) -> list[_Bucket]:
-        buckets = []
-        cells = torch.from_numpy(self._cells).to(keys.device)
-        for start, stop in divide_rows(self._cells, BUCKET_NUMBERS // keys[0, :, 0].numel()):
-            length = padded(int(self._cells[start:stop].max()) + 1)
-            bias = rows_bias(cells[start:stop], length, window, keys.dtype)
-            buckets.append((slice(start, stop), length, bias))
-        return buckets
-
-
-_Bucket = tuple[slice, int, Tensor]
-"""Its rows, L, and the bias [B, 1, 1, L] that hides what a row does not see."""
-
-
-def attend_rows(
-    query: Tensor,
-    cache: KVCache,
-    buckets: Sequence[_Bucket],
-    prompts: PromptAttention | None,
-    settings: LayerSettings,
-) -> Tensor:
-    """Attend from decode tokens to their rows and shared prompts: [n, Hq, D] -> [n, Hq, D]"""
-    keys, values = cache.rows[settings.layer]
-    # Query heads that share a key head take the dimension of query positions: no key is copied.
-    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])  # [n, Hkv, Q, D]
-    parts = []
-    for rows, length, bias in buckets:
-        k, v = keys[rows, :, :length], values[rows, :, :length]
-        block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
-        parts.append(attend_block(block, settings))
-    output, logsumexp = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
-    if prompts is not None:
-        of_prompt = prompts.attend(grouped, cache.prompts[settings.layer], settings)
-        output = _merged((output, logsumexp), of_prompt)
-    return output.reshape(len(query), -1, output.shape[-1])
-
-
-def rows_bias(cells: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the bias [B, 1, 1, L] of rows whose newest token is in `cells` [B]."""
-    distance = cells[:, None] - torch.arange(length, device=cells.device)
-    return _bias(distance, distance < 0, window, dtype)[:, None, None]
 
 
 def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
@@ -286,69 +317,6 @@ def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dty
     return hidden.to(dtype).mul_(HIDDEN)
 
 
-def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Tensor:
-    """Merge two outputs, each with its log-sum-exp, to that of one softmax over both."""
-    (output, logsumexp), (other, other_logsumexp) = own, of_prompt
-    share = torch.sigmoid(other_logsumexp - logsumexp)  # of the prompt
-    wide = share.dtype
-    return torch.lerp(output.to(wide), other.to(wide), share).to(output.dtype)
-
-
-class _ResumedRows:
-    """Attention of the new tokens of m adjacent rows, E or fewer each, to what they may see."""
-
-    def __init__(
-        self, cache: KVCache, first: int, rows: Any, num_new: Ints, device: torch.device
-    ) -> None:
-        """`first`: number of the first row; `rows` [m]: their states after the new tokens."""
-        self._cache, self._rows = cache, slice(first, first + len(rows))
-        offsets = np.arange(num_new.max())
-        is_real = offsets < num_new[:, None]  # [m, E]
-        cells = (rows["cell"] + 1 - num_new)[:, None] + offsets
-        of_rows = np.repeat(first + np.arange(len(rows)), num_new)
-        tokens = np.where(is_real, (num_new.cumsum() - num_new)[:, None] + offsets, 0)
-        # From each cell of a row to its new tokens: [m, E, L].
-        distance = cells[..., None] - np.arange(padded(int(rows["cell"].max()) + 1))
-        self._shape = tokens.shape
-        self._tokens, self._real, self._distance, *new_cells = (
-            torch.from_numpy(x).to(device)
-            for x in (tokens.ravel(), np.flatnonzero(is_real), distance, of_rows, cells[is_real])
-        )
-        self._new_cells = NewCells(*new_cells)
-        self._prompts: PromptAttention | None = None
-        lengths, slots = cache.shared_lengths, np.repeat(rows["slot"], num_new)
-        if lengths[slots].any():
-            positions = cells[is_real] + np.repeat(rows["position"] - rows["cell"], num_new)
-            self._prompts = PromptAttention.of_rows(slots, positions, lengths, device)
-        self._biases: dict[int | None, Tensor] = {}  # by sliding window
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        """[ΣE, Hq, D], 2 x [ΣE, Hkv, D] -> [ΣE, Hq, D]"""
-        own, window = self._cache.rows[settings.layer], settings.sliding_window
-        self._new_cells.store(own, key, value)
-        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [ΣE, Hkv, Q, D]
-        by_row = grouped[self._tokens].view(*self._shape, *grouped.shape[1:])  # [m, E, Hkv, Q, D]
-        by_head = by_row.transpose(1, 2).flatten(2, 3)  # [m, Hkv, E * Q, D]
-        if window not in self._biases:
-            bias = _bias(self._distance, self._distance < 0, window, query.dtype)
-            self._biases[window] = bias.repeat_interleave(grouped.shape[2], dim=1).unsqueeze(1)
-        bias = self._biases[window]
-        k, v = (x[self._rows, :, : bias.shape[-1]] for x in own)
-
-        def by_token(x: Tensor) -> Tensor:
-            apart = x.reshape(*x.shape[:2], self._shape[1], -1, x.shape[-1]).transpose(1, 2)
-            tokens: Tensor = apart.flatten(0, 1)[self._real]
-            return tokens
-
-        block = Block(by_head, k, v, is_causal=False, bias=bias)
-        output, logsumexp = (by_token(x) for x in attend_block(block, settings))
-        if self._prompts is not None:
-            prompts = self._cache.prompts[settings.layer]
-            of_prompt = self._prompts.attend(grouped, prompts, settings)
-            output = _merged((output, logsumexp), of_prompt)
-        return output.reshape(len(query), -1, output.shape[-1])
-
-
 def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
     """Return the row of each of `width` places for each slot [C * W] (0 where a place is empty),
     and the place of each row [n]. `numbers` [n]: of each row's slot; `counts` [C]: rows of each."""
@@ -362,25 +330,33 @@ def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]
 
 
 @dataclass(slots=True)
-class PromptAttention:
-    """Attention of rows to their groups' prompts, in one block. Queries are gathered slot by slot,
-    W places for each. Slots whose prompt is copied to its rows are hidden. Where the slots in use
-    are few among many, their prompts are gathered, too."""
+class SharedKeys:
+    """Attention to keys that several queries share, in one block: of decode tokens to the prompts
+    of their groups, and of several new tokens to their row. Queries are gathered slot by slot, W
+    places for each. Slots whose prompt is copied to its rows are hidden. Where the slots in use are
+    few among many, their keys are gathered, too."""
 
-    slots: slice | Tensor  # C of the cache
+    slots: slice | Tensor  # C of the cache; or its rows
     width: int  # W
-    longest: int  # cells of a prompt that are read
+    longest: int  # cells that are read: P
     rows: Tensor  # [C * W]: see `gather_by_slot`
     places: Tensor  # [n]: see `gather_by_slot`
-    lengths: Tensor  # [C]: of shared prompts, else 0
-    positions: Tensor  # [n]: of each row
+    lengths: Tensor  # [C]: cells that are visible; of prompts that are not shared 0
+    positions: Tensor  # [n]: of each query
+    is_causal: bool = False  # whether cells behind a query's position are hidden from it
     biases: dict[int | None, Tensor] = field(default_factory=dict, init=False)  # by sliding window
 
     @classmethod
-    def of_rows(
-        cls, slots: Ints, positions: Ints, lengths: Ints, device: torch.device
-    ) -> PromptAttention:
-        """`slots`, `positions` [n]: of each row; `lengths` [C]: of shared prompts, else 0."""
+    def of_queries(
+        cls,
+        slots: Ints,
+        positions: Ints,
+        lengths: Ints,
+        device: torch.device,
+        *,
+        is_causal: bool = False,
+    ) -> SharedKeys:
+        """`slots`, `positions` [n]: of each query; `lengths` [C]: see above."""
         used, numbers = np.unique(slots, return_inverse=True)
         at: slice | Tensor = torch.from_numpy(used).to(device)
         if used[-1] - used[0] < 2 * len(used):
@@ -391,15 +367,16 @@ class PromptAttention:
         rows, places = gather_by_slot(numbers, counts, width)
         arrays = {"rows": rows, "places": places, "lengths": lengths[used], "positions": positions}
         on_device = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
-        return cls(at, width, padded(int(lengths[used].max())), **on_device)
+        longest = padded(int(lengths[used].max()))
+        return cls(at, width, longest, **on_device, is_causal=is_causal)
 
     def attend(
-        self, query: Tensor, prompts: KeysValues, settings: LayerSettings
+        self, query: Tensor, cache: KeysValues, settings: LayerSettings
     ) -> tuple[Tensor, Tensor]:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
         _, num_heads, num_queries, _ = query.shape
         by_slot = query[self.rows].view(-1, self.width, *query.shape[1:])  # [C, W, Hkv, Q, D]
-        k, v = (x[self.slots, :, : self.longest] for x in prompts)
+        k, v = (x[self.slots, :, : self.longest] for x in cache)
         window = settings.sliding_window
         if window not in self.biases:
             self.biases[window] = self._bias(window, query)
@@ -416,12 +393,12 @@ class PromptAttention:
         return by_row(output), by_row(logsumexp)
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:
-        """[C, 1, 1, P], or with a window [C, 1, W * Q, P]"""
+        """[C, 1, 1, P] or, where it depends on the query, [C, 1, W * Q, P]"""
         cells = torch.arange(self.longest, device=query.device)
         hidden = cells >= self.lengths[:, None]  # [C, P]
-        if window is None:
+        if window is None and not self.is_causal:
             return _bias(cells, hidden, None, query.dtype)[:, None, None]
         positions = self.positions[self.rows].view(-1, self.width, 1)
         distance = positions - cells  # [C, W, P]
-        bias = _bias(distance, hidden[:, None], window, query.dtype)
+        bias = _bias(distance, hidden[:, None] | (distance < 0), window, query.dtype)
         return bias.repeat_interleave(query.shape[2], dim=1)[:, None]

@@ -26,15 +26,7 @@ from torch import Tensor
 
 from easyrl import devices
 from easyrl.engines import padded
-from easyrl.engines.kv_cache import (
-    Ints,
-    KVCache,
-    NewCells,
-    PromptAttention,
-    attend_rows,
-    gather_by_slot,
-    rows_bias,
-)
+from easyrl.engines.kv_cache import Ints, KVCache, RowBuckets, RowTokens, SharedKeys, gather_by_slot
 from easyrl.engines.sampling import SamplingSettings, sample
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
@@ -204,21 +196,15 @@ class _PaddedRows:
     """The attention layout of a step: all rows in one block."""
 
     def __init__(self, cache: KVCache, sizes: _Sizes, inputs: _Inputs) -> None:
-        self._cache, self._sizes, self._inputs = cache, sizes, inputs
-        # Padding repeats the first row: it writes the same values to the same cell.
-        self._newest = NewCells(inputs.sources, inputs.cells)
-        self._prompts: PromptAttention | None = None
+        self._sources = inputs.sources
+        prompts: SharedKeys | None = None
         if sizes.slots:
             slots, lengths = slice(0, sizes.slots), inputs.prompt_lengths
             of_rows = inputs.rows_by_place, inputs.places, lengths, inputs.positions
-            self._prompts = PromptAttention(slots, sizes.width, sizes.prompt, *of_rows)
-        self._biases: dict[int | None, Tensor] = {}  # by sliding window
+            prompts = SharedKeys(slots, sizes.width, sizes.prompt, *of_rows)
+        own = RowBuckets(inputs.cells, [(slice(0, sizes.rows), sizes.cells)])
+        self._tokens = RowTokens(cache, inputs.sources, inputs.cells, own, prompts)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        sources = self._inputs.sources
-        self._newest.store(self._cache.rows[settings.layer], key[sources], value[sources])
-        window, length = settings.sliding_window, self._sizes.cells
-        if window not in self._biases:
-            self._biases[window] = rows_bias(self._inputs.cells, length, window, key.dtype)
-        bucket = slice(0, self._sizes.rows), length, self._biases[window]
-        return attend_rows(query, self._cache, [bucket], self._prompts, settings)
+        # Padding repeats the first row: it writes the same values to the same cell.
+        return self._tokens.attend(query, key[self._sources], value[self._sources], settings)

@@ -244,7 +244,6 @@ def ledger_of_evaluation(
     problems: Sequence[Prompt],
     *,
     num_samples: int = 1,
-    with_texts: bool = False,
 ) -> Ledger:
     """Open the book of an evaluation, in which each problem is a group. Each completion's random
     stream depends on round, problem and sample alone."""
@@ -253,7 +252,7 @@ def ledger_of_evaluation(
         placement,
         problems.__getitem__,
         lambda prompts, _, known: events.Evaluate(
-            round_, [prompt for _, prompt in prompts], num_samples, with_texts, known
+            round_, [prompt for _, prompt in prompts], num_samples, known
         ),
         num_groups=len(problems),
         num_samples=num_samples,

@@ -3,9 +3,9 @@
     ring ──groups──► GroupReader: on-policy, each group once
                           │
                           ▼
-                     micro_steps: a share of the rollouts for each rank; frees the slots
+                     micro_steps: a micro-batch for each rank; frees the slots
                        │     │
-                rank 0 ◄     └─ pipes (bytes) ─► rank 1, rank 2, …
+                rank 0 ◄     └─ pipes ─► rank 1, rank 2, …
                 all ranks run forward and backward; after UpdateEnd they step the optimizer
 
 A micro-step is one forward and backward of all train ranks. Every rank has one micro-batch in every
@@ -20,9 +20,8 @@ With several updates per iteration, the group index decides which update a group
 arrival decided, short completions would be trained first.
 """
 
-import pickle
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,9 +35,6 @@ from easyrl.workers.packing import EMPTY, Rollout, pack, split_group
 MIN_FILL = 0.05
 """Smallest part of the token budget that is trained while more groups are to come. With 0.01 or
 0.1, iterations of 16 prompts took 2 to 3 % longer (tiny model on one core)."""
-
-Step = tuple[MicroBatch, list[bytes]]
-"""A micro-step: the micro-batch of rank 0, and the shares of the other ranks (`pack_share`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +131,18 @@ class GroupReader:
 
 def micro_steps(
     config: Config, reader: GroupReader, *, num_ranks: int, shares_prompts: bool
-) -> Iterator[Step | UpdateEnd]:
-    """Yield for each update its micro-steps, then its UpdateEnd. Raises RuntimeError for a group
-    that is off-policy or not due."""
+) -> Iterator[Sequence[MicroBatch | UpdateEnd]]:
+    """Yield what each rank gets: for each update the micro-batches of its micro-steps, then its
+    UpdateEnd. Raises RuntimeError for a group that is off-policy or not due."""
     max_tokens = config.max_tokens_per_micro_batch
     waits_until_full = config.runtime.deterministic
     mask_truncated = config.algorithm.mask_truncated_completions
     new_rows = partial(Rows, max_tokens, shares_prompts=shares_prompts)
 
-    def shared_out(rows: Rows, complete: list[Lease]) -> Step:
+    def packed(rows: Rows, complete: list[Lease]) -> list[MicroBatch]:
         """Copy the rollouts, then free the slots of the groups that are complete."""
-        own, *others = share_out(rows, num_ranks)
-        step = pack(own, shares_prompts=shares_prompts), [pickle.dumps(share) for share in others]
+        shares = share_out(rows, num_ranks)
+        step = [pack(own, shares_prompts=shares_prompts) if own else EMPTY for own in shares]
         for lease in complete:
             lease.release()
         return step
@@ -170,23 +166,17 @@ def micro_steps(
                     keep_zero_advantages=config.algorithm.trains_zero_advantages,
                 ):
                     if not rows.add(rollout, max_rows=num_ranks):
-                        yield shared_out(rows, leases[:-1])
+                        yield packed(rows, leases[:-1])
                         rows, leases = new_rows(), [lease]
                         rows.add(rollout)
             if not rows.rows:  # no rollout of these groups has a gradient
                 while leases:
                     leases.pop().release()
             elif lease is None or not num_left:
-                yield shared_out(rows, leases)
+                yield packed(rows, leases)
                 rows, leases = new_rows(), []
         reader.finish_update(update)
-        yield UpdateEnd(num_loss_tokens)
-
-
-def pack_share(share: bytes, *, shares_prompts: bool) -> MicroBatch:
-    """Pack another rank's share. It may have no rollout."""
-    rollouts: list[Rollout] = pickle.loads(share)
-    return pack(rollouts, shares_prompts=shares_prompts) if rollouts else EMPTY
+        yield [UpdateEnd(num_loss_tokens)] * num_ranks
 
 
 class Rows:

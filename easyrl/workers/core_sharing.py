@@ -47,18 +47,14 @@ class WorkerCores:
     ) -> None:
         self._num_threads = num_threads
         self._cores = cores
-        self._sharing = sharing
+        self._sharing = sharing or CoreSharing(make_idle_board(1), 0, {})
         self._in_use: list[int] = []  # workers
         # A thread keeps the affinity with which it was started, so it may run on all shared cores.
-        shared = {} if sharing is None else sharing.shared
-        self._all_cores = {*cores, *chain(*shared.values())}
+        self._all_cores = {*cores, *chain(*self._sharing.shared.values())}
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
         """Let others use this worker's cores inside the block, in which it only waits."""
-        if self._sharing is None:
-            yield
-            return
         self._sharing.board[self._sharing.worker] = True
         try:
             yield
@@ -67,8 +63,6 @@ class WorkerCores:
 
     def use_available(self) -> None:
         """Compute on the calling thread with its own cores and those of idle workers."""
-        if self._sharing is None:
-            return
         board = self._sharing.board
         available = [worker for worker in self._sharing.shared if board[worker]]
         if available == self._in_use:

@@ -296,9 +296,7 @@ def with_observation(content: str | Messages, observation: str | None) -> Messag
 
 def common_length(sequences: Sequence[list[int]]) -> int:
     """Length of the longest common prefix that leaves each a token, unless all are equal."""
-    first, last = min(sequences), max(sequences)
-    if first == last:
-        return len(first)
-    shortest = min(map(len, sequences))
-    same = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return min(next(same, shortest), shortest - 1)
+    lengths = [*map(len, sequences)]
+    columns = enumerate(zip(*sequences, strict=False))
+    common = next((n for n, tokens in columns if len({*tokens}) > 1), min(lengths))
+    return common if common == max(lengths) else min(common, min(lengths) - 1)

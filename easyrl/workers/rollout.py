@@ -110,7 +110,6 @@ class RolloutWorker:
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
         self._is_last_round = False
-        self._evaluates_with_texts = False
         self._groups: dict[Key, _Group] = {}
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
         """Groups for the ring, with their reports if these have not been sent."""
@@ -128,12 +127,8 @@ class RolloutWorker:
         )
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
-        policy = Policy.load(
-            model.path,
-            self.settings.device,
-            trust_remote_code=model.trust_remote_code,
-            dtype=model.dtype,
-        )
+        trusted, device = model.trust_remote_code, self.settings.device
+        policy = Policy.load(model.path, device, trust_remote_code=trusted, dtype=model.dtype)
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
         if policy.no_packing_reason is not None:  # the train worker reports it
@@ -150,17 +145,15 @@ class RolloutWorker:
         from easyrl.engines.vllm.engine import VllmEngine
 
         self.control.send(events.Starting("starting vLLM"))
-        model, rollout, settings = self.config.model, self.config.rollout, self.settings
+        settings, own_fraction = self.settings, self.config.rollout.memory_fraction or 0.9
         return VllmEngine(
-            model.path,
+            self.config.model,
             sampling,
             device=settings.device,
-            dtype=model.dtype,
-            trust_remote_code=model.trust_remote_code,
             stop_at=tokenizer.eos_token_id,
             max_concurrent_groups=settings.max_concurrent_groups,
             num_generations=self.sampling.num_samples,
-            memory_fraction=settings.memory_fraction or rollout.memory_fraction or 0.9,
+            memory_fraction=settings.memory_fraction or own_fraction,
             is_device_shared=settings.memory_fraction is not None,
             tensor_parallel_size=settings.tensor_parallel_size,
             log_file=settings.log_file,
@@ -226,8 +219,7 @@ class RolloutWorker:
                 self._is_last_round = is_last_round  # rounds do not overlap
                 num_generations = self.config.rollout.num_generations
                 self._submit(TRAIN, iteration, prompts, num_generations, known)
-            case events.Evaluate(round_, prompts, num_samples, with_texts, known):
-                self._evaluates_with_texts = with_texts
+            case events.Evaluate(round_, prompts, num_samples, known):
                 self._submit(EVALUATE, round_, list(enumerate(prompts)), num_samples, known)
             case events.Stop():
                 return False
@@ -325,7 +317,7 @@ class RolloutWorker:
         group.scoring_started = time.monotonic()
         train = self.config.train
         num_updates = train.iterations * train.updates_per_iteration
-        ids = [each.token_ids[each.loss_mask].tolist() for each in completions]
+        ids = [each.token_ids[each.is_sampled].tolist() for each in completions]
         state = TrainerState(self.policy_version, num_updates)
         call = Call(content, answers, ids, group.prompt.columns, state)
         elsewhere = None if self.episodes is None else self.episodes.judge(key, call)
@@ -346,7 +338,6 @@ class RolloutWorker:
         if kind == TRAIN:
             self._deliver(number, group, scored, rewards, seconds=seconds)
             return
-        with_texts = self._evaluates_with_texts
         answer = events.PromptEvaluated(
             number,
             group.prompt.index,
@@ -354,9 +345,9 @@ class RolloutWorker:
             scored.scores,
             [len(completion.token_ids) for completion in group.completions],
             [completion.finish_reason == "length" for completion in group.completions],
-            prompt=group.text if with_texts else None,
-            completions=group.texts if with_texts else (),
-            columns=scored.columns if with_texts else {},
+            prompt=group.text,
+            completions=group.texts,
+            columns=scored.columns,
             errors=scored.errors,
             checksum=checksum(group.completions),
         )
@@ -386,7 +377,7 @@ class RolloutWorker:
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
             completion_ids=np.concatenate([completion.token_ids for completion in completions]),
             rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),
-            loss_mask=np.concatenate([completion.loss_mask for completion in completions]),
+            loss_mask=np.concatenate([completion.is_sampled for completion in completions]),
             rewards=trained_rewards,
             advantages=group_advantages(
                 trained_rewards * (not self.config.reward.is_none),

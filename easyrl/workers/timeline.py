@@ -25,7 +25,7 @@ class Timeline:
         self._spans: list[Span] = []
         self._newest: dict[SpanKind, int] = {}  # of each kind, its index in _spans
         self._seconds: dict[SpanKind, float] = {}  # of each kind, the length of the last span
-        self._past: dict[SpanKind, float] = {}  # of each kind, the end of the span before
+        self._ended: dict[SpanKind, float] = {}  # of each kind, the end of the last span
         self._counts: Counter[str] = Counter()  # for the next report
         self._shown: SpanKind | None = None  # the newest report says that this is under way
         self._reported = time.monotonic()
@@ -50,16 +50,14 @@ class Timeline:
 
     def _note(self, kind: SpanKind, started: float, ended: float) -> None:
         """Add a span. Spans of one kind never overlap: time of concurrent calls counts once."""
-        started = max(started, self._past.get(kind, started))
+        last, self._ended[kind] = self._ended.get(kind, started), ended
+        started = max(started, last)
         index = self._newest.get(kind)
-        if index is not None:
-            newest = self._spans[index]
-            if started - newest.ended < MERGE_SECONDS:
-                self._spans[index] = Span(kind, min(started, newest.started), ended)
-                return
-            self._past[kind] = newest.ended
-        self._newest[kind] = len(self._spans)
-        self._spans.append(Span(kind, started, ended))
+        if index is not None and started - last < MERGE_SECONDS:
+            self._spans[index] = Span(kind, self._spans[index].started, ended)
+        else:
+            self._newest[kind] = len(self._spans)
+            self._spans.append(Span(kind, started, ended))
 
     @contextmanager
     def measure(
@@ -77,8 +75,6 @@ class Timeline:
     def report(self, under_way: UnderWay | None = None) -> None:
         """Report finished spans, and what begins now."""
         if self._spans or under_way is not None:
-            for kind, index in self._newest.items():
-                self._past[kind] = self._spans[index].ended
             counts = {"num_groups": 0, **self._counts}
             self._send(Activity(tuple(self._spans), under_way=under_way, **counts))
             self._shown = under_way.kind if under_way is not None else None

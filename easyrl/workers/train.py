@@ -37,7 +37,7 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
 from easyrl.types import MicroBatch
-from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps, pack_share
+from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
@@ -350,41 +350,27 @@ class TrainWorker:
         )
 
     def _dispatched(self, reader: GroupReader) -> Iterator[MicroBatch | UpdateEnd]:
-        """Rank 0: send each other rank its shares; yield the own micro-batches and ends of updates.
+        """Rank 0: send each other rank its micro-batches; yield the own ones and ends of updates.
         Commands are obeyed while no rank has begun the next micro-step or the optimizer's step."""
         num_ranks = self.settings.num_train_ranks
         shares_prompts = self.learner.policy.shares_prompts
         steps = micro_steps(self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts)
-        for step in steps:
+        for own, *others in steps:
             self._check_commands()
-            if isinstance(step, UpdateEnd):
-                self._dispatch(step)
-                yield step
-                continue
-            batch, shares = step
-            for pipe, share in zip(self.settings.pipes, shares, strict=True):
-                pipe.send(share)
-            yield batch
+            for pipe, message in zip(self.settings.pipes, others, strict=True):
+                pipe.send(message)
+            yield own
 
     def _received(self) -> Iterator[MicroBatch | UpdateEnd]:
-        """Other ranks: receive shares and ends of updates."""
+        """Other ranks: receive micro-batches and ends of updates."""
         num_left = self.config.train.updates_per_iteration
         while num_left:
-            match self._receive():
-                case bytes(share):
-                    shares_prompts = self.learner.policy.shares_prompts
-                    yield pack_share(share, shares_prompts=shares_prompts)
-                case UpdateEnd() as end:
-                    num_left -= 1
-                    yield end
-                case events.SendWeights() as command:
-                    self._send_weights(command)
-                case events.Halt():
-                    raise Dropped
-                case events.Stop():
-                    raise SystemExit(0)
-                case message:
-                    raise RuntimeError(f"expected a share or UpdateEnd, got {message!r}")
+            message = self._receive()
+            if isinstance(message, MicroBatch | UpdateEnd):
+                num_left -= isinstance(message, UpdateEnd)
+                yield message
+            else:
+                self._obey_early(message)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -402,13 +388,16 @@ class TrainWorker:
     def _check_commands(self) -> None:
         """Obey the commands that arrived during an iteration."""
         while self._deferred or self.control.poll():
-            match self._take_command():
-                case events.Halt():
-                    raise Dropped
-                case events.Stop():
-                    raise SystemExit(0)
-                case events.SendWeights() as command:
-                    self._send_weights(command)
+            self._obey_early(self._take_command())
+
+    def _obey_early(self, command: events.Command) -> None:
+        match command:
+            case events.Halt():
+                raise Dropped
+            case events.Stop():
+                raise SystemExit(0)
+            case events.SendWeights():
+                self._send_weights(command)
 
     def _save(self, folder: Path) -> events.ModelSaved:
         policy, is_writer = self.learner.policy, self.is_first_rank

@@ -1,8 +1,7 @@
 """The vLLM engine: vLLM's asynchronous engine behind the interface of `engines.base.Engine`.
 
-    submit ─► one request, n = G ─► vLLM's scheduler and model ─► step: finished groups
-              with turns: G requests, and one for each further turn, which finds the earlier tokens
-              in the prefix cache
+    submit ─► a request per completion ─► vLLM's scheduler and model ─► step: finished groups
+              with turns: one for each, which finds the earlier tokens in the prefix cache
     receive_weights ─► every tensor-parallel rank, over the weight channel (`worker`)
 
 vLLM works in processes of its own; its client needs an event loop, which runs in a thread. Which
@@ -50,6 +49,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from easyrl import devices
 from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
+from easyrl.config.model import ModelConfig
 from easyrl.data.hub import loadable_model
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
@@ -79,7 +79,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A completion of a group with turns."""
+    """A completion, from its submission until its end."""
 
     request: GroupRequest
     sample_index: int
@@ -87,7 +87,6 @@ class _Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
-    num_turns: int = 0
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         """Append sampled tokens or, without log-probabilities, inserted ones."""
@@ -101,14 +100,12 @@ class VllmEngine(Engine):
 
     def __init__(
         self,
-        model: str,
+        model: ModelConfig,
         sampling: SamplingSettings,
         *,
         device: str,
-        dtype: str,
         max_concurrent_groups: int,
         num_generations: int,
-        trust_remote_code: bool = False,
         stop_at: int | None = None,
         memory_fraction: float = 0.9,
         is_device_shared: bool = False,
@@ -125,14 +122,11 @@ class VllmEngine(Engine):
         super().__init__(sampling)
         self.policy_version = -1
         self._is_deterministic = is_deterministic
-        self._num_unfinished = 0
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
-        self._finished: SimpleQueue[Any] = SimpleQueue()
-        """For each request: (request or sequence of turns, its completions), or an exception."""
-        self._complete: list[FinishedGroup] = []  # not returned by `step` yet
+        self._sampled: SimpleQueue[Any] = SimpleQueue()
+        """For each request: the sequence and vLLM's output, or an exception."""
         self._to_sample: deque[_Sequence] = deque()  # not handed over yet
         self._suspended: dict[tuple[tuple[int, ...], int], _Sequence] = {}  # by group and sample
-        self._ended: dict[tuple[int, ...], dict[int, Completion]] = {}  # by group, then sample
         self._num_in_flight = 0  # requests that vLLM has
         self._verifier = ChecksumVerifier()
         self._timeout_seconds = math.inf  # of a weight update
@@ -140,22 +134,24 @@ class VllmEngine(Engine):
         self._log = EngineLog(log_file)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
-        config = load_model_config(model, trust_remote_code=trust_remote_code)
-        end_tokens = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
+        config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+        end_tokens = {*load_eos_token_ids(model.path, config)}
+        if stop_at is not None:
+            end_tokens.add(stop_at)
         self._parameters = sampling_parameters(sampling, end_tokens)
         self.end_tokens = sorted(end_tokens)
         kind = device.partition(":")[0]
         num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
-        cache = model, dtype, num_rows, max_tokens
+        cache = model.path, model.dtype, num_rows, max_tokens
         part = memory_fraction if is_device_shared else None
         self._cleanup = Cleanup()
         try:
             arguments = AsyncEngineArgs(
-                model=loadable_model(model),
-                trust_remote_code=trust_remote_code,
-                dtype=dtype,
+                model=loadable_model(model.path),
+                trust_remote_code=model.trust_remote_code,
+                dtype=model.dtype,
                 seed=_seed_of(sampling.seed, (number,)) % 2**32,
                 max_model_len=max_tokens,
                 max_num_seqs=num_rows,
@@ -176,7 +172,7 @@ class VllmEngine(Engine):
             self._engine = self._call(_make_engine(arguments))
         except Exception as error:
             self._cleanup.close()
-            raise self._log.start_error(model, error) from error
+            raise self._log.start_error(model.path, error) from error
         self._cleanup.stop_marking()
         if kind == devices.ASCEND:  # its sampler is created without `logprobs_mode`
             self._call_workers("easyrl_set_logprobs_mode", logprobs_mode)
@@ -185,53 +181,44 @@ class VllmEngine(Engine):
 
     @property
     def has_work(self) -> bool:
-        return self._num_unfinished > 0
+        return self.can_step or bool(self._suspended)
 
     @property
     def can_step(self) -> bool:
-        return bool(self._waiting or self._to_sample or self._num_in_flight or self._complete)
-
-    def submit(self, request: GroupRequest) -> None:
-        assert request.completion_lengths is None, "vLLM supports one length per group"
-        super().submit(request)
-        self._num_unfinished += 1
+        return bool(self._waiting or self._to_sample or self._num_in_flight or self._finished)
 
     def step(self) -> list[FinishedGroup]:
         """Return finished groups; wait up to STEP_SECONDS for the first group or turn."""
         has_new = self._waiting or self._to_sample
         if has_new and not (self._num_in_flight and self._is_deterministic):
             self._call(self._start_waiting())
-        num_turns = len(self._turns)
+        num_turns, deadline = len(self._turns), time.monotonic() + STEP_SECONDS
         with contextlib.suppress(Empty):
             while self._num_in_flight:
-                is_first = not self._complete and len(self._turns) == num_turns
-                result = self._finished.get(timeout=STEP_SECONDS if is_first else 0.0)
+                has_news = self._finished or len(self._turns) > num_turns
+                left = 0.0 if has_news else max(0.0, deadline - time.monotonic())
+                result = self._sampled.get(timeout=left)
                 self._num_in_flight -= 1
                 if isinstance(result, EngineDeadError):
                     raise self._log.end_error()
                 if isinstance(result, BaseException):
                     raise result
-                asked, completions = result
-                if isinstance(asked, GroupRequest):
-                    self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
-                    self._complete.append((asked, completions))
-                else:
-                    self._end_turn(asked, completions[0])
-        groups, self._complete = self._complete, []
-        self._num_unfinished -= len(groups)
-        self.num_prompt_tokens += sum(len(request.prompt_ids) for request, _ in groups)
-        return groups
+                self._end_turn(*result)
+        return self._take_finished()
 
-    def _end_turn(self, sequence: _Sequence, sampled: Completion) -> None:
-        self.num_completion_tokens += len(sampled.token_ids)
-        sequence.append(sampled.token_ids.tolist(), sampled.logprobs.tolist())
-        sequence.num_turns += 1
-        if sampled.finish_reason == "length":
-            self._end_sequence(sequence, "length")
+    def _end_turn(self, sequence: _Sequence, sampled: CompletionOutput) -> None:
+        tokens, reason = sampled.token_ids, sampled.finish_reason
+        assert reason in ("stop", "length"), reason
+        logprobs = [of[token].logprob for of, token in zip(sampled.logprobs, tokens, strict=True)]
+        sequence.append(tokens, logprobs)
+        self.num_completion_tokens += len(tokens)
+        request, index = sequence.request, sequence.sample_index
+        if reason == "length" or not request.has_turns:
+            self._end_sequence(sequence, reason)
             return
-        key, num_left = sequence.request.key, sequence.limit - len(sequence.token_ids)
-        self._suspended[key, sequence.sample_index] = sequence
-        self._turns.append(Turn(key, sequence.sample_index, sampled.token_ids, num_left))
+        self._suspended[request.key, index] = sequence
+        num_left = sequence.limit - len(sequence.token_ids)
+        self._turns.append(Turn(request.key, index, np.array(tokens, dtype=np.int32), num_left))
 
     def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
         assert 0 < len(tokens) < turn.num_left
@@ -243,101 +230,69 @@ class VllmEngine(Engine):
         self._end_sequence(self._suspended.pop((turn.key, turn.sample_index)), reason)
 
     def _end_sequence(self, sequence: _Sequence, reason: Literal["stop", "length"]) -> None:
-        request = sequence.request
-        ended = self._ended.setdefault(request.key, {})
-        ended[sequence.sample_index] = Completion(
+        completion = Completion(
             np.array(sequence.token_ids, dtype=np.int32),
             np.array(sequence.logprobs, dtype=np.float32),
             reason,
             np.array(sequence.is_sampled, dtype=np.bool_),
         )
-        if len(ended) == request.num_generations:
-            ordered = [completion for _, completion in sorted(self._ended.pop(request.key).items())]
-            self._complete.append((request, ordered))
+        if self._complete(sequence.request, sequence.sample_index, completion):
+            self.num_prompt_tokens += len(sequence.request.prompt_ids)
 
     async def _start_waiting(self) -> None:
-        """Hand all waiting requests over to vLLM, in order."""
+        """Hand all waiting sequences over to vLLM, in order."""
         if self._is_deterministic:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             # It would depend on earlier prompts, which a worker's replacement has not seen.
             await self._reset_prefix_cache(self.policy_version)
         for request in self._waiting:
-            if request.has_turns:
-                limits = request.limits(self.sampling)
-                sequences = [_Sequence(request, index, limit) for index, limit in enumerate(limits)]
-                for sequence, tokens in zip(sequences, request.first_tokens or (), strict=False):
-                    sequence.append(tokens)
-                self._to_sample.extend(sequences)
-                continue
-            seed = _seed_of(self.sampling.seed, request.key)
-            name = "-".join(map(str, request.key))
-            length, number = request.limits(self.sampling)[0], request.num_generations
-            await self._start(name, request.prompt_ids, seed, length, request, n=number)
+            first_tokens = request.first_tokens or [()] * request.num_generations
+            limits = request.limits(self.sampling)
+            for index, (limit, tokens) in enumerate(zip(limits, first_tokens, strict=True)):
+                self._to_sample.append(_Sequence(request, index, limit))
+                self._to_sample[-1].append(tokens)
         self._waiting.clear()
         for each in self._to_sample:
-            key, count = (*each.request.key, each.sample_index), len(each.token_ids)
-            seed = _seed_of(self.sampling.seed, (*key, count))
-            ids = [*each.request.prompt_ids, *each.token_ids]
-            name = "-".join(map(str, (*key, each.num_turns)))
-            await self._start(name, ids, seed, each.limit - count, each)
+            maybe_sleep()
+            request, count = each.request, len(each.token_ids)
+            key = (*request.key, each.sample_index, count)
+            if request.has_turns:
+                seed = _seed_of(self.sampling.seed, key)
+            else:
+                seed = _seed_of(self.sampling.seed, request.key) + each.sample_index
+            parameters = SamplingParams(
+                **self._parameters,
+                max_tokens=each.limit - count,
+                seed=seed if self._is_deterministic else None,
+            )
+            prompt = {"prompt_token_ids": [*request.prompt_ids, *each.token_ids]}
+            outputs = await self._engine.add_request("-".join(map(str, key)), prompt, parameters)
+            self._num_in_flight += 1
+            task = asyncio.create_task(self._collect(each, outputs))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self._to_sample.clear()
         if self._is_deterministic:
             await self._engine.resume_generation()
 
-    async def _start(
-        self,
-        name: str,
-        prompt_ids: Sequence[int],
-        seed: int,
-        max_tokens: int,
-        asked: GroupRequest | _Sequence,
-        *,
-        n: int = 1,
-    ) -> None:
-        maybe_sleep()
-        parameters = SamplingParams(
-            **self._parameters,
-            n=n,
-            max_tokens=max_tokens,
-            seed=seed if self._is_deterministic else None,
-        )
-        prompt = {"prompt_token_ids": list(prompt_ids)}
-        outputs = await self._engine.add_request(name, prompt, parameters)
-        self._num_in_flight += 1
-        task = asyncio.create_task(self._collect(asked, outputs))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _collect(self, asked: GroupRequest | _Sequence, outputs: Any) -> None:
-        """Put the finished group or turn, or the exception, into the queue."""
+    async def _collect(self, sequence: _Sequence, outputs: Any) -> None:
+        """Put the sequence and what was sampled, or the exception, into the queue."""
         try:
             output = await outputs.get()  # the only one: RequestOutputKind.FINAL_ONLY
-            completions = sorted(output.outputs, key=lambda completion: completion.index)
-            # No update happens while a request is in flight, so this version sampled it.
-            now = None if COMPLETIONS_HAVE_VERSIONS else await self._engine.get_weight_version()
-            group = [self._completion(completion, now) for completion in completions]
-            self._finished.put((asked, group))
+            (sampled,) = output.outputs
+            if COMPLETIONS_HAVE_VERSIONS:
+                versions = {span.version for span in sampled.weight_versions or ()}
+            else:  # no update happens while a request is in flight, so this version sampled it
+                versions = {await self._engine.get_weight_version()}
+            is_as_loaded = self.policy_version < 0 and len(versions) <= 1  # no update yet
+            if versions != {str(self.policy_version)} and not is_as_loaded:
+                raise RuntimeError(
+                    f"expected completions sampled from policy {self.policy_version}, got one from "
+                    f"weights {', '.join(sorted(map(str, versions)))}"
+                )
+            self._sampled.put((sequence, sampled))
         except BaseException as error:
-            self._finished.put(error)
-
-    def _completion(self, output: Any, version: str | None) -> Completion:
-        """`version`: of the weights, where vLLM's output does not contain it."""
-        versions = {version}
-        if COMPLETIONS_HAVE_VERSIONS:
-            versions = {span.version for span in output.weight_versions or ()}
-        is_as_loaded = self.policy_version < 0 and len(versions) <= 1  # no update yet
-        if versions != {str(self.policy_version)} and not is_as_loaded:
-            raise RuntimeError(
-                f"expected completions sampled from policy {self.policy_version}, got one from "
-                f"weights {', '.join(sorted(map(str, versions)))}"
-            )
-        tokens = np.array(output.token_ids, dtype=np.int32)
-        logprobs = [
-            by_token[token].logprob
-            for by_token, token in zip(output.logprobs, output.token_ids, strict=True)
-        ]
-        assert output.finish_reason in ("stop", "length"), output.finish_reason
-        return Completion(tokens, np.array(logprobs, dtype=np.float32), output.finish_reason)
+            self._sampled.put(error)
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
@@ -427,22 +382,23 @@ async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dict[str, Any]:
     """Return the arguments of `SamplingParams` that all requests share."""
-    parameters: dict[str, Any] = {
-        "temperature": sampling.temperature,
+    temperature = sampling.temperature
+    if sampling.truncates and temperature:
+        temperature = 1.0  # the logits are divided by it
+    return {
+        "temperature": temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
         "logprobs": 0,  # of the sampled token only
         "stop_token_ids": sorted(end_tokens),
         "stop": list(sampling.stop),
         "detokenize": bool(sampling.stop),
         "output_kind": RequestOutputKind.FINAL_ONLY,
     }
-    if sampling.truncates:
-        parameters["temperature"] = 1.0 if sampling.temperature else 0.0
-        parameters |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    return parameters
 
 
 def _seed_of(seed: int, key: tuple[int, ...]) -> int:
-    """Seed of a group; sample i has this seed plus i."""
+    """Seed of a group, whose sample i has this seed plus i; with turns, of one turn."""
     (word,) = np.random.SeedSequence((seed, *key)).generate_state(1, np.uint64)
     return int(word) >> 2
 
