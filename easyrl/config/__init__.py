@@ -12,7 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence, Set
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Self, get_origin
@@ -239,15 +239,9 @@ def _put(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key given twice, or an alias of a list or mapping, is an error."""
+    """YAML in which a key given twice is an error."""
 
     yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        is_alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
-        if is_alias and not isinstance(node, yaml.ScalarNode):
-            raise yaml.YAMLError("expected no alias of a list or mapping: it may grow endlessly")
-        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = {}
@@ -321,8 +315,6 @@ def _problem(details: Any) -> str:
         return f"{name}: unknown setting; {key_hint(name)}"
     if details["type"] == "value_error" and name in ("", *SECTIONS):
         return message  # of a check of several keys, which names them
-    if details["type"] == "model_type":
-        message = "expected keys of this section"
     value = json.dumps(details["input"], ensure_ascii=False, default=str)
     instead = INSTEAD.get((name, str(details["input"]).lower()))
     return f"{name}: {message}, got {value}" + (f"; use {instead}" if instead else "")
@@ -347,12 +339,9 @@ def to_commented_yaml(
 ) -> str:
     """Print the config as YAML with comments. `only_changes`: only the keys whose value is not the
     default; `only`: only these keys and sections. A comment then gives the default."""
-    shown = {
-        name
-        for name in KEYS
-        if (not only_changes or _value(config, name) != _value(Config(), name))
-        and (not only or any(f"{name}.".startswith(f"{each}.") for each in only))
-    }
+    shown = {*(_changed_keys(config, Config()) if only_changes else KEYS)}
+    if only:
+        shown = {name for name in shown if any(f"{name}.".startswith(f"{each}.") for each in only)}
     return _commented(config, "", shown, gives_default=bool(only_changes or only))
 
 
@@ -367,13 +356,14 @@ def _commented(section: Section, prefix: str, shown: Set[str], *, gives_default:
         elif name in shown:
             comment = _comment(field.description, indent)
             if gives_default:
-                comment += _comment(f"Default: {_yaml_value(_value(Config(), name))}", indent)
+                default = attrgetter(name)(Config())
+                comment += _comment(f"Default: {_yaml_value(default)}", indent)
             blocks.append(f"{comment}{indent}{key}: {_yaml_value(value)}\n")
     return ("" if indent else "\n").join(blocks)
 
 
-def _value(config: Config, name: str) -> Any:
-    return reduce(getattr, name.split("."), config)
+def _changed_keys(config: Config, base: Config) -> list[str]:
+    return [key for key in KEYS if attrgetter(key)(config) != attrgetter(key)(base)]
 
 
 def find_keys(names: Sequence[str], search: str | None) -> list[str]:
@@ -383,18 +373,20 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
             raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
     if search is None:
         return [*names]
-    meanings = {name: " ".join((field.description or "").split()) for name, field in KEYS.items()}
     words = {search.lower(), SYNONYMS.get(search.lower(), search.lower())}
-    texts = {key: f"{key} {text}".lower() for key, text in meanings.items()}
+    texts = {key: f"{key} {_on_one_line(field.description)}".lower() for key, field in KEYS.items()}
     found = [key for key, text in texts.items() if any(word in text for word in words)]
     if not found:
         raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
     return [*names, *found]
 
 
+def _on_one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
 def _comment(text: str | None, indent: str) -> str:
-    words = " ".join((text or "").split())
-    lines = textwrap.wrap(words, 96 - len(indent), break_on_hyphens=False)
+    lines = textwrap.wrap(_on_one_line(text), 96 - len(indent), break_on_hyphens=False)
     return "".join(f"{indent}# {line}\n" for line in lines)
 
 
@@ -415,10 +407,8 @@ def to_arguments(config: Config, base: Config) -> list[str]:
     """Return the arguments of `easyrl grpo` that make `config` of `base`: options, then words."""
     options, words = [], []
     names = {key: f"--{name.replace('_', '-')}" for name, key in OPTIONS.items()}
-    for key in KEYS:
-        value = _value(config, key)
-        if value == _value(base, key):
-            continue
+    for key in _changed_keys(config, base):
+        value = attrgetter(key)(config)
         if key in names and not isinstance(value, dict | None):
             for each in value if isinstance(value, list) else [value]:
                 options += [names[key], str(each)]
@@ -436,12 +426,12 @@ def settings_markdown() -> str:
         "resumed.",
     ]
     for name, section in SECTIONS.items():
-        lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), ""]
+        lines += ["", f"## {name}", "", _on_one_line(section.__doc__), ""]
         lines += ["| key | default | meaning |", "| --- | --- | --- |"]
         for key, field in section.model_fields.items():
             if f"{name}.{key}" in KEYS:
                 default = _yaml_value(field.get_default(call_default_factory=True))
-                meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+                meaning = _on_one_line(field.description).replace("|", "\\|")
                 star = "*" if MAY_CHANGE in field.metadata else ""
                 lines.append(f"| `{name}.{key}`{star} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"

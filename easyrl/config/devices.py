@@ -45,12 +45,9 @@ def parse_device_set(text: str) -> DeviceSet:
         match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         part_indices = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not part_indices or set(indices) & set(part_indices):
-            numbers = re.sub(r"\b[a-z]+:", "", text.strip())  # of `cuda:0,cuda:1`
-            numbers = "cpu" if text.strip() == "cpu:0" else numbers
-            is_prefixed = numbers != text.strip() and re.fullmatch(r"[0-9,-]+|cpu", numbers)
             raise ValueError(
                 "expected 0-3 (a range), 0,2,5 (each once), cpu or cpu:3 (3 workers), or on a Ray "
-                f"cluster ray:4 or ray:cpu:4{f' (use {numbers})' if is_prefixed else ''}"
+                "cluster ray:4 or ray:cpu:4"
             )
         indices += part_indices
     return DeviceSet("accelerator", tuple(sorted(indices)))

@@ -64,8 +64,7 @@ def similar_names(name: str, names: Collection[str]) -> list[str]:
     last = SYNONYMS.get(last, last)
     if f"{section}.{last}" in names:
         return [f"{section}.{last}"]
-    same = [each for each in names if each.replace(".", "_") == typed.replace(".", "_")]
-    same = same or [each for each in names if each.rpartition(".")[2] == last]
+    same = [each for each in names if each.rpartition(".")[2] == last]
     by_last = {each.rpartition(".")[2]: each for each in names}
     near = difflib.get_close_matches(typed, names, 1, CLOSE)
     near = near or [by_last[n] for n in difflib.get_close_matches(last, by_last, 1, CLOSE)]

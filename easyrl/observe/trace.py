@@ -13,9 +13,9 @@ the format allows: a killed run leaves a valid trace, and a resumed run continue
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from easyrl import events
 from easyrl.events import Event, FromWorker, Message
@@ -37,11 +37,6 @@ SPANS: Mapping[type[Message], tuple[str, str]] = {
     events.RunFinished: ("saving", "E"),
 }
 """Begin and end of the controller's spans. Other events are instants."""
-TYPES = {
-    name: kind
-    for name, kind in vars(events).items()
-    if isinstance(kind, type) and issubclass(kind, Message)
-}
 LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"]
 """Fields that are null in the file: they are large, or in other files."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
@@ -72,7 +67,7 @@ def encode(value: Any) -> Any:
 
 def decode(fields: dict[str, Any]) -> Any:
     """Turn an encoded message back into a message. Raises TypeError for one of another version."""
-    kind = TYPES.get(fields.get("type", ""))
+    kind = getattr(events, str(fields.get("type")), None)
     return fields if kind is None else kind(**{k: v for k, v in fields.items() if k != "type"})
 
 
@@ -80,35 +75,25 @@ class TraceWriter:
     """An observer that writes the trace."""
 
     def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
+        self._path: Path | None = None
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         self._processes: dict[str, int] = {}
         self._num_in_ring = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.RunStarted):
-            path = event.folder / FILE_NAME
-            if path.exists():  # of a resumed run
-                _shorten(path, MAX_BYTES)  # cuts off an incomplete last line
-            self._file = path.open("ab", buffering=0)
+            self._path = event.folder / FILE_NAME
+            self._path.touch()
+            _shorten(self._path, MAX_BYTES)  # begins it, or cuts off an incomplete last line
             self._clock = time.time() - time.monotonic()
             self._processes = {}
-        if self._file is not None:
-            self._write(self._lines(event))
-            if isinstance(event, events.RunEnded):
-                self._file.close()
-                self._file = None
-
-    def _write(self, lines: Iterable[Line]) -> None:
-        assert self._file is not None
-        text = b"" if self._file.tell() else b"[\n"
-        text += "".join(json.dumps(line) + ",\n" for line in lines).encode()
-        if self._file.tell() + len(text) > MAX_BYTES:
-            self._file.close()
-            path = Path(self._file.name)
-            _shorten(path, MAX_BYTES // 2)
-            self._file = path.open("ab", buffering=0)
-        write_whole(self._file, text)
+        if self._path is None:
+            return
+        text = "".join(json.dumps(line) + ",\n" for line in self._lines(event)).encode()
+        if self._path.stat().st_size + len(text) > MAX_BYTES:
+            _shorten(self._path, MAX_BYTES // 2)
+        with self._path.open("ab", buffering=0) as file:
+            write_whole(file, text)
 
     def _lines(self, event: Event) -> Iterator[Line]:
         match event:
