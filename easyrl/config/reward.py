@@ -1,17 +1,17 @@
 """Section `reward`."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from easyrl.config.section import COMPARED, MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import AS_LIST, COMPARED, MAY_CHANGE, NAMES_FILES, Section
 
 
 class RewardConfig(Section):
     """Reward functions (docs/rewards.md)."""
 
-    functions: Annotated[list[str] | None, NAMES_FILES] = None
+    functions: Annotated[list[str] | None, AS_LIST, NAMES_FILES] = None
     """List of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
     weights: list[float] | None = None
@@ -35,11 +35,6 @@ class RewardConfig(Section):
     completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
     check: Annotated[bool, MAY_CHANGE] = True
     """Call each function of the user on dummy completions before a run starts."""
-
-    @field_validator("functions", mode="before")
-    @classmethod
-    def _accept_one(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("pattern")
     @classmethod

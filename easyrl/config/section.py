@@ -4,7 +4,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, field_validator
 
 
 class Mark(Enum):
@@ -58,5 +58,7 @@ def _check_each_once(value: Any) -> Any:
     return value
 
 
+AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+"""Accepts a string for a list of one."""
 EACH_ONCE = AfterValidator(_check_each_once)
 """Refuses a list that has a string twice, or an empty string."""

@@ -38,11 +38,7 @@ class GrowingFile:
                 stripped = text.strip(b",\n ")
                 try:
                     line = self._parse(stripped)
-                except (
-                    ValueError,
-                    TypeError,
-                    AttributeError,
-                ):  # the bracket; of another version; cut off
+                except (ValueError, TypeError):  # the bracket; of another version; cut off
                     continue
                 self._newest = stripped
                 yield line
