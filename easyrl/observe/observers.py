@@ -36,10 +36,10 @@ class Guard:
         self._run: events.RunStarted | None = None
 
     def __call__(self, event: Event) -> Note | None:
-        note = None
+        if not self._observers:
+            return None
         try:
-            for observer in self._observers[:1]:
-                note = observer(event)
+            note = self._observers[0](event)
         except Exception as error:
             if self._run is None:
                 raise
@@ -48,8 +48,7 @@ class Guard:
             for observer in self._observers[:1]:
                 observer(self._run)
                 observer(event)
-            is_disk = isinstance(error, OSError)  # it is full, for example
-            cause = error if is_disk else traceback.format_exc().rstrip()
+            cause = error if isinstance(error, OSError) else traceback.format_exc().rstrip()
             return Note(f"{self._name} failed; the run continues without it:\n{cause}")
         if isinstance(event, events.RunStarted):
             self._run = event

@@ -297,7 +297,7 @@ def _lane(
     since = (int(until // seconds) - num_slices) * seconds
     lane, busy = [], 0.0
     for work in worker.seconds_by_kind(since, seconds, num_slices):
-        busy += sum(work[kind] for kind in WORKING)
+        busy += sum(work.get(kind, 0.0) for kind in WORKING)
         lane.append(LOOKS[main_kind(work, seconds)])
     return [*lane, (f" {min(1.0, busy / (num_slices * seconds)):>4.0%}", "bold")]
 
