@@ -98,8 +98,6 @@ class Inputs:
             if not callable(each):
                 raise ConfigError(
                     f"{key} ({argument}): expected functions, classes or their names, got {each!r}"
-                    + " (weights: reward={'functions': [...], 'weights': [...]})"
-                    * (argument == "reward")
                 )
             name = getattr(each, "__name__", type(each).__name__).strip("<>")
             while name in stored:

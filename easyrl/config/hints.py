@@ -65,7 +65,4 @@ def similar_names(name: str, names: Collection[str]) -> list[str]:
     if f"{section}.{last}" in names:
         return [f"{section}.{last}"]
     same = [each for each in names if each.rpartition(".")[2] == last]
-    by_last = {each.rpartition(".")[2]: each for each in names}
-    near = difflib.get_close_matches(typed, names, 1, CLOSE)
-    near = near or [by_last[n] for n in difflib.get_close_matches(last, by_last, 1, CLOSE)]
-    return (same or near)[:3]
+    return same[:3] or difflib.get_close_matches(typed, names, 1, CLOSE)

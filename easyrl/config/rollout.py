@@ -101,11 +101,8 @@ class SamplingChoice:
         cls, config: EvalConfig, rollout: RolloutConfig, of_preset: Mapping[str, Any]
     ) -> Self:
         """Settings of the user, else of the preset (by the keys of `eval`), else of training."""
-        values: dict[str, Any] = {"num_samples": 1, "temperature": 0.0}
-        values |= {"max_completion_length": rollout.max_completion_length, "top_p": rollout.top_p}
-        values |= of_preset
+        values = {**dict(rollout), "num_samples": 1, "temperature": 0.0, **of_preset}
         values |= {key: value for key, value in config if value is not None}
         if values["temperature"] == 0.0 and values["num_samples"] > 1:
             values["temperature"] = rollout.temperature
-        names = ("num_samples", "max_completion_length", "temperature", "top_p")
-        return cls(top_k=rollout.top_k, **{name: values[name] for name in names})
+        return cls(**{name: values[name] for name in cls.__slots__})

@@ -13,7 +13,7 @@ from easyrl.evaluation.figures import Answers, accuracy_of
 from easyrl.events import Event
 from easyrl.formatting import counted
 from easyrl.observe.lines import sampling_text, with_error
-from easyrl.observe.text import clock, is_live_terminal, safe, say, say_rich
+from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, say_rich
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
@@ -43,14 +43,11 @@ class EvalView:
     def observe(self, event: Event) -> None:
         """Show what the workers report."""
         match event:
-            case events.FromWorker(_, _, events.Starting(what)) if what not in self._shown:
-                self._shown.add(what)
-                say(what)
-            case events.FromWorker(event=events.PromptEvaluated(errors=[message, *_])) if (
-                "error" not in self._shown
-            ):
-                self._shown.add("error")
-                say(f"{safe(message)}\nthe evaluation continues (reward.on_error)")
+            case events.FromWorker(_, _, events.Starting(what)):
+                say_once(self._shown, what, what)
+            case events.FromWorker(event=events.PromptEvaluated(errors=[message, *_])):
+                about = "the evaluation continues (reward.on_error)"
+                say_once(self._shown, "errors", f"{message}\n{about}")
             case events.Note(text) | events.NoEvents(warning=text) if text:
                 say(safe(text))
 

@@ -44,6 +44,13 @@ def say(text: str, stream: TextIO | None = None, keep: str = "\n\t") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def say_once(already: set[str], key: str, text: str) -> None:
+    """Print text of any origin unless the key is in `already`, where it is from now on."""
+    if key not in already:
+        already.add(key)
+        say(safe(text))
+
+
 def say_rich(renderable: RenderableType, height: int | None = None) -> None:
     """Print something of Rich's with text of any origin, in at most `height` lines."""
     console = Console(highlight=False, force_jupyter=False, markup=False, emoji=False)

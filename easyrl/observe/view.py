@@ -40,6 +40,7 @@ from easyrl.observe.state import RunState, WorkerState, main_kind, problems_in
 from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
+Clock = Callable[[], float]
 REFRESHES_PER_SECOND = 2
 LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
 LAST_PICTURE_LINES, LEAST_PICTURE_LINES = 22, 5
@@ -73,9 +74,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 class LiveView:
     """An observer that draws the run on an alternate screen, and prints how it ended."""
 
-    def __init__(
-        self, now: Callable[[], float] = time.monotonic, log_file: Path | None = None
-    ) -> None:
+    def __init__(self, now: Clock = time.monotonic, log_file: Path | None = None) -> None:
         """`now` is the clock of the events. Other output goes to `log_file`, or the run's logs."""
         self._now, self._log_file = now, log_file
         self._state = RunState()
@@ -149,7 +148,7 @@ class LiveView:
 class NotebookView:
     """The live view as one output of a notebook's cell, drawn anew with the events."""
 
-    def __init__(self, display: Any, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, display: Any, now: Clock = time.monotonic) -> None:
         """`display`: the module `IPython.display`."""
         self._display, self._now, self._state = display, now, RunState()
         self._output: Any = None  # the cell's output, once there is one
