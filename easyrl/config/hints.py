@@ -31,8 +31,6 @@ INSTEAD = {
     ("algorithm.loss_type", "gspo"): "algorithm.importance_sampling_level=sequence",
     ("algorithm.loss_type", "rloo"): "algorithm.advantage_estimator=rloo",
     ("algorithm.loss_type", "drgrpo"): "algorithm.loss_type=dr_grpo",
-    ("model.dtype", "fp16"): "model.dtype=bfloat16",
-    ("model.dtype", "float16"): "model.dtype=bfloat16",
 }
 """Suggestions for values that a key does not take."""
 

@@ -386,11 +386,8 @@ def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
         "in ms: " + ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in of_each),
         "engines trainers  tokens/s       5 %      95 %  idle: engines trainers",
     ]
-    infer, train = (
-        {name for worker, name in run.devices.items() if worker.startswith(role)}
-        for role in ("rollout", "train")
-    )
-    if infer & train if run.config.devices.threads is None else infer & train - {"cpu"}:
+    is_shared = run.devices["rollout-0"] == run.devices["train-0"]
+    if is_shared and run.config.devices.threads is None:
         lines.insert(1, "workers shared cores or a device: on their own they are faster")
     row = "{:7}{:9}{:10,.0f}{:10,.0f}{:10,.0f}{:15.0%}{:9.0%}"
     return "\n".join([*lines, *(row.format(*split) for split in splits)])
