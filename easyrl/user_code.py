@@ -7,6 +7,7 @@ import ast
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import re
@@ -112,7 +113,7 @@ def _load(path: str) -> ModuleType:
     if not is_file:
         return importlib.import_module(path)
     name = file.stem  # by which processes that it starts can import it, unless it is another's
-    found = None if name in sys.modules else importlib.util.find_spec(name)
+    found = None if name in sys.modules else importlib.machinery.PathFinder.find_spec(name)
     if found is None or _file(found.origin or "") != file:
         name = f"easyrl_user_{name}"
     spec = importlib.util.spec_from_file_location(name, file)
