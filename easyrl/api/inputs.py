@@ -44,13 +44,7 @@ import sys
 import cloudpickle
 
 sys.path += [path for path in {paths} if path not in sys.path]
-globals().update(
-    cloudpickle.loads(
-        base64.b64decode(
-            "{pickled}"
-        )
-    )
-)
+globals().update(cloudpickle.loads(base64.b64decode("{pickled}")))
 '''
 
 

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -74,11 +75,6 @@ def titles_of(runs: Sequence[History]) -> dict[str, str]:
     return {**RESULTS, **(functions if len(functions) > 1 else {}), **OTHERS}
 
 
-def colour_of(number: int) -> str:
-    """Colour of a run."""
-    return COLOURS[number % len(COLOURS)]
-
-
 @rc_context(STYLE)
 def draw_curves(
     runs: Sequence[History], titles: Mapping[str, str], size: tuple[float, float]
@@ -91,12 +87,12 @@ def draw_curves(
     all_axes = figure.subplots(len(keys), sharex=True, squeeze=False)[:, 0]
     for axes, key in zip(all_axes, keys, strict=True):
         axes.set_title(titles[key])
-        for number, run in enumerate(runs):
+        for run, colour in zip(runs, cycle(COLOURS), strict=False):
             iterations, values = run.series(key)
             errors = [run.lines[n].get(ERROR) or 0.0 for n in iterations]
             if iterations:
                 axes.errorbar(iterations, values, errors if key == ACCURACY else None,
-                              color=colour_of(number), label=run.name, capsize=2,
+                              color=colour, label=run.name, capsize=2,
                               marker="." if len(values) < 30 else "")  # fmt: skip
         if key in SHARES:
             bottom, top = axes.get_ylim()
