@@ -2,10 +2,10 @@
 
     a run's events ──TraceWriter──► trace.json ──RunFiles──► events ──► the same views as in the run
 
-    process 0            controller: iterations, evaluations; counters for ring and reward
+    process 0            controller: iterations, evaluations
     process 1, 2, …      one per worker: its own work, rewards being scored, its events
 
-One JSON object per line. `args` is the event itself. Names, counters and spans are for the picture
+One JSON object per line. `args` is the event itself. Names and spans are for the picture
 only. Times are Unix microseconds; those inside of an event are its own. The list has no end, which
 the format allows: a killed run leaves a valid trace, and a resumed run continues it.
 """
@@ -78,7 +78,6 @@ class TraceWriter:
         self._path: Path | None = None
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         self._processes: dict[str, int] = {}
-        self._num_in_ring = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.RunStarted):
@@ -98,7 +97,7 @@ class TraceWriter:
     def _lines(self, event: Event) -> Iterator[Line]:
         match event:
             case events.RunStarted(devices=devices):
-                yield self._name("process", "controller")
+                yield self._line("M", "process_name", event.started, {"name": "controller"})
                 for worker, device in devices.items():
                     yield from self._names(worker, device)
             case events.WorkerSpawned(worker=worker, device=device):
@@ -109,40 +108,26 @@ class TraceWriter:
         name, ph = SPANS.get(type(event), (type(event).__name__, "i"))
         time_ = getattr(event, "time", getattr(event, "started", time.monotonic()))
         yield self._line(ph, name, time_, encode(event))
-        if isinstance(event, events.IterationFinished):
-            reward = {"reward": encode(event.metrics["reward"])}
-            yield self._line("C", "reward", event.time, reward)
 
     def _names(self, worker: str, device: str) -> Iterator[Line]:
         process = self._processes.setdefault(worker, len(self._processes) + 1)
-        yield self._name("process", f"{worker} ({device})", pid=process)
-        for thread, name in enumerate(("work", "rewards", "events")):
-            yield self._name("thread", name, pid=process, tid=thread)
-
-    def _name(self, what: str, name: str, **more: int) -> Line:
-        return self._line("M", f"{what}_name", time.monotonic(), {"name": name}, **more)
+        now, name = time.monotonic(), {"name": f"{worker} ({device})"}
+        yield self._line("M", "process_name", now, name, pid=process)
+        for thread, what in enumerate(("work", "rewards", "events")):
+            yield self._line("M", "thread_name", now, {"name": what}, pid=process, tid=thread)
 
     def _worker_lines(self, event: FromWorker, process: int) -> Iterator[Line]:
         match event.event:
-            case events.Activity(spans, num_groups):
+            case events.Activity(spans):
                 for span in spans:
                     thread = REWARDS if span.kind == "score" else WORK
                     duration = round((span.ended - span.started) * 1e6)
                     more = {"pid": process, "tid": thread, "dur": duration}
                     yield self._line("X", span.kind, span.started, {}, **more)
-                if num_groups:
-                    yield self._count_ring(spans[-1].ended, -num_groups)
-            case events.GroupScored(is_rejected=is_rejected):
-                if not is_rejected:
-                    yield self._count_ring(event.time, +1)
             case events.WeightsExchanged() | events.IterationTrained():
                 return
         name = type(event.event).__name__
         yield self._line("i", name, event.time, encode(event), pid=process, tid=EVENTS)
-
-    def _count_ring(self, time_: float, change: int) -> Line:
-        self._num_in_ring += change
-        return self._line("C", "groups in the ring", time_, {"groups": self._num_in_ring})
 
     def _line(self, ph: str, name: str, time_: float, args: Line, **more: int) -> Line:
         ts = round((time_ + self._clock) * 1e6)
