@@ -11,7 +11,7 @@ A `Config` is checked when it is made. The docstrings of the keys are the commen
 import json
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -25,11 +25,11 @@ from easyrl.config.data import DataConfig as DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
 from easyrl.config.hints import INSTEAD, SYNONYMS, names_of_others, similar_names
-from easyrl.config.model import ModelConfig
+from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.reward import RewardConfig as RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.section import MAY_CHANGE, Mark, Section, is_section, kinds
+from easyrl.config.section import MAY_CHANGE, Mark, Section, kinds
 from easyrl.config.train import TrainConfig
 from easyrl.formatting import ConfigError as ConfigError
 
@@ -123,22 +123,14 @@ class Config(Section):
         return self
 
 
-def _sections(model: type[Section], within: str = "") -> dict[str, type[Section]]:
-    found: dict[str, type[Section]] = {}
-    for name, field in model.model_fields.items():
-        if is_section(section := field.annotation):
-            found[within + name] = section  # type: ignore[assignment]
-            found |= _sections(section, f"{within}{name}.")  # type: ignore[arg-type]
-    return found
-
-
-SECTIONS = _sections(Config)
+SECTIONS: dict[str, Any] = {"model": ModelConfig, "model.lora": LoraConfig}
+SECTIONS |= {name: field.annotation for name, field in Config.model_fields.items()}
 """All sections by their names, each before those inside it."""
 KEYS = {
     f"{name}.{key}": field
     for name, section in SECTIONS.items()
     for key, field in section.model_fields.items()
-    if not is_section(field.annotation)
+    if f"{name}.{key}" not in SECTIONS
 }
 """All keys by their full names, as `model.lora.rank`."""
 OPTIONS = {
@@ -339,27 +331,24 @@ def to_commented_yaml(
 ) -> str:
     """Print the config as YAML with comments. `only_changes`: only the keys whose value is not the
     default; `only`: only these keys and sections. A comment then gives the default."""
-    shown = {*(_changed_keys(config, Config()) if only_changes else KEYS)}
+    shown, text = _changed_keys(config, Config()) if only_changes else [*KEYS], ""
     if only:
-        shown = {name for name in shown if any(f"{name}.".startswith(f"{each}.") for each in only)}
-    return _commented(config, "", shown, gives_default=bool(only_changes or only))
-
-
-def _commented(section: Section, prefix: str, shown: Set[str], *, gives_default: bool) -> str:
-    blocks, indent = [], "  " * prefix.count(".")
-    for key, field in type(section).model_fields.items():
-        value, name = getattr(section, key), prefix + key
-        if isinstance(value, Section):
-            if inner := _commented(value, f"{name}.", shown, gives_default=gives_default):
-                heading = _comment(type(value).__doc__, indent)
-                blocks.append(f"{heading}{indent}{key}:\n{inner}")
-        elif name in shown:
-            comment = _comment(field.description, indent)
-            if gives_default:
-                default = attrgetter(name)(Config())
-                comment += _comment(f"Default: {_yaml_value(default)}", indent)
-            blocks.append(f"{comment}{indent}{key}: {_yaml_value(value)}\n")
-    return ("" if indent else "\n").join(blocks)
+        shown = [key for key in shown if any(f"{key}.".startswith(f"{each}.") for each in only)]
+    for name, section in SECTIONS.items():
+        if not any(key.startswith(f"{name}.") for key in shown):
+            continue
+        *outer, last = name.split(".")
+        indent = "  " * len(outer)
+        text += "" if outer or not text else "\n"
+        text += f"{_comment(section.__doc__, indent)}{indent}{last}:\n"
+        for key in (key for key in shown if key.rpartition(".")[0] == name):
+            comments = [KEYS[key].description]
+            if only_changes or only:
+                comments.append(f"Default: {_yaml_value(attrgetter(key)(Config()))}")
+            text += "".join(_comment(comment, f"{indent}  ") for comment in comments)
+            value = _yaml_value(attrgetter(key)(config))
+            text += f"{indent}  {key.rpartition('.')[2]}: {value}\n"
+    return text
 
 
 def _changed_keys(config: Config, base: Config) -> list[str]:

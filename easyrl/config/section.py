@@ -34,7 +34,7 @@ class Section(BaseModel):
     @classmethod
     def _check_type(cls, value: Any, info: Any) -> Any:
         annotation = cls.model_fields[info.field_name].annotation
-        if value is None and is_section(annotation):
+        if value is None and isinstance(annotation, type) and issubclass(annotation, Section):
             return {}  # a section whose keys are all commented out
         if isinstance(value, str) and value.lower() == "none" and NoneType in kinds(annotation):
             return None  # as Python writes it
@@ -46,10 +46,6 @@ class Section(BaseModel):
 def kinds(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the one type."""
     return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-
-
-def is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _check_each_once(value: Any) -> Any:

@@ -123,8 +123,6 @@ class LiveView:
         self._live.start(refresh=True)
 
     def _render(self) -> RenderableType:
-        with contextlib.suppress(OSError):
-            self._console.size = os.get_terminal_size(self._console.file.fileno())  # type: ignore[assignment]
         try:
             with self._lock:
                 return render(self._state, self._now(), *self._console.size)
@@ -181,8 +179,7 @@ def notebook_display() -> Any:
 
 
 def _end_table(state: RunState) -> RenderableType | None:
-    has_failed = state.ended is not None and state.ended.exit_code != 0
-    if state.run is None or state.summary is None or has_failed:
+    if state.run is None or state.summary is None or (state.ended and state.ended.exit_code):
         return None
     return end_table(state.run, state.summary)
 
