@@ -231,9 +231,15 @@ def _put(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error."""
+    """YAML in which a key given twice, or an alias of a list or mapping, is an error."""
 
     yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
+        if is_alias and not isinstance(node, yaml.ScalarNode):
+            raise yaml.YAMLError("expected no alias of a list or mapping: it may grow endlessly")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = {}
