@@ -23,8 +23,6 @@ SYNONYMS = {
     "torch_dtype": "dtype",
 }
 """Last parts of names."""
-SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-"""Accepted for `model.dtype`."""
 CLOSE = 0.75
 """Similarity, of at most 1, from which a name is suggested."""
 INSTEAD = {
