@@ -24,7 +24,6 @@ from easyrl.devices import NO_AUTOLOAD
 from easyrl.evaluation.command import evaluate as run_evaluation
 from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
-from easyrl.observe.view import notebook_display
 from easyrl.processes import UNGUARDED
 from easyrl.runtime.resume import config_file_of, run_folder_of, settings_to_evaluate
 from easyrl.runtime.run import run
@@ -220,7 +219,7 @@ def _observers(
     config: Config, ends: list[events.RunEnded], *, progress: bool
 ) -> list[events.Observer]:
     """The observers of a run. The last event goes to `ends`: exceptions say why a run failed."""
-    *others, view = make_observers(config, live=False, display=notebook_display())
+    *others, view = make_observers(config, live=False)
 
     def observe(event: events.Event) -> events.Note | None:
         if isinstance(event, events.RunEnded):

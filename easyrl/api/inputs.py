@@ -141,10 +141,7 @@ class Inputs:
                 config = Config(**json.loads(values.replace(HERE, json.dumps(str(home))[1:-1])))
             yield config
         except ConfigError as error:
-            text = re.sub(rf"{re.escape(str(folder / INPUTS))}/\w+\.py:", "", str(error))
-            for name in DATASETS.values():
-                text = text.replace(f"{folder / INPUTS}/{name}.jsonl", "the rows")
-            raise ConfigError(text) from None
+            raise ConfigError(str(error).replace(f"{folder}/", "")) from None
         except OSError as error:
             raise ConfigError(f"output.dir (output): cannot write '{folder}': {error}") from None
         finally:

@@ -20,7 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.layout import Layout
@@ -40,7 +39,6 @@ from easyrl.observe.state import RunState, WorkerState, main_kind, problems_in
 from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
-Clock = Callable[[], float]
 REFRESHES_PER_SECOND = 2
 LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
 LAST_PICTURE_LINES, LEAST_PICTURE_LINES = 22, 5
@@ -74,7 +72,9 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 class LiveView:
     """An observer that draws the run on an alternate screen, and prints how it ended."""
 
-    def __init__(self, now: Clock = time.monotonic, log_file: Path | None = None) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, log_file: Path | None = None
+    ) -> None:
         """`now` is the clock of the events. Other output goes to `log_file`, or the run's logs."""
         self._now, self._log_file = now, log_file
         self._state = RunState()
@@ -146,15 +146,14 @@ class LiveView:
 class NotebookView:
     """The live view as one output of a notebook's cell, drawn anew with the events."""
 
-    def __init__(self, display: Any, now: Clock = time.monotonic) -> None:
-        """`display`: the module `IPython.display`."""
-        self._display, self._now, self._state = display, now, RunState()
-        self._output: Any = None  # the cell's output, once there is one
-        self._next = 0.0
+    def __init__(self) -> None:
+        self._display = importlib.import_module("IPython.display")
+        self._output = self._display.display(self._display.HTML(""), display_id=True)
+        self._state, self._next = RunState(), 0.0
 
     def __call__(self, event: Event) -> None:
         self._state.apply(event)
-        state, now = self._state, self._now()
+        state, now = self._state, time.monotonic()
         is_end = isinstance(event, events.RunEnded)
         if state.run is None or (now < self._next and not is_end):
             return
@@ -165,17 +164,9 @@ class NotebookView:
         )
         console.print(render(state, now, width, height), height=height)
         html = console.export_html(theme=MONOKAI, inline_styles=True, code_format=NOTEBOOK_HTML)
-        if self._output is None:
-            self._output = self._display.display(self._display.HTML(html), display_id=True)
-        else:
-            self._output.update(self._display.HTML(html))
+        self._output.update(self._display.HTML(html))
         if is_end and (table := _end_table(state)):
             say_rich(table)
-
-
-def notebook_display() -> Any:
-    """Return the module `IPython.display` in a notebook, else None."""
-    return importlib.import_module("IPython.display") if Console().is_jupyter else None
 
 
 def _end_table(state: RunState) -> RenderableType | None:
