@@ -98,13 +98,10 @@ class DevicesConfig(Section):
     in deterministic runs: how sums are split between threads changes their bits)."""
 
     @property
-    def sets(self) -> tuple[DeviceSet | None, DeviceSet | None, DeviceSet | None]:
+    def sets(self) -> list[DeviceSet | None]:
         """`infer`, `train` and `spare`, parsed."""
-        infer, train, spare = (
-            None if text is None else parse_device_set(text)
-            for text in (self.infer, self.train, self.spare)
-        )
-        return infer, train, spare
+        texts = (self.infer, self.train, self.spare)
+        return [None if text is None else parse_device_set(text) for text in texts]
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from easyrl import events
@@ -107,7 +107,7 @@ def show_comparison(figures: Named, other: str, file: Path) -> None:
 
 
 def _grid(*headings: str) -> Table:
-    table = Table(show_header=any(headings), box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(Text(heading), overflow="fold")
-    return table
+    columns = [Column(Text(heading), overflow="fold") for heading in headings]
+    return Table(
+        *columns, show_header=any(headings), box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from easyrl import events
@@ -120,9 +120,8 @@ def print_end(exit_code: int, message: str) -> None:
 
 def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableType:
     """Return what a finished run reached, at what speed, and the next commands."""
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(style="dim", no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in result_rows(summary, run.config, run.devices):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(run.folder)))

@@ -26,7 +26,7 @@ from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
@@ -234,10 +234,8 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
         text += f"  groups {state.num_groups}/{train.prompts_per_iteration}"
         left = state.seconds_left(now)
         right += f"  ETA {clock(left)}" if left is not None else "  ETA -:--"
-    row = Table.grid(expand=True, padding=(0, 1, 0, 0))
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True)
+    columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
+    row = Table.grid(*columns, expand=True, padding=(0, 1, 0, 0))
     bar = ProgressBar(total=max(1, total), completed=done, complete_style="blue")
     row.add_row(Text(text, style), bar, Text(right, "bold"))
     return row
