@@ -166,12 +166,6 @@ class RunState:
         return max(self.lines, default=-1) + 1
 
     @property
-    def problems(self) -> dict[str, float]:
-        """Sums over the iterations."""
-        lines = self.lines.values()
-        return {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
-
-    @property
     def mean_iteration_seconds(self) -> float | None:
         newest = list(self.lines.values())[-ETA_ITERATIONS:]
         return fmean(line["perf/iteration_seconds"] for line in newest) if newest else None

@@ -35,7 +35,7 @@ from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Event, SpanKind
 from easyrl.formatting import counted, printable, shorten
 from easyrl.observe.lines import end_table, function_of, print_end
-from easyrl.observe.state import RunState, WorkerState, main_kind, problems_in
+from easyrl.observe.state import PROBLEMS, RunState, WorkerState, main_kind, problems_in
 from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
@@ -242,9 +242,11 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
 
 
 def _warnings(state: RunState, width: int) -> list[RenderableType]:
-    texts = (", ".join(problems_in(state.problems)), state.note, state.warning)
-    lines = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
-    return [_line((printable(line), "bold yellow")) for line in [*lines, *texts] if line]
+    lines = state.lines.values()
+    counts = {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
+    texts = (", ".join(problems_in(counts)), state.note, state.warning)
+    notes = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
+    return [_line((printable(line), "bold yellow")) for line in [*notes, *texts] if line]
 
 
 def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
