@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
-from easyrl.formatting import printable
+from easyrl.formatting import printable, shorten
 
 MAX_MESSAGE = 8000  # characters of one message on the terminal
 
@@ -28,9 +28,7 @@ def shown(value: float | None, spec: str) -> str:
 
 def safe(text: str, max_length: int = MAX_MESSAGE) -> str:
     """Make text of any origin safe to print: printable lines, with the middle cut out if long."""
-    if len(text) > max_length:
-        half = max_length // 2
-        text = f"{text[:half]}\n… (shortened, the logs have all of it)\n{text[-half:]}"
+    text = shorten(text, max_length, "\n… (shortened, the logs have all of it)\n")
     return printable(text.expandtabs(4), keep="\n")
 
 
