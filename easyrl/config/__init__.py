@@ -313,6 +313,8 @@ def _problem(details: Any) -> str:
         return f"{name}: unknown setting; {key_hint(name)}"
     if details["type"] == "value_error" and name in ("", *SECTIONS):
         return message  # of a check of several keys, which names them
+    if details["type"] == "model_type":
+        message = "expected keys of this section"
     value = json.dumps(details["input"], ensure_ascii=False, default=str)
     instead = INSTEAD.get((name, str(details["input"]).lower()))
     return f"{name}: {message}, got {value}" + (f"; use {instead}" if instead else "")
