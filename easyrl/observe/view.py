@@ -148,11 +148,12 @@ class NotebookView:
 
     def __init__(self) -> None:
         self._display = importlib.import_module("IPython.display")
-        self._output = self._display.display(self._display.HTML(""), display_id=True)
         self._state, self._next = RunState(), 0.0
 
     def __call__(self, event: Event) -> None:
         self._state.apply(event)
+        if isinstance(event, events.RunStarted):
+            self._output = self._display.display(self._display.HTML(""), display_id=True)
         state, now = self._state, time.monotonic()
         is_end = isinstance(event, events.RunEnded)
         if state.run is None or (now < self._next and not is_end):
