@@ -17,10 +17,10 @@ def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def shorten(text: str, limit: int) -> str:
-    """Cut the middle out of a text that is longer than `limit` characters."""
+def shorten(text: str, limit: int, cut: str = "…") -> str:
+    """Replace the middle of a text that is longer than `limit` characters by `cut`."""
     half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
+    return text if len(text) <= limit else f"{text[:half]}{cut}{text[-half:]}"
 
 
 def printable(text: str, keep: str = "") -> str:

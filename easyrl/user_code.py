@@ -113,9 +113,8 @@ def _load(path: str) -> ModuleType:
     if not is_file:
         return importlib.import_module(path)
     name = file.stem  # by which processes that it starts can import it, unless it is another's
-    found = importlib.machinery.PathFinder.find_spec(name)
-    is_other = found is None or _file(found.origin or "") != file
-    if is_other or name in sys.modules or name in sys.stdlib_module_names:
+    found = None if name in sys.modules else importlib.machinery.PathFinder.find_spec(name)
+    if found is None or _file(found.origin or "") != file:
         name = f"easyrl_user_{name}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the suffix is .py

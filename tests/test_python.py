@@ -21,8 +21,8 @@ from easyrl.api.calls import Run, evaluate, train
 from easyrl.cli.eval import evaluate as eval_command
 from easyrl.cli.grpo import grpo
 from easyrl.config import Config
+from easyrl.observe.observers import make_observers
 from easyrl.observe.text import say_rich
-from easyrl.observe.view import NotebookView, notebook_display
 from runs import lines_of, wait_for_line
 from tool_models import call, chat_model
 
@@ -236,17 +236,21 @@ class FakeDisplay(list[str]):
 
 
 def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
-    assert notebook_display() is None
-    display, times = FakeDisplay(), iter(range(100))
+    display = FakeDisplay()
+    for name in ("IPython", "IPython.display"):
+        monkeypatch.setitem(sys.modules, name, display)
+    make_observers(Config(), live=False)
+    assert not display, "no notebook"
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("easyrl.observe.view.REFRESHES_PER_SECOND", 1e9)
     of_rich = []  # Rich would add an output of its own for each picture
     monkeypatch.setattr("rich.jupyter.display", lambda *given: of_rich.append(given))
-    view = NotebookView(display, now=lambda: float(next(times)))
+    *_, view = make_observers(Config(), live=False)
     view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
     view(events.FromWorker("train-0", 1.0, events.Starting("loading the model")))
     view(events.RunEnded(1, ""))
-    assert len(display) == 3 and "loading the model" in display[1]
-    assert all(html.startswith("<pre") and "rollout-0 cpu" in html for html in display)
+    assert len(display) == 4 and "loading the model" in display[2]
+    assert all(html.startswith("<pre") and "rollout-0 cpu" in html for html in display[1:])
     say_rich("text")
     assert not of_rich
 

@@ -76,7 +76,7 @@ def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch
             assert content(follower) == content(live), event
             assert (folder / "trace.json").stat().st_size <= 30_000
             kinds |= {line["ph"] for line in lines_of(folder)}
-    assert live.ended is not None and kinds == {"M", "X", "B", "E", "i", "C"}
+    assert live.ended is not None and kinds == {"M", "X", "B", "E", "i"}
     late = state_of(RunFiles(folder).read())  # has only the newest part, and what matters
     kept = [json.dumps([each.accuracies, each.lines]) for each in (late, live)]
     assert kept[0] == kept[1].replace("NaN", "null")

@@ -24,7 +24,6 @@ from easyrl.devices import NO_AUTOLOAD
 from easyrl.evaluation.command import evaluate as run_evaluation
 from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
-from easyrl.observe.view import notebook_display
 from easyrl.processes import UNGUARDED
 from easyrl.runtime.resume import config_file_of, run_folder_of, settings_to_evaluate
 from easyrl.runtime.run import run
@@ -152,8 +151,17 @@ def train(
             refuse_existing(folder, but_inputs=False)
         ends: list[events.RunEnded] = []
         with inputs.stored(resolved, folder) as stored:
-            observers = _observers(stored, ends, progress=progress)
-            run(stored, observers, resumed)
+            *others, view = make_observers(stored, live=False)
+
+            def observe(event: events.Event) -> events.Note | None:
+                if isinstance(event, events.RunEnded):  # an exception says why a run failed
+                    ends.append(event)
+                    event = events.RunEnded(
+                        event.exit_code, "" if event.exit_code else event.message
+                    )
+                return view(event) if progress else None
+
+            run(stored, [*others, observe], resumed)
         return Run(_finished(ends[0], folder))
 
 
@@ -214,21 +222,6 @@ def _resolve(
         )
     inputs = Inputs(values)
     return load_config(None if file is None else Path(file), values), inputs
-
-
-def _observers(
-    config: Config, ends: list[events.RunEnded], *, progress: bool
-) -> list[events.Observer]:
-    """The observers of a run. The last event goes to `ends`: exceptions say why a run failed."""
-    *others, view = make_observers(config, live=False, display=notebook_display())
-
-    def observe(event: events.Event) -> events.Note | None:
-        if isinstance(event, events.RunEnded):
-            ends.append(event)
-            event = events.RunEnded(event.exit_code, "" if event.exit_code else event.message)
-        return view(event) if progress else None
-
-    return [*others, observe]
 
 
 def _finished(end: events.RunEnded, folder: Path) -> Path:

@@ -33,6 +33,8 @@ CODE = {
     "rollout.tools": ("tools", "rollout={'tools': …}"),
 }
 """The name of the file, and of the argument."""
+HERE = "<inputs>"
+"""Stands for the folder of the files until it is known."""
 FILE = '''"""What a Python program has given: {names}."""
 # content {digest}
 
@@ -42,13 +44,7 @@ import sys
 import cloudpickle
 
 sys.path += [path for path in {paths} if path not in sys.path]
-globals().update(
-    cloudpickle.loads(
-        base64.b64decode(
-            "{pickled}"
-        )
-    )
-)
+globals().update(cloudpickle.loads(base64.b64decode("{pickled}")))
 '''
 
 
@@ -57,11 +53,10 @@ class Inputs:
 
     def __init__(self, values: dict[str, Any]) -> None:
         """Raises ConfigError for rows and functions that cannot be stored."""
-        self._values: dict[str, Any] = {}  # relative names in the folder of inputs
-        self._texts: dict[str, str] = {}
+        self._texts: dict[str, str] = {}  # of the files, by name
         for key, name in DATASETS.items():
             if (rows := values.get(key)) is not None and not _is_names(rows):
-                values[key] = self._values[key] = self._take_rows(key, name, rows)
+                values[key] = self._take_rows(key, name, rows)
         for key in CODE:
             if (given := values.get(key)) is not None:
                 values[key] = self._take_code(key, given)
@@ -84,31 +79,24 @@ class Inputs:
                     f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"
                 ) from None
         self._texts[f"{name}.jsonl"] = "".join(lines)
-        return f"{name}.jsonl"
+        return f"{HERE}/{name}.jsonl"
 
     def _take_code(self, key: str, given: Any) -> Any:
         """Return the value of the setting, in which names stand for functions and classes."""
         file, argument = CODE[key]
-        is_single = isinstance(given, str) or not isinstance(given, Sequence | Mapping)
-        if is_single:
-            given = [given]
         stored: dict[str, Callable[..., Any]] = {}
-        specs = []
-        for each in given.values() if isinstance(given, Mapping) else given:
+
+        def name_of(each: Any) -> str:
             if isinstance(each, str):
-                specs.append(each)
-                continue
+                return each
             if not callable(each):
                 raise ConfigError(
                     f"{key} ({argument}): expected functions, classes or their names, got {each!r}"
-                    + " (weights: reward={'functions': [...], 'weights': [...]})"
-                    * (argument == "reward")
                 )
             name = getattr(each, "__name__", type(each).__name__).strip("<>")
             while name in stored:
                 name += "_"
             stored[name] = each
-            specs.append(f"{file}.py:{name}")
             try:
                 cloudpickle.dumps(each)
             except Exception as error:  # of many types
@@ -117,11 +105,15 @@ class Inputs:
                     "create what it uses inside the function, or pass its name in a file: "
                     f"'my_{file}.py:{name}'"
                 ) from None
-        value: Any = specs
+            return f"{HERE}/{file}.py:{name}"
+
+        value: Any
         if isinstance(given, Mapping):
-            value = dict(zip(given, specs, strict=True))
-        elif is_single and key == "rollout.environment":
-            value = specs[0]
+            value = {name: name_of(each) for name, each in given.items()}
+        elif isinstance(given, list | tuple):
+            value = [name_of(each) for each in given]
+        else:
+            value = name_of(given)
         if stored:
             pickled = cloudpickle.dumps(stored)
             self._texts[f"{file}.py"] = FILE.format(
@@ -130,7 +122,6 @@ class Inputs:
                 digest=_digest(pickled),
                 pickled=base64.b64encode(pickled).decode(),
             )
-            self._values[key] = value
         return value
 
     @contextmanager
@@ -140,20 +131,17 @@ class Inputs:
         folder, is_new = folder.absolute(), not folder.exists()
         config = change_config(config, {"output.dir": str(folder)})
         try:
-            if self._values:
+            if self:
                 home = folder / INPUTS
                 folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
                 home.mkdir(exist_ok=True)
                 for name, text in self._texts.items():
                     (home / name).write_text(text, encoding="utf-8")
-                paths = {key: self._located(home, value) for key, value in self._values.items()}
-                config = change_config(config, paths)
+                values = json.dumps(config.model_dump(mode="json", exclude_unset=True))
+                config = Config(**json.loads(values.replace(HERE, json.dumps(str(home))[1:-1])))
             yield config
         except ConfigError as error:
-            text = re.sub(rf"{re.escape(str(folder / INPUTS))}/\w+\.py:", "", str(error))
-            for name in DATASETS.values():
-                text = text.replace(f"{folder / INPUTS}/{name}.jsonl", "the rows")
-            raise ConfigError(text) from None
+            raise ConfigError(str(error).replace(f"{folder}/", "")) from None
         except OSError as error:
             raise ConfigError(f"output.dir (output): cannot write '{folder}': {error}") from None
         finally:
@@ -161,15 +149,8 @@ class Inputs:
                 if is_new and has_only_inputs(folder):
                     shutil.rmtree(folder)
 
-    def _located(self, home: Path, value: Any) -> Any:
-        if isinstance(value, str):
-            return f"{home}/{value}" if value.partition(":")[0] in self._texts else value
-        if isinstance(value, Mapping):
-            return {name: self._located(home, each) for name, each in value.items()}
-        return [self._located(home, each) for each in value]
-
     def __bool__(self) -> bool:
-        return bool(self._values)
+        return bool(self._texts)
 
 
 def _digest(pickled: bytes) -> str:

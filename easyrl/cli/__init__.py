@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from easyrl import __version__
-from easyrl.cli import control, reports, tools
+from easyrl.cli import tools
 from easyrl.cli.bench import bench
 from easyrl.cli.common import Commands, CommandWithSettings
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
-from easyrl.cli.plan import plan
 from easyrl.devices import NO_AUTOLOAD
 
 app = typer.Typer(
@@ -49,15 +48,15 @@ app.command(cls=CommandWithSettings)(grpo)
 app.command("eval", cls=CommandWithSettings)(evaluate)
 app.command()(tools.samples)
 app.command()(tools.watch)
-app.command()(reports.report)
-app.command()(reports.plot)
-app.command()(control.status)
-app.command()(control.scale)
-app.command()(control.stop)
+app.command()(tools.report)
+app.command()(tools.plot)
+app.command()(tools.status)
+app.command()(tools.scale)
+app.command()(tools.stop)
 app.command()(tools.doctor)
 app.command()(tools.export)
 app.command("config")(tools.print_config)
-app.command()(plan)
+app.command()(tools.plan)
 app.command()(bench)
 
 

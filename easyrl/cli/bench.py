@@ -1,12 +1,10 @@
 """`easyrl bench`: measure."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from typer import Option
@@ -14,10 +12,9 @@ from typer import Option
 from easyrl.cli.common import Force, InferDevices, TrainDevices, Words, check_new, command
 from easyrl.formatting import ConfigError
 
+ROOT = Path(__file__).parents[2]
 SHIPPED = ("loop", "peer")
 """The other suites are for development. They are in the folder `benchmarks` of a checkout."""
-ROOT = Path(__file__).parents[2]
-IS_WHEEL = not (ROOT / "benchmarks" / "ring.py").exists()
 SUITES = {
     "attention": "groups that store their prompt once against groups that repeat it",
     "engine": "the embedded engine against transformers' generate",
@@ -28,17 +25,11 @@ SUITES = {
     "ring": "the ring buffer against a queue",
     "weights": "a weight update against bare broadcasts (takes devices)",
 }
-if IS_WHEEL:
-    SUITES = {name: SUITES[name] for name in SHIPPED}
-if TYPE_CHECKING:
-    Suite = str
-else:
-    Suite = Literal[tuple(SUITES)]
 
 
 @command
 def bench(
-    suite: Annotated[Suite, typer.Argument(metavar="SUITE", help="One of the suites above.")],
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="One of the suites above.")],
     *,
     words: Words = None,
     infer_devices: InferDevices = None,
@@ -48,12 +39,10 @@ def bench(
         Option(help="`loop`: 0.6B, 1.7B or small; `peer`: a folder or a hub id. Default: random."),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        Option(help=f"Data type of `loop`{'' if IS_WHEEL else ', `weights`'}."),
+        Literal["float32", "bfloat16"] | None, Option(help="Data type of `loop`, `weights`.")
     ] = None,
     prompts: Annotated[
-        int | None,
-        Option(min=2, help="Prompts per iteration of pipeline; default: 64.", hidden=IS_WHEEL),
+        int | None, Option(min=2, help="Prompts per iteration of `pipeline`; default: 64.")
     ] = None,
     rows: Annotated[
         str | None, Option(metavar="ROW,ROW", help="Rows of `peer`; default: all.")
@@ -67,6 +56,9 @@ def bench(
     options = {name: value for name, value in dict(locals()).items() if value}
     for name in ("suite", "json", "force"):
         options.pop(name, None)
+    suites = SUITES if (ROOT / "benchmarks" / "ring.py").exists() else SHIPPED
+    if suite not in suites:
+        raise ConfigError(f"bench: expected one of {', '.join(suites)}, got '{suite}'")
     check_new("--json", json, force=force)
     from easyrl.bench.harness import run_suite
 
@@ -80,5 +72,5 @@ def bench(
 
 
 of_suites = ";\n".join(f"{name}: {text}" for name, text in SUITES.items())
-note = "\n\nSingle parts are measured in a checkout of the repository." if IS_WHEEL else ""
-bench.__doc__ = f"{bench.__doc__}\n\n{of_suites}.{note}"
+note = "All but loop and peer are measured in a checkout of the repository."
+bench.__doc__ = f"{bench.__doc__}\n\n{of_suites}.\n\n{note}"

@@ -1,12 +1,14 @@
-"""The commands with few options: samples, watch, export, config, doctor."""
+"""The commands with few options, from `easyrl samples` to `easyrl doctor`."""
 
+import json
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
 
-from easyrl.cli.common import ConfigFile, Force, NoLive, command, echo
+from easyrl.cli.common import ConfigFile, Force, NoLive, Words, check_new, command, echo
 from easyrl.formatting import ConfigError
 
 
@@ -125,3 +127,160 @@ def doctor(
     from easyrl.cli.doctor import run_doctor
 
     return run_doctor(as_json=json, has_test=test)
+
+
+LiveRun = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a live run.")]
+
+
+@command
+def status(
+    folder: LiveRun,
+    as_json: Annotated[bool, Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show the workers of a live run, and which side waits for the other."""
+    from easyrl.observe.lines import status_table
+    from easyrl.observe.text import say_rich
+    from easyrl.runtime.control import request
+
+    reply = request(folder, {"command": "status"})
+    if as_json:
+        echo(json.dumps(reply, indent=2))
+    else:
+        say_rich(status_table(reply))
+
+
+@command
+def scale(
+    folder: LiveRun,
+    infer_devices: Annotated[
+        str, Option(help="Devices that shall generate from now on: 0-5, 0,2,5, cpu:2 or ray:8.")
+    ],
+) -> None:
+    """Add and remove rollout workers of a live run."""
+    from easyrl.runtime.control import request
+
+    echo(request(folder, {"command": "scale", "infer_devices": infer_devices})["message"])
+
+
+@command
+def stop(folder: LiveRun) -> None:
+    """Stop a live run after its last complete iteration, with a checkpoint to resume from."""
+    from easyrl.runtime.control import request
+    from easyrl.runtime.run_folder import is_locked, resume_hint
+
+    echo(request(folder, {"command": "stop"})["message"])
+    while is_locked(folder):
+        time.sleep(0.1)
+    is_finished = (folder / "summary.json").is_file()  # meanwhile
+    echo(f"{folder} has {'finished' if is_finished else f'stopped{resume_hint(folder)}'}")
+
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The run folders.")]
+
+
+@command
+def report(
+    folders: Runs,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="Default: report.html, of one run in RUN."),
+    ] = None,
+    csv: Annotated[
+        bool, Option("--csv", help="The metrics of all iterations as CSV, to FILE or the screen.")
+    ] = False,
+    force: Force = False,
+) -> None:
+    """Write one HTML page about runs: curves, timeline, samples, settings. It needs no network."""
+    from easyrl.observe.history import read_histories, to_csv
+
+    runs = read_histories(folders)
+    file = _new_file(folders, output, "report.html", force=force)
+    if csv:
+        text = to_csv(runs)
+    else:
+        from easyrl.observe.report import to_page  # with matplotlib: later than errors
+
+        text = to_page(runs)
+    if csv and output is None:
+        echo(text, nl=False)
+    else:
+        _write(file, text.encode(errors="replace"))
+
+
+@command
+def plot(
+    folders: Runs,
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Ends in .svg or .png. Default: curve.svg, of one run in RUN.",
+        ),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Draw reward and held-out accuracy of runs into one picture."""
+    from easyrl.observe.history import read_histories
+
+    runs = read_histories(folders)
+    file = _new_file(folders, output, "curve.svg", force=force)
+    from easyrl.observe.plots import draw_results  # with matplotlib: later than errors
+
+    _write(file, draw_results(runs, file.suffix))
+
+
+def _new_file(folders: list[Path], output: Path | None, name: str, *, force: bool) -> Path:
+    """Return the file to write. Only that in the folder of a run may exist."""
+    is_own = output is None and len(folders) == 1
+    file = output or (folders[0] if is_own else Path()) / name
+    check_new("--output", file, force=force or is_own)
+    return file
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write the file and print its name."""
+    file.write_bytes(content)
+    echo(str(file))
+
+
+SIMULATED = {
+    *("train.prompts_per_iteration", "train.updates_per_iteration", "runtime.schedule"),
+    *("train.max_tokens_per_micro_batch", "rollout.max_concurrent_groups"),
+}
+"""Settings that may differ from the measured ones."""
+
+
+@command
+def plan(
+    rates: Annotated[Path, typer.Argument(help="A run's folder or a file of `bench loop --json`.")],
+    words: Words = None,
+    *,
+    devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
+    file: Annotated[
+        Path | None, Option("--json", metavar="FILE", help="Also write the predictions here.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Predict tokens per second of every split of N devices into engines and trainers, from the
+    rates of a run (docs/devices.md)."""
+    check_new("--json", file, force=force)
+    from easyrl.config import load_config
+    from easyrl.planning.simulation import flags_of, predict_splits, read_rates, to_text
+
+    run = read_rates(rates)
+    config = load_config(None, run.config.model_dump(mode="json"), words)
+    if other := {word.partition("=")[0] for word in words or ()} - SIMULATED:
+        raise ConfigError(
+            f"{', '.join(sorted(other))}: a plan can change {', '.join(sorted(SIMULATED))}; for "
+            "another setting, measure a run that has it"
+        )
+    splits = predict_splits(run, config, devices)
+    best = max(splits, key=lambda split: split.tokens_per_second)
+    flags = flags_of(run, best)
+    echo(f"{to_text(run, splits)}\nfastest: {flags}, {best.tokens_per_second:,.0f} tokens/s")
+    if file is not None:
+        every = [split._asdict() for split in splits]
+        found = {"flags": flags, "best": best._asdict(), "splits": every}
+        _write(file, json.dumps(found, indent=2).encode())

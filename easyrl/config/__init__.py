@@ -11,8 +11,8 @@ A `Config` is checked when it is made. The docstrings of the keys are the commen
 import json
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence, Set
-from functools import reduce
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Self, get_origin
@@ -25,11 +25,11 @@ from easyrl.config.data import DataConfig as DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
 from easyrl.config.hints import INSTEAD, SYNONYMS, names_of_others, similar_names
-from easyrl.config.model import ModelConfig
+from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.reward import RewardConfig as RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.section import MAY_CHANGE, Mark, Section, is_section, kinds
+from easyrl.config.section import MAY_CHANGE, Mark, Section, kinds
 from easyrl.config.train import TrainConfig
 from easyrl.formatting import ConfigError as ConfigError
 
@@ -127,22 +127,14 @@ class Config(Section):
         return self
 
 
-def _sections(model: type[Section], within: str = "") -> dict[str, type[Section]]:
-    found: dict[str, type[Section]] = {}
-    for name, field in model.model_fields.items():
-        if is_section(section := field.annotation):
-            found[within + name] = section  # type: ignore[assignment]
-            found |= _sections(section, f"{within}{name}.")  # type: ignore[arg-type]
-    return found
-
-
-SECTIONS = _sections(Config)
+SECTIONS: dict[str, Any] = {"model": ModelConfig, "model.lora": LoraConfig}
+SECTIONS |= {name: field.annotation for name, field in Config.model_fields.items()}
 """All sections by their names, each before those inside it."""
 KEYS = {
     f"{name}.{key}": field
     for name, section in SECTIONS.items()
     for key, field in section.model_fields.items()
-    if not is_section(field.annotation)
+    if f"{name}.{key}" not in SECTIONS
 }
 """All keys by their full names, as `model.lora.rank`."""
 OPTIONS = {
@@ -351,33 +343,28 @@ def to_commented_yaml(
 ) -> str:
     """Print the config as YAML with comments. `only_changes`: only the keys whose value is not the
     default; `only`: only these keys and sections. A comment then gives the default."""
-    shown = {
-        name
-        for name in KEYS
-        if (not only_changes or _value(config, name) != _value(Config(), name))
-        and (not only or any(f"{name}.".startswith(f"{each}.") for each in only))
-    }
-    return _commented(config, "", shown, gives_default=bool(only_changes or only))
+    shown, text = _changed_keys(config, Config()) if only_changes else [*KEYS], ""
+    if only:
+        shown = [key for key in shown if any(f"{key}.".startswith(f"{each}.") for each in only)]
+    for name, section in SECTIONS.items():
+        if not any(key.startswith(f"{name}.") for key in shown):
+            continue
+        *outer, last = name.split(".")
+        indent = "  " * len(outer)
+        text += "" if outer or not text else "\n"
+        text += f"{_comment(section.__doc__, indent)}{indent}{last}:\n"
+        for key in (key for key in shown if key.rpartition(".")[0] == name):
+            comments = [KEYS[key].description]
+            if only_changes or only:
+                comments.append(f"Default: {_yaml_value(attrgetter(key)(Config()))}")
+            text += "".join(_comment(comment, f"{indent}  ") for comment in comments)
+            value = _yaml_value(attrgetter(key)(config))
+            text += f"{indent}  {key.rpartition('.')[2]}: {value}\n"
+    return text
 
 
-def _commented(section: Section, prefix: str, shown: Set[str], *, gives_default: bool) -> str:
-    blocks, indent = [], "  " * prefix.count(".")
-    for key, field in type(section).model_fields.items():
-        value, name = getattr(section, key), prefix + key
-        if isinstance(value, Section):
-            if inner := _commented(value, f"{name}.", shown, gives_default=gives_default):
-                heading = _comment(type(value).__doc__, indent)
-                blocks.append(f"{heading}{indent}{key}:\n{inner}")
-        elif name in shown:
-            comment = _comment(field.description, indent)
-            if gives_default:
-                comment += _comment(f"Default: {_yaml_value(_value(Config(), name))}", indent)
-            blocks.append(f"{comment}{indent}{key}: {_yaml_value(value)}\n")
-    return ("" if indent else "\n").join(blocks)
-
-
-def _value(config: Config, name: str) -> Any:
-    return reduce(getattr, name.split("."), config)
+def _changed_keys(config: Config, base: Config) -> list[str]:
+    return [key for key in KEYS if attrgetter(key)(config) != attrgetter(key)(base)]
 
 
 def find_keys(names: Sequence[str], search: str | None) -> list[str]:
@@ -387,18 +374,20 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
             raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
     if search is None:
         return [*names]
-    meanings = {name: " ".join((field.description or "").split()) for name, field in KEYS.items()}
     words = {search.lower(), SYNONYMS.get(search.lower(), search.lower())}
-    texts = {key: f"{key} {text}".lower() for key, text in meanings.items()}
+    texts = {key: f"{key} {_on_one_line(field.description)}".lower() for key, field in KEYS.items()}
     found = [key for key, text in texts.items() if any(word in text for word in words)]
     if not found:
         raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
     return [*names, *found]
 
 
+def _on_one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
 def _comment(text: str | None, indent: str) -> str:
-    words = " ".join((text or "").split())
-    lines = textwrap.wrap(words, 96 - len(indent), break_on_hyphens=False)
+    lines = textwrap.wrap(_on_one_line(text), 96 - len(indent), break_on_hyphens=False)
     return "".join(f"{indent}# {line}\n" for line in lines)
 
 
@@ -419,10 +408,8 @@ def to_arguments(config: Config, base: Config) -> list[str]:
     """Return the arguments of `easyrl grpo` that make `config` of `base`: options, then words."""
     options, words = [], []
     names = {key: f"--{name.replace('_', '-')}" for name, key in OPTIONS.items()}
-    for key in KEYS:
-        value = _value(config, key)
-        if value == _value(base, key):
-            continue
+    for key in _changed_keys(config, base):
+        value = attrgetter(key)(config)
         if key in names and not isinstance(value, dict | None):
             for each in value if isinstance(value, list) else [value]:
                 options += [names[key], str(each)]
@@ -440,12 +427,12 @@ def settings_markdown() -> str:
         "resumed.",
     ]
     for name, section in SECTIONS.items():
-        lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), ""]
+        lines += ["", f"## {name}", "", _on_one_line(section.__doc__), ""]
         lines += ["| key | default | meaning |", "| --- | --- | --- |"]
         for key, field in section.model_fields.items():
             if f"{name}.{key}" in KEYS:
                 default = _yaml_value(field.get_default(call_default_factory=True))
-                meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+                meaning = _on_one_line(field.description).replace("|", "\\|")
                 star = "*" if MAY_CHANGE in field.metadata else ""
                 lines.append(f"| `{name}.{key}`{star} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -45,12 +45,9 @@ def parse_device_set(text: str) -> DeviceSet:
         match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         part_indices = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not part_indices or set(indices) & set(part_indices):
-            numbers = re.sub(r"\b[a-z]+:", "", text.strip())  # of `cuda:0,cuda:1`
-            numbers = "cpu" if text.strip() == "cpu:0" else numbers
-            is_prefixed = numbers != text.strip() and re.fullmatch(r"[0-9,-]+|cpu", numbers)
             raise ValueError(
                 "expected 0-3 (a range), 0,2,5 (each once), cpu or cpu:3 (3 workers), or on a Ray "
-                f"cluster ray:4 or ray:cpu:4{f' (use {numbers})' if is_prefixed else ''}"
+                "cluster ray:4 or ray:cpu:4"
             )
         indices += part_indices
     return DeviceSet("accelerator", tuple(sorted(indices)))
@@ -65,6 +62,13 @@ def range_words(indices: Sequence[int]) -> str:
         else:
             ranges.append([index])
     return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
+
+
+def device_options(name: str, infer: Iterable[int], train: Iterable[int]) -> str:
+    """The options for devices with these numbers, of the kind of the device `name`."""
+    kind: Literal["cpu", "accelerator"] = "cpu" if name.endswith("cpu") else "accelerator"
+    sets = [DeviceSet(kind, tuple(indices), is_ray="/" in name) for indices in (infer, train)]
+    return f"--infer-devices {sets[0]} --train-devices {sets[1]}"
 
 
 def _check(text: str | None) -> str | None:
@@ -94,13 +98,10 @@ class DevicesConfig(Section):
     in deterministic runs: how sums are split between threads changes their bits)."""
 
     @property
-    def sets(self) -> tuple[DeviceSet | None, DeviceSet | None, DeviceSet | None]:
+    def sets(self) -> list[DeviceSet | None]:
         """`infer`, `train` and `spare`, parsed."""
-        infer, train, spare = (
-            None if text is None else parse_device_set(text)
-            for text in (self.infer, self.train, self.spare)
-        )
-        return infer, train, spare
+        texts = (self.infer, self.train, self.spare)
+        return [None if text is None else parse_device_set(text) for text in texts]
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:

@@ -23,16 +23,12 @@ SYNONYMS = {
     "torch_dtype": "dtype",
 }
 """Last parts of names."""
-SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-"""Accepted for `model.dtype`."""
 CLOSE = 0.75
 """Similarity, of at most 1, from which a name is suggested."""
 INSTEAD = {
     ("algorithm.loss_type", "gspo"): "algorithm.importance_sampling_level=sequence",
     ("algorithm.loss_type", "rloo"): "algorithm.advantage_estimator=rloo",
     ("algorithm.loss_type", "drgrpo"): "algorithm.loss_type=dr_grpo",
-    ("model.dtype", "fp16"): "model.dtype=bfloat16",
-    ("model.dtype", "float16"): "model.dtype=bfloat16",
 }
 """Suggestions for values that a key does not take."""
 
@@ -64,9 +60,5 @@ def similar_names(name: str, names: Collection[str]) -> list[str]:
     last = SYNONYMS.get(last, last)
     if f"{section}.{last}" in names:
         return [f"{section}.{last}"]
-    same = [each for each in names if each.replace(".", "_") == typed.replace(".", "_")]
-    same = same or [each for each in names if each.rpartition(".")[2] == last]
-    by_last = {each.rpartition(".")[2]: each for each in names}
-    near = difflib.get_close_matches(typed, names, 1, CLOSE)
-    near = near or [by_last[n] for n in difflib.get_close_matches(last, by_last, 1, CLOSE)]
-    return (same or near)[:3]
+    same = [each for each in names if each.rpartition(".")[2] == last]
+    return same[:3] or difflib.get_close_matches(typed, names, 1, CLOSE)

@@ -4,12 +4,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from easyrl.config.hints import SHORT_DTYPES
 from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
 AttentionMode = Literal["auto", "without_flex", "shared_prompt", "repeated"]
+SHORT = {"bf16": "bfloat16", "fp32": "float32"}
 DType = Annotated[
-    Literal["float32", "bfloat16"], BeforeValidator(lambda text: SHORT_DTYPES.get(str(text), text))
+    Literal["float32", "bfloat16"], BeforeValidator(lambda text: SHORT.get(str(text), text))
 ]
 
 

@@ -1,17 +1,17 @@
 """Section `reward`."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from easyrl.config.section import COMPARED, MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import AS_LIST, COMPARED, MAY_CHANGE, NAMES_FILES, Section
 
 
 class RewardConfig(Section):
     """Reward functions (docs/rewards.md)."""
 
-    functions: Annotated[list[str] | None, NAMES_FILES] = None
+    functions: Annotated[list[str] | None, AS_LIST, NAMES_FILES] = None
     """`none` (`algorithm.teacher` alone trains; held-out problems keep the preset's reward), or a
     list of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
@@ -41,11 +41,6 @@ class RewardConfig(Section):
     def is_none(self) -> bool:
         """Whether the policy is trained without rewards."""
         return self.functions == ["none"]
-
-    @field_validator("functions", mode="before")
-    @classmethod
-    def _accept_one(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("pattern")
     @classmethod

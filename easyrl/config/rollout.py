@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from easyrl.config.eval import EvalConfig
-from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
 
 class RolloutConfig(Section):
@@ -45,7 +45,9 @@ class RolloutConfig(Section):
     """Environment that the model acts in over several turns (docs/environments.md): `guess`,
     `file.py:Class`, `package.module:Class`. Several by name, {maze: maze.py:Maze, …}: the column
     `environment` of a row names its own. Null: none."""
-    tools: Annotated[list[str], EACH_ONCE, COMPARED, NAMES_FILES] = Field(default_factory=list)
+    tools: Annotated[list[str], AS_LIST, EACH_ONCE, COMPARED, NAMES_FILES] = Field(
+        default_factory=list
+    )
     """Functions that the model may call, `file.py:function` or `package.module:function`."""
     tool_format: Annotated[
         Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"], COMPARED
@@ -64,11 +66,6 @@ class RolloutConfig(Section):
     concurrent_calls: Annotated[int, MAY_CHANGE] = Field(default=64, ge=1, le=1024)
     """Calls that run at a time in each of these processes; one in deterministic runs. A tool that
     sets signal handlers (`signal.alarm`) needs 1."""
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _accept_one(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @property
     def has_environments(self) -> bool:
@@ -104,11 +101,8 @@ class SamplingChoice:
         cls, config: EvalConfig, rollout: RolloutConfig, of_preset: Mapping[str, Any]
     ) -> Self:
         """Settings of the user, else of the preset (by the keys of `eval`), else of training."""
-        values: dict[str, Any] = {"num_samples": 1, "temperature": 0.0}
-        values |= {"max_completion_length": rollout.max_completion_length, "top_p": rollout.top_p}
-        values |= of_preset
+        values = {**dict(rollout), "num_samples": 1, "temperature": 0.0, **of_preset}
         values |= {key: value for key, value in config if value is not None}
         if values["temperature"] == 0.0 and values["num_samples"] > 1:
             values["temperature"] = rollout.temperature
-        names = ("num_samples", "max_completion_length", "temperature", "top_p")
-        return cls(top_k=rollout.top_k, **{name: values[name] for name in names})
+        return cls(**{name: values[name] for name in cls.__slots__})

@@ -4,7 +4,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, field_validator
 
 
 class Mark(Enum):
@@ -34,7 +34,7 @@ class Section(BaseModel):
     @classmethod
     def _check_type(cls, value: Any, info: Any) -> Any:
         annotation = cls.model_fields[info.field_name].annotation
-        if value is None and is_section(annotation):
+        if value is None and isinstance(annotation, type) and issubclass(annotation, Section):
             return {}  # a section whose keys are all commented out
         if isinstance(value, str) and value.lower() == "none" and NoneType in kinds(annotation):
             return None  # as Python writes it
@@ -48,15 +48,13 @@ def kinds(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
 
 
-def is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
 def _check_each_once(value: Any) -> Any:
     if isinstance(value, list) and (len(set(value)) < len(value) or "" in value):
         raise ValueError("expected each name once, and none empty")
     return value
 
 
+AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+"""Accepts a string for a list of one."""
 EACH_ONCE = AfterValidator(_check_each_once)
 """Refuses a list that has a string twice, or an empty string."""

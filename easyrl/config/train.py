@@ -52,8 +52,3 @@ class TrainConfig(Section):
     eval_every: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
     """Iterations between evaluations on held-out problems (`eval.dataset`, `data.num_held_out`),
     whose best checkpoint is kept as checkpoints/best. 0: before the first and after the last."""
-
-    @property
-    def keep_best(self) -> bool:
-        """Whether the checkpoint with the highest accuracy is kept beside the newest ones."""
-        return self.eval_every > 0 and self.keep_checkpoints > 0

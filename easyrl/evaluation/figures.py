@@ -149,16 +149,9 @@ def paired(first: Bools, second: Bools) -> dict[str, Any]:
         # The sum depends on the number of positive signs alone.
         p_value, is_exact = float(stats.binomtest(better, len(nonzero)).pvalue), True
     elif len(nonzero):
-        result = stats.permutation_test(
-            (nonzero, -nonzero),
-            lambda x, y, axis: (x - y).sum(axis=axis),
-            vectorized=True,
-            permutation_type="samples",
-            n_resamples=NUM_RESAMPLES,
-            batch=max(1, 4_000_000 // len(nonzero)),
-            rng=0,
-        )
-        p_value = float(result.pvalue)
+        batch = max(1, 4_000_000 // len(nonzero))
+        resampling = {"permutation_type": "samples", "n_resamples": NUM_RESAMPLES, "batch": batch}
+        p_value = float(stats.permutation_test((nonzero,), np.sum, **resampling, rng=0).pvalue)
     how = "exact" if is_exact else f"{NUM_RESAMPLES:,} random sign flips"
     return {
         "difference": difference,

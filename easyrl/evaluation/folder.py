@@ -98,7 +98,7 @@ def _by_problem(lines: Lines) -> Answers:
 def read_evaluation(path: Path) -> Answers:
     """Read the answers of an evaluation by problem, from its folder, its `eval.json` or its
     `samples.jsonl`. Raises ConfigError if there are none."""
-    file = path if path.suffix == ".jsonl" else (path if path.is_dir() else path.parent) / SAMPLES
+    file = (path if path.is_dir() else path.parent) / SAMPLES
     lines = run_folder.read_lines(file) if path.exists() and file.is_file() else []
     if not lines or "problem" not in lines[0]:
         raise ConfigError(

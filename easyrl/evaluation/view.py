@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from easyrl import events
@@ -13,7 +13,7 @@ from easyrl.evaluation.figures import Answers, accuracy_of
 from easyrl.events import Event
 from easyrl.formatting import counted
 from easyrl.observe.lines import sampling_text, with_error
-from easyrl.observe.text import clock, is_live_terminal, safe, say, say_rich
+from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, say_rich
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
@@ -43,14 +43,11 @@ class EvalView:
     def observe(self, event: Event) -> None:
         """Show what the workers report."""
         match event:
-            case events.FromWorker(_, _, events.Starting(what)) if what not in self._shown:
-                self._shown.add(what)
-                say(what)
-            case events.FromWorker(event=events.PromptEvaluated(errors=[message, *_])) if (
-                "error" not in self._shown
-            ):
-                self._shown.add("error")
-                say(f"{safe(message)}\nthe evaluation continues (reward.on_error)")
+            case events.FromWorker(_, _, events.Starting(what)):
+                say_once(self._shown, what, what)
+            case events.FromWorker(event=events.PromptEvaluated(errors=[message, *_])):
+                about = "the evaluation continues (reward.on_error)"
+                say_once(self._shown, "errors", f"{message}\n{about}")
             case events.Note(text) | events.NoEvents(warning=text) if text:
                 say(safe(text))
 
@@ -110,7 +107,7 @@ def show_comparison(figures: Named, other: str, file: Path) -> None:
 
 
 def _grid(*headings: str) -> Table:
-    table = Table(show_header=any(headings), box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(Text(heading), overflow="fold")
-    return table
+    columns = [Column(Text(heading), overflow="fold") for heading in headings]
+    return Table(
+        *columns, show_header=any(headings), box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )

@@ -10,17 +10,17 @@ from shlex import quote
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from easyrl import events
 from easyrl.config import Config
-from easyrl.config.devices import range_words
+from easyrl.config.devices import device_options
 from easyrl.events import Event, FromWorker
 from easyrl.formatting import counted, printable, shorten
 from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.state import problems_in
-from easyrl.observe.text import safe, say, say_rich, shown
+from easyrl.observe.text import safe, say, say_once, say_rich, shown
 from easyrl.runtime.metrics import LAST_ITERATIONS
 
 LOW_OVERLAP, SMALL_SHARE, IMBALANCE = 0.5, 0.1, 0.25
@@ -41,14 +41,14 @@ class PlainLines:
                 self._run = event
                 say(f"run folder {folder}\n{event.description}")
             case FromWorker(_, time, events.Starting(what)):
-                self._say_once(what, f"{what} (after {time - self._run.started:.1f} s)")
+                say_once(self._shown, what, f"{what} (after {time - self._run.started:.1f} s)")
             case (
                 FromWorker(event=events.GroupScored(errors=[error, *_]))
                 | FromWorker(event=events.PromptEvaluated(errors=[error, *_]))
             ):
                 file = self._run.folder / "reward_errors.jsonl"
                 about = f"the run continues (reward.on_error); all errors: {file}"
-                self._say_once("errors", f"{error}\n{about}")
+                say_once(self._shown, "errors", f"{error}\n{about}")
             case FromWorker(_, _, events.CheckpointSaved(version, seconds, num_bytes, "")):
                 iteration = version // self._run.config.train.updates_per_iteration
                 path = self._run.folder / CHECKPOINTS / str(version)
@@ -66,11 +66,6 @@ class PlainLines:
                 say_rich(end_table(self._run, summary))
             case events.RunEnded(exit_code, message) if message:
                 print_end(exit_code, message)
-
-    def _say_once(self, key: str, text: str) -> None:
-        if key not in self._shown:
-            self._shown.add(key)
-            say(safe(text))
 
     def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
         number = metrics["iteration"] + 1
@@ -125,9 +120,8 @@ def print_end(exit_code: int, message: str) -> None:
 
 def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableType:
     """Return what a finished run reached, at what speed, and the next commands."""
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(style="dim", no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in result_rows(summary, run.config, run.devices):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(run.folder)))
@@ -221,13 +215,8 @@ def _better_split(
     best = min(range(1, (total - 1) // size + 1), key=longer_side)
     if best == len(engines) or "/" in names:
         return ""
-    split = best * size
-    if "cpu" in names:
-        words = f"cpu:{split}", f"cpu:{total - split}"
-    else:
-        indices = sorted(map(int, re.findall("[0-9]+", names)))
-        words = range_words(indices[:split]), range_words(indices[split:])
-    return f": try --infer-devices {words[0]} --train-devices {words[1]}"
+    indices = sorted(map(int, re.findall("[0-9]+", names))) or range(total)
+    return f": try {device_options(names, indices[: best * size], indices[best * size :])}"
 
 
 def status_table(status: Mapping[str, Any]) -> RenderableType:

@@ -2,7 +2,8 @@
 
 import contextlib
 import traceback
-from typing import Any
+
+from rich.console import Console
 
 from easyrl import events
 from easyrl.config import Config
@@ -14,15 +15,15 @@ from easyrl.observe.trackers import Trackers
 from easyrl.observe.view import LiveView, NotebookView
 
 
-def make_observers(config: Config, *, live: bool = True, display: Any = None) -> list[Observer]:
-    """Return trackers, the trace, and the live view, or plain lines if standard output is no
-    terminal. `display`: of a notebook. Raises ConfigError if a tracker is not installed."""
+def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
+    """Return trackers, the trace, and the live view, or plain lines if standard output is neither
+    a terminal nor a notebook. Raises ConfigError if a tracker is not installed."""
     trackers: list[Observer] = [Trackers(config)] if config.output.log_to else []
     views: list[Observer] = [PlainLines()]
     if live and is_live_terminal():
         views.insert(0, LiveView())
-    elif display is not None:
-        views.insert(0, NotebookView(display))
+    elif Console().is_jupyter:
+        views.insert(0, NotebookView())
     # The view comes last: if another observer cannot start, the terminal is untouched.
     return [*trackers, Guard("trace.json", TraceWriter()), Guard("the view", *views)]
 
@@ -36,10 +37,10 @@ class Guard:
         self._run: events.RunStarted | None = None
 
     def __call__(self, event: Event) -> Note | None:
-        note = None
+        if not self._observers:
+            return None
         try:
-            for observer in self._observers[:1]:
-                note = observer(event)
+            note = self._observers[0](event)
         except Exception as error:
             if self._run is None:
                 raise
@@ -48,8 +49,7 @@ class Guard:
             for observer in self._observers[:1]:
                 observer(self._run)
                 observer(event)
-            is_disk = isinstance(error, OSError)  # it is full, for example
-            cause = error if is_disk else traceback.format_exc().rstrip()
+            cause = error if isinstance(error, OSError) else traceback.format_exc().rstrip()
             return Note(f"{self._name} failed; the run continues without it:\n{cause}")
         if isinstance(event, events.RunStarted):
             self._run = event

@@ -1,15 +1,14 @@
 """Figures of runs, drawn by matplotlib: curves with several runs in one, and the timeline."""
 
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -77,11 +76,6 @@ def titles_of(runs: Sequence[History]) -> dict[str, str]:
     return {**RESULTS, **(functions if len(functions) > 1 else {}), **OTHERS}
 
 
-def colour_of(number: int) -> str:
-    """Colour of a run."""
-    return COLOURS[number % len(COLOURS)]
-
-
 @rc_context(STYLE)
 def draw_curves(
     runs: Sequence[History], titles: Mapping[str, str], size: tuple[float, float]
@@ -94,8 +88,13 @@ def draw_curves(
     all_axes = figure.subplots(len(keys), sharex=True, squeeze=False)[:, 0]
     for axes, key in zip(all_axes, keys, strict=True):
         axes.set_title(titles[key])
-        for number, run in enumerate(runs):
-            _draw_curve(axes, run, key, colour_of(number))
+        for run, colour in zip(runs, cycle(COLOURS), strict=False):
+            iterations, values = run.series(key)
+            errors = [run.lines[n].get(ERROR) or 0.0 for n in iterations]
+            if iterations:
+                axes.errorbar(iterations, values, errors if key == ACCURACY else None,
+                              color=colour, label=run.name, capsize=2,
+                              marker="." if len(values) < 30 else "")  # fmt: skip
         if key in SHARES:
             bottom, top = axes.get_ylim()
             axes.set_ylim(max(bottom, -0.01), min(max(top, 0.1), 1.01))
@@ -105,24 +104,12 @@ def draw_curves(
     return figure
 
 
-def _draw_curve(axes: Axes, run: History, key: str, colour: str) -> None:
-    iterations, values = run.series(key)
-    if iterations:
-        errors = [run.lines[number].get(ERROR) or 0.0 for number in iterations]
-        axes.errorbar(iterations, values, errors if key == ACCURACY else None, color=colour,
-                      label=run.name, marker="." if len(values) < 30 else "",
-                      capsize=2)  # fmt: skip
-
-
 @rc_context({**STYLE, "axes.grid": False})
 def draw_timeline(run: History) -> Figure | None:
     """Draw what took most of each moment of the newest iterations, with a lane per worker, and
     below them when both groups worked. None without a trace of that."""
     workers = run.state.workers.values()
-    # Of a worker with many spans the oldest ones are lost.
-    full = [w.spans[0].started for w in workers if len(w.spans) == w.spans.maxlen]
-    known = [n for n, started in run.starts.items() if started >= max(full, default=-math.inf)]
-    shown = known[-ITERATIONS_SHOWN:]
+    shown = list(run.starts)[-ITERATIONS_SHOWN:]
     if not shown or not any(worker.spans for worker in workers):
         return None
     since, until = run.starts[shown[0]], run.state.newest

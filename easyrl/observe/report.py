@@ -33,7 +33,7 @@ def to_page(runs: Sequence[History]) -> str:
     return template.render(
         version=__version__,
         runs=runs,
-        colours=[plots.colour_of(number) for number in range(len(runs))],
+        colours=plots.COLOURS * len(runs),
         overview={name: [each.get(name, "") for each in overviews] for name in rows},
         figures={
             title: plots.to_svg(plots.draw_curves(runs, {key: title}, SIZE), title, f"f{number}")

@@ -3,12 +3,13 @@
 It has no clock: callers pass the time they ask about, on the clock of the events.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from easyrl import events
 from easyrl.events import Activity, Event, FromWorker, Span, SpanKind, UnderWay
@@ -61,24 +62,20 @@ class WorkerState:
 
     def seconds_by_kind(
         self, since: float, slice_seconds: float, num_slices: int
-    ) -> list[defaultdict[SpanKind, float]]:
+    ) -> list[dict[SpanKind, float]]:
         """Return the seconds of each kind of work in each slice of time."""
-        slices: list[defaultdict[SpanKind, float]] = [defaultdict(float) for _ in range(num_slices)]
-        spans = [
-            span
-            for kept in (self.scoring, self.spans)
-            for span in takewhile(lambda span: span.ended > since, reversed(kept))
-        ]
+        starts = since + slice_seconds * np.arange(num_slices)[:, None]
+        spans = [span for span in (*self.scoring, *self.spans) if span.ended > since]
         if self.under_way is not None:
             until = since + num_slices * slice_seconds
             spans.append(Span(self.under_way.kind, self.under_way.started, until))
-        for span in spans:
-            first = max(0, int((span.started - since) / slice_seconds))
-            last = min(num_slices - 1, int((span.ended - since) / slice_seconds))
-            for number in range(first, last + 1):
-                start = since + number * slice_seconds
-                end = min(span.ended, start + slice_seconds)
-                slices[number][span.kind] += max(0.0, end - max(span.started, start))
+        slices: list[dict[SpanKind, float]] = [{} for _ in range(num_slices)]
+        for kind in {span.kind for span in spans}:
+            times = np.array([(span.started, span.ended) for span in spans if span.kind == kind])
+            started, ended = np.clip(times.T[:, None], starts, starts + slice_seconds)
+            seconds = (ended - started).sum(axis=1)
+            for number in np.flatnonzero(seconds):
+                slices[number][kind] = float(seconds[number])
         return slices
 
 
@@ -167,12 +164,6 @@ class RunState:
     def num_done(self) -> int:
         """Finished iterations."""
         return max(self.lines, default=-1) + 1
-
-    @property
-    def problems(self) -> dict[str, float]:
-        """Sums over the iterations."""
-        lines = self.lines.values()
-        return {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
 
     @property
     def mean_iteration_seconds(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
-from easyrl.formatting import printable
+from easyrl.formatting import printable, shorten
 
 MAX_MESSAGE = 8000  # characters of one message on the terminal
 
@@ -28,9 +28,7 @@ def shown(value: float | None, spec: str) -> str:
 
 def safe(text: str, max_length: int = MAX_MESSAGE) -> str:
     """Make text of any origin safe to print: printable lines, with the middle cut out if long."""
-    if len(text) > max_length:
-        half = max_length // 2
-        text = f"{text[:half]}\n… (shortened, the logs have all of it)\n{text[-half:]}"
+    text = shorten(text, max_length, "\n… (shortened, the logs have all of it)\n")
     return printable(text.expandtabs(4), keep="\n")
 
 
@@ -42,6 +40,13 @@ def say(text: str, stream: TextIO | None = None, keep: str = "\n\t") -> None:
         print(printable(text, keep), file=stream, flush=True)
     except OSError:  # the reader of a pipe is gone, or a disk is full: the run continues
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say_once(already: set[str], key: str, text: str) -> None:
+    """Print text of any origin unless the key is in `already`, where it is from now on."""
+    if key not in already:
+        already.add(key)
+        say(safe(text))
 
 
 def say_rich(renderable: RenderableType, height: int | None = None) -> None:

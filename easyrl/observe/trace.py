@@ -2,10 +2,10 @@
 
     a run's events ──TraceWriter──► trace.json ──RunFiles──► events ──► the same views as in the run
 
-    process 0            controller: iterations, evaluations; counters for ring and reward
+    process 0            controller: iterations, evaluations
     process 1, 2, …      one per worker: its own work, rewards being scored, its events
 
-One JSON object per line. `args` is the event itself. Names, counters and spans are for the picture
+One JSON object per line. `args` is the event itself. Names and spans are for the picture
 only. Times are Unix microseconds; those inside of an event are its own. The list has no end, which
 the format allows: a killed run leaves a valid trace, and a resumed run continues it.
 """
@@ -13,9 +13,9 @@ the format allows: a killed run leaves a valid trace, and a resumed run continue
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from easyrl import events
 from easyrl.events import Event, FromWorker, Message
@@ -37,11 +37,6 @@ SPANS: Mapping[type[Message], tuple[str, str]] = {
     events.RunFinished: ("saving", "E"),
 }
 """Begin and end of the controller's spans. Other events are instants."""
-TYPES = {
-    name: kind
-    for name, kind in vars(events).items()
-    if isinstance(kind, type) and issubclass(kind, Message)
-}
 LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"]
 """Fields that are null in the file: they are large, or in other files."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
@@ -72,7 +67,7 @@ def encode(value: Any) -> Any:
 
 def decode(fields: dict[str, Any]) -> Any:
     """Turn an encoded message back into a message. Raises TypeError for one of another version."""
-    kind = TYPES.get(fields.get("type", ""))
+    kind = getattr(events, str(fields.get("type")), None)
     return fields if kind is None else kind(**{k: v for k, v in fields.items() if k != "type"})
 
 
@@ -80,40 +75,29 @@ class TraceWriter:
     """An observer that writes the trace."""
 
     def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
+        self._path: Path | None = None
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         self._processes: dict[str, int] = {}
-        self._num_in_ring = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.RunStarted):
-            path = event.folder / FILE_NAME
-            if path.exists():  # of a resumed run
-                _shorten(path, MAX_BYTES)  # cuts off an incomplete last line
-            self._file = path.open("ab", buffering=0)
+            self._path = event.folder / FILE_NAME
+            self._path.touch()
+            _shorten(self._path, MAX_BYTES)  # begins it, or cuts off an incomplete last line
             self._clock = time.time() - time.monotonic()
             self._processes = {}
-        if self._file is not None:
-            self._write(self._lines(event))
-            if isinstance(event, events.RunEnded):
-                self._file.close()
-                self._file = None
-
-    def _write(self, lines: Iterable[Line]) -> None:
-        assert self._file is not None
-        text = b"" if self._file.tell() else b"[\n"
-        text += "".join(json.dumps(line) + ",\n" for line in lines).encode()
-        if self._file.tell() + len(text) > MAX_BYTES:
-            self._file.close()
-            path = Path(self._file.name)
-            _shorten(path, MAX_BYTES // 2)
-            self._file = path.open("ab", buffering=0)
-        write_whole(self._file, text)
+        if self._path is None:
+            return
+        text = "".join(json.dumps(line) + ",\n" for line in self._lines(event)).encode()
+        if self._path.stat().st_size + len(text) > MAX_BYTES:
+            _shorten(self._path, MAX_BYTES // 2)
+        with self._path.open("ab", buffering=0) as file:
+            write_whole(file, text)
 
     def _lines(self, event: Event) -> Iterator[Line]:
         match event:
             case events.RunStarted(devices=devices):
-                yield self._name("process", "controller")
+                yield self._line("M", "process_name", event.started, {"name": "controller"})
                 for worker, device in devices.items():
                     yield from self._names(worker, device)
             case events.WorkerSpawned(worker=worker, device=device):
@@ -124,40 +108,26 @@ class TraceWriter:
         name, ph = SPANS.get(type(event), (type(event).__name__, "i"))
         time_ = getattr(event, "time", getattr(event, "started", time.monotonic()))
         yield self._line(ph, name, time_, encode(event))
-        if isinstance(event, events.IterationFinished):
-            reward = {"reward": encode(event.metrics["reward"])}
-            yield self._line("C", "reward", event.time, reward)
 
     def _names(self, worker: str, device: str) -> Iterator[Line]:
         process = self._processes.setdefault(worker, len(self._processes) + 1)
-        yield self._name("process", f"{worker} ({device})", pid=process)
-        for thread, name in enumerate(("work", "rewards", "events")):
-            yield self._name("thread", name, pid=process, tid=thread)
-
-    def _name(self, what: str, name: str, **more: int) -> Line:
-        return self._line("M", f"{what}_name", time.monotonic(), {"name": name}, **more)
+        now, name = time.monotonic(), {"name": f"{worker} ({device})"}
+        yield self._line("M", "process_name", now, name, pid=process)
+        for thread, what in enumerate(("work", "rewards", "events")):
+            yield self._line("M", "thread_name", now, {"name": what}, pid=process, tid=thread)
 
     def _worker_lines(self, event: FromWorker, process: int) -> Iterator[Line]:
         match event.event:
-            case events.Activity(spans, num_groups):
+            case events.Activity(spans):
                 for span in spans:
                     thread = REWARDS if span.kind == "score" else WORK
                     duration = round((span.ended - span.started) * 1e6)
                     more = {"pid": process, "tid": thread, "dur": duration}
                     yield self._line("X", span.kind, span.started, {}, **more)
-                if num_groups:
-                    yield self._count_ring(spans[-1].ended, -num_groups)
-            case events.GroupScored(is_rejected=is_rejected):
-                if not is_rejected:
-                    yield self._count_ring(event.time, +1)
             case events.WeightsExchanged() | events.IterationTrained():
                 return
         name = type(event.event).__name__
         yield self._line("i", name, event.time, encode(event), pid=process, tid=EVENTS)
-
-    def _count_ring(self, time_: float, change: int) -> Line:
-        self._num_in_ring += change
-        return self._line("C", "groups in the ring", time_, {"groups": self._num_in_ring})
 
     def _line(self, ph: str, name: str, time_: float, args: Line, **more: int) -> Line:
         ts = round((time_ + self._clock) * 1e6)

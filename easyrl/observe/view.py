@@ -20,14 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
@@ -36,7 +35,7 @@ from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Event, SpanKind
 from easyrl.formatting import counted, printable, shorten
 from easyrl.observe.lines import end_table, function_of, print_end
-from easyrl.observe.state import RunState, WorkerState, main_kind, problems_in
+from easyrl.observe.state import PROBLEMS, RunState, WorkerState, main_kind, problems_in
 from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
@@ -124,8 +123,6 @@ class LiveView:
         self._live.start(refresh=True)
 
     def _render(self) -> RenderableType:
-        with contextlib.suppress(OSError):
-            self._console.size = os.get_terminal_size(self._console.file.fileno())  # type: ignore[assignment]
         try:
             with self._lock:
                 return render(self._state, self._now(), *self._console.size)
@@ -149,15 +146,15 @@ class LiveView:
 class NotebookView:
     """The live view as one output of a notebook's cell, drawn anew with the events."""
 
-    def __init__(self, display: Any, now: Callable[[], float] = time.monotonic) -> None:
-        """`display`: the module `IPython.display`."""
-        self._display, self._now, self._state = display, now, RunState()
-        self._output: Any = None  # the cell's output, once there is one
-        self._next = 0.0
+    def __init__(self) -> None:
+        self._display = importlib.import_module("IPython.display")
+        self._state, self._next = RunState(), 0.0
 
     def __call__(self, event: Event) -> None:
         self._state.apply(event)
-        state, now = self._state, self._now()
+        if isinstance(event, events.RunStarted):
+            self._output = self._display.display(self._display.HTML(""), display_id=True)
+        state, now = self._state, time.monotonic()
         is_end = isinstance(event, events.RunEnded)
         if state.run is None or (now < self._next and not is_end):
             return
@@ -168,22 +165,13 @@ class NotebookView:
         )
         console.print(render(state, now, width, height), height=height)
         html = console.export_html(theme=MONOKAI, inline_styles=True, code_format=NOTEBOOK_HTML)
-        if self._output is None:
-            self._output = self._display.display(self._display.HTML(html), display_id=True)
-        else:
-            self._output.update(self._display.HTML(html))
+        self._output.update(self._display.HTML(html))
         if is_end and (table := _end_table(state)):
             say_rich(table)
 
 
-def notebook_display() -> Any:
-    """Return the module `IPython.display` in a notebook, else None."""
-    return importlib.import_module("IPython.display") if Console().is_jupyter else None
-
-
 def _end_table(state: RunState) -> RenderableType | None:
-    has_failed = state.ended is not None and state.ended.exit_code != 0
-    if state.run is None or state.summary is None or has_failed:
+    if state.run is None or state.summary is None or (state.ended and state.ended.exit_code):
         return None
     return end_table(state.run, state.summary)
 
@@ -247,19 +235,19 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
         text += f"  groups {state.num_groups}/{train.prompts_per_iteration}"
         left = state.seconds_left(now)
         right += f"  ETA {clock(left)}" if left is not None else "  ETA -:--"
-    row = Table.grid(expand=True, padding=(0, 1, 0, 0))
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True)
+    columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
+    row = Table.grid(*columns, expand=True, padding=(0, 1, 0, 0))
     bar = ProgressBar(total=max(1, total), completed=done, complete_style="blue")
     row.add_row(Text(text, style), bar, Text(right, "bold"))
     return row
 
 
 def _warnings(state: RunState, width: int) -> list[RenderableType]:
-    texts = (", ".join(problems_in(state.problems)), state.note, state.warning)
-    lines = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
-    return [_line((printable(line), "bold yellow")) for line in [*lines, *texts] if line]
+    lines = state.lines.values()
+    counts = {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
+    texts = (", ".join(problems_in(counts)), state.note, state.warning)
+    notes = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
+    return [_line((printable(line), "bold yellow")) for line in [*notes, *texts] if line]
 
 
 def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
@@ -297,7 +285,7 @@ def _lane(
     since = (int(until // seconds) - num_slices) * seconds
     lane, busy = [], 0.0
     for work in worker.seconds_by_kind(since, seconds, num_slices):
-        busy += sum(work[kind] for kind in WORKING)
+        busy += sum(work.get(kind, 0.0) for kind in WORKING)
         lane.append(LOOKS[main_kind(work, seconds)])
     return [*lane, (f" {min(1.0, busy / (num_slices * seconds)):>4.0%}", "bold")]
 

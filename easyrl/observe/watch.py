@@ -1,6 +1,5 @@
 """`easyrl watch RUN`: show a run from its files, with the views of the run itself."""
 
-import json
 import os
 import signal
 import sys
@@ -61,10 +60,6 @@ def follow(files: RunFiles) -> Iterator[Event]:
                 yield event
         waited += POLL_SECONDS
         time.sleep(POLL_SECONDS)
-    summary = files.folder / "summary.json"
-    if end is None and summary.is_file():  # the trace's end is lost: the disk was full
-        yield events.RunFinished(time.monotonic(), json.loads(summary.read_text()))
-        end = events.RunEnded(0, "")
     message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
     yield end or events.RunEnded(FAILED, message)
 

@@ -23,7 +23,7 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -31,7 +31,7 @@ from scipy.optimize import nnls
 
 from easyrl import events
 from easyrl.config import Config, ConfigError
-from easyrl.config.devices import DeviceSet
+from easyrl.config.devices import device_options
 from easyrl.observe.run_files import RunFiles
 from easyrl.runtime.placement import max_concurrent_groups, max_open_groups
 from easyrl.workers.batches import MIN_FILL
@@ -386,11 +386,8 @@ def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
         "in ms: " + ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in of_each),
         "engines trainers  tokens/s       5 %      95 %  idle: engines trainers",
     ]
-    infer, train = (
-        {name for worker, name in run.devices.items() if worker.startswith(role)}
-        for role in ("rollout", "train")
-    )
-    if infer & train if run.config.devices.threads is None else infer & train - {"cpu"}:
+    is_shared = run.devices["rollout-0"] == run.devices["train-0"]
+    if is_shared and run.config.devices.threads is None:
         lines.insert(1, "workers shared cores or a device: on their own they are faster")
     row = "{:7}{:9}{:10,.0f}{:10,.0f}{:10,.0f}{:15.0%}{:9.0%}"
     return "\n".join([*lines, *(row.format(*split) for split in splits)])
@@ -398,11 +395,6 @@ def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
 
 def flags_of(run: MeasuredRun, split: Split) -> str:
     """Return the options for the split, with devices of the kind that was measured."""
-    names, flags, first = list(run.devices.values()), [], 0
     num_infer = split.engines * run.config.rollout.tensor_parallel_size
-    for role, name, count in (("infer", names[0], num_infer), ("train", names[-1], split.trainers)):
-        indices = tuple(range(first, first + count))
-        kind: Literal["cpu", "accelerator"] = "cpu" if name.endswith("cpu") else "accelerator"
-        flags.append(f"--{role}-devices {DeviceSet(kind, indices, is_ray='/' in name)}")
-        first += count
-    return " ".join(flags)
+    train = range(num_infer, num_infer + split.trainers)
+    return device_options(next(iter(run.devices.values())), range(num_infer), train)

@@ -103,7 +103,8 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     # A resumed run has its checkpoints already; those of adapters are small.
     has_checkpoint = resume is not None and resume.checkpoint is not None
     is_small = has_checkpoint or num_trained is not None
-    num_kept = config.train.keep_checkpoints + config.train.keep_best
+    num_kept = config.train.keep_checkpoints
+    num_kept += num_kept > 0 and config.train.eval_every > 0  # the best one
     check_disk(folder_of(config), files, 0 if is_small else num_kept)
     identity = {
         "model.path": fingerprint(config.model.path),
