@@ -19,7 +19,7 @@ and values), D head size; of a bucket: B segments, L the longest of them. "Token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -107,24 +107,20 @@ class SharedPrompt:
 
     def own_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
-    ) -> list[tuple[Bucket, Block]]:
+    ) -> Iterator[tuple[Bucket, Block]]:
         window = settings.sliding_window
-        blocks = []
         for bucket in self._buckets:
-            length = bucket.longest
-            bias = None
-            if window is not None and window < length:
-                bias = self._bias(np.arange(length), np.arange(length), window, query)
+            positions, bias = np.arange(bucket.longest), None
+            if window is not None and window < bucket.longest:
+                bias = self._bias(positions, positions, window, query)
             cells = (bucket.take(x) for x in (query, key, value))
-            blocks.append((bucket, _block(*cells, is_causal=bias is None, bias=bias)))
-        return blocks
+            yield bucket, _block(*cells, is_causal=bias is None, bias=bias)
 
     def prompt_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
-    ) -> list[tuple[slice, slice, Block]]:
-        """Return blocks, each with the tokens of its queries and of its keys."""
+    ) -> Iterator[tuple[slice, slice, Block]]:
+        """Yield blocks, each with the tokens of its queries and of its keys."""
         window = settings.sliding_window
-        blocks = []
         for prompt, completions, lengths in self._prompts:
             if window is None:
                 keys, bias = self._pad(prompt, query)
@@ -138,8 +134,7 @@ class SharedPrompt:
                 if positions.max() - first >= window:
                     bias = self._bias(positions, np.arange(first, num_prompt), window, query)
             cells = (x[None] for x in (query[completions], key[keys], value[keys]))
-            blocks.append((completions, keys, _block(*cells, is_causal=False, bias=bias)))
-        return blocks
+            yield completions, keys, _block(*cells, is_causal=False, bias=bias)
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
         """Extend a prompt's keys to a padded length; return the bias [1, S] that hides this."""
@@ -169,11 +164,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Any, settings: LayerSettings
     ) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        logsumexp = torch.empty(0)  # [T, Hkv, G, 1]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logsumexp = query.new_empty((*query.shape[:-1], 1), dtype=wide)
         for bucket, block in layout.own_blocks(query, key, value, settings):
             part, part_logsumexp = attend_block(block, settings)
-            if not len(logsumexp):
-                logsumexp = part_logsumexp.new_empty((*query.shape[:-1], 1))
             bucket.put(output, part)
             bucket.put(logsumexp, part_logsumexp)
         for queries, _, block in layout.prompt_blocks(query, key, value, settings):
@@ -184,10 +178,9 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
         layout, settings = ctx.layout, ctx.settings
-        gradient = gradients[0]
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
         for bucket, block in layout.own_blocks(query, key, value, settings):
             parts = attend_block_backward(
@@ -326,7 +319,6 @@ def padded_length(lengths: _Lengths) -> _Lengths:
 class Bucket:
     """B segments of similar length, padded to the longest, L."""
 
-    num_segments: int
     longest: int
     whole: slice | None
     """Their tokens, if they are adjacent and of equal length, so that no copy is needed."""
@@ -337,7 +329,7 @@ class Bucket:
 
     def take(self, tokens: Tensor, padding: float | None = None) -> Tensor:
         """[T, ...] -> cells [B, L, ...]. Padding cells hold any value, or `padding`."""
-        shape = (self.num_segments, self.longest, *tokens.shape[1:])
+        shape = (-1, self.longest, *tokens.shape[1:])
         if self.whole is not None:
             return tokens[self.whole].view(shape)
         cells = tokens.index_select(0, self.tokens)
@@ -346,9 +338,8 @@ class Bucket:
         return cells.view(shape)
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
-        """Write a block's real cells to their tokens in [T, ...]."""
-        by_segment = block.view(self.num_segments, -1, *block.shape[1:])
-        cells = by_segment.permute(0, 3, 1, 2, 4)  # [B*Hkv, G, L, D] -> [B, L, Hkv, G, D]
+        """Write the real cells of a block [B*Hkv, G, L, D] to their tokens in [T, Hkv, G, D]."""
+        cells = block.unflatten(0, (-1, tokens.shape[1])).permute(0, 3, 1, 2, 4)
         if self.whole is not None:
             tokens[self.whole].view(cells.shape).copy_(cells)
         else:
@@ -391,7 +382,6 @@ def _make_bucket(segments: _Ints, device: torch.device) -> Bucket:
         return torch.from_numpy(array).to(device)
 
     return Bucket(
-        num_segments=len(segments),
         longest=longest,
         whole=slice(int(tokens[0]), int(tokens[-1]) + 1) if is_adjacent else None,
         tokens=on_device(tokens),
