@@ -42,10 +42,6 @@ ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-class CheckpointGone(ConfigError):
-    """A running run has removed a checkpoint since it was chosen."""
-
-
 class DiskError(ConfigError):
     """A model cannot be written, because the disk is full or read-only, for example."""
 
@@ -113,9 +109,8 @@ def export_checkpoint(
     except (Exception, CheckpointException):
         if checkpoint.path.exists():
             raise
-        # A running run has deleted it.
-        options: Any = {"trust": trust, "force": force, "verify": verify, "dtype": dtype}
-        return export_checkpoint(source, folder, **options)
+        removed = f"'{checkpoint.path}' was removed by its run meanwhile"
+        raise ConfigError(f"{removed}; for a newer one start the command again") from None
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     with replace_folder(folder, is_new=not force) as new:
         policy.save(new, tokenizer, dtype=None if name == trained else getattr(torch, name))
@@ -145,19 +140,11 @@ class ModelSource:
         """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""
         if self.kind == "model":
             return self.path
-        if folder.exists():
-            return str(folder)
-        if self.kind == "adapter":
+        if self.kind == "adapter" and not folder.exists():
             self._merge(folder)
-            return str(folder)
-        try:
+        elif not folder.exists():
             options: Any = {"verify": False, "dtype": "trained"}  # it is verified already
             export_checkpoint(Path(self.path), folder, trust=trust, **options)
-        except ConfigError:
-            if Path(self.path).exists():
-                raise
-            gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
-            raise CheckpointGone(f"{KEY}: {gone}") from None
         return str(folder)
 
     def _merge(self, folder: Path) -> None:

@@ -55,7 +55,8 @@ class Policy:
         self.adapter: Adapter | None = None
         self._merger = Merger(model)
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
-        self._layers = _layers_of(model)
+        decoder = model.get_decoder()  # the model without its head; of Llama 4 the model itself
+        self._layers: Any = decoder if decoder is not model else getattr(model, "model", model)
         self._base_output: Any = None  # the class of the layers' output, once they have run
 
     @classmethod
@@ -346,12 +347,6 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         for embedding, index in zip(embeddings, padding, strict=True):
             embedding.padding_idx = index
         narrow(model)
-
-
-def _layers_of(model: Any) -> Any:
-    """Return the model without its head."""
-    decoder = model.get_decoder()
-    return decoder if decoder is not model else getattr(model, "model", model)  # Llama 4
 
 
 def _check_complete(path: str, found: Mapping[str, Any]) -> None:

@@ -157,11 +157,7 @@ def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
 def whole(weight: Tensor) -> Tensor:
     """Return the whole weight, without gradient. A sharded one is gathered: all ranks call this."""
     weight = weight.detach()
-    if not is_sharded(weight):
-        return weight
-    if not weight.numel():  # nothing is sent, so ranks need not wait
-        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    return weight.full_tensor()
+    return weight.full_tensor() if is_sharded(weight) else weight
 
 
 def gathered(weight: Tensor, dtype: torch.dtype) -> Tensor:
