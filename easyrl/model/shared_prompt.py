@@ -320,8 +320,6 @@ class Bucket:
     """B segments of similar length, padded to the longest, L."""
 
     longest: int
-    whole: slice | None
-    """Their tokens, if they are adjacent and of equal length, so that no copy is needed."""
     tokens: Tensor  # [B*L] int64: the token of each cell; 0 for padding
     padding: Tensor  # int64: the cells that are padding
     real: Tensor  # int64: the cells that are not padding
@@ -329,22 +327,16 @@ class Bucket:
 
     def take(self, tokens: Tensor, padding: float | None = None) -> Tensor:
         """[T, ...] -> cells [B, L, ...]. Padding cells hold any value, or `padding`."""
-        shape = (-1, self.longest, *tokens.shape[1:])
-        if self.whole is not None:
-            return tokens[self.whole].view(shape)
         cells = tokens.index_select(0, self.tokens)
         if padding is not None:
             cells.index_fill_(0, self.padding, padding)
-        return cells.view(shape)
+        return cells.view(-1, self.longest, *tokens.shape[1:])
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
         """Write the real cells of a block [B*Hkv, G, L, D] to their tokens in [T, Hkv, G, D]."""
         cells = block.unflatten(0, (-1, tokens.shape[1])).permute(0, 3, 1, 2, 4)
-        if self.whole is not None:
-            tokens[self.whole].view(cells.shape).copy_(cells)
-        else:
-            real = cells.reshape(-1, *tokens.shape[1:]).index_select(0, self.real)
-            tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
+        real = cells.reshape(-1, *tokens.shape[1:]).index_select(0, self.real)
+        tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
 
 
 def make_buckets(segments: _Ints, device: torch.device) -> list[Bucket]:
@@ -376,14 +368,12 @@ def _make_bucket(segments: _Ints, device: torch.device) -> Bucket:
     is_real = (offsets < lengths).reshape(-1)
     tokens = np.where(is_real, (starts + offsets).reshape(-1), 0)
     real = np.flatnonzero(is_real)
-    is_adjacent = is_real.all() and bool((np.diff(tokens) == 1).all())
 
     def on_device(array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return Bucket(
         longest=longest,
-        whole=slice(int(tokens[0]), int(tokens[-1]) + 1) if is_adjacent else None,
         tokens=on_device(tokens),
         padding=on_device(np.flatnonzero(~is_real)),
         real=on_device(real),
