@@ -121,12 +121,7 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
     ) -> Tensor:
         """Return logits [K, V] of the tokens `logits_at` [K] of the packed row `input_ids` [T]."""
-        inputs, row = self._inputs(input_ids, position_ids, layout)
-        if self.no_packing_reason is not None:
-            padded: Tensor = self.model(**inputs).logits
-            return padded[row][logits_at]
-        logits: Tensor = self.model(**inputs, logits_to_keep=logits_at).logits[0]
-        return logits
+        return self.head(self.hidden_states(input_ids, position_ids, layout, at=logits_at))
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
@@ -184,9 +179,10 @@ class Policy:
         """Check that layers and head apart equal the model."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
-        expected = self.forward(tokens, tokens, layout, logits_at=tokens)
+        inputs, row = self._inputs(tokens, tokens, layout)
+        expected = self.model(**inputs).logits[row]
         with suppress(Exception):  # any, depending on what the model's code expects
-            got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
+            got = self.forward(tokens, tokens, layout, logits_at=tokens)
             if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
                 return
         raise ConfigError(
