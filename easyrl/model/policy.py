@@ -128,7 +128,7 @@ class Policy:
     ) -> Tensor:
         """Return the head's inputs [K, H] for the tokens `at` [K] of the packed row [T]."""
         inputs, row = self._inputs(input_ids, position_ids, layout)
-        output = self._layers(**inputs)
+        output = self._layers(**inputs, use_cache=False)
         self._base_output = type(output)
         hidden: Tensor = output.last_hidden_state[row]
         return hidden[at]
@@ -141,13 +141,9 @@ class Policy:
             is_real = real_tokens(position_ids)
             padded = torch.zeros_like(is_real, dtype=input_ids.dtype)
             padded.masked_scatter_(is_real, input_ids)
-            return {"input_ids": padded, "use_cache": False}, is_real
-        return {
-            "input_ids": input_ids[None],
-            "position_ids": position_ids[None],
-            "use_cache": False,
-            "attention_layout": layout,
-        }, 0
+            return {"input_ids": padded}, is_real
+        packed = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
+        return {**packed, "attention_layout": layout}, 0
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [K, V] of `hidden_states` [K, H].
@@ -180,7 +176,7 @@ class Policy:
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         inputs, row = self._inputs(tokens, tokens, layout)
-        expected = self.model(**inputs).logits[row]
+        expected = self.model(**inputs, use_cache=False).logits[row]
         with suppress(Exception):  # any, depending on what the model's code expects
             got = self.forward(tokens, tokens, layout, logits_at=tokens)
             if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
@@ -278,8 +274,7 @@ def real_tokens(position_ids: Tensor) -> Tensor:
 def _blocks_of(model: nn.Module) -> list[nn.Module]:
     """The modules of the list that holds most weights: the decoder layers."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(weight.numel() for weight in blocks.parameters()) for blocks in lists]
-    return list(lists[sizes.index(max(sizes))]) if lists else []
+    return [*max(lists, key=lambda each: sum(w.numel() for w in each.parameters()), default=[])]
 
 
 def _load(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:

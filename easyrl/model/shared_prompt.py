@@ -65,20 +65,16 @@ class SharedPrompt:
     """The attention layout of one packed row."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        segments: list[tuple[int, int]] = []  # start, length
         self._prompts: list[tuple[slice, slice, Sequence[int]]] = []  # with its completions
         start = 0
         for prompt_length, completion_lengths in groups:
-            segments.append((start, prompt_length))
             prompt = slice(start, start + prompt_length)
-            start = prompt.stop
-            for length in completion_lengths:
-                segments.append((start, length))
-                start += length
+            start = prompt.stop + sum(completion_lengths)
             if completion_lengths:
-                completions = slice(prompt.stop, start)
-                self._prompts.append((prompt, completions, completion_lengths))
-        self._buckets = make_buckets(np.array(segments, dtype=np.int64), device)
+                self._prompts.append((prompt, slice(prompt.stop, start), completion_lengths))
+        lengths = np.array([n for prompt, completions in groups for n in (prompt, *completions)])
+        segments = np.stack([lengths.cumsum() - lengths, lengths], axis=1)
+        self._buckets = make_buckets(segments, device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
