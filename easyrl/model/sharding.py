@@ -72,15 +72,11 @@ class TrainRanks:
         """Shard the parameters of `module` over the devices: those of each of `layers` are gathered
         together, and all others. Parts become float32, or `dtype` if frozen. With `offload` they
         stay on the CPU, and with them gradients and optimizer state."""
-        if self.mesh is None:
-            return
         from torch.distributed import fsdp
 
         on_accelerator = self.device.type != "cpu"
         kept = fsdp.CPUOffloadPolicy(pin_memory=on_accelerator) if offload else fsdp.OffloadPolicy()
-        precision = fsdp.MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
-        )
+        precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self._parts = (*layers, module)
         for sharded in self._parts:
             fsdp.fully_shard(sharded, mesh=self.mesh, mp_policy=precision, offload_policy=kept)
