@@ -94,13 +94,10 @@ class Conversations:
         if is_tool:
             answer |= {"tool_calls": [self._call(str(messages[0]["name"]), MARK)]}
             shown = [{**message, "tool_call_id": CALL_ID} for message in messages]
-        start = [{"role": "user", "content": "a"}]
+        talk = [{"role": "user", "content": "a"}, *earlier, answer, *shown]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [*start, *earlier, answer, *shown],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._variables,
+                talk, tokenize=False, add_generation_prompt=True, **self._variables
             )
         except Exception as error:  # a template is a program and may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]

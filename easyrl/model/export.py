@@ -77,7 +77,6 @@ def export_checkpoint(
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
-    import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
     from easyrl.model.checkpoint import read_tensors
@@ -106,7 +105,7 @@ def export_checkpoint(
         raise ConfigError(f"{removed}; for a newer one start the command again") from None
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     with replace_folder(folder, is_new=not force) as new:
-        policy.save(new, tokenizer, dtype=None if name == trained else getattr(torch, name))
+        policy.save(new, tokenizer, dtype=None if name == trained else name)
     rounded = "" if name == trained else f" before they were rounded to {name}"
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
@@ -136,8 +135,8 @@ class ModelSource:
         if self.kind == "adapter" and not folder.exists():
             self._merge(folder)
         elif not folder.exists():
-            options: Any = {"verify": False, "dtype": "trained"}  # it is verified already
-            export_checkpoint(Path(self.path), folder, trust=trust, **options)
+            # It is verified already.
+            export_checkpoint(Path(self.path), folder, trust=trust, verify=False, dtype="trained")
         return str(folder)
 
     def _merge(self, folder: Path) -> None:

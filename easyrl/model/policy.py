@@ -235,27 +235,23 @@ class Policy:
         return digest.hexdigest()
 
     def save(
-        self,
-        folder: Path,
-        tokenizer: Any,
-        *,
-        is_writer: bool = True,
-        dtype: torch.dtype | None = None,
+        self, folder: Path, tokenizer: Any, *, is_writer: bool = True, dtype: str | None = None
     ) -> None:
         """Write a Hugging Face folder, adapters merged. All ranks call this; one `is_writer`. With
         `dtype` the weights are rounded to it, the policy's own too."""
         gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
+        rounded = None if dtype is None else getattr(torch, dtype)
         for weight in self._exported(self.model.state_dict(keep_vars=True).items()):
             parameter = id(weight.reference)
             if parameter not in gathered:
                 values = whole(weight.materialize())
-                values = values.to(dtype or values.dtype)
+                values = values.to(rounded or values.dtype)
                 gathered[parameter] = values.cpu() if is_writer else values.new_empty(0)
             state[weight.name] = gathered[parameter]
         if is_writer:
-            if dtype is not None:
-                self.model.to(dtype)  # config.json names it
+            if rounded is not None:
+                self.model.to(rounded)  # config.json names it
             self.model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
 

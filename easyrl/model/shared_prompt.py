@@ -179,19 +179,15 @@ class _Attention(torch.autograd.Function):
         layout, settings = ctx.layout, ctx.settings
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
         for bucket, block in layout.own_blocks(query, key, value, settings):
-            parts = attend_block_backward(
-                _to_block(bucket.take(gradient, padding=0.0)),
-                _to_block(bucket.take(output)),
-                _to_block(bucket.take(logsumexp, padding=float("inf"))),  # exp(score - inf) = 0
-                block,
-                settings,
-            )
+            # Padding has no weight: exp(score - inf) = 0.
+            padded = bucket.take(gradient, 0.0), bucket.take(output), bucket.take(logsumexp, np.inf)
+            parts = attend_block_backward(block, settings, *map(_to_block, padded))
             bucket.put(of_query, parts[0])
             bucket.put(of_key, parts[1].sum(1, keepdim=True))
             bucket.put(of_value, parts[2].sum(1, keepdim=True))
         for queries, keys, block in layout.prompt_blocks(query, key, value, settings):
-            whole = [_to_block(x[queries].unsqueeze(0)) for x in (gradient, output, logsumexp)]
-            parts = attend_block_backward(whole[0], whole[1], whole[2], block, settings)
+            whole = (_to_block(x[queries].unsqueeze(0)) for x in (gradient, output, logsumexp))
+            parts = attend_block_backward(block, settings, *whole)
             of_query[queries] += _to_tokens(parts[0])
             of_key[keys] += _to_tokens(parts[1].sum(1, keepdim=True))
             of_value[keys] += _to_tokens(parts[2].sum(1, keepdim=True))
@@ -231,7 +227,7 @@ def attend_block(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor]
 
 
 def attend_block_backward(
-    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: LayerSettings
+    block: Block, settings: LayerSettings, gradient: Tensor, output: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given the output's gradient, the merged output
     and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`

@@ -68,11 +68,7 @@ class Suite:
 
 
 def code(
-    settings: RewardConfig,
-    /,
-    completions: Completions,
-    tests: Sequence[Any],
-    **columns: Sequence[Any],
+    settings: RewardConfig, /, completions: Completions, tests: Sequence[Any], **columns: Any
 ) -> list[float | None]:
     """Score 1.0 where all tests pass, else 0.0; None where the row has none. Raises ValueError for
     tests that cannot be used, and SandboxError if nothing can be run."""
