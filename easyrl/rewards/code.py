@@ -14,8 +14,6 @@ The last two may be JSON in a string. Their expected outputs never enter the san
 run there in a process of their own, which the program cannot reach.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -14,8 +14,6 @@ reward process has a user number of its own and runs one program at a time. Uses
 standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
