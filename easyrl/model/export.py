@@ -32,6 +32,7 @@ from easyrl.model.checkpoint_files import STATE, UNFINISHED, find_checkpoint
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"
 """Name of the adapter's folder beside a LoRA run's `model/`."""
+REMOVED = "was removed by its run meanwhile; for a newer one start the command again"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -101,8 +102,7 @@ def export_checkpoint(
     except (Exception, CheckpointException):
         if checkpoint.path.exists():
             raise
-        removed = f"'{checkpoint.path}' was removed by its run meanwhile"
-        raise ConfigError(f"{removed}; for a newer one start the command again") from None
+        raise ConfigError(f"'{checkpoint.path}' {REMOVED}") from None
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     with replace_folder(folder, is_new=not force) as new:
         policy.save(new, tokenizer, dtype=None if name == trained else name)
@@ -135,6 +135,8 @@ class ModelSource:
         if self.kind == "adapter" and not folder.exists():
             self._merge(folder)
         elif not folder.exists():
+            if not Path(self.path).exists():
+                raise ConfigError(f"{KEY}: '{self.path}' {REMOVED}")
             # It is verified already.
             export_checkpoint(Path(self.path), folder, trust=trust, verify=False, dtype="trained")
         return str(folder)
