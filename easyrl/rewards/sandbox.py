@@ -166,8 +166,8 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
 def _make_memory_group(stack: contextlib.ExitStack) -> Callable[[], object] | None:
     """Make a memory cgroup for one program where this process may: as root outside of containers.
     Returns what a new process calls to join it. `stack` removes it."""
-    file = Path("/proc/self/cgroup")
-    for line in file.read_text().splitlines() if file.exists() else ():
+    own = Path("/proc/self/cgroup")
+    for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         # In version 1 the new group is made below that of this process; in version 2, where a group
         # with processes can have none below it, beside it.
