@@ -326,7 +326,7 @@ class Bucket:
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
         """Write the real cells of a block [B*Hkv, G, L, D] to their tokens in [T, Hkv, G, D]."""
-        cells = block.unflatten(0, (-1, tokens.shape[1])).permute(0, 3, 1, 2, 4)
+        cells = block.view(-1, tokens.shape[1], *block.shape[1:]).permute(0, 3, 1, 2, 4)
         real = cells.reshape(-1, *tokens.shape[1:]).index_select(0, self.real)
         tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
 
