@@ -9,7 +9,7 @@ Shapes: K completion tokens of a micro-batch, C completions in it.
 import inspect
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -247,12 +247,11 @@ def _surrogate(
 
 def _zero_masked(inputs: LossInputs) -> LossInputs:
     """Set masked tokens, whose log-probability may be -inf, to 0 before any exp."""
-    names = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
-    values = {name: getattr(inputs, name) for name in (*names, "advantages")}
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     zeroed: dict[str, Any] = {
         name: torch.where(inputs.loss_mask, value, 0.0)
         for name, value in values.items()
-        if value is not None
+        if isinstance(value, Tensor) and value.is_floating_point()
     }
     if inputs.teacher is not None:
         of_teacher = (torch.where(inputs.loss_mask, value, 0) for value in inputs.teacher)

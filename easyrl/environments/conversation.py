@@ -94,23 +94,20 @@ class Conversations:
         if is_tool:
             answer |= {"tool_calls": [self._call(str(messages[0]["name"]), MARK)]}
             shown = [{**message, "tool_call_id": CALL_ID} for message in messages]
-        start = [{"role": "user", "content": "a"}]
+        talk = [{"role": "user", "content": "a"}, *earlier, answer, *shown]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [*start, *earlier, answer, *shown],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._variables,
+                talk, tokenize=False, add_generation_prompt=True, **self._variables
             )
         except Exception as error:  # a template is a program and may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise ConfigError(f"the chat template ({KEY}) refuses {shown}: {reason}") from error
+            raise ConfigError(f"{KEY}: the chat template refuses {shown}: {reason}") from error
         behind = text.rpartition(MARK)[2]
         found = [behind.index(end) + len(end) for end in self._ends if end in behind]
         at = min(found, default=0)
         first = str(messages[0]["content"])
         if is_tool and (not found or (first == RESULT and RESULT not in behind[at:])):
-            raise ConfigError(f"the chat template ({KEY}) writes no end token behind a tool call")
+            raise ConfigError(f"{KEY}: the chat template writes no end token behind a tool call")
         ids: list[int] = self._tokenizer(behind[at:], add_special_tokens=False)["input_ids"]
         return ids
 
@@ -130,10 +127,7 @@ class Conversations:
             messages = [{"role": "tool", "name": name, "content": RESULT}]
             call = {"role": "assistant", "content": "d", "tool_calls": [self._call(name, "e")]}
             earlier += [call, {**messages[0], "content": "f", "tool_call_id": CALL_ID}]
-        try:
-            short, long = (self._render_suffix(messages, each) for each in ([], earlier))
-        except ConfigError as error:
-            raise ConfigError(f"{KEY}: {error}") from None
+        short, long = (self._render_suffix(messages, each) for each in ([], earlier))
         if short != long:
             shown = [self._tokenizer.decode(ids) for ids in (short, long)]
             raise ConfigError(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from easyrl.config import Config, ConfigError
-from easyrl.environments.loading import Environment, Interface, load_environments
+from easyrl.environments.loading import Environment, Interfaces, load_environments
 from easyrl.environments.tool_calls import BadCall, Calls
 from easyrl.processes import maybe_sleep, set_name
 from easyrl.rewards import worker
@@ -73,9 +73,7 @@ class Host:
             return value
         return asyncio.run_coroutine_threadsafe(cast(Any, value), self._loop).result()
 
-    def load(
-        self, _: Key = (), with_schemas: bool = False
-    ) -> tuple[Mapping[str, Interface], Sequence[int]]:
+    def load(self, _: Key = (), with_schemas: bool = False) -> tuple[Interfaces, Sequence[int]]:
         """Load environments and reward functions; return the interfaces by name, and the numbers of
         the reward functions that need environments. Raises ConfigError."""
         self._environments = load_environments(self._config, with_schemas=with_schemas)

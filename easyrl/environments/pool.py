@@ -65,7 +65,6 @@ class _Host:
     """Sent by a thread, since a process that hangs reads nothing. None ends it."""
     pending: dict[int, _Call] = field(default_factory=dict)
     last_heard: float = field(default_factory=time.monotonic)
-    is_loaded: bool = False
     is_stuck: bool = False  # a call has taken too long, and may still run
 
 
@@ -192,7 +191,8 @@ class EnvironmentPool:
             except (EOFError, OSError, ValueError):
                 self._bury(host)
                 continue
-            limit = self._config.rollout.tool_timeout_seconds if host.is_loaded else LOAD_SECONDS
+            is_loading = any(call.method == "load" for call in host.pending.values())
+            limit = LOAD_SECONDS if is_loading else self._config.rollout.tool_timeout_seconds
             is_idle = all(call.started is None for call in host.pending.values())
             if host.pending and (is_idle or host.is_stuck) and now > host.last_heard + limit:
                 host.process.kill()
@@ -211,9 +211,7 @@ class EnvironmentPool:
             return
         if kind == "started":
             host.pending[number].started = host.last_heard
-            return
-        host.is_loaded = True
-        if kind == "returned":
+        elif kind == "returned":
             self._settle(host, number, None, value)
         else:
             error = ConfigError if kind == "misconfigured" else CallFailed

@@ -27,7 +27,7 @@ from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
-from easyrl.model.export import CheckpointGone, ModelSource, find_model
+from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
@@ -138,15 +138,6 @@ def evaluate(
 
     `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
     """
-    try:
-        return _evaluate(config, view, base, other)
-    except CheckpointGone:  # the run goes on: it has a newer one
-        return _evaluate(config, view, base, other)
-
-
-def _evaluate(
-    config: Config, view: EvalView, base: str | None, other: Path | None
-) -> events.RunEnded:
     with signals_as_interrupts():
         compared = None if other is None else read_evaluation(other)
         plan = check_evaluation(with_absolute_paths(config), base)

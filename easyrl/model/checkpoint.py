@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
+from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -61,7 +58,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: An
         files[name] = 1 + num_bytes // FILE_BYTES
         num_bytes += tensor.nbytes
     is_alone = process_group is None
-    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    writer = hf_storage.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=is_alone)
 
 
@@ -70,7 +67,7 @@ def read_tensors(
     folder: Path, model: nn.Module, optimizer: Optimizer | None = None, process_group: Any = None
 ) -> None:
     """Overwrite model and, if given, optimizer by the tensors in `folder`, bit for bit."""
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = hf_storage.HuggingFaceStorageReader(str(folder))
     if optimizer is None:
         tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in _trained(model)}
     else:

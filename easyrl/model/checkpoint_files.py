@@ -131,13 +131,12 @@ def publish(path: Path, state: Mapping[str, Any]) -> None:
         "state": state,
     }
     content[OWN_CHECKSUM] = _content_sha256(content)
-    with (written / STATE).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content))  # ends with a brace, so truncation is detected
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(written)
+    file = written / STATE
+    file.write_text(json.dumps(content))  # ends with a brace, so truncation is detected
+    _sync(file)
+    _sync(written)
     written.rename(path)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
 def keep_newest(folder: Path, number: int) -> None:
@@ -184,8 +183,9 @@ def _content_sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Return when a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -26,24 +26,14 @@ from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.model import DType
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model
 from easyrl.formatting import install_command
+from easyrl.model import files
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, find_checkpoint
-from easyrl.model.files import (
-    fingerprint,
-    load_tokenizer,
-    quieten_transformers,
-    read_model_files,
-    tokenizer_content,
-    tokenizer_of,
-)
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"
 """Name of the adapter's folder beside a LoRA run's `model/`."""
+REMOVED = "was removed by its run meanwhile; for a newer one start the command again"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
-class CheckpointGone(ConfigError):
-    """A running run has removed a checkpoint since it was chosen."""
 
 
 class DiskError(ConfigError):
@@ -88,7 +78,6 @@ def export_checkpoint(
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
-    import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
     from easyrl.model.checkpoint import read_tensors
@@ -96,14 +85,14 @@ def export_checkpoint(
 
     config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
-    stored = read_model_files(model.path).stored_dtype
-    if checkpoint.state["identity"]["model.path"] != fingerprint(model.path):
+    stored = files.read_model_files(model.path).stored_dtype
+    if checkpoint.state["identity"]["model.path"] != files.fingerprint(model.path):
         raise ConfigError(
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"
         )
-    quieten_transformers()
-    tokenizer = tokenizer_of(config)
+    files.quieten_transformers()
+    tokenizer = files.tokenizer_of(config)
     trained = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
     policy = Policy.load(model.path, trust_remote_code=trust, dtype=trained)
     if model.lora.rank is not None:
@@ -113,12 +102,10 @@ def export_checkpoint(
     except (Exception, CheckpointException):
         if checkpoint.path.exists():
             raise
-        # A running run has deleted it.
-        options: Any = {"trust": trust, "force": force, "verify": verify, "dtype": dtype}
-        return export_checkpoint(source, folder, **options)
+        raise ConfigError(f"'{checkpoint.path}' {REMOVED}") from None
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     with replace_folder(folder, is_new=not force) as new:
-        policy.save(new, tokenizer, dtype=None if name == trained else getattr(torch, name))
+        policy.save(new, tokenizer, dtype=None if name == trained else name)
     rounded = "" if name == trained else f" before they were rounded to {name}"
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
@@ -136,28 +123,22 @@ class ModelSource:
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
         if self.kind == "model":
-            return fingerprint(self.path)
+            return files.fingerprint(self.path)
         name = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
-        content = (Path(self.path) / name).read_bytes() + tokenizer_content(Path(self.path))
-        return hashlib.sha256(fingerprint(self.base).encode() + content).hexdigest()
+        content = (Path(self.path) / name).read_bytes() + files.tokenizer_content(Path(self.path))
+        return hashlib.sha256(files.fingerprint(self.base).encode() + content).hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:
         """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""
         if self.kind == "model":
             return self.path
-        if folder.exists():
-            return str(folder)
-        if self.kind == "adapter":
+        if self.kind == "adapter" and not folder.exists():
             self._merge(folder)
-            return str(folder)
-        try:
-            options: Any = {"verify": False, "dtype": "trained"}  # it is verified already
-            export_checkpoint(Path(self.path), folder, trust=trust, **options)
-        except ConfigError:
-            if Path(self.path).exists():
-                raise
-            gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
-            raise CheckpointGone(f"{KEY}: {gone}") from None
+        elif not folder.exists():
+            if not Path(self.path).exists():
+                raise ConfigError(f"{KEY}: '{self.path}' {REMOVED}")
+            # It is verified already.
+            export_checkpoint(Path(self.path), folder, trust=trust, verify=False, dtype="trained")
         return str(folder)
 
     def _merge(self, folder: Path) -> None:
@@ -166,8 +147,8 @@ class ModelSource:
         from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
 
-        quieten_transformers()
-        tokenizer = load_tokenizer(self.tokenizer or self.base)
+        files.quieten_transformers()
+        tokenizer = files.load_tokenizer(self.tokenizer or self.base)
         try:
             import peft
 
@@ -180,7 +161,7 @@ class ModelSource:
             saved = {key: len(w) for key, w in load_file(file).items() if f".{name}." in key}
             rows = {length for key, length in saved.items() if key.endswith(".weight")}
             num_tokens = base.resize_token_embeddings(*rows, mean_resizing=False).num_embeddings
-            if len(tokenizer) > max(num_tokens, len(load_tokenizer(self.base))):
+            if len(tokenizer) > max(num_tokens, len(files.load_tokenizer(self.base))):
                 raise ValueError(f"{len(tokenizer)} tokens, but {num_tokens} embeddings")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # old names
@@ -214,7 +195,7 @@ def find_model(path: str, base: str | None = None) -> ModelSource:
         checkpoint = find_checkpoint(folder)
         trained_from = checkpoint.state["config"]["model"]["path"]
         found = ModelSource("checkpoint", str(checkpoint.path), trained_from)
-    read_model_files(found.base, is_whole=False)  # a plan needs no weights; a run checks them
+    files.read_model_files(found.base, is_whole=False)  # a plan needs no weights; a run checks them
     return found
 
 
@@ -231,12 +212,12 @@ def _adapter(folder: Path, base: str | None) -> ModelSource:
         base = base or json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
         if not base:
             raise ValueError("its configuration names none")
-        read_model_files(base)
+        files.read_model_files(base)
         (folder / ADAPTER_WEIGHTS).stat()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{KEY}: the adapter '{folder}' needs its weights and the model that it was trained "
             f"on; use --base MODEL, or the model/ folder of its run\n{error}"
         ) from None
-    tokenizer = str(folder) if tokenizer_content(folder) else ""
+    tokenizer = str(folder) if files.tokenizer_content(folder) else ""
     return ModelSource("adapter", str(folder), base, tokenizer)

@@ -148,13 +148,6 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
     return longest
 
 
-def lacks_chat_template(path: str) -> bool:
-    """Whether a model's files show that its tokenizer has no chat template."""
-    content = tokenizer_content(Path(resolve_model(path)))
-    may_have = b"chat_template" in content or b"tekken.json" in content
-    return b"tokenizer_config.json" in content and not may_have
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """The sizes of a model that memory follows from."""

@@ -11,19 +11,15 @@ and the gradient is added in float32: in bfloat16 every addition would round the
 Shapes: K tokens, n of them in a chunk, H the model's width, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
-
-if TYPE_CHECKING:
-    from easyrl.model.policy import Policy
+from easyrl.model.policy import Policy
 
 LEAST_LOGPROB = -1e30
 """Log-probability of a token of probability 0: finite, so that 0 times it is 0."""

@@ -55,7 +55,8 @@ class Policy:
         self.adapter: Adapter | None = None
         self._merger = Merger(model)
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
-        self._layers = _layers_of(model)
+        decoder = model.get_decoder()  # the model without its head; of Llama 4 the model itself
+        self._layers: Any = decoder if decoder is not model else getattr(model, "model", model)
         self._base_output: Any = None  # the class of the layers' output, once they have run
 
     @classmethod
@@ -120,19 +121,14 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
     ) -> Tensor:
         """Return logits [K, V] of the tokens `logits_at` [K] of the packed row `input_ids` [T]."""
-        inputs, row = self._inputs(input_ids, position_ids, layout)
-        if self.no_packing_reason is not None:
-            padded: Tensor = self.model(**inputs).logits
-            return padded[row][logits_at]
-        logits: Tensor = self.model(**inputs, logits_to_keep=logits_at).logits[0]
-        return logits
+        return self.head(self.hidden_states(input_ids, position_ids, layout, at=logits_at))
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
     ) -> Tensor:
         """Return the head's inputs [K, H] for the tokens `at` [K] of the packed row [T]."""
         inputs, row = self._inputs(input_ids, position_ids, layout)
-        output = self._layers(**inputs)
+        output = self._layers(**inputs, use_cache=False)
         self._base_output = type(output)
         hidden: Tensor = output.last_hidden_state[row]
         return hidden[at]
@@ -145,13 +141,9 @@ class Policy:
             is_real = real_tokens(position_ids)
             padded = torch.zeros_like(is_real, dtype=input_ids.dtype)
             padded.masked_scatter_(is_real, input_ids)
-            return {"input_ids": padded, "use_cache": False}, is_real
-        return {
-            "input_ids": input_ids[None],
-            "position_ids": position_ids[None],
-            "use_cache": False,
-            "attention_layout": layout,
-        }, 0
+            return {"input_ids": padded}, is_real
+        packed = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
+        return {**packed, "attention_layout": layout}, 0
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [K, V] of `hidden_states` [K, H].
@@ -183,9 +175,10 @@ class Policy:
         """Check that layers and head apart equal the model."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
-        expected = self.forward(tokens, tokens, layout, logits_at=tokens)
+        inputs, row = self._inputs(tokens, tokens, layout)
+        expected = self.model(**inputs, use_cache=False).logits[row]
         with suppress(Exception):  # any, depending on what the model's code expects
-            got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
+            got = self.forward(tokens, tokens, layout, logits_at=tokens)
             if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
                 return
         raise ConfigError(
@@ -242,27 +235,23 @@ class Policy:
         return digest.hexdigest()
 
     def save(
-        self,
-        folder: Path,
-        tokenizer: Any,
-        *,
-        is_writer: bool = True,
-        dtype: torch.dtype | None = None,
+        self, folder: Path, tokenizer: Any, *, is_writer: bool = True, dtype: str | None = None
     ) -> None:
         """Write a Hugging Face folder, adapters merged. All ranks call this; one `is_writer`. With
         `dtype` the weights are rounded to it, the policy's own too."""
         gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
+        rounded = None if dtype is None else getattr(torch, dtype)
         for weight in self._exported(self.model.state_dict(keep_vars=True).items()):
             parameter = id(weight.reference)
             if parameter not in gathered:
                 values = whole(weight.materialize())
-                values = values.to(dtype or values.dtype)
+                values = values.to(rounded or values.dtype)
                 gathered[parameter] = values.cpu() if is_writer else values.new_empty(0)
             state[weight.name] = gathered[parameter]
         if is_writer:
-            if dtype is not None:
-                self.model.to(dtype)  # config.json names it
+            if rounded is not None:
+                self.model.to(rounded)  # config.json names it
             self.model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
 
@@ -281,8 +270,7 @@ def real_tokens(position_ids: Tensor) -> Tensor:
 def _blocks_of(model: nn.Module) -> list[nn.Module]:
     """The modules of the list that holds most weights: the decoder layers."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(weight.numel() for weight in blocks.parameters()) for blocks in lists]
-    return list(lists[sizes.index(max(sizes))]) if lists else []
+    return [*max(lists, key=lambda each: sum(w.numel() for w in each.parameters()), default=[])]
 
 
 def _load(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
@@ -346,12 +334,6 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         for embedding, index in zip(embeddings, padding, strict=True):
             embedding.padding_idx = index
         narrow(model)
-
-
-def _layers_of(model: Any) -> Any:
-    """Return the model without its head."""
-    decoder = model.get_decoder()
-    return decoder if decoder is not model else getattr(model, "model", model)  # Llama 4
 
 
 def _check_complete(path: str, found: Mapping[str, Any]) -> None:

@@ -72,15 +72,11 @@ class TrainRanks:
         """Shard the parameters of `module` over the devices: those of each of `layers` are gathered
         together, and all others. Parts become float32, or `dtype` if frozen. With `offload` they
         stay on the CPU, and with them gradients and optimizer state."""
-        if self.mesh is None:
-            return
         from torch.distributed import fsdp
 
         on_accelerator = self.device.type != "cpu"
         kept = fsdp.CPUOffloadPolicy(pin_memory=on_accelerator) if offload else fsdp.OffloadPolicy()
-        precision = fsdp.MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
-        )
+        precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self._parts = (*layers, module)
         for sharded in self._parts:
             fsdp.fully_shard(sharded, mesh=self.mesh, mp_policy=precision, offload_policy=kept)
@@ -157,11 +153,7 @@ def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
 def whole(weight: Tensor) -> Tensor:
     """Return the whole weight, without gradient. A sharded one is gathered: all ranks call this."""
     weight = weight.detach()
-    if not is_sharded(weight):
-        return weight
-    if not weight.numel():  # nothing is sent, so ranks need not wait
-        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    return weight.full_tensor()
+    return weight.full_tensor() if is_sharded(weight) else weight
 
 
 def gathered(weight: Tensor, dtype: torch.dtype) -> Tensor:

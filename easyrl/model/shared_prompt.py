@@ -19,7 +19,7 @@ and values), D head size; of a bucket: B segments, L the longest of them. "Token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -65,20 +65,16 @@ class SharedPrompt:
     """The attention layout of one packed row."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        segments: list[tuple[int, int]] = []  # start, length
         self._prompts: list[tuple[slice, slice, Sequence[int]]] = []  # with its completions
         start = 0
         for prompt_length, completion_lengths in groups:
-            segments.append((start, prompt_length))
             prompt = slice(start, start + prompt_length)
-            start = prompt.stop
-            for length in completion_lengths:
-                segments.append((start, length))
-                start += length
+            start = prompt.stop + sum(completion_lengths)
             if completion_lengths:
-                completions = slice(prompt.stop, start)
-                self._prompts.append((prompt, completions, completion_lengths))
-        self._buckets = make_buckets(np.array(segments, dtype=np.int64), device)
+                self._prompts.append((prompt, slice(prompt.stop, start), completion_lengths))
+        lengths = np.array([n for prompt, completions in groups for n in (prompt, *completions)])
+        segments = np.stack([lengths.cumsum() - lengths, lengths], axis=1)
+        self._buckets = make_buckets(segments, device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
@@ -107,24 +103,20 @@ class SharedPrompt:
 
     def own_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
-    ) -> list[tuple[Bucket, Block]]:
+    ) -> Iterator[tuple[Bucket, Block]]:
         window = settings.sliding_window
-        blocks = []
         for bucket in self._buckets:
-            length = bucket.longest
-            bias = None
-            if window is not None and window < length:
-                bias = self._bias(np.arange(length), np.arange(length), window, query)
+            positions, bias = np.arange(bucket.longest), None
+            if window is not None and window < bucket.longest:
+                bias = self._bias(positions, positions, window, query)
             cells = (bucket.take(x) for x in (query, key, value))
-            blocks.append((bucket, _block(*cells, is_causal=bias is None, bias=bias)))
-        return blocks
+            yield bucket, _block(*cells, is_causal=bias is None, bias=bias)
 
     def prompt_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
-    ) -> list[tuple[slice, slice, Block]]:
-        """Return blocks, each with the tokens of its queries and of its keys."""
+    ) -> Iterator[tuple[slice, slice, Block]]:
+        """Yield blocks, each with the tokens of its queries and of its keys."""
         window = settings.sliding_window
-        blocks = []
         for prompt, completions, lengths in self._prompts:
             if window is None:
                 keys, bias = self._pad(prompt, query)
@@ -138,8 +130,7 @@ class SharedPrompt:
                 if positions.max() - first >= window:
                     bias = self._bias(positions, np.arange(first, num_prompt), window, query)
             cells = (x[None] for x in (query[completions], key[keys], value[keys]))
-            blocks.append((completions, keys, _block(*cells, is_causal=False, bias=bias)))
-        return blocks
+            yield completions, keys, _block(*cells, is_causal=False, bias=bias)
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
         """Extend a prompt's keys to a padded length; return the bias [1, S] that hides this."""
@@ -169,11 +160,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Any, settings: LayerSettings
     ) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        logsumexp = torch.empty(0)  # [T, Hkv, G, 1]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logsumexp = query.new_empty((*query.shape[:-1], 1), dtype=wide)
         for bucket, block in layout.own_blocks(query, key, value, settings):
             part, part_logsumexp = attend_block(block, settings)
-            if not len(logsumexp):
-                logsumexp = part_logsumexp.new_empty((*query.shape[:-1], 1))
             bucket.put(output, part)
             bucket.put(logsumexp, part_logsumexp)
         for queries, _, block in layout.prompt_blocks(query, key, value, settings):
@@ -184,25 +174,20 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
         layout, settings = ctx.layout, ctx.settings
-        gradient = gradients[0]
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
         for bucket, block in layout.own_blocks(query, key, value, settings):
-            parts = attend_block_backward(
-                _to_block(bucket.take(gradient, padding=0.0)),
-                _to_block(bucket.take(output)),
-                _to_block(bucket.take(logsumexp, padding=float("inf"))),  # exp(score - inf) = 0
-                block,
-                settings,
-            )
+            # Padding has no weight: exp(score - inf) = 0.
+            padded = bucket.take(gradient, 0.0), bucket.take(output), bucket.take(logsumexp, np.inf)
+            parts = attend_block_backward(block, settings, *map(_to_block, padded))
             bucket.put(of_query, parts[0])
             bucket.put(of_key, parts[1].sum(1, keepdim=True))
             bucket.put(of_value, parts[2].sum(1, keepdim=True))
         for queries, keys, block in layout.prompt_blocks(query, key, value, settings):
-            whole = [_to_block(x[queries].unsqueeze(0)) for x in (gradient, output, logsumexp)]
-            parts = attend_block_backward(whole[0], whole[1], whole[2], block, settings)
+            whole = (_to_block(x[queries].unsqueeze(0)) for x in (gradient, output, logsumexp))
+            parts = attend_block_backward(block, settings, *whole)
             of_query[queries] += _to_tokens(parts[0])
             of_key[keys] += _to_tokens(parts[1].sum(1, keepdim=True))
             of_value[keys] += _to_tokens(parts[2].sum(1, keepdim=True))
@@ -242,7 +227,7 @@ def attend_block(block: Block, settings: LayerSettings) -> tuple[Tensor, Tensor]
 
 
 def attend_block_backward(
-    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: LayerSettings
+    block: Block, settings: LayerSettings, gradient: Tensor, output: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given the output's gradient, the merged output
     and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`
@@ -326,10 +311,7 @@ def padded_length(lengths: _Lengths) -> _Lengths:
 class Bucket:
     """B segments of similar length, padded to the longest, L."""
 
-    num_segments: int
     longest: int
-    whole: slice | None
-    """Their tokens, if they are adjacent and of equal length, so that no copy is needed."""
     tokens: Tensor  # [B*L] int64: the token of each cell; 0 for padding
     padding: Tensor  # int64: the cells that are padding
     real: Tensor  # int64: the cells that are not padding
@@ -337,23 +319,16 @@ class Bucket:
 
     def take(self, tokens: Tensor, padding: float | None = None) -> Tensor:
         """[T, ...] -> cells [B, L, ...]. Padding cells hold any value, or `padding`."""
-        shape = (self.num_segments, self.longest, *tokens.shape[1:])
-        if self.whole is not None:
-            return tokens[self.whole].view(shape)
         cells = tokens.index_select(0, self.tokens)
         if padding is not None:
             cells.index_fill_(0, self.padding, padding)
-        return cells.view(shape)
+        return cells.view(-1, self.longest, *tokens.shape[1:])
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
-        """Write a block's real cells to their tokens in [T, ...]."""
-        by_segment = block.view(self.num_segments, -1, *block.shape[1:])
-        cells = by_segment.permute(0, 3, 1, 2, 4)  # [B*Hkv, G, L, D] -> [B, L, Hkv, G, D]
-        if self.whole is not None:
-            tokens[self.whole].view(cells.shape).copy_(cells)
-        else:
-            real = cells.reshape(-1, *tokens.shape[1:]).index_select(0, self.real)
-            tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
+        """Write the real cells of a block [B*Hkv, G, L, D] to their tokens in [T, Hkv, G, D]."""
+        cells = block.view(-1, tokens.shape[1], *block.shape[1:]).permute(0, 3, 1, 2, 4)
+        real = cells.reshape(-1, *tokens.shape[1:]).index_select(0, self.real)
+        tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
 
 
 def make_buckets(segments: _Ints, device: torch.device) -> list[Bucket]:
@@ -385,15 +360,12 @@ def _make_bucket(segments: _Ints, device: torch.device) -> Bucket:
     is_real = (offsets < lengths).reshape(-1)
     tokens = np.where(is_real, (starts + offsets).reshape(-1), 0)
     real = np.flatnonzero(is_real)
-    is_adjacent = is_real.all() and bool((np.diff(tokens) == 1).all())
 
     def on_device(array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return Bucket(
-        num_segments=len(segments),
         longest=longest,
-        whole=slice(int(tokens[0]), int(tokens[-1]) + 1) if is_adjacent else None,
         tokens=on_device(tokens),
         padding=on_device(np.flatnonzero(~is_real)),
         real=on_device(real),

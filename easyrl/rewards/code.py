@@ -14,8 +14,6 @@ The last two may be JSON in a string. Their expected outputs never enter the san
 run there in a process of their own, which the program cannot reach.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json
@@ -68,11 +66,7 @@ class Suite:
 
 
 def code(
-    settings: RewardConfig,
-    /,
-    completions: Completions,
-    tests: Sequence[Any],
-    **columns: Sequence[Any],
+    settings: RewardConfig, /, completions: Completions, tests: Sequence[Any], **columns: Any
 ) -> list[float | None]:
     """Score 1.0 where all tests pass, else 0.0; None where the row has none. Raises ValueError for
     tests that cannot be used, and SandboxError if nothing can be run."""

@@ -8,10 +8,10 @@ the config (`loading.BUILT_IN`); they are positional-only so that a column may h
 
 import ast
 import inspect
-import operator
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 from typing import Any
 
 from easyrl.types import Messages, answers_of, is_missing, text_of
@@ -26,12 +26,7 @@ FORMAT = re.compile(rf"(?:<think>)?{NO_TAG}</think>\s*{ANSWER.pattern}", re.DOTA
 
 COUNTDOWN_CHARACTERS = re.compile(r"[0-9+\-*/() \t]+")
 COUNTDOWN_MAX_LENGTH = 500  # longest expression that is parsed, in characters: parsers recurse
-OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+OPERATIONS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 
 
 class RewardError(RuntimeError):
@@ -121,7 +116,7 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
             used.append(number)
             return Fraction(number)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return OPERATIONS[type(op)](_evaluate(left, used), _evaluate(right, used))
+            return Fraction(OPERATIONS[type(op)](_evaluate(left, used), _evaluate(right, used)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, used)
     raise ValueError("not an arithmetic expression")

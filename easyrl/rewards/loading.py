@@ -157,11 +157,10 @@ async def _call_verl(
     `score`. `ground_truth` is the column of its name, else that in `reward_model`, else `answer`.
     """
     scores = []
-    given = [name for name in VERL_COLUMNS if name in columns]
     for index, completion in enumerate(completions):
         row: dict[str, Any] = {"data_source": "", "extra_info": {}}
         row["solution_str"] = text_of(completion)
-        row |= {name: columns[name][index] for name in given}
+        row |= {name: columns[name][index] for name in VERL_COLUMNS if name in columns}
         if "ground_truth" not in row:
             source = row.get("reward_model") or {"ground_truth": row["answer"]}
             row["ground_truth"] = source["ground_truth"]

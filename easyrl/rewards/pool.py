@@ -136,32 +136,23 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes at once, whatever they are doing."""
-        self._stop_pool()
+        _end_pool(self._pool)
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
 
     def _start_pool(self) -> ProcessPool:
-        pool = ProcessPool(
-            max_workers=self._config.reward.num_workers,
-            initializer=start,
-            initargs=(self._config, self._sources),
-            context=get_context("spawn"),
-        )
+        pool = _open_pool(self._config.reward.num_workers, self._config, self._sources)
         self._ready = pool.schedule(int)  # pebble starts the processes with the first task
         self._moved = time.monotonic()
         return pool
-
-    def _stop_pool(self) -> None:
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
 
     def _restart(self) -> None:
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
             raise RewardError(f"the reward processes ended {self._num_restarts} times")
         self._report("the reward processes were lost; new ones start, and repeat their calls")
-        self._stop_pool()
+        _end_pool(self._pool)
         self._pool = self._start_pool()
         for tasks in self._groups.values():
             for task in tasks:
@@ -241,8 +232,7 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
         loading.check_rewards(config, example, [spec for spec in specs if spec not in own])
     if not own:
         return []
-    of_process: tuple[Any, ...] = config, {}, own
-    pool = ProcessPool(1, initializer=start, initargs=of_process, context=get_context("spawn"))
+    pool = _open_pool(1, config, {}, own)
     warnings = []
     try:
         for spec in own:
@@ -258,8 +248,7 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
             raise
         raise ConfigError(UNGUARDED_MESSAGE) from None
     finally:
-        pool.stop()  # type: ignore[no-untyped-call]
-        pool.join()
+        _end_pool(pool)
     return list(filter(None, warnings))
 
 
@@ -268,6 +257,17 @@ def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[flo
     table = np.array(scores, dtype=np.float64)  # None becomes nan; scores themselves are finite
     rewards: Float32 = np.nansum(table * np.array(weights)[:, None], axis=0).astype(np.float32)
     return rewards
+
+
+def _open_pool(num_workers: int, *arguments: Any) -> ProcessPool:
+    """Return a pool whose processes begin with `worker.start` of these arguments."""
+    context = get_context("spawn")
+    return ProcessPool(num_workers, initializer=start, initargs=arguments, context=context)
+
+
+def _end_pool(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join()
 
 
 def _was_killed(task: _Task) -> bool:

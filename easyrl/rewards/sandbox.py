@@ -14,8 +14,6 @@ reward process has a user number of its own and runs one program at a time. Uses
 standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -168,7 +166,16 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
 def _make_memory_group(stack: contextlib.ExitStack) -> Callable[[], object] | None:
     """Make a memory cgroup for one program where this process may: as root outside of containers.
     Returns what a new process calls to join it. `stack` removes it."""
-    for parent, limit in _parent_groups():
+    own = Path("/proc/self/cgroup")
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        # In version 1 the new group is made below that of this process; in version 2, where a group
+        # with processes can have none below it, beside it.
+        parent, limit = Path("/sys/fs/cgroup" + path).parent, "memory.max"
+        if controllers == "memory":
+            parent, limit = Path("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"
+        elif controllers:
+            continue
         with contextlib.suppress(OSError):
             group = Path(tempfile.mkdtemp(prefix="easyrl-code-", dir=parent))
             stack.callback(_remove_group, group)
@@ -184,30 +191,12 @@ def _join(processes: io.FileIO) -> None:
         processes.write(b"0")
 
 
-@functools.cache
-def _parent_groups() -> list[tuple[Path, str]]:
-    """Return the folders in which a memory cgroup may be made, each with the name of its file for
-    the limit. In version 1 the new group is made below that of this process; in version 2, where a
-    group with processes can have none below it, beside it."""
-    places = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                places.append((Path("/sys/fs/cgroup" + path).parent, "memory.max"))
-            elif controllers == "memory":
-                places.append((Path("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"))
-    return places
-
-
 def _remove_group(group: Path) -> None:
     for _ in range(1000):  # until the kernel has ended the last of its processes
-        try:
+        with contextlib.suppress(OSError):
             group.rmdir()
-        except OSError:
-            time.sleep(0.01)
-        else:
             return
+        time.sleep(0.01)
 
 
 def _bwrap_command(variant: str) -> list[str]:

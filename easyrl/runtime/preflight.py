@@ -16,7 +16,7 @@ from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY, TEACHER_KEY
 from easyrl.data import datasets
-from easyrl.data.chat import check_prompts, check_template, render_prompt
+from easyrl.data.chat import check_prompts, render_prompt
 from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
@@ -29,7 +29,6 @@ from easyrl.model.files import (
     ModelFiles,
     ModelSize,
     fingerprint,
-    lacks_chat_template,
     load_eos_token_ids,
     load_model_config,
     load_tokenizer,
@@ -336,15 +335,12 @@ def load_prompt_tokenizer(
 ) -> Any:
     """Load the tokenizer of `path` (by default the model's). None: every character is a token, as
     in the demo, which needs no transformers here."""
-    model, data, path = config.model, config.data, path or config.model.path
+    data, path = config.data, path or config.model.path
     is_demo = path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     if is_demo and not data.chat_template and not data.chat_template_kwargs:
         longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
             return None
-    if not data.chat_template and not model.trust_remote_code and lacks_chat_template(path):
-        # The tokenizer, which takes seconds to load, would only confirm it.
-        check_template(None, examples, data)
     return tokenizer_of(config, path)
 
 
