@@ -58,6 +58,7 @@ SCHEDULED = {
     "plain": (),
     "two rollout workers": (*HARDER, "--infer-devices", "cpu:2"),
     "two train ranks": (*HARDER, "--train-devices", "cpu:2"),
+    "LoRA": (*HARDER, "model.lora.rank=4", "--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
     "other problems": (
         *HARDER,
         "model.lora.rank=4",
