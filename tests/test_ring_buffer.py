@@ -29,7 +29,6 @@ KILLED = -signal.SIGKILL
 SHAPE = st.tuples(
     st.integers(0, 10**9), st.lists(st.integers(0, 8), min_size=1, max_size=3), st.integers(0, 16)
 )
-MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n"}
 VICTIM = 5
 OUTCOMES = {  # what arrives: from the first line to the last
     "put": [[1, 2], [7, 1, 2], [1, 2, 7]],
@@ -162,60 +161,51 @@ def test_group_that_does_not_fit_a_slot_or_itself_is_refused(new_ring, group, me
 
 
 def test_ring_that_the_system_cannot_hold_is_refused_with_the_keys_to_lower(monkeypatch):
+    """No name and no descriptor is left, of a ring that was closed neither."""
+
+    def open_files():
+        found = [str(path) for path in Path("/dev/shm").glob("psm_*")]
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # the one that lists them
+                found.append(str(path.readlink()))
+        return Counter(n for n in found if n.startswith(("pipe:", "/memfd:", "/dev/shm")))
+
     files, limits = open_files(), layout()
     with pytest.raises(ValueError, match=r"rollout.ring_slots: expected at most"):
         RingBuffer(layout(num_slots=20_000))
+    assert open_files() == files
+    with contextlib.closing(RingBuffer(limits)):
+        assert open_files() != files
+        assert not any(name.startswith("/dev/shm") for name in open_files() - files)
     assert open_files() == files
     monkeypatch.setattr(ring_buffer, "available_memory_bytes", lambda: limits.total_bytes - 1)
     with pytest.raises(ValueError, match=r"rollout.ring_slots .* data.max_prompt_length"):
         RingBuffer(limits)
 
 
-MEMORY_V2 = MEMINFO | {
-    "proc/self/cgroup": "0::/pod/job\n",
-    "sys/fs/cgroup/pod/memory.max": str(3 << 20),
-    "sys/fs/cgroup/pod/memory.current": str(2 << 20),
-    "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
-    "sys/fs/cgroup/pod/memory.events": "oom_kill 9\n",
-    "sys/fs/cgroup/pod/job/memory.max": "max",
-    "sys/fs/cgroup/pod/job/memory.current": "5",
-    "sys/fs/cgroup/pod/job/memory.stat": "anon 5\n",
-    "sys/fs/cgroup/pod/job/memory.events": "oom 1\noom_kill 3\n",
-}
-
-
 @pytest.mark.parametrize(
-    ("files", "available_bytes", "limit"),
-    [
-        (MEMORY_V2, 3 << 19, "(3 MiB)"),
-        (MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}, 4096 << 10, "(10 MiB)"),
-    ],
+    ("limit", "available_bytes", "shown"),
+    [(str(3 << 20), 3 << 19, "(3 MiB)"), ("max", 4096 << 10, "(10 MiB)")],
 )
-def test_memory_is_that_of_the_machine_and_its_cgroups(tmp_path, files, available_bytes, limit):
-    for name, text in files.items():
+def test_memory_is_that_of_the_machine_and_its_cgroups(tmp_path, limit, available_bytes, shown):
+    pod = "sys/fs/cgroup/pod"
+    for name, text in {
+        "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n",
+        "proc/self/cgroup": "0::/pod/job\n",
+        f"{pod}/memory.max": limit,
+        f"{pod}/memory.current": str(2 << 20),
+        f"{pod}/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
+        f"{pod}/memory.events": "oom_kill 9\n",
+        f"{pod}/job/memory.max": "max",
+        f"{pod}/job/memory.current": "5",
+        f"{pod}/job/memory.stat": "anon 5\n",
+        f"{pod}/job/memory.events": "oom 1\noom_kill 3\n",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_memory_bytes(tmp_path) == available_bytes
     assert oom_kills(tmp_path) == 3
-    assert kill_reason(3, tmp_path) == "" and limit in kill_reason(2, tmp_path)
-
-
-def open_files():
-    links = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that lists them
-            links.append(str(path.readlink()))
-    return Counter(name for name in links if name.startswith(("pipe:", "/memfd:", "/dev/shm")))
-
-
-def test_no_name_and_no_descriptor_is_left():
-    names, files = {*Path("/dev/shm").glob("psm_*")}, open_files()
-    ring = RingBuffer(layout())
-    assert {*Path("/dev/shm").glob("psm_*")} == names  # not even while it exists
-    assert open_files() != files
-    ring.close()
-    del ring
-    assert open_files() == files
+    assert kill_reason(3, tmp_path) == "" and shown in kill_reason(2, tmp_path)
 
 
 @pytest.mark.parametrize("num_headers", [2000, pytest.param(100_000, marks=pytest.mark.long)])
