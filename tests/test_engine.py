@@ -44,6 +44,8 @@ GENERATE = {
 }
 MODELS = (*EMBEDDED, *GENERATE)
 BOTH = pytest.mark.parametrize("name", ["qwen3", "mamba"])
+IGNORED = {"repetition_penalty": 9.0, "min_new_tokens": 11, "top_k": 1, "num_beams": 2}
+"""Generation settings of the models: they would change the distribution."""
 SAMPLING = SamplingSettings(
     max_prompt_length=MAX_PROMPT, max_completion_length=MAX_COMPLETION, seed=7
 )
@@ -53,6 +55,7 @@ def make_policy(name, seed=1):
     if name in EMBEDDED:
         return Policy(tiny_model(name, ATTENTION_NAME, seed=seed), torch.device("cpu"))
     model = tiny_model(name, None, SPREAD, seed, **GENERATE[name])
+    model.generation_config = GenerationConfig(do_sample=True, **IGNORED)
     return Policy(model, torch.device("cpu"), no_packing_reason="layer 0 is of another type")
 
 
@@ -151,6 +154,7 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
                 assert bounds[token] - 1e-5 <= numbers[position] <= bounds[token + 1] + 1e-5
                 num_narrow += bounds[token + 1] - bounds[token] < 0.5
     assert temperature == 0.0 or num_narrow > 50  # intervals narrow enough to tell numbers apart
+    assert name in EMBEDDED or policy_of(name).model.generation_config.num_beams == 2
 
 
 @pytest.fixture(scope="module")
@@ -219,18 +223,6 @@ def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weight
     assert engine._run_model is engine._decoder
     engine.load_weights(pieces_of(new))
     assert engine._run_model == policy.forward
-
-
-def test_generation_config_of_the_model_is_ignored():
-    """Penalties and minimum lengths would change the distribution."""
-    submitted = requests(draw_prompts(4), 3)
-    plain = tokens_of(run(make_engine("mamba"), submitted))
-    policy = make_policy("mamba")
-    policy.model.generation_config = changed = GenerationConfig(
-        repetition_penalty=9.0, min_new_tokens=11, do_sample=True, top_k=1, num_beams=2
-    )
-    assert tokens_of(run(make_engine("mamba", policy), submitted)) == plain
-    assert policy.model.generation_config is changed
 
 
 @BOTH
@@ -332,10 +324,7 @@ def test_frequencies_are_the_probabilities(vocabulary):
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert (counts - number * expected).abs().max() <= 1.01
     np.testing.assert_allclose(logprobs, expected.log()[tokens], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("vocabulary", [99, 300])
-def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
+    # Logits that are no numbers give a token without a log-probability.
     token, logprob = sample(torch.full((1, vocabulary), torch.nan), torch.ones(1).double() / 2, 1.0)
     assert 0 <= int(token) < vocabulary and logprob.isnan()
 
