@@ -29,13 +29,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from easyrl.environments import host
 from easyrl.rewards import worker
 
-from .runs import SMALL, command, lines_of, summary_of
+from .runs import SMALL, command, lines_of, shared_memory, summary_of
 
 ITERATIONS, PROMPTS, GENERATIONS = 12, 4, 4
 STALL_SECONDS, TIMEOUT_SECONDS = 25.0, 20.0
@@ -141,18 +142,9 @@ class Run:
         """Wait at most `seconds` for the end of the run; note its shared memory meanwhile."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
-            self.note_shared_memory()
+            self.shared_memory |= shared_memory(self.processes())
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
         return self.process.poll() is not None
-
-    def note_shared_memory(self):
-        for process in self.processes():
-            try:
-                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            except OSError:
-                continue
-            names = {line.partition("/dev/shm/")[2] for line in lines if " (deleted)" not in line}
-            self.shared_memory |= {Path("/dev/shm", name) for name in names if name}
 
     def processes(self):
         """Every process of the run that has not ended, orphans too."""
@@ -202,12 +194,11 @@ class Run:
         self.process.wait()
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """Times of an undisturbed run in seconds."""
 
-    ready: float  # the workers have started
     total: float
+    ready: float  # the workers have started
 
 
 def measure(folder, jobs, words):
@@ -224,11 +215,11 @@ def measure(folder, jobs, words):
             if problems := [*ledger(run.output), *run.leftovers(), *run.files_left()]:
                 raise SystemExit(f"an undisturbed run: {'; '.join(problems)}")
             began, ready, ended = trace_times(run.output)
-            times.append(Baseline(ready - began, ended - began))
+            times.append(Baseline(ended - began, ready - began))
     finally:
         for run in runs:
             run.kill()
-    return min(times, key=lambda baseline: baseline.total)
+    return min(times)
 
 
 def run_trial(plan, folder, baseline):
@@ -262,7 +253,7 @@ def _act(run, plan, baseline):
     if plan.moment < STARTUP:
         run.wait(plan.moment / STARTUP * baseline.ready)
     else:  # starting takes longer on a busy machine
-        while not _is_ready(run.output) and not run.wait(0.05):
+        while not any(line["ph"] == "B" for line in _trace(run.output)) and not run.wait(0.05):
             pass
         part = (plan.moment - STARTUP) / (1.0 - STARTUP)
         run.wait(part * (baseline.total - baseline.ready))
@@ -342,10 +333,6 @@ def _trace(output):
         except ValueError:
             continue
     return sorted(found, key=lambda line: line["ts"])
-
-
-def _is_ready(output):
-    return any(line["ph"] == "B" for line in _trace(output))
 
 
 def trace_times(output):

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,7 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement
 from easyrl.runtime.ray import cluster
-from runs import lines_of, wait_until_gone
+from runs import lines_of, wait_until, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 SLURM, RAY_JOB, PAGE = (
@@ -146,10 +145,7 @@ def test_the_slurm_file_runs_on_two_nodes_and_sigterm_leaves_a_checkpoint(tmp_pa
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(["bash", "job"], cwd=folder, env=environment, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + 180
-            while not (run / "metrics.jsonl").exists():
-                assert job.poll() is None and time.monotonic() < deadline
-                time.sleep(0.2)
+            wait_until((run / "metrics.jsonl").exists, job, seconds=180)
             job.send_signal(signal.SIGTERM)
             code = job.wait(60)
         finally:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, closing
 
 import pytest
@@ -19,6 +18,7 @@ from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
+from runs import wait_until
 from tool_models import TEMPLATE, call, chat_tokenizer, example
 
 ENVIRONMENTS = '''
@@ -127,11 +127,7 @@ def own(shared):
 
 
 def result(pool, future):
-    end = time.monotonic() + 30
-    while not future.done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-        pool.poll()
+    wait_until(lambda: pool.poll() or future.done(), seconds=30)
     return future.result()
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
@@ -14,7 +13,7 @@ import pytest
 from easyrl.environments.host import PROCESS_NAME
 from easyrl.processes import children_named
 from easyrl.runtime.control import request
-from runs import finish, lines_of, start, summary_of, wait_for_line
+from runs import descendants, finish, lines_of, start, summary_of, wait_for_line, wait_until
 from tool_models import call, chat_model
 
 GUESS = (
@@ -91,13 +90,11 @@ def on_policy(folder):
 
 def hosts_of(process):
     """Wait for processes of environments; return their parents by pid."""
-    ends = time.monotonic() + 60
-    while True:
-        workers = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        if hosts := children_named(PROCESS_NAME, workers):
-            return hosts
-        assert time.monotonic() < ends and process.poll() is None
-        time.sleep(0.1)
+
+    def found():
+        return children_named(PROCESS_NAME, [each.pid for each in descendants(process.pid)])
+
+    return wait_until(found, process)
 
 
 def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
@@ -192,12 +189,10 @@ def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
 @pytest.mark.long
 def test_nothing_is_left_when_a_run_is_killed(tmp_path):
     process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
-    hosts, ends = hosts_of(process), time.monotonic() + 60
+    hosts = hosts_of(process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    while any(psutil.pid_exists(pid) for pid in hosts):
-        assert time.monotonic() < ends
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(psutil.pid_exists, hosts)))
 
 
 @pytest.mark.long
