@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -77,13 +78,10 @@ class Peer:
         self.channel = self.full = None
         self.gathered = []  # sizes of the weights, in the order in which they were gathered
         self.is_cancelled = False
-        signal.signal(signal.SIGUSR1, self.cancel)
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "is_cancelled", True))
         config = Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}})
         self.settings = settings_on_cpu("rollout-0", config)
         launch._set_up_environment(launch.with_environment(self.settings))
-
-    def cancel(self, *signal):
-        self.is_cancelled = True
 
     def end_at(self, what, signum):
         """Send this process a signal when it waits for `what`."""
@@ -156,12 +154,13 @@ def peer_main(control):
 class Peers:
     """Processes that stay from test to test: importing torch is the slow part."""
 
-    def __init__(self):
-        self.store_fds, self.processes, self.controls = [], {}, {}
+    def __init__(self, folder):
+        self.stores = (str(folder / f"store-{number}") for number in count())
+        self.processes, self.controls = {}, {}
 
     def start(self, number):
         """Start those of the first `number` peers that do not live."""
-        fresh = [n for n in range(number) if n not in self.processes or not self.is_alive(n)]
+        fresh = {*range(number)} - {*self.living()}
         for n in fresh:
             self.controls[n], theirs = SPAWN.Pipe()
             self.processes[n] = SPAWN.Process(target=peer_main, args=(theirs,))
@@ -170,8 +169,8 @@ class Peers:
         for n in fresh:
             assert self.controls[n].poll(START_SECONDS) and self.controls[n].recv() == "ready"
 
-    def is_alive(self, number):
-        return self.processes[number].is_alive()
+    def living(self):
+        return [number for number, process in self.processes.items() if process.is_alive()]
 
     def kill(self, number):
         self.processes[number].kill()
@@ -216,7 +215,7 @@ class Peers:
         """Make a process group of the first `size` peers, in a store that was used before or in a
         new one. `reason`: why they share no memory, as the sender reports it."""
         self.start(size if dead is None else 0)
-        store = store or self.new_store()
+        store = store or next(self.stores)
         living = [number for number in range(size) if number != dead]
         for rank, number in enumerate(living):
             self.command(number, "join", store, rank, len(living), **how)
@@ -224,26 +223,20 @@ class Peers:
         assert sender == reason and {*receivers} <= {reason, reason and ""}
         return store
 
-    def new_store(self):
-        self.store_fds.append(os.memfd_create("test-store"))
-        return f"/proc/{os.getpid()}/fd/{self.store_fds[-1]}"
-
 
 @pytest.fixture(scope="module")
-def processes():
-    peers = Peers()
+def processes(tmp_path_factory):
+    peers = Peers(tmp_path_factory.mktemp("stores"))
     yield peers
     for number in peers.processes:
         peers.kill(number)
-    for fd in peers.store_fds:
-        os.close(fd)
 
 
 @pytest.fixture
 def peers(processes):
     processes.start(3)
     yield processes
-    for number in filter(processes.is_alive, processes.processes):
+    for number in processes.living():
         processes.command(number, "leave")
         answer, seconds = processes.answer(number)
         assert answer is None and seconds < 1.0  # a channel, even a broken one, goes at once
@@ -293,7 +286,7 @@ def test_an_unexpected_version_is_an_error(peers):
 )
 def test_the_wait_for_a_missing_rank_is_bounded(peers, commands, what):
     if "making" in what:
-        store = peers.new_store()
+        store = next(peers.stores)
         commands = [("join", store, *how) for _, *how in commands]
     else:
         peers.join(3)
@@ -349,14 +342,13 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
 
 @pytest.mark.parametrize("what", ["making the process group", "bucket 7 of .*"])
 def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
-    store = peers.new_store() if what.startswith("making") else peers.join(3, bucket_bytes=256)
+    is_joining = what.startswith("making")
+    store = next(peers.stores) if is_joining else peers.join(3, bucket_bytes=256)
     peers.command(2, "end_at", what, signal.SIGSTOP)
     peers.answer(2)
     for rank in range(3):
-        if what.startswith("making"):
-            peers.command(rank, "join", store, rank, 3)
-        else:
-            peers.command(rank, "receive" if rank else "send", 0)
+        exchange = ("receive" if rank else "send", 0)
+        peers.command(rank, *(("join", store, rank, 3) if is_joining else exchange))
     time.sleep(0.2 * TIMEOUT_SECONDS)
     for number in (0, 1):
         os.kill(peers.processes[number].pid, signal.SIGUSR1)
