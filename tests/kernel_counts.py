@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.performance_model import LOAD
 from easyrl import devices
@@ -23,6 +22,7 @@ from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
+from tiny_models import tiny_model
 
 META = torch.device("meta")
 GATHERS = {"aten::index", "aten::embedding", "aten::gather", "aten::searchsorted"}
@@ -87,12 +87,9 @@ def make_policy(model, layers):
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
     }
-    config = AutoConfig.for_model(model.family, **sizes)
     with META:
-        whole = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
-        )
-    return Policy(whole.eval(), META)
+        whole = tiny_model(model.family, ATTENTION_NAME, **sizes)
+    return Policy(whole.bfloat16(), META)
 
 
 def count_decode_step(model, layers, rows, prompt, cells):

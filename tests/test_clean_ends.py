@@ -1,6 +1,8 @@
 """However a run ends, nothing is left behind, and the cause is reported once."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -156,6 +158,13 @@ def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody():
         assert time.monotonic() - began < SECONDS
         supervisor.wait(timeout_seconds=0.5)
     assert not worker.process.is_alive() and time.monotonic() - began < SECONDS + 2
+
+
+@pytest.mark.long
+def test_runs_survive_the_loss_of_any_process_at_any_moment(tmp_path):
+    words = ("--trials", "100", "--seed", "1", "--jobs", "2", "--folder", str(tmp_path))
+    command = [sys.executable, "-m", "tests.chaos", *words]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, check=True)
 
 
 REWARDS = """

@@ -28,8 +28,7 @@ from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import StopStrings, uniform_stream
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
-from easyrl.types import WeightPiece
-from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, tiny_model
+from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, pieces_of, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
@@ -182,17 +181,6 @@ def test_random_streams_differ_in_seed_key_and_sample():
     assert len({number for stream in streams for number in stream}) == 4 * len(streams)
 
 
-def test_new_and_used_engines_give_the_same_bits_in_the_same_order():
-    """Rows, caches and counters keep nothing of an iteration."""
-    used, submitted = make_engine(num_rows=6), requests(draw_prompts(15), 4)
-    run(used, requests(draw_prompts(9, seed=99), 5))
-    one, other, again = (
-        bits_of(run(engine, submitted))
-        for engine in (make_engine(num_rows=6), make_engine(num_rows=6), used)
-    )
-    assert one == other and sorted(again) == sorted(one)
-
-
 @pytest.mark.parametrize("bound", [15, 5], ids=["some prompts", "less than the longest"])
 def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
     """A prompt that is longer than the bound is prefilled alone. They are served in order."""
@@ -221,7 +209,7 @@ def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weight
         attention.o_proj.weight.zero_()
     engine = make_engine(policy=policy)
     assert engine._run_model is engine._decoder
-    engine.load_weights(pieces_of(new))
+    engine.load_weights(pieces_of(new.weights()))
     assert engine._run_model == policy.forward
 
 
@@ -263,13 +251,6 @@ def test_impossible_prompt_is_refused(name, prompt_length):
     assert not engine.has_work and engine.step() == []
 
 
-def pieces_of(policy, piece_size=100):
-    for name, tensor in policy.named_weights():
-        flat = tensor.detach().reshape(-1)
-        for start in range(0, len(flat), piece_size):
-            yield WeightPiece(name, start, flat[start : start + piece_size].clone())
-
-
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mamba"])
 def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(name):
     """Tied and untied heads: the same bits as an engine that never saw the old weights."""
@@ -279,10 +260,10 @@ def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(nam
     engine.submit(submitted[0])
     while engine.has_work:
         with pytest.raises(RuntimeError, match="in flight"):
-            engine.load_weights(pieces_of(new))
+            engine.load_weights(pieces_of(new.weights()))
         engine.step()
     assert engine.policy.weights_sha256() == before
-    engine.load_weights(pieces_of(new))
+    engine.load_weights(pieces_of(new.weights()))
     assert engine.policy.weights_sha256() == new.weights_sha256()
     got, expected = run(engine, submitted), run(make_engine(name, new), submitted)
     assert sorted(bits_of(got)) == sorted(bits_of(expected))
@@ -297,9 +278,9 @@ def test_memory_of_an_evaluations_prompts_is_freed_for_training():
     run(engine, evaluation)
     assert engine.cache.prompts_size[0] > 2 * size[0]
     for _ in range(2):
-        engine.load_weights(pieces_of(make_policy("qwen3")))
+        engine.load_weights(pieces_of(make_policy("qwen3").weights()))
         assert bits_of(run(engine, training)) == expected
-    engine.load_weights(pieces_of(make_policy("qwen3")))
+    engine.load_weights(pieces_of(make_policy("qwen3").weights()))
     assert engine.cache.prompts_size == size  # training needs as much again
     assert engine.cache.prompts[0][0].shape[0] == size[0]
 

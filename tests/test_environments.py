@@ -35,8 +35,7 @@ class Own:
         return f" from {start}"
 
     async def increment(self, step: int) -> int:
-        """
-        Increment the counter.
+        """Increment the counter.
 
         Args:
             step: How much is added.
@@ -45,8 +44,7 @@ class Own:
         return self.count
 
     def run(self, code: str) -> str:
-        """
-        Evaluate Python.
+        """Evaluate Python.
 
         Args:
             code: An expression.
@@ -144,8 +142,8 @@ def run(pool, code, index=0, key=KEY):
     return str(acted.messages[0]["content"])
 
 
-def play(pool, text, key=KEY):
-    return Acted(*result(pool, pool.act(key, 0, text)))
+def play(pool, text):
+    return Acted(*result(pool, pool.act(KEY, 0, text)))
 
 
 def scores(pool, num, *functions):
@@ -156,8 +154,8 @@ def scores(pool, num, *functions):
     return scored.scores
 
 
-def kill(pool, key=KEY):
-    os.kill(pool._groups[key].host.process.pid or 0, signal.SIGKILL)
+def kill(pool):
+    os.kill(pool._groups[KEY].host.process.pid or 0, signal.SIGKILL)
 
 
 def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):

@@ -13,7 +13,16 @@ import pytest
 from easyrl.environments.host import PROCESS_NAME
 from easyrl.processes import children_named
 from easyrl.runtime.control import request
-from runs import descendants, finish, lines_of, start, summary_of, wait_for_line, wait_until
+from runs import (
+    descendants,
+    finish,
+    lines_of,
+    start,
+    summary_of,
+    wait_for_line,
+    wait_until,
+    workers,
+)
 from tool_models import call, chat_model
 
 GUESS = (
@@ -29,8 +38,6 @@ CALLS = (
 )
 OWN = '''
 import os
-import time
-
 
 class Adder:
     def reset(self, word: str, **columns) -> str | None:
@@ -42,8 +49,7 @@ class Adder:
         return f" {word}"
 
     async def add(self, a: int, b: int) -> int:
-        """
-        Add two numbers.
+        """Add two numbers.
 
         Args:
             a: The first.
@@ -99,15 +105,15 @@ def hosts_of(process):
 
 def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
     hashes = set()
-    for schedule, workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
+    for schedule, num_workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
         run = tmp_path / schedule
         process = start(
             *(*GUESS, "--output", str(run), "--schedule", schedule, "--iterations", "2"),
             *("runtime.deterministic=true", "rollout.max_concurrent_groups=4"),
-            f"rollout.environment_workers={workers}",
+            f"rollout.environment_workers={num_workers}",
             EASYRL_RANDOM_DELAYS=delays,
         )
-        if workers == 3:
+        if num_workers == 3:
             wait_for_line(process, "iteration 1/")
             os.kill(max(hosts_of(process)), signal.SIGKILL)
         out, err = process.communicate(timeout=240)
@@ -228,8 +234,7 @@ def test_a_lost_worker_loses_no_episode_and_a_resumed_run_ends_in_the_same_bits(
     )
     try:
         wait_for_line(process, "iteration 1/")
-        workers = request(folder, {"command": "status"})["workers"]
-        os.kill(next(w["pid"] for w in workers if w["name"] == "rollout-0"), signal.SIGKILL)
+        workers(process.pid)["rollout-0"].kill()
         assert process.wait(timeout=240) == 0
     finally:
         process.kill()

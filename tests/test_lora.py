@@ -20,15 +20,17 @@ from easyrl.model.export import export_checkpoint
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import TriModel
-from easyrl.types import WeightPiece
 from easyrl.workers.packing import Rollout, pack
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import (
     OLD_SIZES,
     VOCABULARY,
     draw_sequences,
+    largest_gradient_gap,
     lay_out,
     packed_logits,
+    pieces_of,
+    plain_model,
     separate_logits,
     tiny_model,
 )
@@ -59,16 +61,6 @@ def adapted(path, lora=LORA, dtype="float32"):
         for weight in policy.trained_parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
     return policy
-
-
-def plain_model(path, weights=None):
-    """transformers' own model, with other weights if given."""
-    how = {"attn_implementation": "eager", "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(path, **how)
-    if weights is not None:
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied: it has one name
-    return model.eval()
 
 
 SEQUENCES = draw_sequences([3, 13, 1, 8])
@@ -134,7 +126,7 @@ def test_gradients_equal_those_of_the_formula(kind, tmp_path):
     leaves = {
         name: parameter.detach().double().requires_grad_() for name, parameter in trained.items()
     }
-    plain = plain_model(path).double()
+    plain = plain_model(path, dtype=torch.float64)
     state = dict(plain.named_parameters())
     for name in [name for name in leaves if ".lora_A." in name]:
         delta = leaves[name.replace(".lora_A.", ".lora_B.")] @ leaves[name]
@@ -144,11 +136,8 @@ def test_gradients_equal_those_of_the_formula(kind, tmp_path):
         ids = tokens[sequence][None]
         out = functional_call(plain, state, kwargs={"input_ids": ids, "use_cache": False})
         (out.logits[0] * weights[sequence]).sum().backward(retain_graph=True)
-    norm = torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm()
-    for name, leaf in leaves.items():
-        expected, got = leaf.grad, trained[name].grad
-        assert expected is not None and got is not None
-        assert float((got - expected).norm() / max(expected.norm(), 1e-4 * norm)) <= 1e-5, name
+    got, expected = ({name: p.grad for name, p in each.items()} for each in (trained, leaves))
+    assert largest_gradient_gap(got, expected) <= 1e-5
 
 
 def test_reference_is_the_base_model_without_a_copy(tmp_path):
@@ -184,15 +173,6 @@ def test_initial_adapters_change_nothing_depend_on_the_seed_and_have_the_expecte
     assert check_lora(LORA, "tiny", AutoConfig.from_pretrained(TINY)) == len(found[0])
 
 
-def pieces_of(weights, size=7):
-    """Each weight in pieces of `size` elements, in memory that is overwritten by the next."""
-    for weight in weights:
-        for number, values in enumerate(weight.materialize().detach().flatten().split(size)):
-            buffer = values.clone()
-            yield WeightPiece(weight.name, number * size, buffer, tuple(weight.reference.shape))
-            buffer.fill_(torch.nan)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gpt2"])
 def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
@@ -210,18 +190,18 @@ def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
         for weight in policy.model.parameters():
             if not weight.requires_grad:
                 weight.mul_(1.5)  # so that the engine needs them
-    engine.load_weights(pieces_of(policy.weights(merge=False)))
+    engine.load_weights(pieces_of(policy.weights(merge=False), size=7))
     check()
     for _ in range(2):  # each starts from the frozen weights, not from the merged ones
         for weight in policy.trained_parameters():
             weight.data.mul_(-0.5)
-        engine.load_weights(pieces_of(policy.weights(only_trained=True, merge=False)))
+        engine.load_weights(pieces_of(policy.weights(only_trained=True, merge=False), size=7))
         check()
     sent = policy.weights(only_trained=True, merge=False)
     assert {f".{weight.name.rpartition('.')[2]}" for weight in sent} == {*PARTS}
     # An exchange that broke off is repeated in full.
     every = policy.weights(merge=False)
-    engine.load_weights(islice(pieces_of(every), 500))
+    engine.load_weights(islice(pieces_of(every, size=7), 500))
     engine.load_weights(pieces_of(every))
     check()
 

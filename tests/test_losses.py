@@ -13,7 +13,7 @@ from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominat
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.train import TrainConfig
 from easyrl.workers.learner import learning_rate_factor
-from runs import SMALL, finish, lines_of
+from runs import SMALL, finish, lines_of, succeed
 
 torch.set_num_threads(1)
 
@@ -44,7 +44,7 @@ def make_inputs(ratios, advantages, *, completions=None, mask=None, ref_ratios=N
         ref_logprobs=None if ref_ratios is None else logprobs.detach() + ref_ratio.log(),
         entropy=torch.linspace(0.5, 2.0, len(ratios), dtype=torch.float64).requires_grad_(),
         advantages=torch.tensor(advantages, dtype=torch.float64),
-        loss_mask=torch.tensor(mask or [True] * len(ratios)),
+        loss_mask=torch.tensor([True] * len(ratios) if mask is None else mask),
         completion_of_token=torch.tensor(completions),
         num_completions=max(completions) + 1,
     )
@@ -168,29 +168,13 @@ def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
 
 
 def random_inputs(lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = sum(lengths)
-
-    def near(values):
-        noise = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-        return values + 0.4 * noise
-
-    old = -3 * torch.rand(num_tokens, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
-    completion_of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    # The tokens of a completion need not be adjacent.
-    completion_of_token = completion_of_token[torch.randperm(num_tokens, generator=generator)]
-    return LossInputs(
-        logprobs=near(old).requires_grad_(),
-        old_logprobs=old,
-        rollout_logprobs=near(old),
-        ref_logprobs=near(old),
-        entropy=torch.rand(num_tokens, generator=generator, dtype=torch.float64).requires_grad_(),
-        advantages=advantages[completion_of_token],
-        loss_mask=torch.rand(num_tokens, generator=generator) < 0.8,
-        completion_of_token=completion_of_token,
-        num_completions=len(lengths),
-    )
+    """The tokens of a completion need not be adjacent."""
+    rng = np.random.default_rng(seed)
+    completions = rng.permutation(np.repeat(np.arange(len(lengths)), lengths))
+    ratios, references, weights = np.exp(0.4 * rng.standard_normal((3, len(completions)))).tolist()
+    advantages, mask = rng.standard_normal(len(lengths)), rng.random(len(completions)) < 0.8
+    more = {"completions": completions.tolist(), "ref_ratios": references, "weights": weights}
+    return make_inputs(ratios, advantages[completions], mask=mask, **more)
 
 
 SETTINGS = st.builds(
@@ -244,7 +228,6 @@ def loss(inputs):
     likely = inputs.logprobs.detach().exp() * inputs.loss_mask
     return LossOutputs(per_token.sum(), {"probability": likely.sum()})
 """
-WORDS = (*SMALL, "rollout.max_completion_length=80", "train.iterations=2", "data.num_held_out=0")
 
 
 def own_config(tmp_path, source):
@@ -257,9 +240,9 @@ def own_config(tmp_path, source):
 def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path):
     file, folder = tmp_path / "my_loss.py", tmp_path / "run"
     file.write_text(REINFORCE)
-    words = ("--output", str(folder), *WORDS, "--train-devices", "cpu:2")
-    code, _, err = finish(*words, f"algorithm.loss_type={file}:loss")
-    assert code == 0, err
+    words = ("--output", str(folder), *SMALL, "--iterations", "2", "--train-devices", "cpu:2")
+    limit = "rollout.max_completion_length=80"
+    succeed(*words, limit, "data.num_held_out=0", f"algorithm.loss_type={file}:loss")
     line = lines_of(folder / "metrics.jsonl")[0]
     assert 0.0 < line["loss/probability"] <= 1.0 and "clip_ratio/low_mean" not in line
     assert line["entropy"] > 0 and line["grad_norm"] > 0

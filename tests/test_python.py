@@ -218,19 +218,17 @@ def test_the_example_of_the_page_learns(tmp_path):
     assert 0.0 <= accuracy <= 1.0 and " -> " in out, err
 
 
-class FakeDisplay(list[str]):
-    """Stands for `IPython.display`; a list of what it has shown."""
-
-    HTML = staticmethod(str)
-    update = list.append
-
-    def display(self, html, *, display_id):
-        assert display_id and not self
-        self.update(html)
-        return self
-
-
 def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
+    class FakeDisplay(list[str]):
+        """Stands for `IPython.display`; a list of what it has shown."""
+
+        HTML, update = staticmethod(str), list.append
+
+        def display(self, html, *, display_id):
+            assert display_id and not self
+            self.update(html)
+            return self
+
     assert notebook_display() is None
     display, times = FakeDisplay(), iter(range(100))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)

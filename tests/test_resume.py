@@ -65,10 +65,6 @@ def run_until(line, folder, *words):
     assert wait_until_gone(processes, 5.0) == []
 
 
-def resume(folder, *words, **environment):
-    return succeed("--resume", str(folder), *words, **environment)
-
-
 WAYS = {
     "two rollout workers": ("--infer-devices", "cpu:2", "rollout.max_concurrent_groups=1"),
     "a reference and two updates": ("algorithm.beta=0.05", "train.updates_per_iteration=2"),
@@ -98,7 +94,7 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(tmp_path, uninterrupted,
     assert not (folder / "summary.json").exists()
     done = int(checkpoints_in(folder / "checkpoints")[-1].name)
     done //= 2 if "two updates" in way else 1
-    out = resume(folder, EASYRL_RANDOM_DELAYS="0.01")
+    out = succeed("--resume", str(folder), EASYRL_RANDOM_DELAYS="0.01")
     assert f"{done} of 6 iterations done" in out and f"iteration {done + 1}/6" in out
     assert f"iteration {done}/6" not in out and "iteration 6/6" in out
     assert outcome_of(folder) == outcome_of(once)
@@ -112,12 +108,12 @@ def test_more_iterations_continue_a_finished_run(tmp_path, uninterrupted):
     out = succeed("--output", str(twice), "--iterations", "2", *words)
     assert f"easyrl grpo --resume {twice}" in out
     before = (twice / "metrics.jsonl").read_bytes()
-    assert "has finished its 2 iterations" in resume(twice)
+    assert "has finished its 2 iterations" in succeed("--resume", str(twice))
     assert (twice / "metrics.jsonl").read_bytes() == before
     # The newest is cut off: the run resumes from the one before it.
     (tensors,) = (twice / "checkpoints" / "2").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size // 2)
-    out = resume(twice, "--iterations", "4")
+    out = succeed("--resume", str(twice), "--iterations", "4")
     assert f"resumed from {twice}/checkpoints/1: 1 of 4 iterations done" in out
     assert f"'{twice}/checkpoints/2' cannot be read" in out
     assert outcome_of(twice) == outcome_of(once)
@@ -152,7 +148,7 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum
     *_, saved = checkpoints_in(folder / "checkpoints")
     done = len(lines_of(folder / "metrics.jsonl"))
     assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # no whole one is lost
-    resume(folder)
+    succeed("--resume", str(folder))
     assert outcome_of(folder) == outcome_of(once)
 
 
@@ -220,7 +216,7 @@ def test_another_number_of_ranks_continues_to_the_same_weights(
     run_until("checkpoint of iteration 3:", twice, *words)
     newest = checkpoints_in(twice / "checkpoints")[-1]
     assert len(list(newest.glob("*.safetensors"))) == (2 if before == "cpu:2" else 1)
-    out = resume(twice, "--train-devices", after)
+    out = succeed("--resume", str(twice), "--train-devices", after)
     assert ("train-1: cpu" in out) == (after == "cpu:2")
     assert f"{newest.name} of 6 iterations done" in out
     got, expected = (load_file(folder / "model/model.safetensors") for folder in (twice, once))

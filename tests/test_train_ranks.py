@@ -88,17 +88,14 @@ def rank_main(rank, store, ring, pipes, orders):
     device = torch.device("cpu")
     ranks = TrainRanks.join(store, rank=rank, size=NUM_RANKS, device=device, timeout_seconds=120)
     TrainWorker._join_ranks = lambda self: ranks
-    settings = settings_of(rank, store, pipes)
+    where = {"owner_id": rank, "rank": rank, "store": store, "pipes": pipes}
+    where["num_train_ranks"] = NUM_RANKS
+    settings = settings_on_cpu(f"train-{rank}", load_config(), **where)
     port, producer = ring.attach(rank), ring.attach(NUM_RANKS)
     while (case := orders.recv()) is not None:
         is_work = callable(case)
         orders.send(case(ranks) if is_work else run_case(case, settings, port, producer))
     os._exit(0)
-
-
-def settings_of(rank, store, pipes):
-    where = {"owner_id": rank, "rank": rank, "store": store, "pipes": pipes}
-    return settings_on_cpu(f"train-{rank}", load_config(), num_train_ranks=NUM_RANKS, **where)
 
 
 class Ranks:

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 import torch
+from test_logprobs import plain_logprobs
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 import own_workers
 from easyrl import devices
@@ -24,7 +24,7 @@ from easyrl.model.tri_model import OtherWeights
 from easyrl.types import MicroBatch
 from easyrl.workers.train import TrainWorker
 from own_workers import NUM_GENERATIONS, VOCABULARY, make_ring, settings_on_cpu
-from tiny_models import largest_gradient_gap, tiny_model
+from tiny_models import largest_gradient_gap, plain_model, tiny_model
 
 torch.set_num_threads(1)
 
@@ -147,28 +147,17 @@ def train_iteration(worker, producer, arrivals):
     return trained
 
 
-def plain_model(weights=None):
-    model = AutoModelForCausalLM.from_pretrained(
-        MODEL, attn_implementation="eager", dtype=torch.float64
-    )
-    if weights is not None:
-        model.load_state_dict(weights, strict=False)  # tied weights have one name
-    return model.double()
-
-
 def sequence_logprobs(model, prompt, completion):
     ids = torch.tensor([prompt + completion])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    every = torch.log_softmax(logits, dim=-1)
-    chosen = every.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return chosen, -(every.exp() * every).sum(-1)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return plain_logprobs(logits, ids[0, len(prompt) :], TEMPERATURE)
 
 
 def gradient_by_definition(trained, update):
     """Sequence by sequence, with three separate models, nothing left out."""
     config = trained.config
-    policy = plain_model(trained.weights_before[update])
-    old, reference = plain_model(trained.weights_before[0]), plain_model()
+    weights = (trained.weights_before[update], trained.weights_before[0], None)
+    policy, old, reference = (plain_model(MODEL, each, torch.float64) for each in weights)
     per_update = NUM_GROUPS // config.train.updates_per_iteration
     groups = GROUPS[update * per_update : (update + 1) * per_update]
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0

@@ -94,29 +94,28 @@ class Trained:
             self.engine.submit(GroupRequest((0, number), prompt, 4))
         return all_groups(self.engine)
 
-    def logprobs(self, prompt, tokens):
-        """Return the whole vocabulary's log-probabilities at the temperature, [R, V]."""
-        ids = torch.tensor([*prompt, *tokens])
-        at = torch.arange(len(prompt) - 1, len(ids) - 1)
-        layout = PackedGroups.of_sequences([len(ids)], ids.device)
-        with torch.no_grad():
-            logits = self.policy.forward(ids, torch.arange(len(ids)), layout, at)
-        return torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
-
     def check(self):
         self.update()
         assert self.largest_gap(self.generate()) <= TOLERANCE
 
-    def largest_gap(self, groups):
-        """Largest difference between the engine's and the trainer's log-probabilities, in nats."""
-        gaps = []
+    def distributions(self, groups):
+        """Of each completion: the whole vocabulary's log-probabilities, [R, V], those of its tokens
+        and the engine's, [R]."""
         for request, completions in groups:
             for completion in completions:
-                tokens = completion.token_ids.tolist()
-                whole = self.logprobs(list(request.prompt_ids), tokens)
-                expected = whole[range(len(tokens)), tokens]
-                gaps.append((expected - torch.from_numpy(completion.logprobs)).abs().max())
-        return float(torch.stack(gaps).max())
+                tokens, num_prompt = completion.token_ids.tolist(), len(request.prompt_ids)
+                ids = torch.tensor([*request.prompt_ids, *tokens])
+                at = torch.arange(num_prompt - 1, len(ids) - 1)
+                layout = PackedGroups.of_sequences([len(ids)], ids.device)
+                with torch.no_grad():
+                    logits = self.policy.forward(ids, torch.arange(len(ids)), layout, at)
+                whole = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
+                own = whole[range(len(tokens)), tokens]
+                yield whole, own, torch.from_numpy(completion.logprobs)
+
+    def largest_gap(self, groups):
+        """Largest difference between the engine's and the trainer's log-probabilities, in nats."""
+        return max(float((a - b).abs().max()) for _, a, b in self.distributions(groups))
 
 
 def all_groups(engine):
@@ -235,16 +234,12 @@ def truncated(tmp_path_factory):
 def test_log_probabilities_are_of_the_whole_distribution(truncated, changes):
     groups = truncated.generate(replace(SAMPLING, **changes))
     assert truncated.largest_gap(groups) <= TOLERANCE
-    for request, completions in groups:
-        for completion in completions:
-            tokens = completion.token_ids.tolist()
-            whole = truncated.logprobs(list(request.prompt_ids), tokens)
-            drawn = whole[range(len(tokens)), tokens][:, None]
-            more_likely = whole > drawn + 1e-3
-            if "top_k" in changes:
-                assert (more_likely.sum(-1) < 2).all()
-            else:
-                assert (torch.where(more_likely, whole.exp(), 0.0).sum(-1) < 0.7 + 1e-3).all()
+    for whole, drawn, _ in truncated.distributions(groups):
+        more_likely = whole > drawn[:, None] + 1e-3
+        if "top_k" in changes:
+            assert (more_likely.sum(-1) < 2).all()
+        else:
+            assert (torch.where(more_likely, whole.exp(), 0.0).sum(-1) < 0.7 + 1e-3).all()
 
 
 def test_completion_ends_with_the_token_that_completes_a_stop_string(truncated, monkeypatch):

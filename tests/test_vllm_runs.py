@@ -29,6 +29,7 @@ from runs import (
     wait_for_line,
     wait_until,
     wait_until_gone,
+    workers,
 )
 from tiny_models import untied_model
 
@@ -132,8 +133,7 @@ def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path):
     lost = tmp_path / "lost"
     process = start("--output", str(lost), *words, EASYRL_RANDOM_DELAYS="0.1")
     wait_for_line(process, "iteration 1/", timeout=START_SECONDS)
-    workers = request(lost, {"command": "status"})["workers"]
-    os.kill(next(each["pid"] for each in workers if each["name"] == "rollout-1"), signal.SIGKILL)
+    workers(process.pid)["rollout-1"].kill()
     _, err = process.communicate(timeout=900)
     assert (process.returncode, err) == (0, "")
     assert summary_of(lost)["worker_restarts"] == 1
