@@ -240,17 +240,14 @@ IN_ORDER = pytest.mark.parametrize("deterministic", [False, True])
 SYNC = pytest.mark.parametrize("sync", [False, True])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(make_group(FIRST + 1, policy_version=VERSION - 1), id="old policy"),
-        pytest.param(make_group(FIRST + 1, policy_version=VERSION + 1), id="newer policy"),
-        pytest.param(make_group(FIRST + 1, iteration=ITERATION - 1), id="previous iteration"),
-        pytest.param(make_group(FIRST, **PREVIOUS), id="of the previous iteration, never taken"),
-        pytest.param(make_group(FIRST + 2, group_index=0), id="replacement of a group that is in"),
-        pytest.param(make_group(FIRST + 2), id="above the last index"),
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    pytest.param(make_group(FIRST + 1, policy_version=VERSION - 1), id="old policy"),
+    pytest.param(make_group(FIRST + 1, policy_version=VERSION + 1), id="newer policy"),
+    pytest.param(make_group(FIRST + 1, iteration=ITERATION - 1), id="previous iteration"),
+    pytest.param(make_group(FIRST, **PREVIOUS), id="of the previous iteration, never taken"),
+    pytest.param(make_group(FIRST + 2, group_index=0), id="replacement of a group that is in"),
+    pytest.param(make_group(FIRST + 2), id="above the last index"),
+])  # fmt: skip
 @IN_ORDER
 @SYNC
 def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(feed, wrong, deterministic, sync):

@@ -148,17 +148,14 @@ def with_flipped_bit(content):
     return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "change", "reason"),
-    [
-        ("state.json", None, "state.json"),
-        ("state.json", without_end, "state.json"),
-        ("state.json", lambda c: json.dumps(json.loads(c) | {"format": 99}).encode(), "1, got 99"),
-        ("*.safetensors", None, "shard-00001"),
-        ("*.safetensors", without_end, "shard"),
-        ("*.safetensors", with_flipped_bit, "shard"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "change", "reason"), [
+    ("state.json", None, "state.json"),
+    ("state.json", without_end, "state.json"),
+    ("state.json", lambda c: json.dumps(json.loads(c) | {"format": 99}).encode(), "1, got 99"),
+    ("*.safetensors", None, "shard-00001"),
+    ("*.safetensors", without_end, "shard"),
+    ("*.safetensors", with_flipped_bit, "shard"),
+])  # fmt: skip
 def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
     two, tmp_path, pattern, change, reason
 ):

@@ -312,20 +312,17 @@ def test_the_last_python_block_is_the_program():
     assert program_of("```\nls\n```") == "```\nls\n```"
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        (None, "None"),
-        ([1, 2], r"got \[1, 2\]"),
-        ("assert add(1,", "assert add"),
-        ("import math\nx = 3\ndef f(): pass", "assert, a call"),
-        (CHECK, "entry_point"),
-        ({"inputs": ["1"]}, "inputs"),
-        ({"inputs": ["1"], "outputs": ["2", "3"]}, "outputs"),
-        ([{"input": "1"}], "input"),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], "fn_name"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "message"), [
+    (None, "None"),
+    ([1, 2], r"got \[1, 2\]"),
+    ("assert add(1,", "assert add"),
+    ("import math\nx = 3\ndef f(): pass", "assert, a call"),
+    (CHECK, "entry_point"),
+    ({"inputs": ["1"]}, "inputs"),
+    ({"inputs": ["1"], "outputs": ["2", "3"]}, "outputs"),
+    ([{"input": "1"}], "input"),
+    ([{"input": "1", "output": "2", "testtype": "functional"}], "fn_name"),
+])  # fmt: skip
 def test_tests_that_cannot_be_used_are_refused(tests, message):
     with pytest.raises(ValueError, match=message):
         read_tests(tests, {})

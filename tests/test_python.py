@@ -137,18 +137,15 @@ def test_classes_and_tools_are_environments(tmp_path):
     assert run.resume(iterations=2, progress=False).summary["iterations"] == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
-        ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
-        ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
-        ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
-        ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
-        ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
-        ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "shown"), [
+    ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
+    ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
+    ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
+    ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
+    ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
+    ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
+    ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
+])  # fmt: skip
 def test_mistakes_are_value_errors_and_leave_nothing(arguments, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inputs").mkdir()

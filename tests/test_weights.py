@@ -310,15 +310,12 @@ def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(peers):
 SIZES = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
 
 
-@pytest.mark.parametrize(
-    ("dead", "what", "size"),
-    [
-        (0, "bucket 7 of .*", 3),
-        (1, "waiting for a version", 3),
-        (1, "bucket 7 of .*", 4),
-        (1, r"bucket (\d+) of \1", 3),
-    ],
-)
+@pytest.mark.parametrize(("dead", "what", "size"), [
+    (0, "bucket 7 of .*", 3),
+    (1, "waiting for a version", 3),
+    (1, "bucket 7 of .*", 4),
+    (1, r"bucket (\d+) of \1", 3),
+])  # fmt: skip
 def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers, dead, what, size):
     """Also of those that do not wait for the dead one. The sender gathers every weight once."""
     store = peers.join(size, bucket_bytes=256)
