@@ -12,8 +12,6 @@ any other has to be resumable, and is resumed. Runs whose victim is an environme
 Files of a trial are kept under --folder if it fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

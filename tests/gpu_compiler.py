@@ -9,8 +9,6 @@ compiles the trainer's FlexAttention, forward and backward, for a packed row; ex
 kernel does not fit. Needs Triton on PYTHONPATH and GUARD, the library of `gpu_guard.cpp`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

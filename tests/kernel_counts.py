@@ -78,15 +78,10 @@ def _bytes(x):
 
 def make_policy(model, layers):
     register_attention()
-    sizes = {
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_size,
-    }
+    sizes = {"hidden_size": model.hidden, "intermediate_size": model.intermediate}
+    sizes |= {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads}
+    sizes |= {"head_dim": model.head_size, "vocab_size": model.vocabulary}
+    sizes["num_hidden_layers"] = layers
     with META:
         whole = tiny_model(model.family, ATTENTION_NAME, **sizes)
     return Policy(whole.bfloat16(), META)

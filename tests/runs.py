@@ -1,7 +1,5 @@
 """Start `easyrl grpo`, and read what it leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

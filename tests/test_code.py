@@ -1,11 +1,8 @@
 """The reward `code`: every form of tests, right programs in all of them, clear errors."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 import pytest
 from reward_pools import config_of, finished, needs_bwrap
@@ -22,14 +19,13 @@ ADD = "def add(a, b):\n    return a + b"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
 
 
-def score(answer: str, tests: Any, /, **row: Any) -> float | None:
+def score(answer, tests, /, **row):
     function = load_reward("code", config_of("code"))
     columns = {name: [value] for name, value in {"tests": tests, **row}.items()}
-    (found,) = function(prompts=["q"], completions=[answer], completion_ids=[[1]], **columns)
-    return found  # type: ignore[no-any-return]
+    return function(prompts=["q"], completions=[answer], completion_ids=[[1]], **columns)[0]
 
 
-def fenced(code: str) -> str:
+def fenced(code):
     return f"Let me think.\n```python\n{code}\n```\nThat is it."
 
 
@@ -107,7 +103,7 @@ assert double(3) == ("double", 12)
 assert list(queue()) == ["a", "b"]
 assert others() == (datetime.date(2020, 2, 29), fractions.Fraction(1, 3), 10**5000, {1: 1e999})
 """
-HONEST: dict[str, tuple[Any, ...]] = {  # a program, its tests, and further columns of the row
+HONEST = {  # a program, its tests, and further columns of the row
     "list of asserts": (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]),
     "HumanEval": (ADD, CHECK, {"entry_point": "add"}),
     "a method as entry point": (
@@ -258,7 +254,7 @@ FORGERIES = (  # what `add` does
         )
     ),
 )
-ADDS: dict[str, Any] = {
+ADDS = {
     "literal": "assert add(1, 2) == 3",
     "reversed": "assert 3 == add(1, 2)",
     "close": "import math\nassert math.isclose(add(1, 2), 3) and abs(add(1, 2) - 3) < 1e-6",

@@ -43,6 +43,7 @@ GENERATE = {
 }
 MODELS = (*EMBEDDED, *GENERATE)
 BOTH = pytest.mark.parametrize("name", ["qwen3", "mamba"])
+STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
 IGNORED = {"repetition_penalty": 9.0, "min_new_tokens": 11, "top_k": 1, "num_beams": 2}
 """Generation settings of the models: they would change the distribution."""
 SAMPLING = SamplingSettings(
@@ -59,11 +60,6 @@ def make_policy(name, seed=1):
 
 
 policy_of = cache(make_policy)
-
-
-@cache
-def reference_of(name):
-    return tiny_model(name, "eager") if name in EMBEDDED else policy_of(name).model
 
 
 def make_engine(
@@ -127,14 +123,14 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", {"shared": 0, "either": 5}.get(prompts_are, 64))
     monkeypatch.setattr(kv_cache, "BUCKET_STEP", 4)
     monkeypatch.setattr(kv_cache, "BUCKET_NUMBERS", 0)
-    prompts = draw_prompts(6)
-    num_narrow = 0
+    prompts, num_narrow = draw_prompts(6), 0
+    reference = tiny_model(name, "eager") if name in EMBEDDED else policy_of(name).model
     for key, group in run(make_engine(name, temperature=temperature), requests(prompts, 3)).items():
         prompt = prompts[key[0]]
         for sample, completion in enumerate(group):
             ids = torch.tensor([prompt + completion.token_ids.tolist()])
             with torch.no_grad():
-                logits = reference_of(name)(input_ids=ids, use_cache=False).logits[0]
+                logits = reference(input_ids=ids, use_cache=False).logits[0]
             logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
             tolerance = 1e-5 if name in EMBEDDED else 1e-4
@@ -355,9 +351,6 @@ def first_stop(tokenizer, tokens, stops):
         if any(stop in text for stop in stops):
             return length
     return None
-
-
-STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
 
 
 @settings(max_examples=200)

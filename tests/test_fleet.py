@@ -19,6 +19,7 @@ from easyrl.runtime.supervisor import WorkerFailure
 DONE, FAILED = events.WeightsExchanged(7), events.WeightsExchanged(7, "connection lost")
 LOST, READY = events.Lost("was killed by SIGKILL"), events.Ready()
 FIRST = ["InitWeightChannel", "ExchangeWeights"]
+SPARE = ("devices.max_rollout_workers=4",)
 
 
 class StubWorker:
@@ -205,9 +206,6 @@ def test_too_many_deaths_end_the_run_with_their_history():
     fleet.follow(("rollout-0", LOST))
     with pytest.raises(WorkerFailure, match=r"(?s)SIGKILL.*max_restarts=1.*SIGKILL"):
         fleet.follow(("rollout-0", LOST))
-
-
-SPARE = ("devices.max_rollout_workers=4",)
 
 
 @pytest.mark.parametrize("last", [READY, events.Lost("failed: no such device")])

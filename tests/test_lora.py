@@ -44,6 +44,7 @@ KINDS = [
     *("phi3", "qwen3_moe", "deepseek_v3"),  # fused projections, experts, MLA
     *("gpt2", "bloom"),  # Conv1D, repeated prompts
 ]
+SEQUENCES = draw_sequences([3, 13, 1, 8])
 
 
 def saved(kind, folder):
@@ -61,9 +62,6 @@ def adapted(path, lora=LORA, dtype="float32"):
         for weight in policy.trained_parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
     return policy
-
-
-SEQUENCES = draw_sequences([3, 13, 1, 8])
 
 
 @pytest.mark.parametrize("kind", KINDS)

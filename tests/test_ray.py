@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import product
 
 import psutil
 import pytest
@@ -33,15 +34,20 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
 ONE_THREAD = "devices.threads=1"
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
 """A deterministic run that trains in every iteration."""
-ALL = (
-    *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
-    *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
-    *("model.lora.rank=4", "train.eval_every=1"),
-)
-ENVIRONMENT = (
-    *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
-    *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
-)
+FEATURES = {
+    "plain": (),
+    "all": (
+        *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
+        *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
+        *("model.lora.rank=4", "train.eval_every=1"),
+    ),
+    "environment": (
+        *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
+        *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
+    ),
+}
+SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}
+"""Numbers of engines and of train ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +92,14 @@ def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     return there
 
 
-SIZES = [(2, 1), (1, 2)]  # engines and train ranks
-CASES = [(words, *size) for words in ((), ALL, ENVIRONMENT) for size in SIZES]
+FIRST, *LONG = product(FEATURES, SIZES)
 
 
 @pytest.mark.parametrize(
-    ("words", "infer", "train"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])],
+    ("features", "size"), [FIRST, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 )
-def test_runs_end_in_the_same_bits_with_and_without_ray(
-    *, cluster, no_ray, tmp_path, words, infer, train
-):
-    assert_same_bits(cluster, tmp_path, infer, train, *words, **no_ray)
+def test_runs_end_in_the_same_bits_with_and_without_ray(cluster, no_ray, tmp_path, features, size):
+    assert_same_bits(cluster, tmp_path, *SIZES[size], *FEATURES[features], **no_ray)
 
 
 @contextmanager
@@ -164,7 +166,7 @@ def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("infer", "train"), SIZES)
+@pytest.mark.parametrize(("infer", "train"), SIZES.values(), ids=SIZES)
 def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer, train):
     whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
     folder, devices = tmp_path / "run", on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")

@@ -75,8 +75,6 @@ WAYS = {
         "train.offload=[optimizer, reference]",
     ),
 }
-
-
 TWO_UPDATES = (*WAYS["a reference and two updates"], *FAST)
 
 
@@ -152,16 +150,6 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum
     assert outcome_of(folder) == outcome_of(once)
 
 
-def kill_somewhere(process, chance):
-    workers = [p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())]
-    victims = [psutil.Process(process.pid), *workers]
-    for victim in chance.choice([victims[:1], [chance.choice(victims)], victims]):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    process.communicate(timeout=60)
-    assert wait_until_gone(victims, 10.0) == []
-
-
 def wait_for_saving(process, folder, beyond):
     """Wait until a checkpoint later than the iteration `beyond` is being written."""
     deadline = time.monotonic() + 120
@@ -197,7 +185,13 @@ def test_kills_at_random_moments_repeat_and_skip_no_group(
         if process.poll() is not None:
             process.communicate()
             break
-        kill_somewhere(process, chance)
+        every = [psutil.Process(process.pid), *descendants(process.pid)]
+        victims = [each for each in every if "resource_tracker" not in str(each.cmdline())]
+        for victim in chance.choice([victims[:1], [chance.choice(victims)], victims]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+        process.communicate(timeout=60)
+        assert wait_until_gone(victims, 10.0) == []
         for path in checkpoints_in(folder / "checkpoints"):
             num_done = int(read_checkpoint(path).state["num_iterations"])  # whole, every one
     succeed("--output", str(folder), *words)

@@ -260,8 +260,8 @@ def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def operate(operation, port, step, event_kind, action):
-    """Call `action` before the step-th line (or bytecode) of the ring's module."""
+def operate_and_die(operation, port, step, event_kind):
+    """Kill this process before the step-th line (or bytecode) of the ring's module."""
     steps_left = step
     lease = port.get(0) if operation == "release" else None
 
@@ -273,7 +273,7 @@ def operate(operation, port, step, event_kind, action):
         if event == event_kind:
             steps_left -= 1
             if steps_left == 0:
-                action()
+                os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
     # Python 3.12 looks for bytecodes only where a frame asked for them before this call.
@@ -289,10 +289,6 @@ def operate(operation, port, step, event_kind, action):
     sys.settrace(None)
 
 
-def kill_self():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("event_kind", ["line", pytest.param("opcode", marks=pytest.mark.long)])
 @pytest.mark.parametrize("operation", OUTCOMES)
 def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation, event_kind):
@@ -302,7 +298,7 @@ def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation,
         living.put(make_group(1), 0)
         living.put(make_group(2), 0)
         victim = ring.attach(VICTIM)
-        pid = fork(partial(operate, operation, victim, step, event_kind, kill_self))
+        pid = fork(partial(operate_and_die, operation, victim, step, event_kind))
         if (code := exit_code(pid)) == 0:
             break
         assert code == KILLED

@@ -31,33 +31,22 @@ def make_engine(family="qwen3", num_rows=4, **changes):
 
 
 def draw_requests(number=4, has_first_tokens=False):
-    rng = np.random.default_rng(1)
-    return [
-        GroupRequest(
-            (index,),
-            rng.integers(14, VOCABULARY, rng.integers(1, 10)).tolist(),
-            NUM_GENERATIONS,
-            has_turns=True,
-            first_tokens=[
-                rng.integers(14, VOCABULARY, n + 1).tolist() for n in range(NUM_GENERATIONS)
-            ]
-            if has_first_tokens
-            else None,
-        )
-        for index in range(number)
-    ]
+    rng, requests = np.random.default_rng(1), []
 
+    def tokens(length):
+        return rng.integers(14, VOCABULARY, length).tolist()
 
-def reply(turn):
-    """Tokens that depend on the turn alone, or None: the episode is over."""
-    rng = np.random.default_rng([*turn.key, turn.sample_index, *turn.token_ids])
-    tokens = rng.integers(14, VOCABULARY, rng.integers(1, 7)).tolist()
-    return None if rng.random() < 0.1 else tokens
+    for index in range(number):
+        prompt = tokens(rng.integers(1, 10))
+        first = [tokens(n + 1) for n in range(NUM_GENERATIONS)] if has_first_tokens else None
+        more = {"has_turns": True, "first_tokens": first}
+        requests.append(GroupRequest((index,), prompt, NUM_GENERATIONS, **more))
+    return requests
 
 
 def play(engine, requests, delay=0):
     """Return groups by key. A turn is answered `delay` steps after it ended, or when the engine has
-    nothing else to do."""
+    nothing else to do. The answer depends on the turn alone."""
     for request in requests:
         engine.submit(request)
     groups, waiting, step = {}, [], 0
@@ -68,8 +57,9 @@ def play(engine, requests, delay=0):
         ready = [each for each in waiting if each[0] + delay <= step or not engine.can_step]
         waiting = [each for each in waiting if each not in ready]
         for _, turn in ready:
-            tokens = reply(turn)
-            if tokens is None:
+            rng = np.random.default_rng([*turn.key, turn.sample_index, *turn.token_ids])
+            tokens = rng.integers(14, VOCABULARY, rng.integers(1, 7)).tolist()
+            if rng.random() < 0.1:  # the episode is over
                 engine.end(turn, "stop")
             elif len(tokens) >= turn.num_left:
                 engine.end(turn, "length")

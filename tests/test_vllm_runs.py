@@ -171,14 +171,6 @@ def test_other_features_go_with_vllm(tmp_path):
     assert summary["policy_version"] == 2 * num_iterations
 
 
-def engine_in(temporary, names):
-    """vLLM's process, once such names exist in its private folder."""
-    for folder in {file.parent for file in temporary.glob(f"easyrl-*/{names}")}:
-        if engines := processes_of(str(folder)):
-            return psutil.Process(engines[0])
-    return None
-
-
 @pytest.fixture
 def started(tmp_path):
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # its path is short enough for sockets
@@ -203,7 +195,13 @@ def test_killed_run_leaves_nothing(started, victim, moment):
     run, temporary = started
     if moment is None:
         wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
-    engine = wait_until(lambda: engine_in(temporary, moment or "*-*-*"), run, START_SECONDS)
+
+    def engines():
+        """vLLM's processes, once such names exist in their private folders."""
+        folders = {str(file.parent) for file in temporary.glob(f"easyrl-*/{moment or '*-*-*'}")}
+        return [pid for folder in folders for pid in processes_of(folder)]
+
+    engine = psutil.Process(wait_until(engines, run, START_SECONDS)[0])
     processes = descendants(run.pid)
     assert engine in processes
     names = shared_memory([psutil.Process(run.pid), *processes])

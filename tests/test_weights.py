@@ -67,6 +67,10 @@ def open_cpu_memory(handle, device):
     )
 
 
+MEMORY = (share_cpu_memory, open_cpu_memory)
+"""They stand for a device's. What crosses otherwise only says whose turn it is."""
+
+
 def refuse(*arguments):
     raise RuntimeError("invalid device context")
 
@@ -307,9 +311,6 @@ def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(peers):
     peers.kill(2)
 
 
-SIZES = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
-
-
 @pytest.mark.parametrize(("dead", "what", "size"), [
     (0, "bucket 7 of .*", 3),
     (1, "waiting for a version", 3),
@@ -331,7 +332,8 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
     peers.processes[dead].join()
     if dead:
         peers.command(0, "sizes_gathered")
-        assert peers.answer(0)[0] == SIZES
+        sizes = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
+        assert peers.answer(0)[0] == sizes
     peers.join(size, store, dead, generation=1)
     for version in (0, 1):
         peers.exchange(version, size, dead=dead)
@@ -365,10 +367,6 @@ def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
         peers.exchange(0, 2)
         peers.all(("leave_temporary",), ("leave_temporary",))
         assert peers.exchange(generation, 3) > 0
-
-
-MEMORY = (share_cpu_memory, open_cpu_memory)
-"""They stand for a device's. What crosses otherwise only says whose turn it is."""
 
 
 def test_weights_cross_in_memory_that_both_ranks_see(peers):
