@@ -37,11 +37,11 @@ from easyrl.workers.saver import CheckpointSaver
 from runs import wait_until
 from tiny_models import tiny_model
 
-TINY = Path(resolve_model("tiny"))
-
-
 torch.set_num_threads(1)
+
 __all__ = ["model", "ranks"]  # fixtures
+
+TINY = Path(resolve_model("tiny"))
 
 
 def test_restored_learner_continues_with_the_same_bits(tmp_path):

@@ -13,16 +13,7 @@ import pytest
 from easyrl.environments.host import PROCESS_NAME
 from easyrl.processes import children_named
 from easyrl.runtime.control import request
-from runs import (
-    descendants,
-    finish,
-    lines_of,
-    start,
-    summary_of,
-    wait_for_line,
-    wait_until,
-    workers,
-)
+from runs import descendants, finish, lines_of, start, summary_of, wait_for_line, wait_until
 from tool_models import call, chat_model
 
 GUESS = (
@@ -96,11 +87,9 @@ def on_policy(folder):
 
 def hosts_of(process):
     """Wait for processes of environments; return their parents by pid."""
-
-    def found():
-        return children_named(PROCESS_NAME, [each.pid for each in descendants(process.pid)])
-
-    return wait_until(found, process)
+    return wait_until(
+        lambda: children_named(PROCESS_NAME, [p.pid for p in descendants(process.pid)]), process
+    )
 
 
 def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
@@ -234,7 +223,7 @@ def test_a_lost_worker_loses_no_episode_and_a_resumed_run_ends_in_the_same_bits(
     )
     try:
         wait_for_line(process, "iteration 1/")
-        workers(process.pid)["rollout-0"].kill()
+        next(p for p in descendants(process.pid) if p.name() == "rollout-0").kill()
         assert process.wait(timeout=240) == 0
     finally:
         process.kill()

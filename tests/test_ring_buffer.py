@@ -161,7 +161,7 @@ def test_group_that_does_not_fit_a_slot_or_itself_is_refused(new_ring, group, me
 
 
 def test_ring_that_the_system_cannot_hold_is_refused_with_the_keys_to_lower(monkeypatch):
-    """No name and no descriptor is left, of a ring that was closed neither."""
+    """It leaves no name and no descriptor, and neither does a ring that was closed."""
 
     def open_files():
         found = [str(path) for path in Path("/dev/shm").glob("psm_*")]
