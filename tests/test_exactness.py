@@ -152,15 +152,6 @@ def test_wrong_result_is_reported(monkeypatch):
     assert attend_packed(tiny_model("llama", None)).startswith("a packed row gives other results")
 
 
-def row_logits(policy, sequences):
-    """Logits as in the trainer: the head on the hidden states of the packed row."""
-    lengths = [len(sequence) for sequence in sequences]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    layout = PackedGroups.of_sequences(lengths)
-    every = torch.arange(sum(lengths))
-    return policy.head(policy.hidden_states(torch.cat(sequences), positions, layout, at=every))
-
-
 @pytest.mark.parametrize("model_type", UNSHARED)
 def test_unsupported_layer_is_named_and_trained_as_in_separate_sequences(model_type):
     """Gradients are computed in float64 (the gated delta rule in float32)."""
@@ -170,7 +161,8 @@ def test_unsupported_layer_is_named_and_trained_as_in_separate_sequences(model_t
     with torch.no_grad():
         reference = tiny_model(model_type, "eager", SPREAD, **UNSHARED[model_type][0])
         expected = separate_logits(reference, sequences)
-        for logits in (row_logits(policy, sequences), packed_logits(policy, sequences)):
+        for as_trained in (False, True):
+            logits = packed_logits(policy, sequences, as_trained=as_trained)
             got, _ = token_logprobs(logits, targets, 0.8)
             gap = got - token_logprobs(expected, targets, 0.8)[0]
             assert float(gap.abs().max()) <= 1e-5
@@ -178,7 +170,7 @@ def test_unsupported_layer_is_named_and_trained_as_in_separate_sequences(model_t
     model.set_experts_implementation("eager")  # the fused one has no float64
     policy = Policy(model, policy.device, no_packing_reason=policy.no_packing_reason)
     of_alone = gradients(model, separate_logits(model, sequences), sequences)
-    of_row = gradients(model, row_logits(policy, sequences), sequences)
+    of_row = gradients(model, packed_logits(policy, sequences, as_trained=True), sequences)
     floor = 1e-3 if model_type == "qwen3_next" else 1e-4
     assert largest_gradient_gap(of_row, of_alone, floor) <= 1e-5
 

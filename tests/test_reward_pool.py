@@ -1,5 +1,6 @@
 """Reward processes: never blocking, one failed call costs itself alone, nothing stays behind."""
 
+import multiprocessing
 import os
 import re
 import select
@@ -323,6 +324,25 @@ def test_close_ends_a_hanging_reward_at_once(open_pool):
     pool.close()
     assert time.monotonic() - began < 2
     assert not wait_until_gone([process], 0.1)
+
+
+def parent(own, connection):
+    pool = RewardPool(config_of(f"{own}:pid", f"{own}:sleepy"))
+    for seconds in ("0", "600"):
+        pool.submit(0, Call("q", [seconds], [[1]], {}))
+        ((scores, *_),) = finished(pool, 1)
+        connection.send(scores[0][0])
+
+
+def test_reward_processes_end_with_a_killed_parent(own):
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=parent, args=(own, theirs))
+    process.start()
+    pid, children = ours.recv(), psutil.Process(process.pid).children()
+    process.kill()
+    process.join()
+    assert pid in [child.pid for child in children] and len(children) >= 2
+    assert not wait_until_gone(children, 5.0)
 
 
 def test_weighted_sum_ignores_functions_without_a_score():

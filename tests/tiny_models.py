@@ -182,14 +182,14 @@ def lay_out(groups):
     return torch.cat(positions), sequences
 
 
-def packed_logits(policy, sequences):
+def packed_logits(policy, sequences, *, as_trained=False):
+    """Logits of a packed row. `as_trained`: by the head on the hidden states."""
     lengths = [len(sequence) for sequence in sequences]
-    return policy.forward(
-        torch.cat(sequences),
-        torch.cat([torch.arange(length) for length in lengths]),
-        PackedGroups.of_sequences(lengths),
-        logits_at=torch.arange(sum(lengths)),
-    )
+    positions, every = torch.cat([*map(torch.arange, lengths)]), torch.arange(sum(lengths))
+    row = torch.cat(sequences), positions, PackedGroups.of_sequences(lengths)
+    if as_trained:
+        return policy.head(policy.hidden_states(*row, at=every))
+    return policy.forward(*row, logits_at=every)
 
 
 def separate_logits(reference, sequences):
