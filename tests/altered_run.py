@@ -15,8 +15,6 @@ and a completion ends with probability END at each token. HANG: in update 2 of t
 Spawned processes import the main script too, so that this holds in all of them, vLLM's too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

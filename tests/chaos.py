@@ -12,8 +12,6 @@ any other has to be resumable, and is resumed. Runs whose victim is an environme
 Files of a trial are kept under --folder if it fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -27,15 +25,16 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from easyrl.environments import host
 from easyrl.rewards import worker
 
-from .runs import SMALL, command, lines_of, summary_of
+from .runs import SMALL, command, lines_of, shared_memory, summary_of
 
 ITERATIONS, PROMPTS, GENERATIONS = 12, 4, 4
 STALL_SECONDS, TIMEOUT_SECONDS = 25.0, 20.0
@@ -58,8 +57,6 @@ VICTIMS["fork server"] = 1
 STARTUP = 0.25
 MUST_FINISH = ("rollout", "reward", "environment")
 PHASES = ("startup", "weights", "generate/train", "checkpoint", "evaluation", "saving")
-SHORT_STOP = 0.5, 4.0  # seconds
-LONG_STOP = STALL_SECONDS + 5.0
 LEAVING_SECONDS = 10.0
 """After the end of a run, or of its controller, all other processes are gone."""
 
@@ -79,9 +76,9 @@ class Plan:
         (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
         number, moment, stop_seconds = draw.randrange(12), draw.random(), 0.0
         if draw.random() < 0.4:
-            stop_seconds = draw.uniform(*SHORT_STOP)
+            stop_seconds = draw.uniform(0.5, 4.0)
             if draw.random() < 0.25 and victim not in ("reward", "environment"):  # have time limits
-                stop_seconds = LONG_STOP
+                stop_seconds = STALL_SECONDS + 5.0
         return cls(victim, number, moment, stop_seconds)
 
     @property
@@ -103,12 +100,12 @@ class Outcome:
     phase: str = "startup"
     has_resumed: bool = False
     num_restarts: int = 0
-    problems: list[str] = field(default_factory=list)
+    problem: str = ""
 
     def __str__(self):
         ending = "resumed" if self.has_resumed else "finished"
         replaced = f", {self.num_restarts} replaced" if self.num_restarts else ""
-        result = "FAILED: " + "; ".join(self.problems) if self.problems else ending + replaced
+        result = f"FAILED: {self.problem}" if self.problem else ending + replaced
         return f"{self.plan.victim} {self.plan.action} in {self.phase}: {result}"
 
 
@@ -141,18 +138,9 @@ class Run:
         """Wait at most `seconds` for the end of the run; note its shared memory meanwhile."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
-            self.note_shared_memory()
+            self.shared_memory |= shared_memory(self.processes())
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
         return self.process.poll() is not None
-
-    def note_shared_memory(self):
-        for process in self.processes():
-            try:
-                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            except OSError:
-                continue
-            names = {line.partition("/dev/shm/")[2] for line in lines if " (deleted)" not in line}
-            self.shared_memory |= {Path("/dev/shm", name) for name in names if name}
 
     def processes(self):
         """Every process of the run that has not ended, orphans too."""
@@ -178,8 +166,8 @@ class Run:
                     found.append((process.create_time(), process.pid, process))
         return [process for *_, process in sorted(found, key=lambda each: each[:2])]
 
-    def leftovers(self):
-        """Processes and shared memory that are still there after LEAVING_SECONDS."""
+    def check_leftovers(self):
+        """No process and no shared memory is there after LEAVING_SECONDS."""
 
         def left():
             return [*self.processes(), *(path for path in self.shared_memory if path.exists())]
@@ -187,13 +175,24 @@ class Run:
         deadline = time.monotonic() + LEAVING_SECONDS
         while left() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [f"{each} left" for each in left()]
+        assert not (found := left()), f"left: {found}"
 
-    def files_left(self):
-        """Sockets and temporary files."""
-        files = [path for path in self.output.rglob("*") if path.is_socket()]
-        unfinished = [p for p in self.output.rglob("*") if p.name.endswith(".unfinished")]
-        return [f"{path} left" for path in (*files, *unfinished, *self.temporary.iterdir())]
+    def check_files(self):
+        """Each iteration, group and sample is there once, and no socket or temporary file."""
+        summary, lines = summary_of(self.output), lines_of(self.output / "metrics.jsonl")
+        iterations = [line["iteration"] for line in lines]
+        assert iterations == list(range(ITERATIONS)), f"iterations in metrics.jsonl: {iterations}"
+        expected = {"groups_trained": ITERATIONS * PROMPTS, "groups_off_policy": 0}
+        expected |= {"iterations": ITERATIONS, "policy_version": ITERATIONS}
+        got = {name: summary[name] for name in expected}
+        assert got == expected, f"expected {expected}, got {got}"
+        samples = Counter(line["iteration"] for line in lines_of(self.output / "samples.jsonl"))
+        expected = dict.fromkeys(range(ITERATIONS), GENERATIONS)
+        assert samples == expected, f"samples by iteration: {dict(samples)}"
+        files = self.output.rglob("*")
+        left = [path for path in files if path.is_socket() or path.name.endswith(".unfinished")]
+        left += self.temporary.iterdir()
+        assert not left, f"left: {left}"
 
     def kill(self):
         for process in self.processes():
@@ -202,12 +201,11 @@ class Run:
         self.process.wait()
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """Times of an undisturbed run in seconds."""
 
-    ready: float  # the workers have started
     total: float
+    ready: float  # the workers have started
 
 
 def measure(folder, jobs, words):
@@ -219,41 +217,33 @@ def measure(folder, jobs, words):
         times = []
         for run in runs:
             run.wait(300.0)
-            if run.process.poll() != 0:
-                raise SystemExit(f"an undisturbed run failed: see {run.folder}")
-            if problems := [*ledger(run.output), *run.leftovers(), *run.files_left()]:
-                raise SystemExit(f"an undisturbed run: {'; '.join(problems)}")
+            assert run.process.poll() == 0, f"an undisturbed run failed: see {run.folder}"
+            run.check_leftovers()
+            run.check_files()
             began, ready, ended = trace_times(run.output)
-            times.append(Baseline(ready - began, ended - began))
+            times.append(Baseline(ended - began, ready - began))
     finally:
         for run in runs:
             run.kill()
-    return min(times, key=lambda baseline: baseline.total)
+    return min(times)
 
 
 def run_trial(plan, folder, baseline):
     """Run, act, and check. If the run ended before the moment, the moment is put forward."""
     outcome, run = Outcome(plan), Run(folder)
+    limit = 4 * baseline.total + plan.stop_seconds + STALL_SECONDS + 2 * TIMEOUT_SECONDS
     try:
         run.start("run", *plan.words)
-        acted = _act(run, plan, baseline)
-        if acted is None:
-            run.kill()
-            shutil.rmtree(folder)
-            return run_trial(replace(plan, moment=plan.moment * 0.75), folder, baseline)
-        limit = 4 * baseline.total + plan.stop_seconds + STALL_SECONDS + 2 * TIMEOUT_SECONDS
-        if run.wait(limit):
-            outcome.seconds = time.monotonic() - run.started
-            outcome.phase = phase_at(run.output, acted)
-            outcome.problems += run.leftovers()
-            _check_end(run, outcome, limit)
-        else:
-            outcome.phase = phase_at(run.output, acted)
-            outcome.problems.append(f"no end after {limit:.0f} s")
+        if (acted := _act(run, plan, baseline)) is not None:
+            _check(run, outcome, acted, limit)
+    except AssertionError as error:
+        outcome.problem = str(error)
+        return outcome
     finally:
         run.kill()
-    if not outcome.problems:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
+    if acted is None:
+        return run_trial(replace(plan, moment=plan.moment * 0.75), folder, baseline)
     return outcome
 
 
@@ -262,7 +252,7 @@ def _act(run, plan, baseline):
     if plan.moment < STARTUP:
         run.wait(plan.moment / STARTUP * baseline.ready)
     else:  # starting takes longer on a busy machine
-        while not _is_ready(run.output) and not run.wait(0.05):
+        while not any(line["ph"] == "B" for line in _trace(run.output)) and not run.wait(0.05):
             pass
         part = (plan.moment - STARTUP) / (1.0 - STARTUP)
         run.wait(part * (baseline.total - baseline.ready))
@@ -283,69 +273,39 @@ def _act(run, plan, baseline):
     return None
 
 
-def _check_end(run, outcome, limit):
-    plan, code, problems = outcome.plan, run.process.returncode, outcome.problems
-    if code != 0:
-        if plan.victim in MUST_FINISH:
-            problems.append(f"exit code {code}: {run.err.read_text()[-300:]}")
-            return
-        if code == 1 and not run.err.read_text().strip():
-            problems.append("the run failed without a message")
+def _check(run, outcome, acted, limit):
+    plan, has_ended = outcome.plan, run.wait(limit)
+    outcome.seconds = time.monotonic() - run.started
+    outcome.phase = phase_at(run.output, acted)
+    assert has_ended, f"no end after {limit:.0f} s"
+    run.check_leftovers()
+    if (code := run.process.returncode) != 0:
+        error = run.err.read_text().strip()[-300:]
+        assert plan.victim not in MUST_FINISH, f"exit code {code}: {error}"
+        assert code != 1 or error, "the run failed without a message"
         outcome.has_resumed = True
         run.start("resumed", *plan.words, "runtime.resume=auto")
-        if not run.wait(limit):
-            problems.append(f"resumed: no end after {limit:.0f} s")
-            return
-        problems += run.leftovers()
-        if run.process.returncode != 0:
-            code, err = run.process.returncode, run.err.read_text()[-300:]
-            problems.append(f"resumed: exit code {code}: {err}")
-            return
-    problems += [*ledger(run.output), *run.files_left()]
+        assert run.wait(limit), f"resumed: no end after {limit:.0f} s"
+        run.check_leftovers()
+        code, error = run.process.returncode, run.err.read_text()[-300:]
+        assert code == 0, f"resumed: exit code {code}: {error}"
+    run.check_files()
     outcome.num_restarts = summary_of(run.output).get("worker_restarts", 0)
     if not outcome.has_resumed:
         is_lost = plan.victim == "rollout" and plan.action != "stopped"
         is_needed = plan.action == "killed" and outcome.phase in PHASES[:3]  # to the run's end
         low, high = int(is_lost and is_needed), int(is_lost)
-        if not low <= outcome.num_restarts <= high:
-            problems.append(f"{outcome.num_restarts} workers replaced, expected {low} to {high}")
-
-
-def ledger(output):
-    """Return faults in the files of a finished run: each iteration, group and sample is once."""
-    problems = []
-    summary, lines = summary_of(output), lines_of(output / "metrics.jsonl")
-    iterations = [line["iteration"] for line in lines]
-    if iterations != list(range(ITERATIONS)):
-        problems.append(f"iterations in metrics.jsonl: {iterations}")
-    expected = {"groups_trained": ITERATIONS * PROMPTS, "groups_off_policy": 0}
-    expected |= {"iterations": ITERATIONS, "policy_version": ITERATIONS}
-    for name, number in expected.items():
-        if summary[name] != number:
-            problems.append(f"{name}: {summary[name]}, expected {number}")
-    samples = Counter(line["iteration"] for line in lines_of(output / "samples.jsonl"))
-    if samples != dict.fromkeys(range(ITERATIONS), GENERATIONS):
-        problems.append(f"samples by iteration: {dict(samples)}")
-    return problems
+        wrong = f"{outcome.num_restarts} workers replaced, expected {low} to {high}"
+        assert low <= outcome.num_restarts <= high, wrong
 
 
 def _trace(output):
     """The trace's lines by time, without one that is cut off."""
-    found = []
-    try:
-        lines = (output / "trace.json").read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines[1:]:
-        try:
+    found, file = [], output / "trace.json"
+    for line in file.read_text().splitlines()[1:] if file.exists() else []:
+        with contextlib.suppress(ValueError):
             found.append(json.loads(line.rstrip(",")))
-        except ValueError:
-            continue
     return sorted(found, key=lambda line: line["ts"])
-
-
-def _is_ready(output):
-    return any(line["ph"] == "B" for line in _trace(output))
 
 
 def trace_times(output):
@@ -403,7 +363,7 @@ def main():
 
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = dict(zip(plans, pool.map(one, plans), strict=True))
-    failed = [number for number, outcome in outcomes.items() if outcome.problems]
+    failed = [number for number, outcome in outcomes.items() if outcome.problem]
     for number in failed:
         again = f"python -m tests.chaos --seed {arguments.seed} --only {number}"
         print(f"trial {number} failed, files in {folder}/trial-{number}. To repeat it: {again}")

@@ -9,8 +9,6 @@ compiles the trainer's FlexAttention, forward and backward, for a packed row; ex
 kernel does not fit. Needs Triton on PYTHONPATH and GUARD, the library of `gpu_guard.cpp`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -76,20 +74,13 @@ def pretend(card: Card) -> list[Kernel]:
     )
     stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0), device_index=0)
     answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("set_device", "set_rng_state", "synchronize", "_lazy_init"), None),
+        **dict.fromkeys(("current_device", "exchange_device", "maybe_exchange_device"), 0),
         "device_count": 1,
-        "current_device": 0,
-        "exchange_device": 0,
-        "maybe_exchange_device": 0,
-        "set_device": None,
-        "set_rng_state": None,
-        "synchronize": None,
-        "_lazy_init": None,
         "get_device_properties": properties,
         "get_device_capability": (card.major, card.minor),
         "get_device_name": "pretended",
-        "is_bf16_supported": True,
         "memory_allocated": 0,
         "current_stream": stream,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),

@@ -1,13 +1,12 @@
 """Start `easyrl grpo`, and read what it leaves."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +99,18 @@ def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 12
     raise AssertionError(f"the run ended before a line with '{text}'")
 
 
+def wait_until(
+    is_so: Callable[[], Any], process: subprocess.Popen[str] | None = None, seconds: float = 120
+) -> Any:
+    """Wait until `is_so()` is true, and return its value. `process` must not end meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not (value := is_so()):
+        assert time.monotonic() < deadline, "not in time"
+        assert process is None or process.poll() is None, "the process has ended"
+        time.sleep(0.01)
+    return value
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
@@ -108,6 +119,17 @@ def workers(pid: int) -> dict[str, psutil.Process]:
     """The rollout and train workers of a run that have started, by name."""
     found = {process.name(): process for process in descendants(pid)}
     return {name: each for name, each in found.items() if name.startswith(("rollout-", "train-"))}
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped. (Other runs have files there, too.) A
+    semaphore is mapped under another name, so inodes are compared."""
+    used = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            used |= {line.split()[4] for line in lines if "/dev/shm/" in line}
+    return {Path(file.path) for file in os.scandir("/dev/shm") if str(file.inode()) in used}
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:

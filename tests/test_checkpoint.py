@@ -2,16 +2,16 @@
 
 import contextlib
 import json
-import os
 import shutil
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 from safetensors import safe_open
 from safetensors.torch import load_file
+from test_train_ranks import ranks
+from test_updates import model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,39 +32,28 @@ from easyrl.model.checkpoint_files import (
 from easyrl.model.export import export_checkpoint, find_model, run_of
 from easyrl.model.files import fingerprint
 from easyrl.model.policy import Policy
-from easyrl.model.sharding import TrainRanks
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
+from runs import wait_until
 from tiny_models import tiny_model
+
+torch.set_num_threads(1)
+
+__all__ = ["model", "ranks"]  # fixtures
 
 TINY = Path(resolve_model("tiny"))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
-def learner():
-    return Learner(Policy.load("tiny"), load_config(words=["train.learning_rate=1e-2"]))
-
-
-def step(learner, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in learner.policy.model.parameters():
-        parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
-    learner.step(num_completions=1, num_tokens=1)
-
-
-def save(folder, version, learner, **state):
-    path = folder / str(version)
-    write_tensors(unfinished_name(path), learner.state())
-    publish(path, {"policy_version": version, **state})
-    return path
-
-
 def test_restored_learner_continues_with_the_same_bits(tmp_path):
-    one, other = learner(), learner()
+    config = load_config(words=["train.learning_rate=1e-2"])
+    one, other = (Learner(Policy.load("tiny"), config) for _ in range(2))
+
+    def step(learner, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in learner.policy.model.parameters():
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+        learner.step(num_completions=1, num_tokens=1)
+
     step(one, 1)
     step(one, 2)
     state = one.state()
@@ -94,16 +83,11 @@ def stepped(model, ranks=None):
     return model, optimizer
 
 
-def shard_and_save(rank, folder):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    ranks = TrainRanks.join(
-        f"{folder}/store", rank=rank, size=2, device=torch.device("cpu"), timeout_seconds=60
-    )
+def save_and_read(folder, ranks):
     model, optimizer = stepped(tiny_model("qwen3"), ranks.mesh)
     path, writers = Path(folder) / "1", ranks.group_for_files
     write_tensors(unfinished_name(path), copy_of_training(model, optimizer), writers)
-    if rank == 0:
+    if ranks.rank == 0:
         publish(path, {})
     torch.distributed.barrier()
     # Read the checkpoint into a sharded model that differs from it.
@@ -120,15 +104,13 @@ def shard_and_save(rank, folder):
     saver = CheckpointSaver(saved.append, keep=2, ranks=ranks)
     for path in ("file/1", "checkpoints/2"):
         saver.save(SaveCheckpoint(f"{folder}/{path}", int(path[-1]), {}), tensors)
-    while len(saved) < 2:
-        time.sleep(0.01)
-    assert [bool(event.error) for event in saved] == [True, False]
-    torch.distributed.destroy_process_group()
+    wait_until(lambda: len(saved) == 2)
+    return [bool(event.error) for event in saved]
 
 
-def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(tmp_path):
+def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(ranks, tmp_path):
     (tmp_path / "file").touch()
-    torch.multiprocessing.spawn(shard_and_save, (str(tmp_path),), nprocs=2)
+    assert ranks.each_does(partial(save_and_read, str(tmp_path))) == [[True, False]] * 2
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["2"]
     names = [file.name for file in sorted((tmp_path / "1").glob("*.safetensors"))]
     assert [name.split("-model")[0] for name in names] == ["shard-00001", "shard-00002"]
@@ -145,50 +127,43 @@ def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(tmp
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """A folder with the checkpoints 9 and 10."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("checkpoints")
-    one = learner()
-    step(one, 1)
-    for version in (9, 10):
-        save(folder, version, one, note="ü", shares=[1e-6, None])
+    for path in (folder / "9", folder / "10"):
+        write_tensors(unfinished_name(path), {"model.weight": torch.ones(8)})
+        publish(path, {"policy_version": int(path.name), "note": "ü", "shares": [1e-6, None]})
     return folder
 
 
-def change_format(folder):
-    content = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(content | {"format": 99}))
+def harm(folder, pattern, change):
+    """Replace the content of the file that matches."""
+    (file,) = folder.glob(pattern)
+    file.write_bytes(change(file.read_bytes()))
 
 
-def change_content(pattern, change):
-    def harm(folder):
-        (file,) = folder.glob(pattern)
-        content = bytearray(file.read_bytes())
-        change(content)
-        file.write_bytes(content)
-
-    return harm
+def without_end(content):
+    return content[:-1]
 
 
-def flip_bit(content):
-    content[-9] ^= 1
+def with_flipped_bit(content):
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
 
 
-DAMAGE = {
-    "no state": (lambda folder: (folder / "state.json").unlink(), "state.json"),
-    "no tensors": (lambda folder: next(folder.glob("*.safetensors")).unlink(), "shard-00001"),
-    "another format": (change_format, "expected format 1, got 99"),
-    "the end of the state": (change_content("state.json", bytearray.pop), "state.json"),
-    "a bit of the state": (change_content("state.json", flip_bit), "state.json"),
-    "the end of the tensors": (change_content("*.safetensors", bytearray.pop), "shard"),
-    "a bit of the tensors": (change_content("*.safetensors", flip_bit), "shard"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_is_refused_and_the_older_one_taken(two, tmp_path, damage):
+@pytest.mark.parametrize(("pattern", "change", "reason"), [
+    ("state.json", None, "state.json"),
+    ("state.json", without_end, "state.json"),
+    ("state.json", lambda c: json.dumps(json.loads(c) | {"format": 99}).encode(), "1, got 99"),
+    ("*.safetensors", None, "shard-00001"),
+    ("*.safetensors", without_end, "shard"),
+    ("*.safetensors", with_flipped_bit, "shard"),
+])  # fmt: skip
+def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
+    two, tmp_path, pattern, change, reason
+):
     folder = Path(shutil.copytree(two, tmp_path / "checkpoints"))
-    harm, reason = DAMAGE[damage]
-    harm(folder / "10")
+    if change is None:
+        next((folder / "10").glob(pattern)).unlink()
+    else:
+        harm(folder / "10", pattern, change)
     # The error of one that was named names the run's folder, too.
     expected = rf"(?s)checkpoints/10.*{reason}.*'{tmp_path}'|expected a checkpoint"
     with pytest.raises(ValueError, match=expected):
@@ -211,17 +186,13 @@ def test_no_flipped_bit_of_the_state_is_accepted(two, tmp_path):
             assert json.loads(content) == json.loads(whole)
 
 
-def copies(of, folder, *versions):
-    for version in versions:
-        shutil.copytree(of / "9", folder / str(version))
-
-
 def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_path):
     def kept(number):
         keep_newest(tmp_path, number)
         return {path.name for path in tmp_path.iterdir()}
 
-    copies(two, tmp_path, 2, 10, 9, 100)
+    for version in ("2", "10", "9", "100"):
+        shutil.copytree(two / "9", tmp_path / version)
     unfinished_name(tmp_path / "101").mkdir()
     (unfinished_name(tmp_path / "101") / "shard.safetensors").write_text("half")
     found, damaged = newest_checkpoint(tmp_path)
@@ -250,11 +221,8 @@ def make_checkpoint(folder, family, **changes):
     path = folder / "run" / "checkpoints" / "7"
     optimizer = torch.optim.AdamW(policy.model.parameters(), fused=True)
     write_tensors(unfinished_name(path), copy_of_training(policy.model, optimizer))
-    state = {
-        "config": config.model_dump(mode="json"),
-        "identity": {"model.path": fingerprint(config.model.path)},
-        "num_iterations": 3,
-    }
+    identity = {"model.path": fingerprint(config.model.path)}
+    state = {"config": config.model_dump(mode="json"), "identity": identity, "num_iterations": 3}
     publish(path, state)
     return path, policy
 
@@ -319,13 +287,12 @@ def test_impossible_export_is_refused_and_removes_nothing(tmp_path):
     export_checkpoint(path, tmp_path / "out", force=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
     newer = Path(shutil.copytree(path, path.with_name("8")))
-    harm = change_content("*.safetensors", flip_bit)
-    harm(newer)
+    harm(newer, "*.safetensors", with_flipped_bit)
     for source, reason in ((newer, "checkpoints/8.*shard"), (tmp_path / "model", "a checkpoint")):
         with pytest.raises(ConfigError, match=reason):
             export_checkpoint(source, tmp_path / "new")
     shutil.rmtree(newer)
-    harm(tmp_path / "model")
+    harm(tmp_path / "model", "*.safetensors", with_flipped_bit)
     with pytest.raises(ConfigError, match=r"model\.path"):
         export_checkpoint(path, tmp_path / "new")
     out = tmp_path / "out"
@@ -346,10 +313,9 @@ def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path):
     (unfinished_name(path) / "state.json").unlink()
     publish(path, state)
     (path.parent.parent / "config.yaml").write_text("model: {trust_remote_code: true}")
-    with pytest.raises(ConfigError, match="--trust-remote-code"):
-        export_checkpoint(path, tmp_path / "out")
-    with pytest.raises(ConfigError, match="--trust-remote-code"):
-        find_model(str(path)).make(tmp_path / "out")
+    for make in (find_model(str(path)).make, lambda out: export_checkpoint(path, out)):
+        with pytest.raises(ConfigError, match="--trust-remote-code"):
+            make(tmp_path / "out")
     config_of_run = run_of(str(path))
     assert config_of_run is not None and not config_of_run.model.trust_remote_code
     assert not (tmp_path / "was_run").exists()

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -24,21 +23,18 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement
 from easyrl.runtime.ray import cluster
-from runs import lines_of, wait_until_gone
+from runs import lines_of, wait_until, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 SLURM, RAY_JOB, PAGE = (
     ROOT / path
     for path in ("configs/cluster/slurm.sbatch", "configs/cluster/rayjob.yaml", "docs/cluster.md")
 )
+JOB = yaml.safe_load(RAY_JOB.read_text())
 SBATCH_OPTIONS = {
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "exclusive"),
     *("time", "output", "signal", "requeue"),
 }
-
-
-def manifest():
-    return yaml.safe_load(RAY_JOB.read_text())
 
 
 def easyrl_commands():
@@ -48,7 +44,7 @@ def easyrl_commands():
     for line in text.splitlines():
         if match := re.match(r"(?:.* -- )?\s*easyrl (.*?)(?: &)?$", line):
             yield shlex.split(match[1], comments=True)
-    yield shlex.split(manifest()["spec"]["entrypoint"])[1:]
+    yield shlex.split(JOB["spec"]["entrypoint"])[1:]
 
 
 COMMANDS = list(easyrl_commands())
@@ -89,8 +85,7 @@ def test_the_slurm_file_is_a_script_with_known_options():
 
 
 def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
-    job = manifest()
-    spec = job["spec"]["rayClusterSpec"]
+    spec = JOB["spec"]["rayClusterSpec"]
     pods = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     containers = [pod["template"]["spec"]["containers"][0] for pod in pods]
     assert all(each["resources"]["limits"] == each["resources"]["requests"] for each in containers)
@@ -103,7 +98,7 @@ def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
     words = COMMANDS[-1]
     sets = (words[words.index(f"--{role}-devices") + 1] for role in ("infer", "train"))
     assert sum(parse_device_set(each).count for each in sets) == num_gpus
-    assert set(yaml.safe_load(job["spec"]["runtimeEnvYAML"])) == {"env_vars"}
+    assert set(yaml.safe_load(JOB["spec"]["runtimeEnvYAML"])) == {"env_vars"}
 
 
 SRUN = """#!/bin/bash
@@ -146,10 +141,7 @@ def test_the_slurm_file_runs_on_two_nodes_and_sigterm_leaves_a_checkpoint(tmp_pa
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(["bash", "job"], cwd=folder, env=environment, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + 180
-            while not (run / "metrics.jsonl").exists():
-                assert job.poll() is None and time.monotonic() < deadline
-                time.sleep(0.2)
+            wait_until((run / "metrics.jsonl").exists, job, seconds=180)
             job.send_signal(signal.SIGTERM)
             code = job.wait(60)
         finally:

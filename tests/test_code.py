@@ -1,11 +1,8 @@
 """The reward `code`: every form of tests, right programs in all of them, clear errors."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 import pytest
 from reward_pools import config_of, finished, needs_bwrap
@@ -22,19 +19,14 @@ ADD = "def add(a, b):\n    return a + b"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
 
 
-def score(answer: str, tests: Any, /, **row: Any) -> float | None:
+def score(answer, tests, /, **row):
     function = load_reward("code", config_of("code"))
     columns = {name: [value] for name, value in {"tests": tests, **row}.items()}
-    (found,) = function(prompts=["q"], completions=[answer], completion_ids=[[1]], **columns)
-    return found  # type: ignore[no-any-return]
+    return function(prompts=["q"], completions=[answer], completion_ids=[[1]], **columns)[0]
 
 
-def fenced(code: str) -> str:
+def fenced(code):
     return f"Let me think.\n```python\n{code}\n```\nThat is it."
-
-
-def prints(output: str) -> dict[str, list[str]]:
-    return {"inputs": [""], "outputs": [output]}
 
 
 PROGRAM = """
@@ -111,8 +103,8 @@ assert double(3) == ("double", 12)
 assert list(queue()) == ["a", "b"]
 assert others() == (datetime.date(2020, 2, 29), fractions.Fraction(1, 3), 10**5000, {1: 1e999})
 """
-HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "list of asserts": (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"], {}),
+HONEST = {  # a program, its tests, and further columns of the row
+    "list of asserts": (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]),
     "HumanEval": (ADD, CHECK, {"entry_point": "add"}),
     "a method as entry point": (
         "class Solution:\n    def add(self, a, b): return a + b",
@@ -128,7 +120,6 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         ADD,
         "from solution import add\nimport solution\n"
         "def test_add():\n    assert add(1, 2) == solution.add(2, 1) == 3",
-        {},
     ),
     "unittest": (
         ADD,
@@ -136,14 +127,12 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         "    def test_it(self): self.assertEqual(add(1, 2), 3)\n"
         "    def test_error(self):\n"
         "        with self.assertRaises(TypeError): add(1, 'a')",
-        {},
     ),
     "numbers and words": (
         "print(sum(map(int, input().split())))",
         json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", ["7"]]}),
-        {},
     ),
-    "LiveCodeBench": ("print(int(input()) + 1)", [{"input": "1", "output": "2"}], {}),
+    "LiveCodeBench": ("print(int(input()) + 1)", [{"input": "1", "output": "2"}]),
     "LiveCodeBench's functions": (
         "from typing import List\nclass Solution:\n"
         "    def total(self, nums: List[int], start: int) -> int: return sum(nums) + start",
@@ -153,12 +142,10 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "APPS's functions": (
         "def pair(a, b): return (a, b)",
         {"fn_name": "pair", "inputs": [[1, "x"], [[], None]], "outputs": [[1, "x"], [[[], None]]]},
-        {},
     ),
     "a function of one argument": (
         "def inc(n): return n + 1",
         {"fn_name": "inc", "inputs": [5, 7], "outputs": [6, 8]},
-        {},
     ),
     "values that equal literals": (
         "import collections, enum, fractions\nimport numpy as np\n"
@@ -168,10 +155,9 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         " set(), frozenset('a'), fractions.Fraction(1, 2), True, None, {(1,): [b'x', 2j]}, 'é\\n']",
         "def test_values():\n    assert values() == [{'a': 2, 'b': 1}, (1, -2.5), 3, 'red', set(),"
         " {'a'}, 0.5, 1, None, {(1,): [b'x', 2j]}, 'é\\n'], 'message'",
-        {},
     ),
-    "objects": (PROGRAM, OBJECTS, {}),
-    "functions": (PROGRAM, FUNCTIONS, {}),
+    "objects": (PROGRAM, OBJECTS),
+    "functions": (PROGRAM, FUNCTIONS),
     "HumanEval with functions of the program": (
         "def encode(s): return s[::-1]\ndef decode(s): return encode(s)\ndef sum(_): return 9",
         "def check(candidate):\n    from random import choice\n    for size in range(3):\n"
@@ -179,38 +165,33 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         "        assert candidate(encode(text)) == text\n    assert sum([1, 2]) == 3\n",
         {"entry_point": "decode"},
     ),
-    "a function with a built-in name": ("def sum(a, b): return a * b", "assert sum(2, 3) == 6", {}),
+    "a function with a built-in name": ("def sum(a, b): return a * b", "assert sum(2, 3) == 6"),
     "recursion": (
         "import sys\nsys.setrecursionlimit(20000)\n"
         "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)",
         "assert depth(15000) == 15000",
-        {},
     ),
-    "unicode": ("print(input()[::-1])", {"inputs": ["añ→😀"], "outputs": ["😀→ña"]}, {}),
     "much output": (
-        "for number in range(50000): print(number)", prints("\n".join(map(str, range(50000)))), {}
+        "for number in range(50000): print(number)",
+        {"inputs": [""], "outputs": ["\n".join(map(str, range(50000)))]},
     ),
-    "exit with 0": ("print(3)\nraise SystemExit", prints("3"), {}),
-    "work of a thread and at exit": (
-        "import atexit, threading\natexit.register(lambda: print('bye'))\n"
-        "threading.Thread(target=lambda: print('hi')).start()",
-        prints("hi\nbye"),
-        {},
+    "unicode, an exit with 0, work of a thread and at exit": (
+        "import atexit, threading\natexit.register(lambda: print('bye'))\nprint(input()[::-1])\n"
+        "threading.Thread(target=lambda: print('hi')).start()\nraise SystemExit",
+        {"inputs": ["añ→😀"], "outputs": ["😀→ña\nhi\nbye"]},
     ),
     "files and processes of its own": (
         "import subprocess, sys, tempfile\nwith tempfile.NamedTemporaryFile('w+') as file:\n"
         "    file.write('3')\n    file.seek(0)\n    print(file.read())\n"
         "with open('here', 'w') as file: file.write('x')\n"
         "print(subprocess.check_output([sys.executable, '-c', 'print(4)'], text=True))",
-        prints("3\n4"),
-        {},
+        {"inputs": [""], "outputs": ["3\n4"]},
     ),
     "NumPy": (
         "import numpy as np\ndef means(values): return np.mean(values, axis=0)\n"
         "def largest(values): return np.max(values)",
         "import numpy as np\nassert np.allclose(means([[1, 2], [3, 4]]), [2, 3])\n"
         "assert largest([1, 2]) == 2",
-        {},
     ),
 }  # fmt: skip
 
@@ -218,8 +199,8 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
 @needs_bwrap
 @pytest.mark.parametrize("name", HONEST)
 def test_right_programs_pass(name):
-    answer, tests, row = HONEST[name]
-    assert score(fenced(answer), tests, **row) == 1.0
+    answer, tests, *row = HONEST[name]
+    assert score(fenced(answer), tests, **dict(*row)) == 1.0
 
 
 FORGER = """
@@ -273,7 +254,7 @@ FORGERIES = (  # what `add` does
         )
     ),
 )
-ADDS: dict[str, Any] = {
+ADDS = {
     "literal": "assert add(1, 2) == 3",
     "reversed": "assert 3 == add(1, 2)",
     "close": "import math\nassert math.isclose(add(1, 2), 3) and abs(add(1, 2) - 3) < 1e-6",
@@ -300,23 +281,19 @@ def test_forged_results_are_failed_tests(form):
 
 
 @needs_bwrap
-def test_wrong_programs_score_0():
+def test_wrong_programs_and_drafts_in_the_thinking_score_0():
     """`numbers and words`: the first test passes, the second does not."""
     wrong = fenced("def add(a, b): return 4\ndef pair(a, b): return (b, a)\nprint(3)")
     for name in ("list of asserts", "HumanEval", "unittest", "APPS's functions"):
-        _, tests, row = HONEST[name]
-        assert score(wrong, tests, **row) == 0.0
+        _, tests, *row = HONEST[name]
+        assert score(wrong, tests, **dict(*row)) == 0.0
     assert score(wrong, HONEST["numbers and words"][1]) == 0.0
     for value in ("(1, 2)", "[1, 2.5]", "[1]", "'[1, 2]'", "[1, '2']"):
         assert score(f"def f(): return {value}", "assert f() == [1, 2]") == 0.0
 
-
-@needs_bwrap
-def test_a_draft_in_the_thinking_is_no_program():
     draft = f"<think>{fenced(ADD)}"
-    assert score(draft, "assert add(1, 2) == 3") == 0.0
-    assert score(f"{draft}</think>I do not know.", "assert add(1, 2) == 3") == 0.0
-    assert score(f"{draft}</think>{fenced(ADD)}", "assert add(1, 2) == 3") == 1.0
+    for answer, expected in (("", 0.0), ("</think>No.", 0.0), (f"</think>{fenced(ADD)}", 1.0)):
+        assert score(draft + answer, "assert add(1, 2) == 3") == expected
 
 
 def test_rows_without_tests_have_no_score():
@@ -331,20 +308,17 @@ def test_the_last_python_block_is_the_program():
     assert program_of("```\nls\n```") == "```\nls\n```"
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        (None, "None"),
-        ([1, 2], r"got \[1, 2\]"),
-        ("assert add(1,", "assert add"),
-        ("import math\nx = 3\ndef f(): pass", "assert, a call"),
-        (CHECK, "entry_point"),
-        ({"inputs": ["1"]}, "inputs"),
-        ({"inputs": ["1"], "outputs": ["2", "3"]}, "outputs"),
-        ([{"input": "1"}], "input"),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], "fn_name"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "message"), [
+    (None, "None"),
+    ([1, 2], r"got \[1, 2\]"),
+    ("assert add(1,", "assert add"),
+    ("import math\nx = 3\ndef f(): pass", "assert, a call"),
+    (CHECK, "entry_point"),
+    ({"inputs": ["1"]}, "inputs"),
+    ({"inputs": ["1"], "outputs": ["2", "3"]}, "outputs"),
+    ([{"input": "1"}], "input"),
+    ([{"input": "1", "output": "2", "testtype": "functional"}], "fn_name"),
+])  # fmt: skip
 def test_tests_that_cannot_be_used_are_refused(tests, message):
     with pytest.raises(ValueError, match=message):
         read_tests(tests, {})

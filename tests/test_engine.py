@@ -28,8 +28,7 @@ from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import StopStrings, uniform_stream
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
-from easyrl.types import WeightPiece
-from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, tiny_model
+from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, pieces_of, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
@@ -44,6 +43,9 @@ GENERATE = {
 }
 MODELS = (*EMBEDDED, *GENERATE)
 BOTH = pytest.mark.parametrize("name", ["qwen3", "mamba"])
+STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
+IGNORED = {"repetition_penalty": 9.0, "min_new_tokens": 11, "top_k": 1, "num_beams": 2}
+"""Generation settings of the models: they would change the distribution."""
 SAMPLING = SamplingSettings(
     max_prompt_length=MAX_PROMPT, max_completion_length=MAX_COMPLETION, seed=7
 )
@@ -53,15 +55,11 @@ def make_policy(name, seed=1):
     if name in EMBEDDED:
         return Policy(tiny_model(name, ATTENTION_NAME, seed=seed), torch.device("cpu"))
     model = tiny_model(name, None, SPREAD, seed, **GENERATE[name])
+    model.generation_config = GenerationConfig(do_sample=True, **IGNORED)
     return Policy(model, torch.device("cpu"), no_packing_reason="layer 0 is of another type")
 
 
 policy_of = cache(make_policy)
-
-
-@cache
-def reference_of(name):
-    return tiny_model(name, "eager") if name in EMBEDDED else policy_of(name).model
 
 
 def make_engine(
@@ -125,14 +123,14 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", {"shared": 0, "either": 5}.get(prompts_are, 64))
     monkeypatch.setattr(kv_cache, "BUCKET_STEP", 4)
     monkeypatch.setattr(kv_cache, "BUCKET_NUMBERS", 0)
-    prompts = draw_prompts(6)
-    num_narrow = 0
+    prompts, num_narrow = draw_prompts(6), 0
+    reference = tiny_model(name, "eager") if name in EMBEDDED else policy_of(name).model
     for key, group in run(make_engine(name, temperature=temperature), requests(prompts, 3)).items():
         prompt = prompts[key[0]]
         for sample, completion in enumerate(group):
             ids = torch.tensor([prompt + completion.token_ids.tolist()])
             with torch.no_grad():
-                logits = reference_of(name)(input_ids=ids, use_cache=False).logits[0]
+                logits = reference(input_ids=ids, use_cache=False).logits[0]
             logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
             tolerance = 1e-5 if name in EMBEDDED else 1e-4
@@ -151,6 +149,7 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
                 assert bounds[token] - 1e-5 <= numbers[position] <= bounds[token + 1] + 1e-5
                 num_narrow += bounds[token + 1] - bounds[token] < 0.5
     assert temperature == 0.0 or num_narrow > 50  # intervals narrow enough to tell numbers apart
+    assert name in EMBEDDED or policy_of(name).model.generation_config.num_beams == 2
 
 
 @pytest.fixture(scope="module")
@@ -176,17 +175,6 @@ def test_random_streams_differ_in_seed_key_and_sample():
     keys = product((0, 1), (0, 1), (0, 1, 2**40), (0, 1))
     streams = [uniform_stream(seed, key, 4) for seed, *key in keys]
     assert len({number for stream in streams for number in stream}) == 4 * len(streams)
-
-
-def test_new_and_used_engines_give_the_same_bits_in_the_same_order():
-    """Rows, caches and counters keep nothing of an iteration."""
-    used, submitted = make_engine(num_rows=6), requests(draw_prompts(15), 4)
-    run(used, requests(draw_prompts(9, seed=99), 5))
-    one, other, again = (
-        bits_of(run(engine, submitted))
-        for engine in (make_engine(num_rows=6), make_engine(num_rows=6), used)
-    )
-    assert one == other and sorted(again) == sorted(one)
 
 
 @pytest.mark.parametrize("bound", [15, 5], ids=["some prompts", "less than the longest"])
@@ -217,20 +205,8 @@ def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weight
         attention.o_proj.weight.zero_()
     engine = make_engine(policy=policy)
     assert engine._run_model is engine._decoder
-    engine.load_weights(pieces_of(new))
+    engine.load_weights(pieces_of(new.weights()))
     assert engine._run_model == policy.forward
-
-
-def test_generation_config_of_the_model_is_ignored():
-    """Penalties and minimum lengths would change the distribution."""
-    submitted = requests(draw_prompts(4), 3)
-    plain = tokens_of(run(make_engine("mamba"), submitted))
-    policy = make_policy("mamba")
-    policy.model.generation_config = changed = GenerationConfig(
-        repetition_penalty=9.0, min_new_tokens=11, do_sample=True, top_k=1, num_beams=2
-    )
-    assert tokens_of(run(make_engine("mamba", policy), submitted)) == plain
-    assert policy.model.generation_config is changed
 
 
 @BOTH
@@ -271,13 +247,6 @@ def test_impossible_prompt_is_refused(name, prompt_length):
     assert not engine.has_work and engine.step() == []
 
 
-def pieces_of(policy, piece_size=100):
-    for name, tensor in policy.named_weights():
-        flat = tensor.detach().reshape(-1)
-        for start in range(0, len(flat), piece_size):
-            yield WeightPiece(name, start, flat[start : start + piece_size].clone())
-
-
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mamba"])
 def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(name):
     """Tied and untied heads: the same bits as an engine that never saw the old weights."""
@@ -287,10 +256,10 @@ def test_new_weights_wait_for_all_groups_and_replace_the_old_ones_completely(nam
     engine.submit(submitted[0])
     while engine.has_work:
         with pytest.raises(RuntimeError, match="in flight"):
-            engine.load_weights(pieces_of(new))
+            engine.load_weights(pieces_of(new.weights()))
         engine.step()
     assert engine.policy.weights_sha256() == before
-    engine.load_weights(pieces_of(new))
+    engine.load_weights(pieces_of(new.weights()))
     assert engine.policy.weights_sha256() == new.weights_sha256()
     got, expected = run(engine, submitted), run(make_engine(name, new), submitted)
     assert sorted(bits_of(got)) == sorted(bits_of(expected))
@@ -305,9 +274,9 @@ def test_memory_of_an_evaluations_prompts_is_freed_for_training():
     run(engine, evaluation)
     assert engine.cache.prompts_size[0] > 2 * size[0]
     for _ in range(2):
-        engine.load_weights(pieces_of(make_policy("qwen3")))
+        engine.load_weights(pieces_of(make_policy("qwen3").weights()))
         assert bits_of(run(engine, training)) == expected
-    engine.load_weights(pieces_of(make_policy("qwen3")))
+    engine.load_weights(pieces_of(make_policy("qwen3").weights()))
     assert engine.cache.prompts_size == size  # training needs as much again
     assert engine.cache.prompts[0][0].shape[0] == size[0]
 
@@ -332,10 +301,7 @@ def test_frequencies_are_the_probabilities(vocabulary):
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert (counts - number * expected).abs().max() <= 1.01
     np.testing.assert_allclose(logprobs, expected.log()[tokens], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("vocabulary", [99, 300])
-def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
+    # Logits that are no numbers give a token without a log-probability.
     token, logprob = sample(torch.full((1, vocabulary), torch.nan), torch.ones(1).double() / 2, 1.0)
     assert 0 <= int(token) < vocabulary and logprob.isnan()
 
@@ -385,9 +351,6 @@ def first_stop(tokenizer, tokens, stops):
         if any(stop in text for stop in stops):
             return length
     return None
-
-
-STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
 
 
 @settings(max_examples=200)

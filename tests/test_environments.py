@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, closing
 
 import pytest
@@ -19,6 +18,7 @@ from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
+from runs import wait_until
 from tool_models import TEMPLATE, call, chat_tokenizer, example
 
 ENVIRONMENTS = '''
@@ -35,8 +35,7 @@ class Own:
         return f" from {start}"
 
     async def increment(self, step: int) -> int:
-        """
-        Increment the counter.
+        """Increment the counter.
 
         Args:
             step: How much is added.
@@ -45,8 +44,7 @@ class Own:
         return self.count
 
     def run(self, code: str) -> str:
-        """
-        Evaluate Python.
+        """Evaluate Python.
 
         Args:
             code: An expression.
@@ -132,11 +130,7 @@ def own(shared):
 
 
 def result(pool, future):
-    end = time.monotonic() + 30
-    while not future.done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-        pool.poll()
+    wait_until(lambda: pool.poll() or future.done(), seconds=30)
     return future.result()
 
 
@@ -153,8 +147,8 @@ def run(pool, code, index=0, key=KEY):
     return str(acted.messages[0]["content"])
 
 
-def play(pool, text, key=KEY):
-    return Acted(*result(pool, pool.act(key, 0, text)))
+def play(pool, text):
+    return Acted(*result(pool, pool.act(KEY, 0, text)))
 
 
 def scores(pool, num, *functions):
@@ -165,8 +159,8 @@ def scores(pool, num, *functions):
     return scored.scores
 
 
-def kill(pool, key=KEY):
-    os.kill(pool._groups[key].host.process.pid or 0, signal.SIGKILL)
+def kill(pool):
+    os.kill(pool._groups[KEY].host.process.pid or 0, signal.SIGKILL)
 
 
 def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
@@ -291,16 +285,13 @@ def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool):
         scores(pool, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "word"),
-    [
-        ("NoReset", "rollout.environment", "reset"),
-        ("NoHints", "rollout.environment", "type hint"),
-        ("BadInit", "rollout.environment", "no licence"),
-        ("Missing", "rollout.environment", "own.py:Own"),
-        ("OddStep", "reward.functions", "get_reward"),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "word"), [
+    ("NoReset", "rollout.environment", "reset"),
+    ("NoHints", "rollout.environment", "type hint"),
+    ("BadInit", "rollout.environment", "no licence"),
+    ("Missing", "rollout.environment", "own.py:Own"),
+    ("OddStep", "reward.functions", "get_reward"),
+])  # fmt: skip
 def test_unusable_environments_are_refused(tmp_path, name, key, word):
     with pytest.raises(ConfigError, match=key) as raised:
         check_environments(config_of(tmp_path, name), Prompt(0, "q", {}))
@@ -329,24 +320,21 @@ CODER = (
 BOTH = {"x": 1, "s": "2"}
 
 
-@pytest.mark.parametrize(
-    ("tool_format", "text", "arguments"),
-    [
-        ("hermes", f"Well. {HERMES % 1}", {"x": 1}),
-        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
-        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]', BOTH),
-        ("qwen3_coder", CODER, BOTH),
-        # What is only thought of is no call.
-        ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
-        ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
-        ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS]{"x": 1}', {"x": 1}),
-        # What cannot be read.
-        ("hermes", "<tool_call>{name: f}</tool_call>", None),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
-        ("llama3", '{"name": "f", "parameters": {"x": }', None),
-        ("mistral", '[TOOL_CALLS] [{"name": "f"', None),
-    ],
-)
+@pytest.mark.parametrize(("tool_format", "text", "arguments"), [
+    ("hermes", f"Well. {HERMES % 1}", {"x": 1}),
+    ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]', BOTH),
+    ("qwen3_coder", CODER, BOTH),
+    # What is only thought of is no call.
+    ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
+    ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
+    ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS]{"x": 1}', {"x": 1}),
+    # What cannot be read.
+    ("hermes", "<tool_call>{name: f}</tool_call>", None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
+    ("llama3", '{"name": "f", "parameters": {"x": }', None),
+    ("mistral", '[TOOL_CALLS] [{"name": "f"', None),
+])  # fmt: skip
 def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
     assert read_calls("no call", tool_format, SCHEMAS) == []
     (found,) = read_calls(text, tool_format, SCHEMAS)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
@@ -14,7 +13,7 @@ import pytest
 from easyrl.environments.host import PROCESS_NAME
 from easyrl.processes import children_named
 from easyrl.runtime.control import request
-from runs import finish, lines_of, start, summary_of, wait_for_line
+from runs import descendants, finish, lines_of, start, summary_of, wait_for_line, wait_until
 from tool_models import call, chat_model
 
 GUESS = (
@@ -30,8 +29,6 @@ CALLS = (
 )
 OWN = '''
 import os
-import time
-
 
 class Adder:
     def reset(self, word: str, **columns) -> str | None:
@@ -43,8 +40,7 @@ class Adder:
         return f" {word}"
 
     async def add(self, a: int, b: int) -> int:
-        """
-        Add two numbers.
+        """Add two numbers.
 
         Args:
             a: The first.
@@ -91,26 +87,22 @@ def on_policy(folder):
 
 def hosts_of(process):
     """Wait for processes of environments; return their parents by pid."""
-    ends = time.monotonic() + 60
-    while True:
-        workers = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        if hosts := children_named(PROCESS_NAME, workers):
-            return hosts
-        assert time.monotonic() < ends and process.poll() is None
-        time.sleep(0.1)
+    return wait_until(
+        lambda: children_named(PROCESS_NAME, [p.pid for p in descendants(process.pid)]), process
+    )
 
 
 def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
     hashes = set()
-    for schedule, workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
+    for schedule, num_workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
         run = tmp_path / schedule
         process = start(
             *(*GUESS, "--output", str(run), "--schedule", schedule, "--iterations", "2"),
             *("runtime.deterministic=true", "rollout.max_concurrent_groups=4"),
-            f"rollout.environment_workers={workers}",
+            f"rollout.environment_workers={num_workers}",
             EASYRL_RANDOM_DELAYS=delays,
         )
-        if workers == 3:
+        if num_workers == 3:
             wait_for_line(process, "iteration 1/")
             os.kill(max(hosts_of(process)), signal.SIGKILL)
         out, err = process.communicate(timeout=240)
@@ -192,12 +184,10 @@ def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
 @pytest.mark.long
 def test_nothing_is_left_when_a_run_is_killed(tmp_path):
     process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
-    hosts, ends = hosts_of(process), time.monotonic() + 60
+    hosts = hosts_of(process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    while any(psutil.pid_exists(pid) for pid in hosts):
-        assert time.monotonic() < ends
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(psutil.pid_exists, hosts)))
 
 
 @pytest.mark.long
@@ -233,8 +223,7 @@ def test_a_lost_worker_loses_no_episode_and_a_resumed_run_ends_in_the_same_bits(
     )
     try:
         wait_for_line(process, "iteration 1/")
-        workers = request(folder, {"command": "status"})["workers"]
-        os.kill(next(w["pid"] for w in workers if w["name"] == "rollout-0"), signal.SIGKILL)
+        next(p for p in descendants(process.pid) if p.name() == "rollout-0").kill()
         assert process.wait(timeout=240) == 0
     finally:
         process.kill()

@@ -36,11 +36,6 @@ register_attention()
 
 
 @cache
-def reference_of(model_type):
-    return tiny_model(model_type, "eager", SPREAD, **UNSHARED[model_type][0])
-
-
-@cache
 def policy_of(model_type):
     model = tiny_model(model_type, None, SPREAD, **UNSHARED[model_type][0])
     return Policy(model, torch.device("cpu"), no_packing_reason=attend_packed(model))
@@ -49,13 +44,6 @@ def policy_of(model_type):
 def load(tmp_path, model_type, changes, **options):
     tiny_model(model_type, None, **changes).save_pretrained(tmp_path)
     return Policy.load(str(tmp_path), **options)
-
-
-@pytest.mark.parametrize("model_type", UNSHARED)
-def test_unsupported_layer_is_named_with_its_reason(model_type):
-    policy = policy_of(model_type)
-    assert UNSHARED[model_type][1] in policy.no_packing_reason
-    assert not policy.shares_prompts
 
 
 @pytest.mark.parametrize(("attention", "shares"), [("auto", True), ("repeated", False)])
@@ -169,36 +157,25 @@ def test_wrong_result_is_reported(monkeypatch):
         attend_packed(model)
 
 
-def row_logits(policy, sequences):
-    """Logits as in the trainer: the head on the hidden states of the packed row."""
-    lengths = [len(sequence) for sequence in sequences]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    layout = PackedGroups.of_sequences(lengths)
-    every = torch.arange(sum(lengths))
-    return policy.head(policy.hidden_states(torch.cat(sequences), positions, layout, at=every))
-
-
 @pytest.mark.parametrize("model_type", UNSHARED)
-def test_logprobs_equal_those_of_separate_sequences(model_type):
+def test_unsupported_layer_is_named_and_trained_as_in_separate_sequences(model_type):
+    """Gradients are computed in float64 (the gated delta rule in float32)."""
     policy, sequences = policy_of(model_type), draw_sequences(LENGTHS)
+    assert UNSHARED[model_type][1] in policy.no_packing_reason and not policy.shares_prompts
     targets = torch.cat([sequence.roll(-1) for sequence in sequences])
     with torch.no_grad():
-        expected = separate_logits(reference_of(model_type), sequences)
-        for logits in (row_logits(policy, sequences), packed_logits(policy, sequences)):
+        reference = tiny_model(model_type, "eager", SPREAD, **UNSHARED[model_type][0])
+        expected = separate_logits(reference, sequences)
+        for as_trained in (False, True):
+            logits = packed_logits(policy, sequences, as_trained=as_trained)
             got, _ = token_logprobs(logits, targets, 0.8)
             gap = got - token_logprobs(expected, targets, 0.8)[0]
             assert float(gap.abs().max()) <= 1e-5
-
-
-@pytest.mark.parametrize("model_type", UNSHARED)
-def test_gradients_equal_those_of_separate_sequences(model_type):
-    """Both are computed in float64 (the gated delta rule in float32)."""
-    policy, sequences = policy_of(model_type), draw_sequences(LENGTHS)
     model = copy.deepcopy(policy.model).double()
     model.set_experts_implementation("eager")  # the fused one has no float64
     policy = Policy(model, policy.device, no_packing_reason=policy.no_packing_reason)
     of_alone = gradients(model, separate_logits(model, sequences), sequences)
-    of_row = gradients(model, row_logits(policy, sequences), sequences)
+    of_row = gradients(model, packed_logits(policy, sequences, as_trained=True), sequences)
     floor = 1e-3 if model_type == "qwen3_next" else 1e-4
     assert largest_gradient_gap(of_row, of_alone, floor) <= 1e-5
 

@@ -19,6 +19,7 @@ from easyrl.runtime.supervisor import Worker, WorkerFailure
 DONE, FAILED = events.WeightsExchanged(7), events.WeightsExchanged(7, "connection lost")
 LOST, READY = events.Lost("was killed by SIGKILL"), events.Ready()
 FIRST = ["InitWeightChannel", "ExchangeWeights"]
+SPARE = ("devices.max_rollout_workers=4",)
 
 
 class StubWorker:
@@ -48,8 +49,8 @@ class Stubs:
         self.steps = []
         self.most = 99  # processes that can be started
         self.newest = {}
-        self.reclaimed = []
-        self.in_ring = set()
+        self.in_ring, self.reclaimed = set(), []
+        self.reclaim, self.delivered = self.reclaimed.append, lambda iteration: self.in_ring
 
     def start_rollout(self, supervisor, settings):
         if self.most == 0:
@@ -69,12 +70,6 @@ class Stubs:
             return []
         step = step if isinstance(step, list) else [step]
         return [(self.newest[name], event) for name, event in step]
-
-    def reclaim(self, numbers):
-        self.reclaimed.append(numbers)
-
-    def delivered(self, iteration):
-        return self.in_ring
 
 
 class StubFleet(Fleet):
@@ -110,15 +105,15 @@ class StubFleet(Fleet):
     def taken(self):
         return {name: worker.taken() for name, worker in self.workers.items()}
 
-
-def at_work(fleet):
-    """Let an iteration go on: groups without end."""
-    ledger = SimpleNamespace(is_complete=False, iteration=3, open={}, lost_with=[])
-    ledger.take, ledger.on_event = lambda workers: {}, lambda worker, event: None
-    ledger.num_open = lambda worker: ledger.open.get(worker, 0)
-    ledger.lost = lambda worker, in_ring: ledger.lost_with.append((worker, in_ring))
-    fleet.ledger = ledger
-    return ledger
+    def at_work(self):
+        """Exchange weights and let an iteration go on: groups without end."""
+        self.go(7)
+        ledger = SimpleNamespace(is_complete=False, iteration=3, open={}, lost_with=[])
+        ledger.take, ledger.on_event = lambda workers: {}, lambda worker, event: None
+        ledger.num_open = lambda worker: ledger.open.get(worker, 0)
+        ledger.lost = lambda *lost: ledger.lost_with.append(lost)
+        self.ledger = ledger
+        return ledger
 
 
 def test_channel_is_made_once_and_again_when_its_members_change():
@@ -170,8 +165,7 @@ def test_exchange_that_fails_again_and_again_though_nobody_died_ends_the_run():
 
 def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0():
     fleet = StubFleet("cpu:3")
-    fleet.go(7)
-    at_work(fleet)
+    fleet.at_work()
     fleet.taken()
     fleet.follow(*[(name, event) for event in (LOST, READY) for name in ("rollout-1", "rollout-2")])
     fleet.follow(("train-0", DONE))
@@ -186,8 +180,7 @@ def test_newcomers_are_admitted_one_by_one_over_a_channel_with_rank_0():
 
 def test_newcomer_that_cannot_get_the_weights_is_killed():
     fleet = StubFleet("cpu:2")
-    fleet.go(7)
-    at_work(fleet)
+    fleet.at_work()
     fleet.follow(("rollout-1", LOST), ("rollout-1", READY))
     fleet.follow(*[("train-0", FAILED), ("rollout-1", FAILED)] * 3)
     assert "connection lost" in fleet.workers["rollout-1"].killed[0]
@@ -195,8 +188,7 @@ def test_newcomer_that_cannot_get_the_weights_is_killed():
 
 def test_of_workers_that_die_together_the_slots_are_reclaimed_together():
     fleet = StubFleet("cpu:2")
-    fleet.go(7)
-    ledger = at_work(fleet)
+    ledger = fleet.at_work()
     fleet.stubs.in_ring = {1, 4}
     fleet.stubs.steps = [[("rollout-1", LOST), ("rollout-0", LOST)]]
     old = [*fleet.rollout]
@@ -216,14 +208,10 @@ def test_too_many_deaths_end_the_run_with_their_history():
         fleet.follow(("rollout-0", LOST))
 
 
-SPARE = ("devices.max_rollout_workers=4",)
-
-
 @pytest.mark.parametrize("last", [READY, events.Lost("failed: no such device")])
 def test_workers_leave_once_new_ones_are_ready_or_stay(last):
     fleet = StubFleet("cpu:2", "cpu", *SPARE)
-    fleet.go(7)
-    ledger = at_work(fleet)
+    ledger = fleet.at_work()
     ledger.open = {"rollout-1": 1}
     fleet.scale(replace(fleet.infer_devices, indices=(2, 3)))
     old = fleet.rollout[:2]

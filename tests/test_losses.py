@@ -13,7 +13,7 @@ from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominat
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.train import TrainConfig
 from easyrl.workers.learner import learning_rate_factor
-from runs import SMALL, finish, lines_of
+from runs import SMALL, finish, lines_of, succeed
 
 torch.set_num_threads(1)
 
@@ -44,7 +44,7 @@ def make_inputs(ratios, advantages, *, completions=None, mask=None, ref_ratios=N
         ref_logprobs=None if ref_ratios is None else logprobs.detach() + ref_ratio.log(),
         entropy=torch.linspace(0.5, 2.0, len(ratios), dtype=torch.float64).requires_grad_(),
         advantages=torch.tensor(advantages, dtype=torch.float64),
-        loss_mask=torch.tensor(mask or [True] * len(ratios)),
+        loss_mask=torch.tensor([True] * len(ratios) if mask is None else mask),
         completion_of_token=torch.tensor(completions),
         num_completions=max(completions) + 1,
     )
@@ -67,20 +67,17 @@ def check(given, algorithm, loss, gradient, **others):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES[:3])
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
-    [
-        (1.0, 2.0, -2.0, -2.0, (0, 0)),
-        (1.0, -2.0, 2.0, 2.0, (0, 0)),
-        (1.2, 2.0, -2.4, -2.4, (0, 0)),  # inside 1 + epsilon_high
-        (1.5, 2.0, -2.6, 0.0, (0, 1)),  # clipped at 1.3: no gradient
-        (1.5, -2.0, 3.0, 3.0, (0, 0)),  # never clipped upward for a negative advantage
-        (0.9, -2.0, 1.8, 1.8, (0, 0)),  # inside 1 - epsilon
-        (0.5, -2.0, 1.6, 0.0, (1, 0)),  # clipped at 0.8: no gradient
-        (0.5, 2.0, -1.0, -1.0, (0, 0)),  # never clipped downward for a positive advantage
-        (3.0, 0.0, 0.0, 0.0, (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped"), [
+    (1.0, 2.0, -2.0, -2.0, (0, 0)),
+    (1.0, -2.0, 2.0, 2.0, (0, 0)),
+    (1.2, 2.0, -2.4, -2.4, (0, 0)),  # inside 1 + epsilon_high
+    (1.5, 2.0, -2.6, 0.0, (0, 1)),  # clipped at 1.3: no gradient
+    (1.5, -2.0, 3.0, 3.0, (0, 0)),  # never clipped upward for a negative advantage
+    (0.9, -2.0, 1.8, 1.8, (0, 0)),  # inside 1 - epsilon
+    (0.5, -2.0, 1.6, 0.0, (1, 0)),  # clipped at 0.8: no gradient
+    (0.5, 2.0, -1.0, -1.0, (0, 0)),  # never clipped downward for a positive advantage
+    (3.0, 0.0, 0.0, 0.0, (0, 0)),
+])  # fmt: skip
 def test_one_token(*, level, loss_type, ratio, advantage, loss, gradient, clipped):
     """All clipped losses, at both levels, are the same for a completion of one token."""
     algorithm = {"loss_type": loss_type, "importance_sampling_level": level}
@@ -98,15 +95,12 @@ THREE = {
 OF_CISPO = 3.0 + 1.2 * (2.42 - math.log(1.2)) + 0.9 * (1.84 - math.log(0.9)) - 2 * 1.26 + 0.39
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "loss", "scales"),
-    [
-        ("grpo", -3.1 / 3 + 2.0 - 0.5, [1 / 3] * 3 + [1.0] + [0.5] * 2),
-        ("dapo", -3.1 + 2.0 - 1.0, [1.0] * 6),
-        ("dr_grpo", -3.1 + 2.0 - 1.0, [1.0] * 6),
-        ("cispo", OF_CISPO, [1.0] * 6),
-    ],
-)
+@pytest.mark.parametrize(("loss_type", "loss", "scales"), [
+    ("grpo", -3.1 / 3 + 2.0 - 0.5, [1 / 3] * 3 + [1.0] + [0.5] * 2),
+    ("dapo", -3.1 + 2.0 - 1.0, [1.0] * 6),
+    ("dr_grpo", -3.1 + 2.0 - 1.0, [1.0] * 6),
+    ("cispo", OF_CISPO, [1.0] * 6),
+])  # fmt: skip
 def test_three_completions(loss_type, loss, scales):
     each = [-1.0, -1.2, -0.9, 2.0, -0.5, -0.5]
     gradient = [value * scale for value, scale in zip(each, scales, strict=True)]
@@ -117,17 +111,14 @@ def test_three_completions(loss_type, loss, scales):
     check(THREE, {"loss_type": loss_type, "entropy_coef": 0.3}, with_bonus, gradient, **of_entropy)
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "num_tokens", "expected"),
-    [
-        ("grpo", 20, 6.0),
-        ("dapo", 20, 20.0),
-        ("cispo", 20, 20.0),
-        ("dr_grpo", 20, 48.0),
-        ("dapo", 0, 1.0),  # all tokens are masked
-        ("cispo", 0, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("loss_type", "num_tokens", "expected"), [
+    ("grpo", 20, 6.0),
+    ("dapo", 20, 20.0),
+    ("cispo", 20, 20.0),
+    ("dr_grpo", 20, 48.0),
+    ("dapo", 0, 1.0),  # all tokens are masked
+    ("cispo", 0, 1.0),
+])  # fmt: skip
 def test_the_denominator_of_an_update(loss_type, num_tokens, expected):
     """Six completions of at most 8 tokens each."""
     chosen = config_of(loss_type=loss_type)
@@ -168,29 +159,13 @@ def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
 
 
 def random_inputs(lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = sum(lengths)
-
-    def near(values):
-        noise = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-        return values + 0.4 * noise
-
-    old = -3 * torch.rand(num_tokens, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
-    completion_of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    # The tokens of a completion need not be adjacent.
-    completion_of_token = completion_of_token[torch.randperm(num_tokens, generator=generator)]
-    return LossInputs(
-        logprobs=near(old).requires_grad_(),
-        old_logprobs=old,
-        rollout_logprobs=near(old),
-        ref_logprobs=near(old),
-        entropy=torch.rand(num_tokens, generator=generator, dtype=torch.float64).requires_grad_(),
-        advantages=advantages[completion_of_token],
-        loss_mask=torch.rand(num_tokens, generator=generator) < 0.8,
-        completion_of_token=completion_of_token,
-        num_completions=len(lengths),
-    )
+    """The tokens of a completion need not be adjacent."""
+    rng = np.random.default_rng(seed)
+    completions = rng.permutation(np.repeat(np.arange(len(lengths)), lengths))
+    ratios, references, weights = np.exp(0.4 * rng.standard_normal((3, len(completions)))).tolist()
+    advantages, mask = rng.standard_normal(len(lengths)), rng.random(len(completions)) < 0.8
+    more = {"completions": completions.tolist(), "ref_ratios": references, "weights": weights}
+    return make_inputs(ratios, advantages[completions], mask=mask, **more)
 
 
 SETTINGS = st.builds(
@@ -244,7 +219,6 @@ def loss(inputs):
     likely = inputs.logprobs.detach().exp() * inputs.loss_mask
     return LossOutputs(per_token.sum(), {"probability": likely.sum()})
 """
-WORDS = (*SMALL, "rollout.max_completion_length=80", "train.iterations=2", "data.num_held_out=0")
 
 
 def own_config(tmp_path, source):
@@ -257,9 +231,9 @@ def own_config(tmp_path, source):
 def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path):
     file, folder = tmp_path / "my_loss.py", tmp_path / "run"
     file.write_text(REINFORCE)
-    words = ("--output", str(folder), *WORDS, "--train-devices", "cpu:2")
-    code, _, err = finish(*words, f"algorithm.loss_type={file}:loss")
-    assert code == 0, err
+    words = ("--output", str(folder), *SMALL, "--iterations", "2", "--train-devices", "cpu:2")
+    limit = "rollout.max_completion_length=80"
+    succeed(*words, limit, "data.num_held_out=0", f"algorithm.loss_type={file}:loss")
     line = lines_of(folder / "metrics.jsonl")[0]
     assert 0.0 < line["loss/probability"] <= 1.0 and "clip_ratio/low_mean" not in line
     assert line["entropy"] > 0 and line["grad_norm"] > 0
@@ -276,41 +250,35 @@ def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path):
         assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("source", "shown"),
-    [
-        ("def other(inputs): pass", "loss"),
-        ("def loss(inputs): return inputs.logits", "logits"),
-        ("def loss(inputs): return inputs.logprobs.sum()", "LossOutputs"),
-        (REINFORCE.replace("inputs.logprobs", "inputs.advantages"), "gradient"),
-        (f"{REINFORCE}def loss_denominator(config, **numbers): return 0", "loss_denominator"),
-        ("import no_such_module", "no_such_module"),
-    ],
-)
+@pytest.mark.parametrize(("source", "shown"), [
+    ("def other(inputs): pass", "loss"),
+    ("def loss(inputs): return inputs.logits", "logits"),
+    ("def loss(inputs): return inputs.logprobs.sum()", "LossOutputs"),
+    (REINFORCE.replace("inputs.logprobs", "inputs.advantages"), "gradient"),
+    (f"{REINFORCE}def loss_denominator(config, **numbers): return 0", "loss_denominator"),
+    ("import no_such_module", "no_such_module"),
+])  # fmt: skip
 def test_a_loss_that_cannot_work_is_refused(source, shown, tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm\.loss_type") as caught:
         load_loss(own_config(tmp_path, source))
     assert shown in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("values", "scale", "estimator", "expected"),
-    [
-        ([1, 2, 6], "none", "group", [-2, -1, 3]),
-        # Mean 0.25; squares 3 * 0.0625 + 0.5625 = 0.75; by n - 1 = 3: 0.25, whose root is 0.5.
-        ([0, 0, 0, 1], "group", "group", np.array([-0.25, -0.25, -0.25, 0.75]) / 0.5001),
-        # 1 - (2 + 6) / 2; 2 - (1 + 6) / 2; 6 - (1 + 2) / 2.
-        ([1, 2, 6], "none", "rloo", [-3, -1.5, 4.5]),
-        # The others' means are 1/3 and 0.
-        ([0, 0, 0, 1], "group", "rloo", np.array([-1, -1, -1, 3]) / 3 / 0.5001),
-        # Exactly zero: a rounding error divided by a tiny deviation would be large.
-        *(
-            ([value] * 7, "group", name, [0] * 7)
-            for value in (0.1, -1e6)
-            for name in ("group", "rloo")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("values", "scale", "estimator", "expected"), [
+    ([1, 2, 6], "none", "group", [-2, -1, 3]),
+    # Mean 0.25; squares 3 * 0.0625 + 0.5625 = 0.75; by n - 1 = 3: 0.25, whose root is 0.5.
+    ([0, 0, 0, 1], "group", "group", np.array([-0.25, -0.25, -0.25, 0.75]) / 0.5001),
+    # 1 - (2 + 6) / 2; 2 - (1 + 6) / 2; 6 - (1 + 2) / 2.
+    ([1, 2, 6], "none", "rloo", [-3, -1.5, 4.5]),
+    # The others' means are 1/3 and 0.
+    ([0, 0, 0, 1], "group", "rloo", np.array([-1, -1, -1, 3]) / 3 / 0.5001),
+    # Exactly zero: a rounding error divided by a tiny deviation would be large.
+    *(
+        ([value] * 7, "group", name, [0] * 7)
+        for value in (0.1, -1e6)
+        for name in ("group", "rloo")
+    ),
+])  # fmt: skip
 def test_advantages(values, scale, estimator, expected):
     got = group_advantages(np.array(values, dtype=np.float32), scale, estimator)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=0.0)
@@ -327,16 +295,13 @@ def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
     np.testing.assert_allclose(moved, got, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "warmup", "expected"),
-    [
-        ("constant", 0, [1, 1, 1, 1]),
-        ("constant", 3, [0.25, 0.5, 0.75, 1]),
-        ("linear", 2, [1 / 3, 2 / 3, 1, 0.5]),
-        ("cosine", 0, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
-        ("cosine", 9, [0.1, 0.2, 0.3, 0.4]),  # the run ends before its warm-up does
-    ],
-)
+@pytest.mark.parametrize(("kind", "warmup", "expected"), [
+    ("constant", 0, [1, 1, 1, 1]),
+    ("constant", 3, [0.25, 0.5, 0.75, 1]),
+    ("linear", 2, [1 / 3, 2 / 3, 1, 0.5]),
+    ("cosine", 0, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+    ("cosine", 9, [0.1, 0.2, 0.3, 0.4]),  # the run ends before its warm-up does
+])  # fmt: skip
 def test_learning_rate(kind, warmup, expected):
     train = TrainConfig(iterations=4, warmup_iterations=warmup, lr_scheduler_type=kind)
     factors = [learning_rate_factor(iteration, train) for iteration in range(4)]

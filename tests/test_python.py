@@ -13,7 +13,6 @@ from pathlib import Path
 
 import datasets
 import pandas
-import psutil
 import pytest
 
 from easyrl import events
@@ -23,7 +22,7 @@ from easyrl.cli.grpo import grpo
 from easyrl.config import Config
 from easyrl.observe.observers import make_observers
 from easyrl.observe.text import say_rich
-from runs import lines_of, wait_for_line
+from runs import descendants, lines_of, wait_for_line
 from tool_models import call, chat_model
 
 ROOT = Path(__file__).parent.parent
@@ -47,11 +46,8 @@ def open_descriptors():
 
 def traces():
     stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    children = [
-        each
-        for each in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in " ".join(each.cmdline())  # multiprocessing's own
-    ]
+    tracker = "resource_tracker"  # multiprocessing's own
+    children = [p for p in descendants(os.getpid()) if tracker not in " ".join(p.cmdline())]
     threads = [each for each in threading.enumerate() if each.name != "tqdm_monitor"]  # datasets'
     return threads, children, dict(os.environ), list(sys.path), stop
 
@@ -141,26 +137,23 @@ def test_classes_and_tools_are_environments(tmp_path):
     assert run.resume(iterations=2, progress=False).summary["iterations"] == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
-        ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
-        ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
-        ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
-        ({"dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()}, "no stream"),
-        ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
-        ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
-        ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "shown"), [
+    ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
+    ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
+    ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
+    ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
+    ({"dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()}, "no stream"),
+    ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
+    ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
+    ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
+])  # fmt: skip
 def test_mistakes_are_value_errors_and_leave_nothing(arguments, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inputs").mkdir()
     with pytest.raises(ValueError, match=re.escape(shown)):
         train(**{"dataset": ROWS, "reward": "exact_match", "progress": False} | arguments)
     assert not list(tmp_path.glob("runs/*"))
-    if "resume" not in arguments and "runtime" not in arguments:
+    if "runtime" not in arguments:
         with pytest.raises(ValueError, match=re.escape(shown)):
             evaluate(**{"dataset": ROWS, "reward": "exact_match", "progress": False} | arguments)
     assert not list(tmp_path.glob("runs/*"))
@@ -223,19 +216,17 @@ def test_the_example_of_the_page_learns(tmp_path):
     assert 0.0 <= accuracy <= 1.0 and " -> " in out, err
 
 
-class FakeDisplay(list[str]):
-    """Stands for `IPython.display`; a list of what it has shown."""
-
-    HTML = staticmethod(str)
-    update = list.append
-
-    def display(self, html, *, display_id):
-        assert display_id and not self
-        self.update(html)
-        return self
-
-
 def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
+    class FakeDisplay(list[str]):
+        """Stands for `IPython.display`; a list of what it has shown."""
+
+        HTML, update = staticmethod(str), list.append
+
+        def display(self, html, *, display_id):
+            assert display_id and not self
+            self.update(html)
+            return self
+
     display = FakeDisplay()
     for name in ("IPython", "IPython.display"):
         monkeypatch.setitem(sys.modules, name, display)
@@ -255,17 +246,17 @@ def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
     assert not of_rich
 
 
+ONLY_IN_WORKERS = """
+import multiprocessing, easyrl
+if multiprocessing.current_process().name != "MainProcess":
+    raise ImportError("only in workers")
+if __name__ == "__main__":
+    easyrl.train(model="tiny", iterations=1, output="run")
+"""
+
+
 def test_a_script_that_workers_cannot_import_is_named_with_the_cause(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import multiprocessing, easyrl\n"
-        "if multiprocessing.current_process().name != 'MainProcess':\n"
-        "    raise ImportError('only in workers')\n"
-        "if __name__ == '__main__':\n"
-        "    easyrl.train(model='tiny', iterations=1, output='run')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1 and "ImportError: only in workers" in done.stderr
-    assert "exit code 1" in done.stderr and "Bad file" not in done.stderr
+    process = script(ONLY_IN_WORKERS, tmp_path)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 1 and "ImportError: only in workers" in err
+    assert "exit code 1" in err and "Bad file" not in err

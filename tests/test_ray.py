@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import product
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from runs import (
     succeed,
     summary_of,
     wait_for_line,
+    wait_until,
     wait_until_gone,
 )
 
@@ -32,15 +34,20 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
 ONE_THREAD = "devices.threads=1"
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
 """A deterministic run that trains in every iteration."""
-ALL = (
-    *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
-    *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
-    *("model.lora.rank=4", "train.eval_every=1"),
-)
-ENVIRONMENT = (
-    *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
-    *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
-)
+FEATURES = {
+    "plain": (),
+    "all": (
+        *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
+        *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
+        *("model.lora.rank=4", "train.eval_every=1"),
+    ),
+    "environment": (
+        *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
+        *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
+    ),
+}
+SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}
+"""Numbers of engines and of train ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +92,14 @@ def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     return there
 
 
+FIRST, *LONG = product(FEATURES, SIZES)
+
+
 @pytest.mark.parametrize(
-    ("infer", "train"),
-    [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)],
-    ids=["engines", "train-ranks"],
+    ("features", "size"), [FIRST, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 )
-def test_runs_end_in_the_same_bits_with_and_without_ray(cluster, no_ray, tmp_path, infer, train):
-    assert_same_bits(cluster, tmp_path, infer, train, **no_ray)
+def test_runs_end_in_the_same_bits_with_and_without_ray(cluster, no_ray, tmp_path, features, size):
+    assert_same_bits(cluster, tmp_path, *SIZES[size], *FEATURES[features], **no_ray)
 
 
 @contextmanager
@@ -115,13 +123,6 @@ def live(folder, *words):
 
 def workers_of(folder):
     return request(folder, {"command": "status"})["workers"]
-
-
-def wait_until(is_so, process):
-    deadline = time.monotonic() + 90
-    while not is_so():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.2)
 
 
 def refused(*words, timeout_seconds):
@@ -165,14 +166,7 @@ def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
-@pytest.mark.parametrize("words", [ALL, ENVIRONMENT], ids=["all", "environment"])
-def test_features_end_in_the_same_bits_with_and_without_ray(cluster, tmp_path, words, infer, train):
-    assert_same_bits(cluster, tmp_path, infer, train, *words)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
+@pytest.mark.parametrize(("infer", "train"), SIZES.values(), ids=SIZES)
 def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer, train):
     whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
     folder, devices = tmp_path / "run", on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
@@ -202,47 +196,43 @@ def test_a_head_that_does_not_answer_ends_the_run_resumable(signum, tmp_path):
     assert process.returncode == 1 and "head" in err and f"--resume {folder}" in err
 
 
-def names_of_engines(folder):
-    is_working = {each["name"]: each["state"] == "working" for each in workers_of(folder)}
-    return {name for name, works in is_working.items() if works and name.startswith("rollout")}
-
-
-def scale(folder, wanted):
-    request(folder, {"command": "scale", "infer_devices": wanted})
-
-
-def wait_for_iteration(folder, process):
-    num_done = request(folder, {"command": "status"})["iteration"]
-    wait_until(lambda: request(folder, {"command": "status"})["iteration"] > num_done + 1, process)
-
-
 @pytest.mark.long
 def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
     folder = tmp_path / "run"
-    words = (
-        *on(cluster, "ray:cpu:1"),
-        *SMALL,
-        "devices.max_rollout_workers=3",
-        "devices.threads=1",
-    )
+
+    def scale(wanted):
+        request(folder, {"command": "scale", "infer_devices": wanted})
+
+    def working():
+        names = [each["name"] for each in workers_of(folder) if each["state"] == "working"]
+        return {name for name in names if name.startswith("rollout")}
+
+    def number():
+        return request(folder, {"command": "status"})["iteration"]
+
+    def wait_for_iterations():
+        last = number() + 1
+        wait_until(lambda: number() > last, process)
+
+    words = (*on(cluster, "ray:cpu:1"), *SMALL, "devices.max_rollout_workers=3", ONE_THREAD)
     with live(folder, *words) as process:
         for wanted in ("cpu:2", "0-1"):
             with pytest.raises(ValueError, match=r"--infer-devices: expected .*ray:cpu"):
-                scale(folder, wanted)
-        scale(folder, "ray:cpu:3")  # there is a place for one of the two new engines
-        wait_until(lambda: len(names_of_engines(folder)) == 2, process)
+                scale(wanted)
+        scale("ray:cpu:3")  # there is a place for one of the two new engines
+        wait_until(lambda: len(working()) == 2, process)
         devices = {each["device"] for each in workers_of(folder) if each["state"] == "starting"}
         assert devices == {"pending"}
-        wait_for_iteration(folder, process)
-        scale(folder, "ray:cpu:2")  # the one without a place leaves
+        wait_for_iterations()
+        scale("ray:cpu:2")  # the one without a place leaves
         wait_until(lambda: len(workers_of(folder)) == 4, process)
-        scale(folder, "ray:cpu:3")
+        scale("ray:cpu:3")
         node = cluster.add_node(num_cpus=1)
         try:
-            wait_until(lambda: len(names_of_engines(folder)) == 3, process)
-            scale(folder, "ray:cpu:1")
-            wait_until(lambda: names_of_engines(folder) == {"rollout-0"}, process)
-            wait_for_iteration(folder, process)
+            wait_until(lambda: len(working()) == 3, process)
+            scale("ray:cpu:1")
+            wait_until(lambda: working() == {"rollout-0"}, process)
+            wait_for_iterations()
         finally:
             cluster.remove_node(node)
 

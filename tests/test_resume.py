@@ -65,10 +65,6 @@ def run_until(line, folder, *words):
     assert wait_until_gone(processes, 5.0) == []
 
 
-def resume(folder, *words, **environment):
-    return succeed("--resume", str(folder), *words, **environment)
-
-
 WAYS = {
     "two rollout workers": ("--infer-devices", "cpu:2", "rollout.max_concurrent_groups=1"),
     "a reference and two updates": ("algorithm.beta=0.05", "train.updates_per_iteration=2"),
@@ -79,8 +75,6 @@ WAYS = {
         "train.offload=[optimizer, reference]",
     ),
 }
-
-
 TWO_UPDATES = (*WAYS["a reference and two updates"], *FAST)
 
 
@@ -98,7 +92,7 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(tmp_path, uninterrupted,
     assert not (folder / "summary.json").exists()
     done = int(checkpoints_in(folder / "checkpoints")[-1].name)
     done //= 2 if "two updates" in way else 1
-    out = resume(folder, EASYRL_RANDOM_DELAYS="0.01")
+    out = succeed("--resume", str(folder), EASYRL_RANDOM_DELAYS="0.01")
     assert f"{done} of 6 iterations done" in out and f"iteration {done + 1}/6" in out
     assert f"iteration {done}/6" not in out and "iteration 6/6" in out
     assert outcome_of(folder) == outcome_of(once)
@@ -112,12 +106,12 @@ def test_more_iterations_continue_a_finished_run(tmp_path, uninterrupted):
     out = succeed("--output", str(twice), "--iterations", "2", *words)
     assert f"easyrl grpo --resume {twice}" in out
     before = (twice / "metrics.jsonl").read_bytes()
-    assert "has finished its 2 iterations" in resume(twice)
+    assert "has finished its 2 iterations" in succeed("--resume", str(twice))
     assert (twice / "metrics.jsonl").read_bytes() == before
     # The newest is cut off: the run resumes from the one before it.
     (tensors,) = (twice / "checkpoints" / "2").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size // 2)
-    out = resume(twice, "--iterations", "4")
+    out = succeed("--resume", str(twice), "--iterations", "4")
     assert f"resumed from {twice}/checkpoints/1: 1 of 4 iterations done" in out
     assert f"'{twice}/checkpoints/2' cannot be read" in out
     assert outcome_of(twice) == outcome_of(once)
@@ -152,18 +146,8 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, uninterrupted, signum
     *_, saved = checkpoints_in(folder / "checkpoints")
     done = len(lines_of(folder / "metrics.jsonl"))
     assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # no whole one is lost
-    resume(folder)
+    succeed("--resume", str(folder))
     assert outcome_of(folder) == outcome_of(once)
-
-
-def kill_somewhere(process, chance):
-    workers = [p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())]
-    victims = [psutil.Process(process.pid), *workers]
-    for victim in chance.choice([victims[:1], [chance.choice(victims)], victims]):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    process.communicate(timeout=60)
-    assert wait_until_gone(victims, 10.0) == []
 
 
 def wait_for_saving(process, folder, beyond):
@@ -201,7 +185,13 @@ def test_kills_at_random_moments_repeat_and_skip_no_group(
         if process.poll() is not None:
             process.communicate()
             break
-        kill_somewhere(process, chance)
+        every = [psutil.Process(process.pid), *descendants(process.pid)]
+        victims = [each for each in every if "resource_tracker" not in str(each.cmdline())]
+        for victim in chance.choice([victims[:1], [chance.choice(victims)], victims]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+        process.communicate(timeout=60)
+        assert wait_until_gone(victims, 10.0) == []
         for path in checkpoints_in(folder / "checkpoints"):
             num_done = int(read_checkpoint(path).state["num_iterations"])  # whole, every one
     succeed("--output", str(folder), *words)
@@ -220,7 +210,7 @@ def test_another_number_of_ranks_continues_to_the_same_weights(
     run_until("checkpoint of iteration 3:", twice, *words)
     newest = checkpoints_in(twice / "checkpoints")[-1]
     assert len(list(newest.glob("*.safetensors"))) == (2 if before == "cpu:2" else 1)
-    out = resume(twice, "--train-devices", after)
+    out = succeed("--resume", str(twice), "--train-devices", after)
     assert ("train-1: cpu" in out) == (after == "cpu:2")
     assert f"{newest.name} of 6 iterations done" in out
     got, expected = (load_file(folder / "model/model.safetensors") for folder in (twice, once))

@@ -22,7 +22,7 @@ from easyrl.rewards.functions import RewardError
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
-from runs import SMALL, lines_of, succeed, summary_of, without_timing
+from runs import SMALL, bits_of, lines_of, succeed, summary_of, wait_until_gone
 
 FUNCTIONS = """
 import os, signal, sys, time
@@ -130,28 +130,19 @@ def scores_of(pool, *prompts, **columns):
     return scored.scores
 
 
-def ended(pid, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie":
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def tried(own, *names):
-    config = config_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2)
-    return try_rewards(config, Prompt(0, "1+1=", {"answer": "2"}))
-
-
 def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monkeypatch):
     monkeypatch.setattr(pool_module, "CHECK_SECONDS", 2.0)
-    warnings = tried(own, "hangs", "crashes", "raises", "nan", "good", "needs_answer")
+
+    def tried(*names):
+        config = config_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2)
+        return try_rewards(config, Prompt(0, "1+1=", {"answer": "2"}))
+
+    warnings = tried("hangs", "crashes", "raises", "nan", "good", "needs_answer")
     for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
         assert text in warning and "reward.check" in warning
     assert not children_named(PROCESS_NAME, [os.getpid()])
     with pytest.raises(ConfigError, match="a_set"):
-        tried(own, "good", "a_set")
+        tried("good", "a_set")
 
 
 MISTAKES = {
@@ -227,8 +218,9 @@ def test_function_may_start_processes(open_pool, method):
 def test_processes_of_a_function_end_with_the_killed_one(open_pool):
     pool = open_pool("pids_of_pools_that_are_kept", "pid", reward__num_workers=1)
     children, (pid, _) = scores_of(pool)
+    children = [psutil.Process(int(child)) for child in children]
     os.kill(int(pid), signal.SIGKILL)
-    assert all(map(ended, children))
+    assert not wait_until_gone(children, 5.0)
 
 
 ORPHAN = """
@@ -324,13 +316,14 @@ def test_close_ends_a_hanging_reward_at_once(open_pool):
     pool = open_pool("pid", "sleepy", reward__num_workers=1)
     pool.submit(0, Call("q", ["0"], [[1]], {}))
     ((scores, *_),) = finished(pool, 1)
+    process = psutil.Process(int(scores[0][0]))
     for key in range(50):  # one running, the others queued
         pool.submit(key, Call("q", ["60"], [[1] * 10_000], {}))
     time.sleep(0.2)
     began = time.monotonic()
     pool.close()
     assert time.monotonic() - began < 2
-    assert ended(scores[0][0], 0.1)
+    assert not wait_until_gone([process], 0.1)
 
 
 def parent(own, connection):
@@ -345,11 +338,11 @@ def test_reward_processes_end_with_a_killed_parent(own):
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=parent, args=(own, theirs))
     process.start()
-    pid = ours.recv()
-    children = [child.pid for child in psutil.Process(process.pid).children()]
+    pid, children = ours.recv(), psutil.Process(process.pid).children()
     process.kill()
     process.join()
-    assert pid in children and len(children) >= 2 and all(map(ended, children))
+    assert pid in [child.pid for child in children] and len(children) >= 2
+    assert not wait_until_gone(children, 5.0)
 
 
 def test_weighted_sum_ignores_functions_without_a_score():
@@ -384,8 +377,7 @@ def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path):
             *("runtime.deterministic=true", "rollout.max_concurrent_groups=2"),
             EASYRL_RANDOM_DELAYS="0.01",
         )
-        summary = summary_of(folder)
-        metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+        summary, metrics = summary_of(folder), lines_of(folder / "metrics.jsonl")
         assert (summary["groups_trained"], summary["groups_not_replaced"]) == (12, 0)
         assert 0 < summary["groups_skipped"] == summary["groups_replaced"] < 12
         assert summary["groups_skipped"] == sum(line["groups_skipped"] for line in metrics)
@@ -397,5 +389,5 @@ def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path):
         samples = [line for line in lines_of(folder / "samples.jsonl") if "first" in line]
         assert samples and all(line["first"] == line["completion"][:1] for line in samples)
         groups = sorted((line["iteration"], line["prompt_index"]) for line in of_training)
-        ends[schedule] = summary["weights_sha256"], metrics, groups
+        ends[schedule] = bits_of(folder), groups
     assert ends["sync"] == ends["periodic"]

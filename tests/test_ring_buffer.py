@@ -29,7 +29,6 @@ KILLED = -signal.SIGKILL
 SHAPE = st.tuples(
     st.integers(0, 10**9), st.lists(st.integers(0, 8), min_size=1, max_size=3), st.integers(0, 16)
 )
-MEMINFO = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n"}
 VICTIM = 5
 OUTCOMES = {  # what arrives: from the first line to the last
     "put": [[1, 2], [7, 1, 2], [1, 2, 7]],
@@ -172,57 +171,49 @@ def test_a_number_of_every_slot_fits_into_each_pipe():
 
 
 def test_ring_that_the_system_cannot_hold_is_refused_with_the_keys_to_lower(monkeypatch):
-    limits = layout()
+    """It leaves no name and no descriptor, and neither does a ring that was closed."""
+
+    def open_files():
+        found = [str(path) for path in Path("/dev/shm").glob("psm_*")]
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # the one that lists them
+                found.append(str(path.readlink()))
+        return Counter(n for n in found if n.startswith(("pipe:", "/memfd:", "/dev/shm")))
+
+    files, limits = open_files(), layout()
+    with contextlib.closing(RingBuffer(limits)):
+        assert open_files() != files
+        assert not any(name.startswith("/dev/shm") for name in open_files() - files)
+    assert open_files() == files
     monkeypatch.setattr(ring_buffer, "available_memory_bytes", lambda: limits.total_bytes - 1)
     with pytest.raises(ValueError, match=r"rollout.ring_slots .* data.max_prompt_length"):
         RingBuffer(limits)
-
-
-MEMORY_V2 = MEMINFO | {
-    "proc/self/cgroup": "0::/pod/job\n",
-    "sys/fs/cgroup/pod/memory.max": str(3 << 20),
-    "sys/fs/cgroup/pod/memory.current": str(2 << 20),
-    "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
-    "sys/fs/cgroup/pod/memory.events": "oom_kill 9\n",
-    "sys/fs/cgroup/pod/job/memory.max": "max",
-    "sys/fs/cgroup/pod/job/memory.current": "5",
-    "sys/fs/cgroup/pod/job/memory.stat": "anon 5\n",
-    "sys/fs/cgroup/pod/job/memory.events": "oom 1\noom_kill 3\n",
-}
+    assert open_files() == files
 
 
 @pytest.mark.parametrize(
-    ("files", "available_bytes", "limit"),
-    [
-        (MEMORY_V2, 3 << 19, "(3 MiB)"),
-        (MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}, 4096 << 10, "(10 MiB)"),
-    ],
+    ("limit", "available_bytes", "shown"),
+    [(str(3 << 20), 3 << 19, "(3 MiB)"), ("max", 4096 << 10, "(10 MiB)")],
 )
-def test_memory_is_that_of_the_machine_and_its_cgroups(tmp_path, files, available_bytes, limit):
-    for name, text in files.items():
+def test_memory_is_that_of_the_machine_and_its_cgroups(tmp_path, limit, available_bytes, shown):
+    pod = "sys/fs/cgroup/pod"
+    for name, text in {
+        "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n",
+        "proc/self/cgroup": "0::/pod/job\n",
+        f"{pod}/memory.max": limit,
+        f"{pod}/memory.current": str(2 << 20),
+        f"{pod}/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
+        f"{pod}/memory.events": "oom_kill 9\n",
+        f"{pod}/job/memory.max": "max",
+        f"{pod}/job/memory.current": "5",
+        f"{pod}/job/memory.stat": "anon 5\n",
+        f"{pod}/job/memory.events": "oom 1\noom_kill 3\n",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_memory_bytes(tmp_path) == available_bytes
     assert oom_kills(tmp_path) == 3
-    assert kill_reason(3, tmp_path) == "" and limit in kill_reason(2, tmp_path)
-
-
-def open_files():
-    links = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that lists them
-            links.append(str(path.readlink()))
-    return Counter(name for name in links if name.startswith(("pipe:", "/memfd:", "/dev/shm")))
-
-
-def test_no_name_and_no_descriptor_is_left():
-    names, files = {*Path("/dev/shm").glob("psm_*")}, open_files()
-    ring = RingBuffer(layout())
-    assert {*Path("/dev/shm").glob("psm_*")} == names  # not even while it exists
-    assert open_files() != files
-    ring.close()
-    del ring
-    assert open_files() == files
+    assert kill_reason(3, tmp_path) == "" and shown in kill_reason(2, tmp_path)
 
 
 @pytest.mark.parametrize("num_headers", [2000, pytest.param(100_000, marks=pytest.mark.long)])
@@ -277,8 +268,8 @@ def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def operate(operation, port, step, event_kind, action):
-    """Call `action` before the step-th line (or bytecode) of the ring's module."""
+def operate_and_die(operation, port, step, event_kind):
+    """Kill this process before the step-th line (or bytecode) of the ring's module."""
     steps_left = step
     lease = port.get(0) if operation == "release" else None
 
@@ -290,7 +281,7 @@ def operate(operation, port, step, event_kind, action):
         if event == event_kind:
             steps_left -= 1
             if steps_left == 0:
-                action()
+                os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
     # Python 3.12 looks for bytecodes only where a frame asked for them before this call.
@@ -306,10 +297,6 @@ def operate(operation, port, step, event_kind, action):
     sys.settrace(None)
 
 
-def kill_self():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("event_kind", ["line", pytest.param("opcode", marks=pytest.mark.long)])
 @pytest.mark.parametrize("operation", OUTCOMES)
 def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation, event_kind):
@@ -319,7 +306,7 @@ def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation,
         living.put(make_group(1), 0)
         living.put(make_group(2), 0)
         victim = ring.attach(VICTIM)
-        pid = fork(partial(operate, operation, victim, step, event_kind, kill_self))
+        pid = fork(partial(operate_and_die, operation, victim, step, event_kind))
         if (code := exit_code(pid)) == 0:
             break
         assert code == KILLED

@@ -50,19 +50,13 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
     assert any(not torch.equal(before[n], t) for n, t in weights.items()), "nothing was trained"
 
 
-def take_evaluation(metrics):
-    return {name: metrics.pop(name) for name in list(metrics) if name.startswith("eval/")}
-
-
 SCHEDULED = {
     "plain": (),
     "two rollout workers": (*HARDER, "--infer-devices", "cpu:2"),
     "two train ranks": (*HARDER, "--train-devices", "cpu:2"),
-    "other problems": (
-        *HARDER,
-        "model.lora.rank=4",
-        "algorithm.dynamic_sampling=true",
-        "eval.dataset={}",
+    "all at once": (
+        *(*HARDER, "model.lora.rank=4", "algorithm.dynamic_sampling=true", "eval.dataset={}"),
+        *("--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
     ),
 }
 
@@ -94,7 +88,10 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, ca
         if more[:3] == HARDER:
             assert "only the first is strictly on-policy" in out
             assert summary["policy_version"] == 8 and all(line["kl"] > 0 for line in metrics[1:])
-        evaluations = [take_evaluation(line) for line in metrics]
+        evaluations = [
+            {name: line.pop(name) for name in [*line] if name.startswith("eval/")}
+            for line in metrics
+        ]
         due = [schedule == "periodic" and number % 2 == 1 for number in range(4)]
         assert [bool(evaluation) for evaluation in evaluations] == due
         ends[schedule] = summary["weights_sha256"], metrics
@@ -166,14 +163,12 @@ def test_a_run_with_an_own_model_data_and_rewards(tmp_path, size):
     assert all(torch.equal(weights[name], after[name]) for name in after) != is_finite
 
 
-LORA = ("--config", str(Path(__file__).parent.parent / "configs" / "lora.yaml"))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("words", [(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("is_lora", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_demo_learns(tmp_path, words, seed):
-    folder = tmp_path / "run"
+def test_demo_learns(tmp_path, is_lora, seed):
+    folder, configs = tmp_path / "run", Path(__file__).parent.parent / "configs"
+    words = ("--config", str(configs / "lora.yaml")) if is_lora else ()
     succeed(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
     summary = summary_of(folder)
     assert 0.2 <= summary["accuracy_before"] <= 0.6

@@ -11,7 +11,6 @@ from test_engine import (
     draw_prompts,
     make_engine,
     make_policy,
-    pieces_of,
     requests,
     run,
     tokens_of,
@@ -21,6 +20,7 @@ from test_turns import make_engine as make_turns_engine
 
 import recorded_graphs
 from easyrl.engines import embedded, kv_cache, step_graphs
+from tiny_models import pieces_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = pytest.mark.parametrize("copied_tokens", [0, 5, 64], ids=["shared", "either", "copied"])
@@ -91,7 +91,7 @@ def test_graphs_read_new_weights_and_longer_prompts(monkeypatch):
     engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
     run(engine, requests([prompt[:3] for prompt in draw_prompts(9)], 4))
     new = make_policy("qwen3", seed=2)
-    engine.load_weights(pieces_of(new))
+    engine.load_weights(pieces_of(new.weights()))
     submitted = requests(draw_prompts(15), 4)
     assert bits_of(run(engine, submitted)) == bits_of(
         run(make_engine(policy=new, num_rows=8), submitted)
@@ -108,7 +108,7 @@ def test_graphs_do_not_read_prompts_that_were_freed(monkeypatch):
     run(engine, first)
     size = engine.cache.prompts_size
     for _ in range(2):  # nothing was needed in between
-        engine.load_weights(pieces_of(make_policy("qwen3")))
+        engine.load_weights(pieces_of(make_policy("qwen3").weights()))
     assert engine.cache.prompts_size == (0, 0)
     assert tokens_of(run(engine, second)) == expected
     assert engine.cache.prompts_size == size

@@ -88,17 +88,14 @@ def rank_main(rank, store, ring, pipes, orders):
     device = torch.device("cpu")
     ranks = TrainRanks.join(store, rank=rank, size=NUM_RANKS, device=device, timeout_seconds=120)
     TrainWorker._join_ranks = lambda self: ranks
-    settings = settings_of(rank, store, pipes)
+    where = {"owner_id": rank, "rank": rank, "store": store, "pipes": pipes}
+    where["num_train_ranks"] = NUM_RANKS
+    settings = settings_on_cpu(f"train-{rank}", load_config(), **where)
     port, producer = ring.attach(rank), ring.attach(NUM_RANKS)
     while (case := orders.recv()) is not None:
         is_work = callable(case)
         orders.send(case(ranks) if is_work else run_case(case, settings, port, producer))
     os._exit(0)
-
-
-def settings_of(rank, store, pipes):
-    where = {"owner_id": rank, "rank": rank, "store": store, "pipes": pipes}
-    return settings_on_cpu(f"train-{rank}", load_config(), num_train_ranks=NUM_RANKS, **where)
 
 
 class Ranks:
@@ -162,7 +159,8 @@ def assert_close(got, expected, names=("kl", "loss", "grad_norm"), rel=1e-4):
     ],
 )
 def test_two_ranks_have_the_gradients_and_metrics_of_one(ranks, loss, num_updates):
-    """Updates of six groups, three, and one, of which the fifth has no gradient at all."""
+    """Updates of six groups, three, and one, of which the fifth has no gradient at all, and the
+    sixth has only one rollout, of the first rank."""
     words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
     expected = train(*words)
     for number, budget in enumerate(BUDGETS):
@@ -171,6 +169,8 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(ranks, loss, num_update
             assert len(outcome.gradients) == num_updates
             assert_close(outcome, expected, expected.metrics, rel=1e-3)
         assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=0, nan_ok=True)
+        if (loss, num_updates) == ("grpo", 6):
+            assert [bool(each.batches[-1].loss_mask.any()) for each in outcomes] == [True, False]
 
 
 LORA = {
@@ -243,19 +243,6 @@ def test_weights_stored_in_bfloat16_are_sharded_without_loss(ranks, lora, tmp_pa
     for outcome in ranks.train(*words):
         assert all(g.dtype == torch.float32 for got in outcome.gradients for g in got.values())
         assert_close(outcome, expected, ())
-
-
-def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks):
-    sparse = copy.deepcopy(GROUPS)
-    for group in sparse:
-        group.advantages[:] = [1.0, 0.0, 0.0]
-        group.loss_mask[:] = True
-    outcomes = ranks.train("train.updates_per_iteration=6", groups=sparse)
-    assert [len(outcome.batches) for outcome in outcomes] == [6, 6]
-    assert all(batch.loss_mask.all() for batch in outcomes[0].batches)
-    assert not any(batch.loss_mask.any() for batch in outcomes[1].batches)
-    for gradients in zip(*(outcome.gradients for outcome in outcomes), strict=True):
-        assert all(bool(g[name].any()) for g in gradients for name in g if "q_proj" in name)
 
 
 @pytest.mark.parametrize(

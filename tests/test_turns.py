@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.config import load_config
 from easyrl.engines import embedded, kv_cache
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
-from easyrl.types import RolloutGroup
-from easyrl.workers.learner import Learner
-from easyrl.workers.packing import pack, split_group
-from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
+from tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
@@ -35,33 +31,22 @@ def make_engine(family="qwen3", num_rows=4, **changes):
 
 
 def draw_requests(number=4, has_first_tokens=False):
-    rng = np.random.default_rng(1)
-    return [
-        GroupRequest(
-            (index,),
-            rng.integers(14, VOCABULARY, rng.integers(1, 10)).tolist(),
-            NUM_GENERATIONS,
-            has_turns=True,
-            first_tokens=[
-                rng.integers(14, VOCABULARY, n + 1).tolist() for n in range(NUM_GENERATIONS)
-            ]
-            if has_first_tokens
-            else None,
-        )
-        for index in range(number)
-    ]
+    rng, requests = np.random.default_rng(1), []
 
+    def tokens(length):
+        return rng.integers(14, VOCABULARY, length).tolist()
 
-def reply(turn):
-    """Tokens that depend on the turn alone, or None: the episode is over."""
-    rng = np.random.default_rng([*turn.key, turn.sample_index, *turn.token_ids])
-    tokens = rng.integers(14, VOCABULARY, rng.integers(1, 7)).tolist()
-    return None if rng.random() < 0.1 else tokens
+    for index in range(number):
+        prompt = tokens(rng.integers(1, 10))
+        first = [tokens(n + 1) for n in range(NUM_GENERATIONS)] if has_first_tokens else None
+        more = {"has_turns": True, "first_tokens": first}
+        requests.append(GroupRequest((index,), prompt, NUM_GENERATIONS, **more))
+    return requests
 
 
 def play(engine, requests, delay=0):
     """Return groups by key. A turn is answered `delay` steps after it ended, or when the engine has
-    nothing else to do."""
+    nothing else to do. The answer depends on the turn alone."""
     for request in requests:
         engine.submit(request)
     groups, waiting, step = {}, [], 0
@@ -72,8 +57,9 @@ def play(engine, requests, delay=0):
         ready = [each for each in waiting if each[0] + delay <= step or not engine.can_step]
         waiting = [each for each in waiting if each not in ready]
         for _, turn in ready:
-            tokens = reply(turn)
-            if tokens is None:
+            rng = np.random.default_rng([*turn.key, turn.sample_index, *turn.token_ids])
+            tokens = rng.integers(14, VOCABULARY, rng.integers(1, 7)).tolist()
+            if rng.random() < 0.1:  # the episode is over
                 engine.end(turn, "stop")
             elif len(tokens) >= turn.num_left:
                 engine.end(turn, "length")
@@ -159,59 +145,3 @@ def test_the_last_turn_is_reported_even_if_no_token_is_left():
             engine.end(turn, "stop")
         engine.step()
     assert is_reported and not engine.has_work
-
-
-def packed_gradient(policy, requests, groups, advantages):
-    """The trainer's gradient of all conversations in one micro-batch, and the largest difference of
-    its log-probabilities to the engine's."""
-    rollouts = []
-    for request, of_group in zip(requests, advantages, strict=True):
-        completions = groups[request.key]
-        lengths = np.array([len(each.token_ids) for each in completions], np.int32)
-        nothing = np.zeros(len(lengths), np.float32)
-        group = RolloutGroup(
-            iteration=0,
-            policy_version=0,
-            group_index=0,
-            prompt_index=request.key[0],
-            prompt_ids=np.array(request.prompt_ids, np.int32),
-            completion_lengths=lengths,
-            completion_ids=np.concatenate([each.token_ids for each in completions]),
-            rollout_logprobs=np.concatenate([each.logprobs for each in completions]),
-            loss_mask=np.concatenate([each.is_sampled for each in completions]),
-            rewards=nothing,
-            advantages=of_group,
-            truncated=nothing > 0,
-        )
-        rollouts += split_group(group)
-    learner = Learner(policy, load_config(words=["algorithm.loss_type=grpo"]))
-    learner.accumulate(pack(rollouts))
-    found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
-    learner.step(num_completions=len(rollouts), num_tokens=1)
-    return found, learner.metrics()["sampling/sampling_logp_difference/max"]
-
-
-def separate_gradient(model, requests, groups, advantages):
-    """The same of each conversation alone: the sum over conversations of the mean over sampled
-    tokens, of minus the advantage times the log-probability."""
-    for request, of_group in zip(requests, advantages, strict=True):
-        for completion, advantage in zip(groups[request.key], of_group, strict=True):
-            ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
-            logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
-            own = logprobs.gather(1, ids[0, 1:, None])[len(request.prompt_ids) - 1 :, 0]
-            mask = torch.from_numpy(completion.is_sampled)
-            (-float(advantage) * own[mask].mean()).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_conversations_have_the_gradient_of_each_alone(family):
-    requests = draw_requests()
-    groups = play(make_engine(family), requests)
-    rng = np.random.default_rng(0)
-    advantages = rng.normal(size=(len(requests), NUM_GENERATIONS)).astype(np.float32)
-    policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
-    found, gap = packed_gradient(policy, requests, groups, advantages)
-    expected = separate_gradient(tiny_model(family), requests, groups, advantages)
-    assert largest_gradient_gap(found, expected) < 1e-4
-    assert gap < 2e-5

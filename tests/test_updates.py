@@ -9,24 +9,22 @@ from typing import cast
 
 import pytest
 import torch
+from test_logprobs import plain_logprobs
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 import own_workers
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.config import Config, load_config
 from easyrl.model import tri_model
-from easyrl.model.attention import PackedGroups
-from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import own_part, whole
 from easyrl.model.tri_model import OtherWeights
 from easyrl.types import MicroBatch
 from easyrl.workers.train import TrainWorker
 from own_workers import NUM_GENERATIONS, VOCABULARY, make_ring, settings_on_cpu
-from tiny_models import largest_gradient_gap, tiny_model
+from tiny_models import largest_gradient_gap, plain_model, tiny_model
 
 torch.set_num_threads(1)
 
@@ -47,10 +45,11 @@ SHUFFLED = (3, 5, 0, 4, 2, 1)
 
 
 def make_group(index):
-    """Ragged, with masked tokens and completions of advantage 0; group 4 has no others."""
+    """Ragged, with masked tokens and completions of advantage 0: group 4 has no others, and group 5
+    only one."""
     group = own_workers.make_group(own_workers.FIRST + index, policy_version=0)
-    group.advantages[: NUM_GENERATIONS if index == 4 else index % 2] = 0.0
-    group.truncated[0] = index == 3
+    group.advantages[: (0, 1, 0, 1, 3, 2)[index]] = 0.0
+    group.truncated[1] = index == 3
     group.rollout_logprobs[:] *= 4
     return group
 
@@ -148,28 +147,17 @@ def train_iteration(worker, producer, arrivals):
     return trained
 
 
-def plain_model(weights=None):
-    model = AutoModelForCausalLM.from_pretrained(
-        MODEL, attn_implementation="eager", dtype=torch.float64
-    )
-    if weights is not None:
-        model.load_state_dict(weights, strict=False)  # tied weights have one name
-    return model.double()
-
-
 def sequence_logprobs(model, prompt, completion):
     ids = torch.tensor([prompt + completion])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    every = torch.log_softmax(logits, dim=-1)
-    chosen = every.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return chosen, -(every.exp() * every).sum(-1)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return plain_logprobs(logits, ids[0, len(prompt) :], TEMPERATURE)
 
 
 def gradient_by_definition(trained, update):
     """Sequence by sequence, with three separate models, nothing left out."""
     config = trained.config
-    policy = plain_model(trained.weights_before[update])
-    old, reference = plain_model(trained.weights_before[0]), plain_model()
+    weights = (trained.weights_before[update], trained.weights_before[0], None)
+    policy, old, reference = (plain_model(MODEL, each, torch.float64) for each in weights)
     per_update = NUM_GROUPS // config.train.updates_per_iteration
     groups = GROUPS[update * per_update : (update + 1) * per_update]
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
@@ -219,8 +207,8 @@ LOSSES = {
 }
 WAYS = [
     (("train.max_tokens_per_micro_batch=21",), None),
-    (("train.max_tokens_per_micro_batch=70",), SHUFFLED),
-    (("runtime.schedule=sync",), SHUFFLED),
+    (("train.max_tokens_per_micro_batch=70", "model.attention=repeated"), SHUFFLED),
+    (("runtime.schedule=sync", "train.offload=[old]"), SHUFFLED),
     (("runtime.deterministic=true", "train.max_tokens_per_micro_batch=45"), SHUFFLED),
     (("train.offload=[reference, old]",), None),
 ]
@@ -246,45 +234,6 @@ def test_the_gradient_is_that_of_the_formula_in_any_order(loss, num_updates):
             assert got.metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
-def logprobs_of(policy, batch):
-    logits = policy.forward(
-        torch.from_numpy(batch.input_ids),
-        torch.from_numpy(batch.position_ids),
-        PackedGroups(batch.groups),
-        logits_at=torch.from_numpy(batch.logits_at),
-    )
-    return token_logprobs(logits, torch.from_numpy(batch.targets), TEMPERATURE)[0].detach()
-
-
-def with_weights(weights):
-    policy = Policy.load(MODEL)
-    with torch.no_grad():
-        for name, weight in policy.named_weights():
-            weight.copy_(weights[name])
-    return policy
-
-
-@pytest.mark.parametrize("offload", ["[]", "[reference, old]", "[old]"])
-def test_old_and_reference_are_the_weights_of_their_time(offload):
-    trained = train(
-        *("algorithm.beta=0.1", "train.updates_per_iteration=3"), f"train.offload={offload}"
-    )
-    old, reference = with_weights(trained.weights_before[0]), Policy.load(MODEL)
-    for update, batches in enumerate(trained.batches):
-        policy = with_weights(trained.weights_before[update])
-        for batch, inputs in batches:
-            close = {"rtol": 0.0, "atol": 1e-5}
-            torch.testing.assert_close(
-                inputs.logprobs.detach(), logprobs_of(policy, batch), **close
-            )
-            torch.testing.assert_close(inputs.old_logprobs, logprobs_of(old, batch), **close)
-            torch.testing.assert_close(inputs.ref_logprobs, logprobs_of(reference, batch), **close)
-            moved = (inputs.logprobs.detach() - inputs.old_logprobs).abs().max()
-            assert moved == 0.0 if update == 0 else moved > 1e-4
-            assert (inputs.logprobs.detach() - inputs.ref_logprobs).abs().max() > 1e-2
-            assert not inputs.old_logprobs.requires_grad and not inputs.ref_logprobs.requires_grad
-
-
 def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monkeypatch):
     """The device reads parts of a sharded model after the forward has returned on the host."""
     policy = Policy.load(MODEL)
@@ -299,21 +248,3 @@ def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monke
         others = weight.detach().clone()
     assert not torch.equal(own, others) and torch.equal(weight, own)
     torch.testing.assert_close(seen, [own, others], rtol=0, atol=0)
-
-
-def prompts_of(batches):
-    found = set()
-    for batch, _ in batches:
-        start = 0
-        for prompt_length, completion_lengths in batch.groups:
-            found.add(tuple(batch.input_ids[start : start + prompt_length].tolist()))
-            start += prompt_length + sum(completion_lengths)
-    return found
-
-
-@pytest.mark.parametrize("schedule", ["periodic", "sync"])
-def test_an_update_trains_the_groups_of_its_indices_in_any_order_of_arrival(schedule):
-    words = ("train.updates_per_iteration=3", "algorithm.beta=0.1", f"runtime.schedule={schedule}")
-    trained = train(*words, order=(5, 4, 3, 2, 1, 0))
-    expected = [{tuple(g.prompt_ids.tolist()) for g in GROUPS[i : i + 2]} for i in (0, 2, 4)]
-    assert [prompts_of(batches) for batches in trained.batches] == expected

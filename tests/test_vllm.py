@@ -95,29 +95,28 @@ class Trained:
             self.engine.submit(GroupRequest((0, number), prompt, 4))
         return all_groups(self.engine)
 
-    def logprobs(self, prompt, tokens):
-        """Return the whole vocabulary's log-probabilities at the temperature, [R, V]."""
-        ids = torch.tensor([*prompt, *tokens])
-        at = torch.arange(len(prompt) - 1, len(ids) - 1)
-        layout = PackedGroups.of_sequences([len(ids)], ids.device)
-        with torch.no_grad():
-            logits = self.policy.forward(ids, torch.arange(len(ids)), layout, at)
-        return torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
-
     def check(self):
         self.update()
         assert self.largest_gap(self.generate()) <= TOLERANCE
 
-    def largest_gap(self, groups):
-        """Largest difference between the engine's and the trainer's log-probabilities, in nats."""
-        gaps = []
+    def distributions(self, groups):
+        """Of each completion: the whole vocabulary's log-probabilities, [R, V], those of its tokens
+        and the engine's, [R]."""
         for request, completions in groups:
             for completion in completions:
-                tokens = completion.token_ids.tolist()
-                whole = self.logprobs(list(request.prompt_ids), tokens)
-                expected = whole[range(len(tokens)), tokens]
-                gaps.append((expected - torch.from_numpy(completion.logprobs)).abs().max())
-        return float(torch.stack(gaps).max())
+                tokens, num_prompt = completion.token_ids.tolist(), len(request.prompt_ids)
+                ids = torch.tensor([*request.prompt_ids, *tokens])
+                at = torch.arange(num_prompt - 1, len(ids) - 1)
+                layout = PackedGroups.of_sequences([len(ids)], ids.device)
+                with torch.no_grad():
+                    logits = self.policy.forward(ids, torch.arange(len(ids)), layout, at)
+                whole = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
+                own = whole[range(len(tokens)), tokens]
+                yield whole, own, torch.from_numpy(completion.logprobs)
+
+    def largest_gap(self, groups):
+        """Largest difference between the engine's and the trainer's log-probabilities, in nats."""
+        return max(float((a - b).abs().max()) for _, a, b in self.distributions(groups))
 
 
 def all_groups(engine):
@@ -125,10 +124,6 @@ def all_groups(engine):
     while engine.has_work:
         groups += engine.step()
     return sorted(groups, key=lambda group: group[0].key)
-
-
-def tokens_of(groups):
-    return [[c.token_ids.tolist() for c in completions] for _, completions in groups]
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -147,7 +142,7 @@ def test_log_probabilities_are_the_trainers_after_every_update(trained):
         groups = trained.generate()
         assert [len(completions) for _, completions in groups] == [4, 4, 4]
         assert trained.largest_gap(groups) <= TOLERANCE
-        drawn.append(tokens_of(groups))
+        drawn.append([[c.token_ids.tolist() for c in group] for _, group in groups])
     assert drawn[1] != drawn[2]
     assert len({str(tokens) for tokens in drawn[2][2]}) > 1, "each sample draws its own tokens"
 
@@ -165,21 +160,17 @@ def test_acknowledged_but_skipped_weight_stops_the_run(trained, skipped):
     trained.check()
 
 
-def test_completion_of_other_weights_stops_the_run(trained):
-    trained.update()
-    trained.engine._call(trained.engine._engine.update_weight_version("another"))
-    trained.engine.submit(GroupRequest((0, 0), [5, 6], 1))
-    with pytest.raises(RuntimeError, match=rf"policy {trained.version}, .* another"):
-        all_groups(trained.engine)
-    trained.update()
-
-
-def test_weights_are_refused_while_sequences_are_in_flight(trained):
+def test_no_sequence_has_tokens_of_two_weights(trained):
     trained.update()
     trained.engine.submit(GroupRequest((0, 0), [5, 6], 2))
     with pytest.raises(RuntimeError, match="in flight"):
         trained.engine.receive_weights(99)
     all_groups(trained.engine)
+    trained.engine._call(trained.engine._engine.update_weight_version("another"))
+    trained.engine.submit(GroupRequest((0, 0), [5, 6], 1))
+    with pytest.raises(RuntimeError, match=rf"policy {trained.version}, .* another"):
+        all_groups(trained.engine)
+    trained.update()
 
 
 def test_prefix_cache_that_is_not_cleared_stops_the_run(trained, monkeypatch):
@@ -243,16 +234,12 @@ def truncated(tmp_path_factory):
 def test_log_probabilities_are_of_the_whole_distribution(truncated, changes):
     groups = truncated.generate(replace(SAMPLING, **changes))
     assert truncated.largest_gap(groups) <= TOLERANCE
-    for request, completions in groups:
-        for completion in completions:
-            tokens = completion.token_ids.tolist()
-            whole = truncated.logprobs(list(request.prompt_ids), tokens)
-            drawn = whole[range(len(tokens)), tokens][:, None]
-            more_likely = whole > drawn + 1e-3
-            if "top_k" in changes:
-                assert (more_likely.sum(-1) < 2).all()
-            else:
-                assert (torch.where(more_likely, whole.exp(), 0.0).sum(-1) < 0.7 + 1e-3).all()
+    for whole, drawn, _ in truncated.distributions(groups):
+        more_likely = whole > drawn[:, None] + 1e-3
+        if "top_k" in changes:
+            assert (more_likely.sum(-1) < 2).all()
+        else:
+            assert (torch.where(more_likely, whole.exp(), 0.0).sum(-1) < 0.7 + 1e-3).all()
 
 
 def test_completion_ends_with_the_token_that_completes_a_stop_string(truncated, monkeypatch):

@@ -1,6 +1,5 @@
 """Whole runs on vLLM's CPU build: on-policy, same run, clean ends, stuck updates."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -22,12 +21,15 @@ from runs import (
     bits_of,
     descendants,
     lines_of,
+    shared_memory,
     start,
     start_altered,
     succeed,
     summary_of,
     wait_for_line,
+    wait_until,
     wait_until_gone,
+    workers,
 )
 from tiny_models import untied_model
 
@@ -87,29 +89,26 @@ def test_evaluation_uses_the_models_own_weights(tmp_path):
     assert sum(answers["embedded"][k] == text for k, text in answers["vllm"].items()) >= 7
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
-def test_both_schedules_end_in_the_same_bits_under_random_delays(tmp_path, devices):
-    words = (
-        *("--infer-devices", devices, "--iterations", "6", "runtime.deterministic=true"),
-        *(*SMALL[1:], "train.prompts_per_iteration=16"),
-        "rollout.max_concurrent_groups=3",  # sequences wait for a free row
-    )
-    for schedule in ("sync", "periodic"):
-        folder = tmp_path / schedule
-        more = {"EASYRL_RANDOM_DELAYS": "0.05"}
-        train(folder, "--schedule", schedule, *words, timeout=1200, **more)
-    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
+MANY = (*SMALL[1:], "train.prompts_per_iteration=16", "rollout.max_concurrent_groups=3")
+"""Sequences wait for a free row."""
+SCHEDULED = {
+    "one engine": ("--infer-devices", "cpu", "--iterations", "6", *MANY),
+    "two engines": ("--infer-devices", "cpu:2", "--iterations", "6", *MANY),
+    "a game": (
+        *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess"),
+        *("--iterations", "3", *SMALL, "data.num_held_out=0"),
+    ),
+}
 
 
 @pytest.mark.long
-def test_environments_end_in_the_same_bits_under_both_schedules(tmp_path):
-    words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess")
-    words = (*words, "--iterations", "3", *SMALL, "data.num_held_out=0")
+@pytest.mark.parametrize("case", SCHEDULED)
+def test_both_schedules_end_in_the_same_bits_under_random_delays(tmp_path, case):
     for schedule in ("sync", "periodic"):
-        folder, more = tmp_path / schedule, ("--schedule", schedule, "runtime.deterministic=true")
-        train(folder, *words, *more, EASYRL_RANDOM_DELAYS="0.02")
-        assert max(line["episodes/turns"] for line in lines_of(folder / "metrics.jsonl")) > 1
+        words = (*SCHEDULED[case], "--schedule", schedule, "runtime.deterministic=true")
+        train(tmp_path / schedule, *words, timeout=1200, EASYRL_RANDOM_DELAYS="0.05")
+    metrics = lines_of(tmp_path / "sync" / "metrics.jsonl")
+    assert max(line.get("episodes/turns", 2) for line in metrics) > 1
     assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
 
 
@@ -134,8 +133,7 @@ def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path):
     lost = tmp_path / "lost"
     process = start("--output", str(lost), *words, EASYRL_RANDOM_DELAYS="0.1")
     wait_for_line(process, "iteration 1/", timeout=START_SECONDS)
-    workers = request(lost, {"command": "status"})["workers"]
-    os.kill(next(each["pid"] for each in workers if each["name"] == "rollout-1"), signal.SIGKILL)
+    workers(process.pid)["rollout-1"].kill()
     _, err = process.communicate(timeout=900)
     assert (process.returncode, err) == (0, "")
     assert summary_of(lost)["worker_restarts"] == 1
@@ -157,7 +155,7 @@ def test_other_features_go_with_vllm(tmp_path):
         wait_for_line(process, "iteration 1/", timeout=START_SECONDS)
         request(folder, {"command": "scale", "infer_devices": "cpu:2"})
         status = partial(request, folder, {"command": "status"})
-        wait_for(lambda: status()["workers"][1]["state"] == "working", START_SECONDS)
+        wait_until(lambda: status()["workers"][1]["state"] == "working", process, START_SECONDS)
         num_done = len(lines_of(folder / "metrics.jsonl"))
         wait_for_line(process, f"iteration {num_done + 2}/", timeout=START_SECONDS)
     finally:
@@ -171,33 +169,6 @@ def test_other_features_go_with_vllm(tmp_path):
     summary = summary_of(folder)
     assert summary["groups_trained"] == 4 * num_iterations
     assert summary["policy_version"] == 2 * num_iterations
-
-
-def wait_for(found, seconds):
-    deadline = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return value
-
-
-def engine_in(temporary, names):
-    """vLLM's process, once such names exist in its private folder."""
-    for folder in {file.parent for file in temporary.glob(f"easyrl-*/{names}")}:
-        if engines := processes_of(str(folder)):
-            return psutil.Process(engines[0])
-    return None
-
-
-def shared_memory_of(processes):
-    """Names in /dev/shm that these processes have mapped. (Other runs on the machine have names,
-    too.) A semaphore is mapped under another name, so inodes are compared."""
-    used = set()
-    for process in processes:
-        with contextlib.suppress(OSError):  # it has ended
-            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            used |= {line.split()[4] for line in maps if "/dev/shm/" in line}
-    return {Path(name.path) for name in os.scandir("/dev/shm") if str(name.inode()) in used}
 
 
 @pytest.fixture
@@ -224,10 +195,16 @@ def test_killed_run_leaves_nothing(started, victim, moment):
     run, temporary = started
     if moment is None:
         wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
-    engine = wait_for(lambda: engine_in(temporary, moment or "*-*-*"), START_SECONDS)
+
+    def engines():
+        """vLLM's processes, once such names exist in their private folders."""
+        folders = {str(file.parent) for file in temporary.glob(f"easyrl-*/{moment or '*-*-*'}")}
+        return [pid for folder in folders for pid in processes_of(folder)]
+
+    engine = psutil.Process(wait_until(engines, run, START_SECONDS)[0])
     processes = descendants(run.pid)
     assert engine in processes
-    names = shared_memory_of([psutil.Process(run.pid), *processes])
+    names = shared_memory([psutil.Process(run.pid), *processes])
     assert names or moment is not None, "a run in its iterations has semaphores"
     if victim == "Ctrl-C":  # a terminal sends it to all
         for process in [psutil.Process(run.pid), *processes]:
@@ -241,7 +218,8 @@ def test_killed_run_leaves_nothing(started, victim, moment):
         assert run.returncode == {"controller": -signal.SIGKILL, "Ctrl-C": 130}.get(victim, 1)
     if victim == "vLLM":
         assert ("vLLM has ended" if moment is None else "vLLM did not start") in err
-    wait_for(lambda: not [*temporary.iterdir(), *filter(Path.exists, names)], SECONDS)
+    left = partial(map, Path.exists, names)
+    wait_until(lambda: not any(temporary.iterdir()) and not any(left()), seconds=SECONDS)
 
 
 @pytest.mark.long

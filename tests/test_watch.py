@@ -8,9 +8,9 @@ import signal
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from test_report import page_of, text_of
 
-from easyrl import cli, events
+from easyrl import events
 from easyrl.config import Config
 from easyrl.events import FromWorker, Span
 from easyrl.observe import trace
@@ -128,12 +128,6 @@ def test_finished_run_is_shown_as_it_ended(finished_run, capsys):
         assert text in output
 
 
-def page_of(folder):
-    done = CliRunner().invoke(cli.app, ["report", str(folder)])
-    assert done.exit_code == 0, done.output
-    return re.sub(r"<[^>]*>|\s+", " ", (folder / "report.html").read_text())
-
-
 def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_reported(tmp_path):
     folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
@@ -141,7 +135,7 @@ def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_report
         wait_for_line(process, "iteration 2/")
         words = (sys.executable, "-m", "easyrl", "watch", str(folder))
         interrupted, follower = Terminal(*words), Terminal(*words)
-        assert "still running" in page_of(folder)
+        assert "still running" in text_of(page_of(folder))
         for watcher in (interrupted, follower):
             watcher.read_until("ETA")
         os.kill(interrupted.process.pid, signal.SIGINT)
@@ -157,6 +151,6 @@ def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_report
     for name in ("metrics.jsonl", "samples.jsonl", "trace.json"):
         with (folder / name).open("a") as file:  # cut off in the middle of a line
             file.write('{"iteration": 99999, "rew')
-    page = page_of(folder)
+    page = text_of(page_of(folder))
     for text in ("of 100000 iterations: its process is gone", "none missing", "both at once"):
         assert text in page

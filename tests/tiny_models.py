@@ -6,31 +6,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
+from easyrl.types import WeightPiece
 
 VOCABULARY = 61
 WINDOW = 5  # shorter than the longest sequence
 LENGTHS = [3, 13, 1, 8]
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+EXPERT_SIZE = {"moe_intermediate_size": 16}
+SHARED_EXPERT = {**EXPERT_SIZE, "shared_expert_intermediate_size": 16}
 FAMILIES = {
     "qwen2": {"num_key_value_heads": 2},
-    "qwen2_window": {
-        "num_key_value_heads": 2,
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "max_window_layers": 1,
-    },
+    "qwen2_window": {"num_key_value_heads": 2, **WINDOWED, "max_window_layers": 1},
     "qwen3": {**GROUPED, "tie_word_embeddings": True},
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": WINDOW},
@@ -58,12 +50,7 @@ FAMILIES = {
     },
     "gpt_neox": {"rotary_pct": 0.5},
     "olmo2": {"num_key_value_heads": 2},
-    "qwen3_moe": {
-        **GROUPED,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    },
+    "qwen3_moe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, **EXPERT_SIZE},
     # Queries are scaled by their positions, from `original_max_position_embeddings` on.
     "ministral3": {
         **GROUPED,
@@ -88,8 +75,6 @@ FAMILIES = {
     },
 }
 
-
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
 OLD_SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "n_positions": 64}
 LINEAR = "layer 0 is of type linear_attention"
 NO_INTERFACE = "uses transformers' attention interface"
@@ -98,15 +83,12 @@ NO_INTERFACE = "uses transformers' attention interface"
 UNSHARED = {
     "qwen3_next": (  # linear attention in most layers
         {
-            **GROUPED,
-            **EXPERTS,
+            **(GROUPED | EXPERTS | SHARED_EXPERT),
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
         },
         LINEAR,
     ),
@@ -129,14 +111,7 @@ UNSHARED = {
     "bloom": (OLD_SIZES, NO_INTERFACE),
     # Windows that are only in the mask that transformers builds.
     "qwen2_moe": (
-        {
-            "num_key_value_heads": 2,
-            **EXPERTS,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
+        {"num_key_value_heads": 2, **EXPERTS, **SHARED_EXPERT, **WINDOWED},
         "does not pass its sliding window",
     ),
     # It computes positions from the tokens themselves.
@@ -157,6 +132,24 @@ def tiny_model(family, attention="eager", spread=0.2, seed=1, **changes):
             # Large enough that a wrong mask shows in the first digit.
             parameter.normal_(1.0 if "norm" in name else 0.0, spread)
     return model.eval()
+
+
+def plain_model(path, weights=None, dtype=torch.float32):
+    """transformers' own model, with other weights if given."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype)
+    if weights is not None:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected and {*missing} <= {"lm_head.weight"}  # tied: it has one name
+    return model.to(dtype).eval()
+
+
+def pieces_of(weights, size=100):
+    """Each weight in pieces of `size` elements, in memory that is overwritten by the next."""
+    for weight in weights:
+        for number, values in enumerate(weight.materialize().detach().flatten().split(size)):
+            buffer = values.clone()
+            yield WeightPiece(weight.name, number * size, buffer, tuple(weight.reference.shape))
+            buffer.fill_(torch.nan)
 
 
 def untied_model(folder):
@@ -189,14 +182,14 @@ def lay_out(groups):
     return torch.cat(positions), sequences
 
 
-def packed_logits(policy, sequences):
+def packed_logits(policy, sequences, *, as_trained=False):
+    """Logits of a packed row. `as_trained`: by the head on the hidden states."""
     lengths = [len(sequence) for sequence in sequences]
-    return policy.forward(
-        torch.cat(sequences),
-        torch.cat([torch.arange(length) for length in lengths]),
-        PackedGroups.of_sequences(lengths),
-        logits_at=torch.arange(sum(lengths)),
-    )
+    positions, every = torch.cat([*map(torch.arange, lengths)]), torch.arange(sum(lengths))
+    row = torch.cat(sequences), positions, PackedGroups.of_sequences(lengths)
+    if as_trained:
+        return policy.head(policy.hidden_states(*row, at=every))
+    return policy.forward(*row, logits_at=every)
 
 
 def separate_logits(reference, sequences):
