@@ -8,6 +8,8 @@ from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 from easyrl.config.section import COMPARED, EACH_ONCE, NAMES_FILES, PROMPT_FORM, Section
 from easyrl.formatting import counted
 
+REASONING_GYM = "reasoning_gym:"  # data sets that are tasks of this library
+
 
 def _read_template(text: str | None) -> str | None:
     if text is None or "{{" in text or "{%" in text:
@@ -31,7 +33,11 @@ class DataConfig(Section):
         default="arithmetic", min_length=1
     )
     """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a
-    folder of such or of `save_to_disk`, a hub id (`owner/name:subset:split`); a list is mixed."""
+    folder of such or of `save_to_disk`, a hub id (`owner/name:subset:split`), a task of a library
+    (`reasoning_gym:NAME`); a list is mixed."""
+    options: Annotated[dict[str, Any], PROMPT_FORM] = Field(default_factory=dict)
+    """Settings of a task of reasoning_gym, as in {max_digits: 2}; of several data sets by the names
+    of the tasks: {chain_sum: {max_digits: 2}}."""
     preset: Annotated[str | None, PROMPT_FORM] = Field(default=None, min_length=1)
     """A preset whose settings apply to rows of your own that have its columns. Null: none."""
     weights: Annotated[list[PositiveFloat] | None, COMPARED] = Field(default=None, min_length=1)
@@ -72,6 +78,12 @@ class DataConfig(Section):
     def shown(self) -> str:
         """`dataset` as one line of text."""
         return " + ".join(self.datasets)
+
+    def options_of(self, name: str) -> Any:
+        """The `options` of a data set, which need not be one of `datasets`."""
+        task = name.removeprefix(REASONING_GYM)
+        is_alone = self.datasets == [name] and task not in self.options
+        return self.options if is_alone else self.options.get(task, {})
 
     @model_validator(mode="after")
     def _one_weight_per_data_set(self) -> Self:

@@ -27,17 +27,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
+from easyrl.config.data import REASONING_GYM
 from easyrl.config.hints import did_you_mean
 from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
-from easyrl.data.presets import PRESETS, TRAINED, preset_of
+from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
 from easyrl.types import Prompt
 
 NumberedRows = Iterator[tuple[int, dict[str, Any]]]
 FORMS = (
     f"{', '.join(TRAINED)}, a .jsonl, .csv or .parquet file, a folder of such or of save_to_disk, "
-    "or a hub id (owner/name:subset:split)"
+    "a hub id (owner/name:subset:split), or reasoning_gym:NAME"
 )
 FILE = re.compile(r"\.((jsonl|csv)(\.gz)?|parquet)$", re.IGNORECASE)
 HUB_ID = r"[\w.-]+/[\w.-]+(:[^:]*)?(:[^:]+)?"
@@ -48,10 +49,19 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
     """Open `data.dataset`; unless `is_trained`, of a preset on the hub the held-out problems alone.
     Raises ConfigError where it cannot be used."""
     data, names = config.data, config.data.datasets
-    if data.preset is not None and set(names) <= set(PRESETS):
+    if data.preset is not None and all(named_preset(name, data) for name in names):
         raise ConfigError(
             f"data.preset: expected null, because '{data.shown}' is a preset itself, got "
             f"'{data.preset}'; use it with rows of your own as data.dataset (--dataset)"
+        )
+    found = [each for each in (*names, config.eval.dataset) if each]
+    tasks = {each.removeprefix(REASONING_GYM) for each in found if each.startswith(REASONING_GYM)}
+    is_alone = len(names) == 1 and names[0].startswith(REASONING_GYM)
+    if is_trained and not is_alone and (unknown := sorted(data.options.keys() - tasks)):
+        known = ", ".join(sorted(tasks)) or "none here"
+        raise ConfigError(
+            f"data.options: expected tasks of reasoning_gym ({known}) with their settings, got "
+            f"{', '.join(unknown)}"
         )
     is_trained = is_trained or len(names) > 1
     stream = PromptStream(
@@ -67,11 +77,12 @@ def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
     environments = rollout.environments if rollout.has_environments else ()
     form = RowForm(config.data, preset_of(name, config.data), environments)
     seed = config.runtime.seed if config.data.shuffle else None
-    preset = PRESETS.get(name)
+    preset = named_preset(name, config.data)
     if preset is None:
         return _open_rows(name, form, seed)
     if preset.task:
-        held_out = DataSet(f"{name}, held out", preset.task.held_out_rows(), form)
+        held_out_rows = preset.task.held_out_rows()
+        held_out = DataSet(f"{name}, held out", held_out_rows, form) if held_out_rows else None
         rows = partial(preset.task.train_row, config.runtime.seed)
         return DataSet(name, rows, form, held_out=held_out)
     assert preset.held_out is not None
@@ -206,6 +217,7 @@ def with_eval_data(config: Config) -> Config:
     changes: dict[str, Any] = {"data.shuffle": False}
     if config.eval.dataset is not None:
         changes |= {"data.dataset": config.eval.dataset, "data.weights": None}
+        changes["data.options"] = config.data.options_of(config.eval.dataset)
         if config.eval.dataset in PRESETS:
             defaults = by_name(Config().model_dump(include={"data"}))
             changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}

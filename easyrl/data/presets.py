@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from easyrl.config import Config, ConfigError, DataConfig, change_config
+from easyrl.config.data import REASONING_GYM
 from easyrl.data import tasks
+from easyrl.data.reasoning_gym import ReasoningGym
 from easyrl.data.tasks import Task
 
 BOXED = "{%s}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -102,11 +104,18 @@ TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.row
 """Presets that can be trained on."""
 
 
+def named_preset(name: str, data: DataConfig) -> Preset | None:
+    """Return the preset that a data set is; None for rows of the user's own."""
+    if name.startswith(REASONING_GYM):
+        return Preset("reasoning_gym", task=ReasoningGym.of(name, data))
+    return PRESETS.get(name)
+
+
 def preset_of(name: str, data: DataConfig) -> Preset | None:
     """Return the preset of a data set: itself, or for own rows `data.preset`; None without one."""
     if name not in PRESETS and data.preset not in (None, *PRESETS):
         raise ConfigError(f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'")
-    return PRESETS.get(name) or PRESETS.get(data.preset or "")
+    return named_preset(name, data) or PRESETS.get(data.preset or "")
 
 
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from easyrl.data.reasoning_gym import library_data
 from easyrl.types import Messages, answers_of, is_missing, text_of
 
 RewardFunction = Callable[..., Any]
@@ -125,6 +126,25 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, used)
     raise ValueError("not an arithmetic expression")
+
+
+def reasoning_gym(
+    completions: Completions, entry: Sequence[Any], task: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """Score by the task's own scorer, which may give a part, the last `<answer>`, else the whole
+    text after the thinking. None where the row is of no task."""
+    scores: list[float | None] = []
+    for completion, problem, name in zip(completions, entry, task, strict=True):
+        text = final_text(completion)
+        score = None
+        if not is_missing(name):
+            data = library_data(*name)
+            try:
+                score = float(data.score_answer([text, *ANSWER.findall(text)][-1].strip(), problem))
+            except Exception:  # some raise where they cannot read the answer
+                score = 0.0
+        scores.append(score)
+    return scores
 
 
 async def environment(environments: Sequence[Any], **_: Any) -> list[float | None]:
