@@ -9,7 +9,7 @@ import pytest
 from easyrl.config import ConfigError, load_config
 from easyrl.data import reasoning_gym
 from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
-from easyrl.data.reasoning_gym import REASONING_GYM, ReasoningGym, library_data
+from easyrl.data.reasoning_gym import ReasoningGym, library_data
 from easyrl.rewards import functions
 from easyrl.rewards.loading import reward_specs
 from runs import SMALL, lines_of, succeed, summary_of
@@ -57,7 +57,7 @@ def test_held_out_problems_are_never_trained_though_there_are_few():
 def test_the_librarys_scorer_reads_the_answer_and_gives_parts():
     row = ReasoningGym("chain_sum", "{}", 1).train_row(0, 0)
     right = row["answer"]
-    texts = [right, f"<think>1</think> {right} ", f"so <answer>{right}</answer>", f"0{right}", "x"]
+    texts = [right, f"<think>1</think> {right} ", f"so <answer>{right}</answer>", f"{right}.0", "x"]
     texts += [f"{right}, yes", [{"role": "assistant", "content": right}]]
     count = len(texts)
     columns = {"entry": [row["entry"]] * count, "task": [row["task"]] * count}
@@ -125,7 +125,6 @@ def test_every_task_of_the_library_is_loaded_and_scores_its_own_answer():
     names = sorted({*DATASETS} - {"composite"})
     assert len(names) > 100
     for name in names:
-        stream = open_prompts(config_of(REASONING_GYM + name, num_held_out=1)) if 0 else None
         task = ReasoningGym(name, "{}", 1)
         (held_out,) = task.held_out_rows()
         for row in (task.train_row(0, 0), task.train_row(0, 10**6), held_out):
