@@ -79,11 +79,16 @@ class DataConfig(Section):
         """`dataset` as one line of text."""
         return " + ".join(self.datasets)
 
-    def options_of(self, name: str) -> Any:
-        """The `options` of a data set, which need not be one of `datasets`."""
-        task = name.removeprefix(REASONING_GYM)
-        is_alone = self.datasets == [name] and task not in self.options
-        return self.options if is_alone else self.options.get(task, {})
+    @model_validator(mode="after")
+    def _options_are_of_tasks(self) -> Self:
+        is_alone = len(self.datasets) == 1 and self.datasets[0].startswith(REASONING_GYM)
+        of_tasks = {REASONING_GYM + k for k, v in self.options.items() if isinstance(v, dict)}
+        if not is_alone and (len(of_tasks) < len(self.options) or of_tasks - {*self.datasets}):
+            expected = (
+                "data.options: expected {TASK: {OPTION: VALUE}} for tasks of reasoning_gym in"
+            )
+            raise ValueError(f"{expected} {self.shown}, got {self.options}")
+        return self
 
     @model_validator(mode="after")
     def _one_weight_per_data_set(self) -> Self:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
-from easyrl.config.data import REASONING_GYM
 from easyrl.config.hints import did_you_mean
 from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
@@ -54,15 +53,6 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
             f"data.preset: expected null, because '{data.shown}' is a preset itself, got "
             f"'{data.preset}'; use it with rows of your own as data.dataset (--dataset)"
         )
-    found = [each for each in (*names, config.eval.dataset) if each]
-    tasks = {each.removeprefix(REASONING_GYM) for each in found if each.startswith(REASONING_GYM)}
-    is_alone = len(names) == 1 and names[0].startswith(REASONING_GYM)
-    if is_trained and not is_alone and (unknown := sorted(data.options.keys() - tasks)):
-        known = ", ".join(sorted(tasks)) or "none here"
-        raise ConfigError(
-            f"data.options: expected tasks of reasoning_gym ({known}) with their settings, got "
-            f"{', '.join(unknown)}"
-        )
     is_trained = is_trained or len(names) > 1
     stream = PromptStream(
         {name: _open(name, config, is_trained=is_trained) for name in names},
@@ -81,8 +71,8 @@ def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
     if preset is None:
         return _open_rows(name, form, seed)
     if preset.task:
-        held_out_rows = preset.task.held_out_rows()
-        held_out = DataSet(f"{name}, held out", held_out_rows, form) if held_out_rows else None
+        kept = preset.task.held_out_rows()
+        held_out = DataSet(f"{name}, held out", kept, form) if kept else None
         rows = partial(preset.task.train_row, config.runtime.seed)
         return DataSet(name, rows, form, held_out=held_out)
     assert preset.held_out is not None
@@ -217,7 +207,7 @@ def with_eval_data(config: Config) -> Config:
     changes: dict[str, Any] = {"data.shuffle": False}
     if config.eval.dataset is not None:
         changes |= {"data.dataset": config.eval.dataset, "data.weights": None}
-        changes["data.options"] = config.data.options_of(config.eval.dataset)
+        changes["data.options"] = {}
         if config.eval.dataset in PRESETS:
             defaults = by_name(Config().model_dump(include={"data"}))
             changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}

@@ -7,6 +7,7 @@ Facts about data sets are from their cards on the hub; prompts and sampling are 
 model cards named beside them.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -106,9 +107,12 @@ TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.row
 
 def named_preset(name: str, data: DataConfig) -> Preset | None:
     """Return the preset that a data set is; None for rows of the user's own."""
-    if name.startswith(REASONING_GYM):
-        return Preset("reasoning_gym", task=ReasoningGym.of(name, data))
-    return PRESETS.get(name)
+    if not name.startswith(REASONING_GYM):
+        return PRESETS.get(name)
+    options, task = data.options, name.removeprefix(REASONING_GYM)
+    text = json.dumps(options.get(task, {}) if len(data.datasets) > 1 else options, sort_keys=True)
+    num_held_out = 256 if data.num_held_out is None else data.num_held_out
+    return Preset("reasoning_gym", task=ReasoningGym(task, text, num_held_out))
 
 
 def preset_of(name: str, data: DataConfig) -> Preset | None:

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 
 from easyrl.types import Messages, answers_of, text_of
 
+HELD_OUT_SHARE = 1 / 8  # share of all problems that is never trained
+
 
 class Task:
     """Problems, drawn from a seed, and their rows: `prompt` and the columns for the reward."""
 
     seed_prefix: str
     num_held_out: int
-    held_out_share = 1 / 8  # share of all problems that is never trained
     draw: Callable[[random.Random], Any]  # a problem; None: draw again
     key: Callable[[Any], str]  # the text whose hash decides whether a problem is held out
     row: Callable[[Any], dict[str, Any]]
@@ -44,11 +45,10 @@ class Task:
 
     def held_out_rows(self) -> list[dict[str, Any]]:
         """Return the rows, the same in every run, that accuracy is measured on."""
+        held_out = filter(self._is_held_out, self._drawn("held out"))
         chosen: dict[Any, None] = {}  # a set that keeps the order
-        for problem in filter(self._is_held_out, self._drawn("held out")):
-            if len(chosen) == self.num_held_out:
-                break
-            chosen[problem] = None
+        while len(chosen) < self.num_held_out:
+            chosen[next(held_out)] = None
         return [self.row(problem) for problem in chosen]
 
     def _drawn(self, name: str) -> Iterator[Any]:
@@ -59,7 +59,7 @@ class Task:
 
     def _is_held_out(self, problem: Any) -> bool:
         first_byte = hashlib.sha256(self.key(problem).encode()).digest()[0]
-        return first_byte < self.held_out_share * 256
+        return first_byte < HELD_OUT_SHARE * 256
 
 
 class Arithmetic(Task):

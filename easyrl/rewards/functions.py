@@ -11,6 +11,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -131,19 +132,15 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
 def reasoning_gym(
     completions: Completions, entry: Sequence[Any], task: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    """Score by the task's own scorer, which may give a part, the last `<answer>`, else the whole
-    text after the thinking. None where the row is of no task."""
-    scores: list[float | None] = []
-    for completion, problem, name in zip(completions, entry, task, strict=True):
-        text = final_text(completion)
-        score = None
-        if not is_missing(name):
-            data = library_data(*name)
-            try:
-                score = float(data.score_answer([text, *ANSWER.findall(text)][-1].strip(), problem))
-            except Exception:  # some raise where they cannot read the answer
-                score = 0.0
-        scores.append(score)
+    """Score the last `<answer>`, else the text after the thinking, by the task's own scorer; 0.0
+    where that fails. None where the row is of no task."""
+    scores: list[float | None] = [None] * len(completions)
+    for number, (text, names) in enumerate(zip(map(final_text, completions), task, strict=True)):
+        if not is_missing(names):
+            data, scores[number] = library_data(*names), 0.0
+            answer = [text, *ANSWER.findall(text)][-1].strip()
+            with suppress(Exception):
+                scores[number] = float(data.score_answer(answer, entry[number]))
     return scores
 
 

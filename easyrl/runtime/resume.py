@@ -203,15 +203,14 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     `file` those of the run whose model it is, data, rewards, environment, sampling and data type.
     Not those that a data set or rewards replace: a preset is asked and scored in its own way."""
     path, dataset = given.get("model.path"), given.get("data.dataset")
-    settings: dict[str, Any] = {} if dataset is None else {"eval.dataset": None}  # of run or file
+    settings = {} if dataset is None else {"eval.dataset": None}  # of the run or the file
     run = run_of(os.fspath(path)) if file is None and isinstance(path, str | os.PathLike) else None
     if run is None:
         return settings
     given_anew = {"rollout.engine", "rollout.tensor_parallel_size"}
     given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith("eval.")}
     if dataset is not None:
-        given_anew |= {"data.dataset", "data.weights", "data.num_held_out"}
-        settings["data.options"] = run.data.options_of(dataset) if isinstance(dataset, str) else {}
+        given_anew |= {"data.dataset", "data.options", "data.weights", "data.num_held_out"}
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
             given_anew |= {key for key in KEYS if key.startswith(("data.", "reward.", "eval."))}
             given_anew |= {"rollout.environment", "rollout.tools"}
