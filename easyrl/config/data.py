@@ -84,10 +84,8 @@ class DataConfig(Section):
         is_alone = len(self.datasets) == 1 and self.datasets[0].startswith(REASONING_GYM)
         of_tasks = {REASONING_GYM + k for k, v in self.options.items() if isinstance(v, dict)}
         if not is_alone and (len(of_tasks) < len(self.options) or of_tasks - {*self.datasets}):
-            expected = (
-                "data.options: expected {TASK: {OPTION: VALUE}} for tasks of reasoning_gym in"
-            )
-            raise ValueError(f"{expected} {self.shown}, got {self.options}")
+            expected = "expected {TASK: {OPTION: VALUE}} for tasks of reasoning_gym in"
+            raise ValueError(f"data.options: {expected} {self.shown}, got {self.options}")
         return self
 
     @model_validator(mode="after")
