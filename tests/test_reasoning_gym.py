@@ -115,7 +115,7 @@ def test_options_go_by_task_and_a_mixture_is_trained(tmp_path):
     datasets = ("--dataset", SUMS, "--dataset", LEGS)
     succeed(*datasets, "--output", str(folder), *words, options, samples, "data.num_held_out=4")
     assert "accuracy_after" in summary_of(folder)
-    assert "reward/reasoning_gym" in str(lines_of(folder / "metrics.jsonl")[-1])
+    assert "rewards/reasoning_gym" in str(lines_of(folder / "metrics.jsonl")[-1])
 
 
 @pytest.mark.long
