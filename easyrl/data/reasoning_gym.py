@@ -132,10 +132,11 @@ def _generate(task: ReasoningGym, *arguments: Any) -> list[dict[str, Any]]:
 
 def serve() -> None:
     """Answer the calls of `_generate` until standard input ends."""
+    calls: Any = sys.stdin.buffer
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what tasks print
-    while sys.stdin.buffer.peek():
-        task, arguments = pickle.load(sys.stdin.buffer)
+    while calls.peek():
+        task, arguments = pickle.load(calls)
         try:
             rows = task.draw_rows(*arguments)
         except Exception as error:
