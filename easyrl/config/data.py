@@ -8,6 +8,8 @@ from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 from easyrl.config.section import COMPARED, EACH_ONCE, NAMES_FILES, PROMPT_FORM, Section
 from easyrl.formatting import counted
 
+REASONING_GYM = "reasoning_gym:"  # data sets that are tasks of this library
+
 
 def _read_template(text: str | None) -> str | None:
     if text is None or "{{" in text or "{%" in text:
@@ -31,7 +33,11 @@ class DataConfig(Section):
         default="arithmetic", min_length=1
     )
     """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a
-    folder of such or of `save_to_disk`, a hub id (`owner/name:subset:split`); a list is mixed."""
+    folder of such or of `save_to_disk`, a hub id (`owner/name:subset:split`), a task of a library
+    (`reasoning_gym:NAME`); a list is mixed."""
+    options: Annotated[dict[str, Any], PROMPT_FORM] = Field(default_factory=dict)
+    """Settings of a task of reasoning_gym, as in {max_digits: 2}; of several data sets by the names
+    of the tasks: {chain_sum: {max_digits: 2}}."""
     preset: Annotated[str | None, PROMPT_FORM] = Field(default=None, min_length=1)
     """A preset whose settings apply to rows of your own that have its columns. Null: none."""
     weights: Annotated[list[PositiveFloat] | None, COMPARED] = Field(default=None, min_length=1)
@@ -72,6 +78,15 @@ class DataConfig(Section):
     def shown(self) -> str:
         """`dataset` as one line of text."""
         return " + ".join(self.datasets)
+
+    @model_validator(mode="after")
+    def _options_are_of_tasks(self) -> Self:
+        is_alone = len(self.datasets) == 1 and self.datasets[0].startswith(REASONING_GYM)
+        of_tasks = {REASONING_GYM + k for k, v in self.options.items() if isinstance(v, dict)}
+        if not is_alone and (len(of_tasks) < len(self.options) or of_tasks - {*self.datasets}):
+            expected = "expected {TASK: {OPTION: VALUE}} for tasks of reasoning_gym in"
+            raise ValueError(f"data.options: {expected} {self.shown}, got {self.options}")
+        return self
 
     @model_validator(mode="after")
     def _one_weight_per_data_set(self) -> Self:

@@ -30,14 +30,14 @@ from easyrl.config import Config, ConfigError, by_name, change_config, keys_mark
 from easyrl.config.hints import did_you_mean
 from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
-from easyrl.data.presets import PRESETS, TRAINED, preset_of
+from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
 from easyrl.types import Prompt
 
 NumberedRows = Iterator[tuple[int, dict[str, Any]]]
 FORMS = (
     f"{', '.join(TRAINED)}, a .jsonl, .csv or .parquet file, a folder of such or of save_to_disk, "
-    "or a hub id (owner/name:subset:split)"
+    "a hub id (owner/name:subset:split), or reasoning_gym:NAME"
 )
 FILE = re.compile(r"\.((jsonl|csv)(\.gz)?|parquet)$", re.IGNORECASE)
 HUB_ID = r"[\w.-]+/[\w.-]+(:[^:]*)?(:[^:]+)?"
@@ -48,7 +48,7 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
     """Open `data.dataset`; unless `is_trained`, of a preset on the hub the held-out problems alone.
     Raises ConfigError where it cannot be used."""
     data, names = config.data, config.data.datasets
-    if data.preset is not None and set(names) <= set(PRESETS):
+    if data.preset is not None and all(named_preset(name, data) for name in names):
         raise ConfigError(
             f"data.preset: expected null, because '{data.shown}' is a preset itself, got "
             f"'{data.preset}'; use it with rows of your own as data.dataset (--dataset)"
@@ -67,11 +67,12 @@ def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
     environments = rollout.environments if rollout.has_environments else ()
     form = RowForm(config.data, preset_of(name, config.data), environments)
     seed = config.runtime.seed if config.data.shuffle else None
-    preset = PRESETS.get(name)
+    preset = named_preset(name, config.data)
     if preset is None:
         return _open_rows(name, form, seed)
     if preset.task:
-        held_out = DataSet(f"{name}, held out", preset.task.held_out_rows(), form)
+        kept = preset.task.held_out_rows()
+        held_out = DataSet(f"{name}, held out", kept, form) if kept else None
         rows = partial(preset.task.train_row, config.runtime.seed)
         return DataSet(name, rows, form, held_out=held_out)
     assert preset.held_out is not None
@@ -209,6 +210,7 @@ def with_eval_data(config: Config) -> Config:
     changes: dict[str, Any] = {"data.shuffle": False}
     if config.eval.dataset is not None:
         changes |= {"data.dataset": config.eval.dataset, "data.weights": None}
+        changes["data.options"] = {}
         if config.eval.dataset in PRESETS:
             defaults = by_name(Config().model_dump(include={"data"}))
             changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}

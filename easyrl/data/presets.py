@@ -7,12 +7,15 @@ Facts about data sets are from their cards on the hub; prompts and sampling are 
 model cards named beside them.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from easyrl.config import Config, ConfigError, DataConfig, change_config
+from easyrl.config.data import REASONING_GYM
 from easyrl.data import tasks
+from easyrl.data.reasoning_gym import ReasoningGym
 from easyrl.data.tasks import Task
 
 BOXED = "{%s}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -102,11 +105,21 @@ TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.row
 """Presets that can be trained on."""
 
 
+def named_preset(name: str, data: DataConfig) -> Preset | None:
+    """Return the preset that a data set is; None for rows of the user's own."""
+    if not name.startswith(REASONING_GYM):
+        return PRESETS.get(name)
+    options, task = data.options, name.removeprefix(REASONING_GYM)
+    text = json.dumps(options.get(task, {}) if len(data.datasets) > 1 else options, sort_keys=True)
+    num_held_out = 256 if data.num_held_out is None else data.num_held_out
+    return Preset("reasoning_gym", task=ReasoningGym(task, text, num_held_out))
+
+
 def preset_of(name: str, data: DataConfig) -> Preset | None:
     """Return the preset of a data set: itself, or for own rows `data.preset`; None without one."""
     if name not in PRESETS and data.preset not in (None, *PRESETS):
         raise ConfigError(f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'")
-    return PRESETS.get(name) or PRESETS.get(data.preset or "")
+    return named_preset(name, data) or PRESETS.get(data.preset or "")
 
 
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:

@@ -10,10 +10,12 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from operator import add, mul, sub, truediv
 from typing import Any
 
+from easyrl.data.reasoning_gym import library_data
 from easyrl.types import Messages, answers_of, is_missing, text_of
 
 RewardFunction = Callable[..., Any]
@@ -120,6 +122,21 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, used)
     raise ValueError("not an arithmetic expression")
+
+
+def reasoning_gym(
+    completions: Completions, entry: Sequence[Any], task: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """Score the last `<answer>`, else the text after the thinking, by the task's own scorer; 0.0
+    where that fails. None where the row is of no task."""
+    scores: list[float | None] = [None] * len(completions)
+    for number, (text, names) in enumerate(zip(map(final_text, completions), task, strict=True)):
+        if not is_missing(names):
+            data, scores[number] = library_data(*names), 0.0
+            answer = [text, *ANSWER.findall(text)][-1].strip()
+            with suppress(Exception):
+                scores[number] = float(data.score_answer(answer, entry[number]))
+    return scores
 
 
 async def environment(environments: Sequence[Any], **_: Any) -> list[float | None]:

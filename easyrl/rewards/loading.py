@@ -35,9 +35,10 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
         functions.length_penalty, config.rollout.max_completion_length
     ),
     "environment": lambda config: functions.environment,
+    "reasoning_gym": lambda config: functions.reasoning_gym,
 }
 """Each binds a function to its settings."""
-PER_COMPLETION = ("code", "math")  # slow ones: each completion is a call of its own
+PER_COMPLETION = ("code", "math", "reasoning_gym")  # slow: each completion is a call of its own
 TRUTH_COLUMNS = ("ground_truth", "reward_model", "answer")
 VERL_COLUMNS = ("data_source", "extra_info", *TRUTH_COLUMNS)
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function"

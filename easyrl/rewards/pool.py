@@ -6,8 +6,8 @@
       finished()  ──► [(key, Scored(scores, errors, ...))]
 
 A group is one call for the user's functions and the cheap built-in ones, and one call per
-completion for `code` and `math`. Only `close` blocks. The processes import no torch and end with
-the rollout worker.
+completion for `code`, `math` and `reasoning_gym`. Only `close` blocks. The processes import no
+torch and end with the rollout worker.
 
 A call that raises, exceeds its timeout or ends its process fails alone. A call whose process is
 killed is repeated once. A pool that breaks (a process killed between two calls) is replaced, and

@@ -190,7 +190,7 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     given_anew = {"rollout.engine", "rollout.tensor_parallel_size"}
     given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith("eval.")}
     if dataset is not None:
-        given_anew |= {"data.dataset", "data.weights", "data.num_held_out"}
+        given_anew |= {"data.dataset", "data.options", "data.weights", "data.num_held_out"}
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
             given_anew |= {key for key in of_run if key.startswith(("data.", "reward.", "eval."))}
             given_anew |= {"rollout.environment", "rollout.tools"}

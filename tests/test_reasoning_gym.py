@@ -1,0 +1,135 @@
+"""The tasks of reasoning-gym as data, with the library's own scores."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from easyrl.config import ConfigError, load_config
+from easyrl.data import reasoning_gym
+from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
+from easyrl.data.reasoning_gym import ReasoningGym, library_data
+from easyrl.rewards import functions
+from easyrl.rewards.loading import reward_specs
+from runs import SMALL, lines_of, succeed, summary_of
+
+SUMS, LEGS = "reasoning_gym:chain_sum", "reasoning_gym:leg_counting"
+FEW = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+"""Options of `chain_sum` with 200 different problems."""
+IN_ANOTHER_PROCESS = """
+import json, sys
+from easyrl.data.reasoning_gym import ReasoningGym
+for name in sys.argv[1:]:
+    print(json.dumps(ReasoningGym(name, "{}", 1).train_row(3, 5), sort_keys=True))
+"""
+UNORDERED = ("codeio", "isomorphic_strings", "polynomial_multiplication", "ransom_note")
+"""Tasks that depend on the order of sets or on global random numbers."""
+
+
+def config_of(*names, options=None, **settings):
+    values = {"data.dataset": [*names], "data.options": options or {}}
+    return load_config(None, values | {f"data.{key}": x for key, x in settings.items()})
+
+
+def test_a_row_depends_on_seed_and_index_alone():
+    program = [sys.executable, "-c", IN_ANOTHER_PROCESS, *reversed(UNORDERED)]
+    printed = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    rows = [ReasoningGym(name, "{}", 1).train_row(3, 5) for name in UNORDERED]
+    assert [json.dumps(row, sort_keys=True) for row in rows] == printed.splitlines()[::-1]
+    task = ReasoningGym("chain_sum", "{}", 1)
+    assert len({task.train_row(0, index)["prompt"] for index in range(100)}) == 100
+    assert all(task.train_row(0, index) != task.train_row(1, index) for index in range(20))
+
+
+def test_held_out_problems_are_never_trained_though_there_are_few():
+    stream = open_prompts(config_of(SUMS, options=FEW))
+    held_out = [problem.content for problem in stream.held_out()]
+    assert 20 < len({*held_out}) == len(held_out) < 80
+    trained = {stream.prompt(index).content for index in range(1000)}
+    assert len(trained) > 100 and trained.isdisjoint(held_out)
+    fewer = open_prompts(config_of(SUMS, options=FEW, num_held_out=5)).held_out()
+    assert [problem.content for problem in fewer] == held_out[:5]
+    assert not open_prompts(config_of(SUMS, num_held_out=0)).held_out()
+    assert len(open_prompts(config_of(SUMS)).held_out()) == 256
+
+
+def test_the_librarys_scorer_reads_the_answer_and_gives_parts():
+    row = ReasoningGym("chain_sum", "{}", 1).train_row(0, 0)
+    right = row["answer"]
+    texts = [right, f"<think>1</think> {right} ", f"so <answer>{right}</answer>", f"{right}.0", "x"]
+    texts += [f"{right}, yes", [{"role": "assistant", "content": right}]]
+    count = len(texts)
+    columns = {"entry": [row["entry"]] * count, "task": [row["task"]] * count}
+    part = len(right) / len(f"{right}, yes".replace(",", ""))
+    assert functions.reasoning_gym(texts, **columns) == [1, 1, 1, 1, 0, part, 1]
+    # Its scorer raises where it cannot read an answer; and the other rows of a mixture are no task.
+    row = ReasoningGym("prime_factorization", "{}", 1).train_row(0, 0)
+    scores = functions.reasoning_gym("ab", entry=[row["entry"], None], task=[row["task"], None])
+    assert scores == [0, None]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "key", "word"),
+    [
+        (["reasoning_gym:chain_sums"], {}, "data.dataset", "chain_sum,"),
+        ([SUMS], {"max_digits": "two"}, "data.options.max_digits", "int"),
+        ([SUMS], {"max_digits": True}, "data.options.max_digits", "int"),
+        ([SUMS], {"max_digit": 2}, "data.options", "max_digits"),
+        ([SUMS], {"seed": 2}, "data.options", "max_digits"),
+        ([SUMS], {"max_digits": 1, "min_digits": 3}, "data.options", "min_digits"),
+        ([SUMS], {"chain_sum": 3}, "data.options", "chain_sum"),
+        ([SUMS, LEGS], {"max_digits": 2}, "data.options", "max_digits"),
+        ([SUMS, LEGS], {"chain_sum": 2}, "data.options", "chain_sum"),
+        (["arithmetic"], {"max_digits": 2}, "data.options", "max_digits"),
+        (["reasoning_gym:composite"], {}, "data.options", "composite"),  # needs an option
+    ],
+)
+def test_wrong_tasks_and_options_are_named(names, options, key, word):
+    with pytest.raises(ConfigError) as caught:
+        open_prompts(config_of(*names, options=options))
+    assert str(caught.value).startswith(key) and word in str(caught.value)
+
+
+def test_the_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"easyrl-train\[reasoning-gym\]"):
+        library_data("chain_sum", '{"min_terms": 2}', 3)
+
+
+def test_options_go_by_task_and_a_mixture_is_trained(tmp_path):
+    by_task = {"chain_sum": FEW, "leg_counting": {"min_animals": 1, "max_animals": 2}}
+    mixture = config_of(SUMS, LEGS, options=by_task, chat=True)
+    assert reward_specs(mixture) == ["reasoning_gym"]
+    message = open_prompts(mixture).prompt(0).content[0]
+    assert message["role"] == "user" and "arithmetic problem" in message["content"]
+    assert with_eval_data(config_of(SUMS, options=FEW)).data.options == FEW
+    other = load_config(None, {"data.dataset": SUMS, "data.options": FEW, "eval.dataset": LEGS})
+    assert with_eval_data(other).data.options == {}
+    problem = next(iter(problems_of(open_prompts(with_eval_data(other)), other).values()))
+    assert "legs" in problem.content
+
+    folder, samples = tmp_path / "run", "output.samples=8"
+    words = (*SMALL, "data.max_prompt_length=600", "data.weights=[3, 1]", "--iterations", "1")
+    options = f"data.options={json.dumps(by_task)}"
+    datasets = ("--dataset", SUMS, "--dataset", LEGS)
+    succeed(*datasets, "--output", str(folder), *words, options, samples, "data.num_held_out=4")
+    assert "accuracy_after" in summary_of(folder)
+    assert "rewards/reasoning_gym" in str(lines_of(folder / "metrics.jsonl")[-1])
+
+
+@pytest.mark.long
+def test_every_task_of_the_library_is_loaded_and_scores_its_own_answer():
+    from reasoning_gym.factory import DATASETS
+
+    names = sorted({*DATASETS} - {"composite"})
+    assert len(names) > 100
+    for name in names:
+        task = ReasoningGym(name, "{}", 1)
+        (held_out,) = task.held_out_rows()
+        for row in (task.train_row(0, 0), task.train_row(0, 10**6), held_out):
+            assert row["prompt"] == row["entry"]["question"] and json.dumps(row)
+            answers = [row["answer"] or "", "nothing"]
+            columns = {"entry": [row["entry"]] * 2, "task": [row["task"]] * 2}
+            right, wrong = functions.reasoning_gym(answers, **columns)
+            assert (right == 1 or row["answer"] is None) and 0 <= wrong <= 1, name
