@@ -214,7 +214,7 @@ def _tiny_inputs(config: Config) -> LossInputs:
         loss_mask=torch.arange(6) < 5,
         completion_of_token=torch.tensor([0, 0, 0, 1, 1, 1]),
         num_completions=2,
-        teacher=TeacherScores(values, *[-values] * 2, values < 0) if has_teacher else None,
+        teacher=TeacherScores(values, -values, -values, values < 0) if has_teacher else None,
     )
 
 

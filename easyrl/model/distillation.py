@@ -72,8 +72,9 @@ class Teacher(nn.Module):
             )
 
         parts = []
+        chunks = (torch.split(each, num_rows) for each in (hidden, own, targets))
         with torch.set_grad_enabled(has_gradient):
-            for chunk in zip(*(x.split(num_rows) for x in (hidden, own, targets)), strict=True):
+            for chunk in zip(*chunks, strict=True):
                 how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
                 parts.append(checkpoint(compare, *chunk, **how))
         return TeacherScores(*map(torch.cat, zip(*parts, strict=True)))
