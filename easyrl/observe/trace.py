@@ -43,6 +43,7 @@ TYPES = {
     if isinstance(kind, type) and issubclass(kind, Message)
 }
 LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"]
+LARGE += ["raw"]
 """Fields that are null in the file: they are large, or in other files."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
 """Parts of the lines without which later ones cannot be read."""

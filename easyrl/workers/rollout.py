@@ -357,6 +357,7 @@ class RolloutWorker:
             prompt=group.text if with_texts else None,
             completions=group.texts if with_texts else (),
             columns=scored.columns if with_texts else {},
+            raw=self._raw(group) if with_texts else (),
             errors=scored.errors,
             checksum=checksum(group.completions),
         )
@@ -397,6 +398,7 @@ class RolloutWorker:
         is_sample = (kept is None or own.index < kept) and not is_rejected
         names = reward_names(self.config)
         scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
+        raw = self._raw(own) if is_sample else [()]
         samples = [
             events.Sample(
                 own.texts[n],
@@ -406,6 +408,7 @@ class RolloutWorker:
                 {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
                 int(group.completion_lengths[n]),
                 bool(group.truncated[n]),
+                raw[n],
             )
             for n in (range(len(completions)) if is_sample else [0])
         ]
@@ -434,6 +437,11 @@ class RolloutWorker:
             self.control.send(report)
         else:
             self._outbox.append((group, report))
+
+    def _raw(self, group: _Group) -> Sequence[Sequence[str]]:
+        """Return all tokens of prompt and completion as texts, for each completion."""
+        prompt, decode = self.tokenizer.decode(group.prompt_ids), self.tokenizer.decode
+        return [(prompt, decode(each.token_ids.tolist())) for each in group.completions]
 
     def _publish(self) -> None:
         """Put finished groups into the ring while it has free slots. Each is reported before: if
