@@ -309,7 +309,9 @@ def _held_out(
 ) -> tuple[list[Prompt], list[str]]:
     """Open the held-out problems of `eval.dataset`, else of `data.dataset`; with warnings. Without
     `interfaces`, their tokens are not counted."""
-    if config.data.num_held_out == 0 or (config.eval.dataset is None and not prompts.held_out()):
+    is_asked = config.data.num_held_out is not None or config.train.eval_every > 0
+    has_none = not prompts.held_out() or (prompts.is_partly_held_out and not is_asked)
+    if config.data.num_held_out == 0 or (config.eval.dataset is None and has_none):
         if config.train.eval_every:
             raise ConfigError(
                 "train.eval_every: expected 0, because there are no held-out problems, got "
