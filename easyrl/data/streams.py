@@ -73,8 +73,8 @@ class RowForm:
             names = [name for _, name, _, _ in string.Formatter().parse(template or "")]
         except ValueError as error:
             raise ConfigError(f"data.prompt_template: {error}; braces: {{{{ and }}}}") from None
-        columns = [name for name in names if name is not None]
-        self.prompt_columns = columns if template else [self.prompt_column]
+        used = [name for name in names if name is not None]
+        self.prompt_columns = used if template else [self.prompt_column]
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
 
     def named(self, row: Row) -> Row:
@@ -95,13 +95,13 @@ class RowForm:
         lacking = [(key, name) for key, name in needed if name not in names]
         own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
         for key, name in own + lacking:
-            new = key.removeprefix("data.columns.") if key.startswith("data.columns.") else name
+            new = name if key.startswith("data.prompt") else key.removeprefix("data.columns.")
+            hint = f"; own names for each data set: 'data.columns=[{{}}, {{{new}: COLUMN}}]'"
             raise ConfigError(
                 f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
                 f"'{name}'"
                 + "; write braces as {{ and }}" * key.endswith("template")
-                + f"; own names for each data set: 'data.columns=[{{}}, {{{new}: COLUMN}}]'"
-                * self._is_mixed
+                + hint * self._is_mixed
             )
 
     def content(self, row: Row) -> str | Messages:
