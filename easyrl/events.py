@@ -183,11 +183,12 @@ class Sample(Message):
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by function
     length: int = 0  # in tokens
     truncated: bool = False
+    raw: Sequence[str] = ()  # prompt and completion as the model sees them: all of their tokens
 
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
 """Names that a reward function's `log_extra` cannot use."""
-SAMPLE_KEYS = (*SAMPLE_COLUMNS, "problem", "sample", "rewards", "length", "truncated")
+SAMPLE_KEYS = (*SAMPLE_COLUMNS, "problem", "sample", "rewards", "length", "truncated", "raw")
 
 
 def with_columns(line: dict[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,6 +240,7 @@ class PromptEvaluated(WorkerEvent):
     prompt: str | None = None
     completions: Sequence[str] = ()  # [S]
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # name -> [S] (`Sample`)
+    raw: Sequence[Sequence[str]] = ()  # [S] (`Sample`)
     errors: Sequence[str] = ()
     checksum: int = 0  # of token ids and log-probabilities
 
@@ -344,6 +346,7 @@ class Evaluated(Event):
     num_prompts: int
     standard_error: float
     num_iterations: int  # trained before
+    reward: float | None = None  # mean
 
 
 class IterationStarted(Event):

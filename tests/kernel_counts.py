@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.performance_model import LOAD
 from easyrl import devices
-from easyrl.engines import COPIED_TOKENS
+from easyrl.engines import COPIED_TOKENS, SLOT_STEP
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.kv_cache import KVCache
-from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
+from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy

@@ -79,6 +79,13 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(folder):
     assert shown.startswith("  <user>")
 
 
+def test_a_preset_in_a_mixture_adds_its_held_out_problems_only_where_asked(folder):
+    mixed = f"data.dataset=[arithmetic, {folder}/good.jsonl]"
+    assert not checked(mixed).held_out
+    for more, number in (("train.eval_every=1", 512), ("data.num_held_out=3", 3)):
+        assert len(checked(mixed, more).held_out) == number
+
+
 def test_long_prompts_are_skipped_and_counted(folder):
     words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
     preflight = checked(*words, "data.long_prompts=skip")

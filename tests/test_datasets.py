@@ -351,6 +351,39 @@ def test_each_data_set_has_its_part_and_its_own_epochs(files):
     assert opened(files).fingerprint() != stream.fingerprint()
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_data_sets_of_a_mixture_may_have_other_columns(files, kind, tmp_path):
+    """One of them has its columns renamed before prompts are made."""
+    other = tmp_path / f"other.{kind}"
+    values = {"problem": ["1-1=", "2-1="], "solution": ["0", "1"], "note": ["x", "y"]}
+    if kind == "parquet":
+        pandas.DataFrame(values).to_parquet(other)
+    else:
+        jsonl(tmp_path, *pandas.DataFrame(values).to_dict("records"), name=other.name)
+    both, own = [files[0], str(other)], "prompt: problem, answer: solution"
+    assert error_of(both).startswith("data.prompt_column") and "data.columns=[{}" in error_of(both)
+    words = f"data.columns=[{{}}, {{{own}}}]", "data.prompt_template=<{prompt}>"
+    stream = opened(both, *words)
+    prompts = [stream.prompt(index) for index in range(4)]
+    found = [p for p in prompts if p.columns["data_source"] == str(other)]
+    assert {(p.content, p.columns["answer"]) for p in found} == {("<1-1=>", "0"), ("<2-1=>", "1")}
+    assert {"<1-1=>", "<0+1=>"} < {*stream.examples().values()}
+    for columns, key in (
+        ("{prompt: x}", "data.columns.prompt"),
+        ("{prompts: note}", "data.columns"),
+    ):
+        message = error_of(both, f"data.columns=[{{}}, {columns}]")
+        assert message.startswith(f"{key}: ")
+    assert error_of(both, "data.columns=[{}]").startswith("data.columns: ")
+    # An evaluation of one of them has its names; of other rows, their own.
+    for name, expected in (
+        (str(other), {"prompt": "problem", "answer": "solution"}),
+        (files[1], {}),
+    ):
+        evaluated = load_config(None, {"data.dataset": both, "eval.dataset": name}, words)
+        assert with_eval_data(evaluated).data.columns == [expected]
+
+
 @settings(max_examples=50)
 @given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
 def test_no_data_set_is_ever_far_from_its_part(weights):

@@ -6,6 +6,7 @@ A stub replaces the rollout workers, except in the tests of whole commands.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -114,6 +115,7 @@ def test_model_is_evaluated_by_several_engines(tmp_path):
         right = sample["completion"].rpartition("#")[1:] == ("#", sample["answer"])
         assert sample["reward"] == float(right) == sample["rewards"]["score"]
         assert sample["length"] == len(sample["completion"]) + (not sample["truncated"])
+        assert sample["raw"][1].endswith("<eos>") != sample["truncated"]
     contents = [row["prompt"] for row in ARITHMETIC.held_out_rows()[:8]]
     rewards = [[s["reward"] for s in samples if s["prompt"] == content] for content in contents]
     assert len(samples) == sum(map(len, rewards)) == 16
@@ -285,6 +287,17 @@ def test_comparison_is_printed_and_written(workers, tmp_path):
     more = ("eval.temperature=0.5",)
     output = call(tmp_path / "c", "--compare", str(first), *words, *more)
     assert "temperature: 0.5 here, 1.0 there" in output
+
+
+def test_means_of_graded_rewards_are_shown_and_compared(workers, tmp_path):
+    workers.rewards = lambda problem, sample: 0.5
+    output = call(tmp_path / "a", *SMALL)
+    assert "accuracy 0.000 ± 0.000, mean reward 0.500" in output
+    workers.rewards = lambda problem, sample: 0.75
+    output = call(tmp_path / "b", "--compare", str(tmp_path / "a"), *SMALL)
+    comparison = read_results(tmp_path / "b")["comparison"]
+    assert (comparison["reward"], comparison["other_reward"]) == (0.75, 0.5)
+    assert re.search(r"mean reward +0.750 +0.500", output)
 
 
 def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp_path):

@@ -23,17 +23,19 @@ from easyrl.data.hub import resolve_model
 from easyrl.devices import parse_assumed
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.vllm.platforms import STEP_FRACTION, cache_bytes
 from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
 from easyrl.runtime.memory import check_memory, estimate_memory, memory_budgets
-from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.plan import make_plan
 from easyrl.runtime.preflight import check_run
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import Rollout, pack
 from runs import command, workers
+from tiny_models import tiny_model
 
 TOLERANCE = 0.15
 WEIGHTS = 767744 * 4  # bytes of the tiny model
@@ -136,17 +138,44 @@ def test_estimate_equals_the_measured_peak(tmp_path):
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)
 
 
-def test_estimated_kv_cache_covers_the_allocated_one():
-    words = ("data.max_prompt_length=50", "rollout.max_completion_length=30")
+@pytest.mark.parametrize("family", ["tiny", "deepseek_v3"])  # whose values are smaller than keys
+def test_estimated_kv_cache_covers_the_allocated_one(family, tmp_path):
+    path = family
+    if family != "tiny":
+        tiny_model(family).save_pretrained(path := str(tmp_path))
+        shutil.copy(Path(resolve_model("tiny")) / "tokenizer.json", tmp_path)
+    words = ("data.max_prompt_length=50", "rollout.max_completion_length=30", f"model.path={path}")
     estimate = of("rollout", *words, "rollout.num_generations=3", "train.eval_every=1")["KV cache"]
     sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
-    engine = EmbeddedEngine(Policy.load("tiny"), sampling, num_rows=4 * 3)  # 4 groups
+    engine = EmbeddedEngine(Policy.load(path), sampling, num_rows=4 * 3)  # 4 groups
     for number in range(40):  # an evaluation
         engine.submit(GroupRequest((number,), [5] * 50, 1))
     while engine.has_work:
         engine.step()
     layers = (*engine.cache.rows, *engine.cache.prompts)
     assert 0.9 < sum(x.nbytes for layer in layers for x in layer) / estimate <= 1.0
+
+
+@pytest.mark.parametrize("total", [2**25, 2**40])
+def test_the_kv_cache_of_vllm_is_the_one_that_it_is_given(total, monkeypatch):
+    """On a shared device at most what it can use; on one of its own all that is left."""
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: total)
+    monkeypatch.setattr(devices, "memory_in_use", lambda kind, index: (0, ""))
+    lengths = "data.max_prompt_length=50", "rollout.max_completion_length=30"
+    words = *lengths, "rollout.num_generations=8", "rollout.memory_fraction=0.5"
+    tiny, vllm = ("tiny", "float32", 4 * 8, 80), {"engine": EngineChoice("vllm")}
+    for where, device, part in (((), "cpu", None), (SHARED, "cuda:0", 0.5)):
+        parts = of("rollout", *words, *where, **vllm)
+        shown = parts["KV cache"] + parts.get(memory.MORE_CACHE, 0)
+        assert shown == pytest.approx(cache_bytes(*tiny, device=device, shared_part=part), abs=2)
+    parts = of("rollout", *words, *APART, **vllm)
+    left = int(0.5 * (1 - STEP_FRACTION) * total) - WEIGHTS
+    left -= memory.CONTEXT_BYTES + parts["buckets"]
+    more = parts.get(memory.MORE_CACHE, 0)
+    assert parts["KV cache"] + more == max(left, parts["KV cache"])
+    # It takes no part in what fits.
+    counted = memory.bytes_by_memory(estimated(*words, *APART, **vllm))["each of cuda:0 (rollout)"]
+    assert counted == sum(parts.values()) - more
 
 
 @pytest.mark.parametrize(("softcap", "is_trained"), [(50.0, False), (None, True)])

@@ -106,6 +106,38 @@ def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path):
     assert dry_run("--assume", "8x80GiB", *better)[0] == 0
 
 
+def test_a_model_that_vllm_would_refuse_later_gets_no_command_with_it(tmp_path):
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "tie_word_embeddings": False}
+    large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **experts, **large}))
+    words = "--assume", "8x80GiB", "--model", str(tmp_path)
+    code, output = dry_run(*words, "rollout.engine=vllm")
+    assert code == 2 and "would not start: rollout.engine: expected embedded" in output
+    assert proposed(output) is None
+    code, output = dry_run(*words)
+    assert code == 2 and proposed(output) is None and "nothing that was tried fits" in output
+
+
+@pytest.mark.parametrize(
+    ("assume", "never_run"),
+    [
+        ("80GiB", ""),
+        ("8x80GiB", "several accelerators"),
+        ("8x80GiB rollout.engine=vllm", "several accelerators, vLLM on accelerators"),
+        ("910bx2", "Ascend NPUs, several accelerators"),
+    ],
+)
+def test_a_plan_remarks_what_has_never_run_and_a_lopsided_split(assume, never_run, qwen):
+    words = "--model", qwen, "--assume", *assume.split(), "model.dtype=bfloat16"
+    code, output = dry_run(*words)
+    assert code == 0 and (f"so far: {never_run} (" in output) == bool(never_run)
+    assert never_run or "so far" not in output
+    assert ("easyrl plan RUN --devices 8" in output) == ("8x" in assume)
+    if "8x" in assume:
+        output = dry_run(*words, "--infer-devices", "0-5", "--train-devices", "6,7")[1]
+        assert "easyrl plan" not in output
+
+
 def test_where_nothing_fits_no_command_is_proposed(qwen):
     code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
     assert code == 2 and proposed(output) is None

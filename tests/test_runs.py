@@ -35,6 +35,9 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run):
     assert len(samples) == 3 * 2 * 4 and all(s["prompt"].endswith("=") for s in samples)
     assert {"completion", "reward", "rewards", "advantage", "answer"} <= samples[0].keys()
     assert all(sample["length"] > 0 for sample in samples)
+    for sample in samples:  # with the end token
+        assert sample["raw"][0] == sample["prompt"]
+        assert sample["raw"][1].endswith("<eos>") != sample["truncated"]
 
 
 def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summary(finished_run):

@@ -65,6 +65,15 @@ def test_columns_may_have_any_name(tmp_path):
     assert "iteration 1 prompt_index 5 reward 1" in shown and "column/problem x" in shown
 
 
+def test_raw_samples_are_what_the_model_sees(tmp_path):
+    raw = [f"<user>{SAMPLES[0]['prompt']}<assistant>", f"{SAMPLES[0]['completion']}<end>"]
+    run = write(tmp_path / "run", [SAMPLES[0] | {"raw": raw}])
+    assert all(text in call(run, "--raw").output for text in raw)
+    assert "<end>" not in call(run).output
+    refused = call(write(tmp_path / "old", SAMPLES), "--raw")
+    assert refused.exit_code == 2 and "--raw" in refused.output
+
+
 def test_mistakes_are_user_errors(tmp_path):
     write(tmp_path / "run", SAMPLES)
     write(tmp_path / "empty", [])

@@ -118,6 +118,7 @@ def busy(infer, train):
 ENDS = {
     "no accuracy": (CPUS, {"accuracy_after": None, "groups_not_replaced": 7}),
     "two functions": (CPUS, {"rewards": {"one": [2.0, 3.0], "other": [None, 0.5]}}),
+    "graded": (CPUS, {"held_out_reward_before": 0.5, "held_out_reward_after": 0.75}),
     "no gradient": (CPUS, {"sampling_logp_difference_max": None}),
     "low overlap": (CPUS, {"overlap": 0.2}),
     "more GPUs for inference": (GPUS, busy(47.0, 20.0)),

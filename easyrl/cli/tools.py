@@ -17,17 +17,21 @@ def samples(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run or an evaluation.")
     ],
+    *,
     min_reward: Annotated[float | None, Option(help="With at least this reward.")] = None,
     max_reward: Annotated[float | None, Option(help="With at most this reward.")] = None,
     iteration: Annotated[
         str | None, Option(metavar="N", help="Only these iterations: 3 or 3-5.")
     ] = None,
     limit: Annotated[int | None, Option(min=1, help="At most this many.")] = None,
+    raw: Annotated[
+        bool, Option("--raw", help="As the model sees them: chat template, special tokens.")
+    ] = False,
 ) -> None:
     """Print prompts, completions, rewards and advantages."""
     from easyrl.observe.samples import show_samples
 
-    show_samples(folder, min_reward, max_reward, iteration, limit)
+    show_samples(folder, min_reward, max_reward, iteration, limit, is_raw=raw)
 
 
 @command

@@ -53,12 +53,16 @@ class DataConfig(Section):
     chat: Annotated[bool | None, PROMPT_FORM] = None
     """Send a prompt that is a string through the model's chat template, as a user's message. False:
     to the model as it is. Null: the preset's, else false. A system_prompt always makes a chat."""
-    columns: Annotated[dict[str, str], PROMPT_FORM] = Field(default_factory=dict)
-    """Columns renamed for the rewards: {answer: solution} passes `solution` as `answer`."""
+    columns: Annotated[dict[str, str] | list[dict[str, str]], PROMPT_FORM] = Field(
+        default_factory=dict
+    )
+    """Columns renamed for the rewards: {answer: solution} passes `solution` as `answer`. A list has
+    names for each data set, also of what prompts are made of: [{}, {prompt: question}]."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch, seeded by `runtime.seed`."""
     num_held_out: int | None = Field(default=None, ge=0)
-    """Number of the data set's held-out problems that accuracy is measured on; null: all."""
+    """Number of the data set's held-out problems that accuracy is measured on. Null: all; in a run
+    on a mixture with rows of your own, none without `train.eval_every`."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Longest prompt in tokens; in `easyrl eval` by default the preset's."""
     long_prompts: Literal["stop", "skip"] = "stop"
@@ -89,11 +93,16 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_weight_per_data_set(self) -> Self:
+    def _one_of_each_per_data_set(self) -> Self:
         weights, num = self.weights, len(self.datasets)
         if weights and (len(weights) != num or min(weights) * 1000 < sum(weights)):
             raise ValueError(
                 f"data.weights: expected one for each of {counted(num, 'data set')}, at least a "
                 f"thousandth of their sum, got {weights}"
+            )
+        if isinstance(self.columns, list) and len(self.columns) != num:
+            raise ValueError(
+                f"data.columns: expected names for each of {counted(num, 'data set')} in a list, "
+                f"got {len(self.columns)}"
             )
         return self

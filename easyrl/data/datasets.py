@@ -55,17 +55,17 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
         )
     is_trained = is_trained or len(names) > 1
     stream = PromptStream(
-        {name: _open(name, config, is_trained=is_trained) for name in names},
+        {name: _open(name, config, k, is_trained=is_trained) for k, name in enumerate(names)},
         data.weights or [1.0] * len(names),
     )
     stream.examples()  # raises ConfigError for a row without a prompt
     return stream
 
 
-def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
+def _open(name: str, config: Config, number: int, *, is_trained: bool) -> DataSet:
     rollout = config.rollout
     environments = rollout.environments if rollout.has_environments else ()
-    form = RowForm(config.data, preset_of(name, config.data), environments)
+    form = RowForm(config.data, preset_of(name, config.data), environments, number)
     seed = config.runtime.seed if config.data.shuffle else None
     preset = named_preset(name, config.data)
     if preset is None:
@@ -211,6 +211,9 @@ def with_eval_data(config: Config) -> Config:
     if config.eval.dataset is not None:
         changes |= {"data.dataset": config.eval.dataset, "data.weights": None}
         changes["data.options"] = {}
+        if isinstance(config.data.columns, list):
+            own = dict(zip(config.data.datasets, config.data.columns, strict=True))
+            changes["data.columns"] = [own.get(config.eval.dataset, {})]
         if config.eval.dataset in PRESETS:
             defaults = by_name(Config().model_dump(include={"data"}))
             changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}

@@ -47,16 +47,24 @@ class RowForm:
     """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's."""
 
     def __init__(
-        self, data: DataConfig, preset: Preset | None, environments: Collection[str] = ()
+        self,
+        data: DataConfig,
+        preset: Preset | None,
+        environments: Collection[str] = (),
+        number: int = 0,
     ) -> None:
-        """With `environments` (their names) all prompts are chats, and rows may lack a prompt."""
+        """With `environments` (their names) all prompts are chats, and rows may lack a prompt.
+        `number`: the data set's, in a mixture."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
-        self.system_prompt, self.renamed = data.system_prompt, data.columns
+        columns, self.system_prompt = data.columns, data.system_prompt
+        self.names = columns[number] if isinstance(columns, list) else {}  # before all else
+        self.renamed = {} if isinstance(columns, list) else columns  # for the rewards alone
+        self._is_mixed = len(data.datasets) > 1
         is_chat = preset.chat if data.chat is None else data.chat
         self.is_chat = bool(is_chat or data.system_prompt or environments)
         self.environments = () if "" in environments else environments
-        self.environment_column = data.columns.get(ENVIRONMENT_COLUMN, ENVIRONMENT_COLUMN)
+        self.environment_column = self.renamed.get(ENVIRONMENT_COLUMN, ENVIRONMENT_COLUMN)
         template = data.prompt_template
         if template is None and data.prompt_column is None:
             template = preset.prompt_template
@@ -65,29 +73,41 @@ class RowForm:
             names = [name for _, name, _, _ in string.Formatter().parse(template or "")]
         except ValueError as error:
             raise ConfigError(f"data.prompt_template: {error}; braces: {{{{ and }}}}") from None
-        columns = [name for name in names if name is not None]
-        if template and not (columns or environments):
+        used = [name for name in names if name is not None]
+        if template and not (used or environments):
             raise ConfigError(
                 f"data.prompt_template: expected a column, as in {{question}}, got {template!r}: "
                 "all prompts would be the same; {{ and }} are braces"
             )
-        self.prompt_columns = columns if template else [self.prompt_column]
+        self.prompt_columns = used if template else [self.prompt_column]
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
 
-    def check_columns(self, names: Collection[str], dataset: str) -> None:
+    def named(self, row: Row) -> Row:
+        """Return the row, or the part of one, with the data set's own names for its columns."""
+        away = self.names.values()
+        kept = {name: value for name, value in row.items() if name not in away}
+        return kept | {new: row[old] for new, old in self.names.items() if old in row}
+
+    def check_columns(self, given: Collection[str], dataset: str) -> None:
         """Raise ConfigError for a column that the data lacks, and a new name that is reserved."""
-        if reserved := sorted(RESERVED_COLUMNS & self.renamed.keys()):
+        names = self.named(dict.fromkeys(given))
+        if reserved := sorted(RESERVED_COLUMNS & {*self.renamed, *self.names}):
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
         key = "data.prompt_column" if self.template is None else "data.prompt_template"
         needed = [] if self.may_lack_prompt else [(key, name) for name in self.prompt_columns]
         needed += [(f"data.columns.{argument}", name) for argument, name in self.renamed.items()]
-        for key, name in needed:
-            if name not in names:
-                raise ConfigError(
-                    f"{key}: expected a column of '{dataset}', which are {', '.join(names)}, got "
-                    f"'{name}'" + "; write braces as {{ and }}" * key.endswith("template")
-                )
+        lacking = [(key, name) for key, name in needed if name not in names]
+        own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
+        for key, name in own + lacking:
+            new = name if key.startswith("data.prompt") else key.removeprefix("data.columns.")
+            hint = f"; own names for each data set: 'data.columns=[{{}}, {{{new}: COLUMN}}]'"
+            raise ConfigError(
+                f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
+                f"'{name}'"
+                + "; write braces as {{ and }}" * key.endswith("template")
+                + hint * self._is_mixed
+            )
 
     def content(self, row: Row) -> str | Messages:
         """Make the prompt of a row. Raises ValueError where it has none, or no environment."""
@@ -182,6 +202,7 @@ class DataSet:
             if self.seed is not None:
                 number = int(_order(self.seed, epoch, length)[number])
             row = self.rows[number if self.kept is None else self.kept[number]]
+        row = self.form.named(row)
         return Prompt(index, self.form.content(row), self.form.reward_columns(row))
 
     def examples(self) -> dict[str, str | Messages]:
@@ -192,12 +213,13 @@ class DataSet:
             rows = map(rows, range(NUM_TASK_EXAMPLES))
         elif not isinstance(rows, list):
             needed = {*self.form.prompt_columns, self.form.environment_column}
+            needed = {self.form.names.get(name, name) for name in needed}
             names = [*needed.intersection(rows.column_names)]
             rows = rows.select_columns(names).to_list() if names else [{}] * len(rows)
         found = {}
         for number, row in enumerate(rows):
             try:
-                found[self.location(number)] = self.form.content(row)
+                found[self.location(number)] = self.form.content(self.form.named(row))
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{self.location(number)}: {error}") from None
         return found if self.held_out is None else found | self.held_out.examples()
@@ -243,7 +265,8 @@ class PromptStream:
         turns = [(number, n) for number, count in enumerate(self._counts) for n in range(count)]
         self._turns = sorted(turns, key=lambda turn: (turn[1] + 0.5) / self._counts[turn[0]])
         """The data set at each position in a block, and the number of its prompts before."""
-        found = (each.form.reward_columns(dict.fromkeys(each.columns)) for each in self._data)
+        forms = [(each.form, dict.fromkeys(each.columns)) for each in self._data]
+        found = (form.reward_columns(form.named(row)) for form, row in forms)
         self._columns = dict.fromkeys(name for columns in found for name in columns)
 
     @property
@@ -265,6 +288,11 @@ class PromptStream:
         if columns.get(SOURCE_COLUMN) is None:
             columns[SOURCE_COLUMN] = self._names[number]
         return replace(prompt, index=index, columns=columns)
+
+    @property
+    def is_partly_held_out(self) -> bool:
+        """Whether some data sets have problems that are never trained, and others have none."""
+        return len({each.held_out is None for each in self._data}) > 1
 
     def held_out(self) -> list[Prompt]:
         """The prompts that are never trained. Several data sets take turns."""

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.engines import CELLS, MAX_PREFILL_TOKENS
+from easyrl.engines import CELLS, MAX_PREFILL_TOKENS, SLOT_STEP
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
 from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
 from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
-from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
+from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
 

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.engines import padded
+from easyrl.engines import SLOT_STEP, padded
 from easyrl.engines.kv_cache import Ints, KVCache, RowBuckets, RowTokens, SharedKeys, gather_by_slot
 from easyrl.engines.sampling import SamplingSettings, sample
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 from easyrl.types import Float64
 
-ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
+ROW_STEP, CELL_STEP, PROMPT_STEP = 8, 128, 256
 """B, L, C and P are rounded up to multiples of these."""
 CAPTURED_AT = 3
 """A step is captured when its sizes occur for the third time."""

@@ -231,6 +231,7 @@ def _lines(plan: Plan, problem: str, answer: events.PromptEvaluated) -> Lines:
             "rewards": finite(dict(zip(names, scores, strict=True))),
             "length": answer.completion_lengths[number],
             "truncated": answer.truncated[number],
+            "raw": answer.raw[number] if answer.raw else (),
         }
         columns = {name: values[number] for name, values in answer.columns.items()}
         lines.append(finite(events.with_columns(line, references | columns)))

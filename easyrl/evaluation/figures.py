@@ -100,6 +100,7 @@ def compare(
         is_correct([of_one[problem] for problem in common], correct_reward) for of_one in scored
     ]
     means = [of_one.mean(axis=1) for of_one in correct]  # [N]
+    rewards = [np.mean([of_one[k].mean() for k in common]) for of_one in scored]
     (accuracy, error), (other_accuracy, other_error) = map(mean_and_error, means)
     figures = {
         "num_problems": len(common),
@@ -107,6 +108,8 @@ def compare(
         "accuracy_standard_error": error,
         "other_accuracy": other_accuracy,
         "other_accuracy_standard_error": other_error,
+        "reward": float(rewards[0]),
+        "other_reward": float(rewards[1]),
         **paired(*correct),
     }
     problems = [

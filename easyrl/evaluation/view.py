@@ -9,11 +9,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from easyrl import events
-from easyrl.evaluation.figures import Answers, accuracy_of
+from easyrl.evaluation.figures import Answers, accuracy_of, rewards_of
 from easyrl.events import Event
 from easyrl.formatting import counted
-from easyrl.observe.lines import sampling_text, with_error
-from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, say_rich
+from easyrl.observe.lines import mean_reward, sampling_text, with_error
+from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, say_rich, shown
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
@@ -57,10 +57,12 @@ class EvalView:
         if seconds < self._next_report and num_left:
             return
         self._next_report = seconds + (1.0 if self._is_live else 5.0)
-        accuracy = with_error(*accuracy_of(answers.values(), self._correct_reward))
+        accuracy, error = accuracy_of(answers.values(), self._correct_reward)
+        rewards = rewards_of(answers.values())
+        mean = mean_reward(accuracy, float(rewards.mean()) if len(rewards) else None)
         speed = f"{num_tokens / max(1e-9, seconds):,.0f} tokens/s"
         remaining = clock(num_left * seconds / (len(answers) - self._num_before))
-        figures = f"accuracy {accuracy}  {speed}  ETA {remaining}"
+        figures = f"accuracy {with_error(accuracy, error)}{mean}  {speed}  ETA {remaining}"
         self.bar.update(self.bar.task_ids[0], completed=len(answers), figures=figures)
         if not self._is_live:
             say(f"{len(answers)}/{self._total}  {figures}")
@@ -99,6 +101,11 @@ def show_comparison(figures: Named, other: str, file: Path) -> None:
         with_error(figures["accuracy"], figures["accuracy_standard_error"]),
         with_error(figures["other_accuracy"], figures["other_accuracy_standard_error"]),
     )
+    if any(
+        mean_reward(figures[f"{who}accuracy"], figures[f"{who}reward"]) for who in ("", "other_")
+    ):
+        means = [shown(figures[name], ".3f") for name in ("reward", "other_reward")]
+        table.add_row("mean reward", *means)
     table.add_row("better on", str(figures["num_better"]), str(figures["num_worse"]))
     say_rich(table)
     difference = with_error(figures["difference"], figures["standard_error"], sign="+")

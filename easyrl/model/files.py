@@ -26,6 +26,8 @@ NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
 FLOAT_BYTES = 4
 NARROW_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+OTHER_NAMES_IN_VLLM = ("mixtral",)
+"""Types of models whose weights have other names in vLLM than in transformers: seen with 0.32."""
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 
 
@@ -164,6 +166,7 @@ class ModelSize:
     num_weights: int
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     stored_dtype: str = "float32"
+    is_in_vllm: bool = True  # under the same names
 
     @property
     def outer_weights(self) -> int:  # elements outside of the layers
@@ -194,19 +197,24 @@ def model_size(
     if experts := config.get("moe_intermediate_size"):
         mlp_width = experts * config.get("num_experts_per_tok", 1)
         mlp_width += config.get("shared_expert_intermediate_size", 0)
+    head_size = config.get("head_dim", width // heads)
+    if "v_head_dim" in config:  # latent attention: keys and values differ
+        names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        head_size = sum(config.get(name, 0) for name in names) // 2
     return ModelSize(
         num_layers=layers,
         width=width,
         mlp_width=max(mlp_width) if isinstance(mlp_width, list) else mlp_width,  # Gemma 3n
         num_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads", heads),
-        head_size=config.get("head_dim", width // heads),
+        head_size=head_size,
         vocabulary_size=vocabulary,
         is_tied=config.get("tie_word_embeddings", False),
         is_batched=set(config.get("layer_types", ())) <= set(PACKED_LAYERS),
         num_weights=num_weights,
         num_trained=num_trained,
         stored_dtype=stored_dtype.removeprefix("torch."),
+        is_in_vllm=config.get("model_type") not in OTHER_NAMES_IN_VLLM,
     )
 
 

@@ -93,6 +93,7 @@ class History:
         summary = summarize(lines, config, state, num_devices=num_devices)
         summary |= {f"accuracy_{when}": line.get(ACCURACY) for when, line in ends.items()}
         summary |= {f"error_{when}": line.get(ERROR) for when, line in ends.items()}
+        summary |= {f"held_out_reward_{w}": line.get("eval/reward") for w, line in ends.items()}
         return dict(result_rows(summary | dict(self.summary), self.config, self.devices))
 
     def _apply(self, event: Event) -> None:
@@ -104,8 +105,9 @@ class History:
                     self.messages[f"resumed after {counted(done, 'iteration')}"] += 1
                 self.lines = {n: line for n, line in self.lines.items() if n <= done}
                 self.starts.clear()
-            case events.Evaluated(_, accuracy, _, error, number):
-                self.lines[number] = {"iteration": number - 1, ACCURACY: accuracy, ERROR: error}
+            case events.Evaluated(_, accuracy, _, error, number, reward):
+                measured = {ACCURACY: accuracy, ERROR: error, "eval/reward": reward}
+                self.lines[number] = {"iteration": number - 1, **measured}
             case events.IterationStarted(time, iteration):
                 self.starts[iteration] = time
             case events.Note(text) | events.NoEvents(warning=text) if text:

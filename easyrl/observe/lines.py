@@ -54,10 +54,11 @@ class PlainLines:
                 path = self._run.folder / CHECKPOINTS / str(version)
                 size = f"{num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s"
                 say(f"checkpoint of iteration {iteration}: {path} ({size})")
-            case events.Evaluated(_, accuracy, num_prompts, error, num_iterations):
+            case events.Evaluated(_, accuracy, num_prompts, error, num_iterations, reward):
                 how = f"{counted(num_prompts, 'problem')}, {training_sampling(self._run.config)}"
                 trained = counted(num_iterations, "iteration")
-                say(f"held-out accuracy {with_error(accuracy, error)} ({how}) after {trained}")
+                value = with_error(accuracy, error) + mean_reward(accuracy, reward)
+                say(f"held-out accuracy {value} ({how}) after {trained}")
             case events.IterationFinished(_, metrics):
                 self._report_iteration(metrics)
             case events.Note(text) | events.NoEvents(_, text) if text:
@@ -93,6 +94,12 @@ def with_error(value: float | None, error: float | None, sign: str = "") -> str:
     """`0.500 ± 0.050`; without the error if that is undefined."""
     text = shown(value, f"{sign}.3f")
     return text if shown(error, "") == "none" else f"{text} ± {error:.3f}"
+
+
+def mean_reward(accuracy: float | None, reward: float | None) -> str:
+    """`, mean reward 0.500` of graded rewards; empty where it is the accuracy."""
+    is_graded = accuracy is not None and reward is not None and abs(accuracy - reward) > 1e-5
+    return f", mean reward {reward:.3f}" if is_graded else ""
 
 
 def sampling_text(about: Mapping[str, Any]) -> str:
@@ -142,6 +149,9 @@ def result_rows(
         pairs = [(summary[f"accuracy_{when}"], summary.get(f"error_{when}")) for when in whens]
         values = " → ".join(with_error(*pair) for pair in pairs)
         yield "held-out accuracy", f"{values} ({training_sampling(config)})"
+        rewards = [summary.get(f"held_out_reward_{when}") for when in whens]
+        if any(map(mean_reward, (summary[f"accuracy_{when}"] for when in whens), rewards)):
+            yield "  mean reward", " → ".join(shown(each, ".3f") for each in rewards)
         best = summary.get("accuracy_best")
         if best is not None and best > summary["accuracy_after"]:
             yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"

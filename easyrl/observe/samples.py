@@ -17,7 +17,7 @@ SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
-LEFT_OUT = ("prompt", "completion", "problem", "rewards", "messages")
+LEFT_OUT = ("prompt", "completion", "problem", "rewards", "messages", "raw")
 
 
 def show_samples(
@@ -26,9 +26,11 @@ def show_samples(
     max_reward: float | None,
     iteration: str | None,
     limit: int | None,
+    *,
+    is_raw: bool = False,
 ) -> None:
-    """Print the samples of a folder. `iteration`: `3` or `3-5`, counted from 1. Raises ConfigError
-    if there are none of this kind."""
+    """Print the samples of a folder. `iteration`: `3` or `3-5`, counted from 1; `is_raw`: as the
+    model sees them. Raises ConfigError if there are none of this kind."""
     numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "")
     oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
     if iteration is not None and not 1 <= oldest <= newest:
@@ -47,12 +49,14 @@ def show_samples(
 
     before: Any = None
     for line, count in islice(folded(filter(is_wanted, GrowingFile(file).read())), limit):
-        prompt = _prompt(line)
+        prompt, texts = _prompt(line), (line["prompt"], line["completion"])
+        if is_raw and not (texts := line.get("raw")):
+            raise ConfigError(f"--raw: '{file}' lacks special tokens: it is of an older EasyRL")
         title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
         say_rich(Text("  ".join(title), style="bold"))
         if prompt != before:
-            say_rich(Text(safe(str(line["prompt"]), MAX_TEXT) + "\n", style="dim"))
-        say_rich(Text(safe(str(line["completion"]), MAX_TEXT) + "\n"))
+            say_rich(Text(safe(str(texts[0]), MAX_TEXT) + "\n", style="dim"))
+        say_rich(Text(safe(str(texts[1]), MAX_TEXT) + "\n"))
         before = prompt
     if before is None:
         raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")

@@ -38,6 +38,7 @@ SPANS: Mapping[type[Message], tuple[str, str]] = {
 }
 """Begin and end of the controller's spans. Other events are instants."""
 LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"]
+LARGE += ["raw"]
 """Fields that are null in the file: they are large, or in other files."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
 """Parts of the lines without which later ones cannot be read."""

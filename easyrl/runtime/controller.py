@@ -80,7 +80,7 @@ class Controller:
         self._lines = self.folder.read_metrics()  # metrics of the iterations
         self._is_warned = False  # that the run may learn nothing
         self._num_devices = count_devices(device_names(self.checked.placement).values())
-        self._accuracy_after: float | None = None
+        self._after: dict[str, float] = {}  # the last evaluation
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
@@ -111,14 +111,18 @@ class Controller:
         held_out = self.checked.held_out
         try:
             if self.state.num_iterations == 0 and held_out:
-                accuracy = self._evaluate(BEFORE)["eval/accuracy"]
-                self.state = replace(self.state, accuracy_before=accuracy)
+                before = self._evaluate(BEFORE)
+                self.state = replace(
+                    self.state,
+                    accuracy_before=before["eval/accuracy"],
+                    held_out_reward_before=before["eval/reward"],
+                )
             for iteration in range(self.state.num_iterations, self.config.train.iterations):
                 self._run_iteration(iteration)
                 if self._is_checkpoint_due():
                     self._save_boundary()
-            if held_out and self._accuracy_after is None:
-                self._accuracy_after = self._evaluate(AFTER)["eval/accuracy"]
+            if held_out and not self._after:
+                self._after = self._evaluate(AFTER)
             sha256 = self._save_model()
             self._wait_for_checkpoint()
         except Interrupted as interrupted:
@@ -131,7 +135,8 @@ class Controller:
             raise
         return {
             **metrics.summarize(self._lines, self.config, self.state, self._num_devices),
-            "accuracy_after": self._accuracy_after,
+            "accuracy_after": self._after.get("eval/accuracy"),
+            "held_out_reward_after": self._after.get("eval/reward"),
             "wall_seconds": self._wall_seconds,
             "weights_sha256": sha256,
             "worker_restarts": self.fleet.num_restarts.total(),
@@ -255,8 +260,8 @@ class Controller:
             answers, self.config.eval.correct_reward
         )
         accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
-        now, num_done = time.monotonic(), self.state.num_iterations
-        self.notify(events.Evaluated(now, accuracy, num_problems, error, num_done))
+        now, num_done, reward = time.monotonic(), self.state.num_iterations, measured["eval/reward"]
+        self.notify(events.Evaluated(now, accuracy, num_problems, error, num_done, reward))
         return measured
 
     def _evaluate_iteration(self) -> dict[str, float]:
@@ -272,7 +277,7 @@ class Controller:
             self._begin_to_stop(interrupted)
             return {}
         if is_last:
-            self._accuracy_after = measured["eval/accuracy"]
+            self._after = measured
         return measured
 
     def _save_model(self) -> str:

@@ -17,8 +17,8 @@ from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError, change_config
 from easyrl.config.algorithm import TEACHER_KEY
 from easyrl.config.devices import range_words
-from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
-from easyrl.engines.vllm.platforms import STEP_FRACTION
+from easyrl.engines import MAX_PREFILL_TOKENS, SLOT_STEP, padded, row_cells
+from easyrl.engines.vllm.platforms import STEP_FRACTION, wanted_cache_bytes
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize, read_model_files
@@ -51,6 +51,8 @@ CERTAIN = {
     "ring buffer": "rollout.ring_slots",
     "vLLM's reserve": "rollout.memory_fraction",
 }
+MORE_CACHE = "KV cache, the room left"
+"""What vLLM's cache takes of an accelerator besides what it needs: part of the table alone."""
 KEYS = CERTAIN | {
     "engine's step": GROUPS,
     "CUDA graphs": GROUPS,
@@ -109,21 +111,22 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     weights, layers = (dtype_bytes * n for n in (model.num_weights, model.layer_weights))
     prompt = padded(config.data.max_prompt_length)
     row = row_cells(config.data.max_prompt_length, rollout.max_completion_length)
-    rows = (placement.max_concurrent_groups if model.is_batched else 1) * rollout.num_generations
+    num_groups = placement.max_concurrent_groups if model.is_batched or not is_embedded else 1
+    rows = num_groups * rollout.num_generations
     # Sequences in rows and ready to start. In an evaluation each may have a prompt of its own; in
     # training the last completions of as many groups again may be in flight.
     started = rows + max(1, rows // 4)
     groups = -(-started // (1 if config.train.eval_every else rollout.num_generations))
-    num_prompts = min(started, 2 * groups)
+    has_graphs = is_batched and not on_cpu and placement.accelerator != devices.ASCEND
+    num_prompts = padded(min(started, 2 * groups), SLOT_STEP if has_graphs else 1)
     cached = rows * row + num_prompts * prompt
-    if not is_batched:  # on accelerators vLLM takes as many sequences as fit, at least 1
-        cached = (rows if on_cpu else 1) * config.max_sequence_length
+    if not is_batched:  # vLLM needs room for 1 sequence at least
+        cached = (rows if is_embedded else 1) * config.max_sequence_length
     step = started * model.vocabulary_size * SAMPLE_BYTES
     if is_batched and not on_cpu:  # attention to prompts has as many rows for each of them
         scores = rows * max(row, 2 * prompt)
         scores = max(scores, MAX_PREFILL_TOKENS * row * rollout.has_environments)
         step += scores * SCORE_BYTES * model.num_heads
-    has_graphs = is_batched and not on_cpu and placement.accelerator != devices.ASCEND
     prefill = min(MAX_PREFILL_TOKENS, groups * prompt)
     activations = prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     own = {
@@ -136,9 +139,16 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
         # Into the weights themselves on the CPU, where they fit.
         "buckets": 0 if is_embedded and on_cpu else _bucket_bytes(placement, "rollout", weights),
     }
-    if not is_embedded and not on_cpu:  # it keeps memory free for its step and graphs
+    wanted = wanted_cache_bytes(model, config.model.dtype, rows, config.max_sequence_length)
+    if not is_embedded and on_cpu:
+        own["KV cache"] = wanted
+    elif not is_embedded:  # it keeps memory free for its step and graphs
         budget = memory_budgets(placement).get(_memory_of(placement, "rollout"), 0)
         fraction = 1.0 if placement.shares_device else rollout.memory_fraction or 0.9
+        room = int((1.0 - STEP_FRACTION) * fraction * budget) - weights
+        others = placement.engine.tensor_parallel_size * CONTEXT_BYTES + own["buckets"]
+        room = min(room, wanted) if placement.shares_device else room - others
+        own[MORE_CACHE] = room - own["KV cache"]
         what = "vLLM's reserve" if placement.shares_device else "vLLM's step, reserve"
         own[what] = int((1.0 - (1.0 - STEP_FRACTION) * fraction) * budget)
         del own["engine's step"]
@@ -281,7 +291,8 @@ def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
     """Sum the parts: of all processes on the host, of one worker on each accelerator."""
     totals = Counter[str]()
     for part in parts:
-        totals[part.memory] += part.num_bytes * (part.num_processes if part.memory == "cpu" else 1)
+        num_processes = part.num_processes if part.memory == "cpu" else 1
+        totals[part.memory] += part.num_bytes * num_processes * (part.what != MORE_CACHE)
     return totals
 
 
@@ -311,6 +322,7 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str 
 def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
     """List the parts of one worker of each role, then the sum in each memory."""
     totals, rows = bytes_by_memory(parts), []
+    totals.update({part.memory: part.num_bytes for part in parts if part.what == MORE_CACHE})
     size, form = (GIB, "{:,.1f} GiB") if max(totals.values()) > 16 * GIB else (MIB, "{:,.0f} MiB")
     for process, grouped in groupby(parts, key=lambda part: part.process):
         own = list(grouped)
@@ -378,7 +390,9 @@ def propose_changes(config: Config, placement: Placement, size: ModelSize) -> di
         except ValueError:  # these do not go together
             return False
 
-    choices = product(_engines(config, placement), ({}, without_offload, every), _splits(placement))
+    choices = product(
+        _engines(config, placement, size), ({}, without_offload, every), _splits(placement)
+    )
     tried = (engine | saved | split for engine, saved, split in choices)
     changes = next(filter(is_enough, tried), None)
     if changes is None:
@@ -389,10 +403,11 @@ def propose_changes(config: Config, placement: Placement, size: ModelSize) -> di
     return changes
 
 
-def _engines(config: Config, placement: Placement) -> list[dict[str, Any]]:
+def _engines(config: Config, placement: Placement, size: ModelSize) -> list[dict[str, Any]]:
     # Where vLLM is assumed, it is not installed here.
-    is_assumed = placement.assumed is not None and config.rollout.engine == "auto"
-    sizes = (1, 2, 4, 8) if placement.engine.name == "vllm" or is_assumed else ()
+    is_auto = placement.assumed is not None and config.rollout.engine == "auto"
+    is_vllm = placement.engine.name == "vllm" or (is_auto and size.is_in_vllm)
+    sizes = (1, 2, 4, 8) if is_vllm else ()
     key = "rollout.tensor_parallel_size"
     return [{}, *({"rollout.engine": "vllm", key: size} for size in sizes)]
 

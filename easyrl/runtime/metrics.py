@@ -136,6 +136,7 @@ def summarize(
         "rewards": {name: ends(f"rewards/{name}/mean") for name in reward_names(config)},
         "tokens_per_second_per_device": num_tokens / seconds / num_devices if seconds else 0.0,
         "accuracy_before": state.accuracy_before,
+        "held_out_reward_before": state.held_out_reward_before,
         "accuracy_best": best.get("eval/accuracy"),
         "iterations_best": best["iteration"] + 1 if best else None,
         "overlap": overlap(lines),

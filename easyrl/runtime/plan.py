@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError, change_config
 from easyrl.data.hub import describe_model
-from easyrl.devices import AssumedDevices
+from easyrl.devices import ASCEND, AssumedDevices
 from easyrl.formatting import install_command
 from easyrl.model.files import read_model_files
 from easyrl.runtime import memory, preflight
-from easyrl.runtime.placement import describe, resolve_placement
+from easyrl.runtime.placement import Placement, describe, resolve_placement
 
 
 class Plan(NamedTuple):
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
     """Plan a run. Raises ConfigError for devices that are missing."""
     placement = resolve_placement(config, assumed)
-    lines = [describe_model(config.model.path), describe(placement), ""]
+    lines = [describe_model(config.model.path), describe(placement), *never_run(placement), ""]
     warnings, size = preflight.choice_warnings(config, placement), None
     is_refused = is_tight = False
     try:
@@ -38,6 +38,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
         if num_trained is not None and find_spec("peft") is None:
             warnings.append(f"the run itself needs peft: {install_command('lora')}")
         size = preflight.read_model_size(config, files, num_trained)
+        preflight.check_engine(config, placement, size)
         config = memory.use_memory(config, placement, size)
         if size is None:
             path = config.model.path
@@ -62,3 +63,19 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
             host_bytes = memory.bytes_by_memory(parts)["cpu"]
     text = "\n".join([*lines, *warnings])
     return Plan(text, not is_refused, is_tight, changes or {}, host_bytes)
+
+
+def never_run(placement: Placement) -> list[str]:
+    """Name what of a plan has never run on real hardware (README, "What has run where")."""
+    kind, sets = placement.accelerator, (placement.infer, placement.train)
+    used = {index for each in sets if each.kind == "accelerator" for index in each.indices}
+    is_vllm = placement.engine.name == "vllm" and placement.infer.kind == "accelerator"
+    parts = {
+        "Ascend NPUs": kind == ASCEND and bool(used),
+        "several accelerators": len(used) > 1,
+        "vLLM on accelerators": is_vllm,
+        "Ray with accelerators or over several machines": placement.is_ray,
+    }
+    found = [part for part, is_planned in parts.items() if is_planned]
+    text = f"never run on real hardware so far: {', '.join(found)} (README, What has run where)"
+    return [text] * bool(found)

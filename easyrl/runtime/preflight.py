@@ -49,6 +49,8 @@ from easyrl.types import Messages, Prompt
 from easyrl.user_code import load_function
 
 SHOWN_CHARACTERS = 1000
+LOPSIDED = 6
+"""A split is lopsided if one side has at least this many times the other's devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
     num_trained = count_trained(config)
     size = read_model_size(config, files, num_trained)
+    check_engine(config, placement, size)
     config = memory.use_memory(config, placement, size)
     parts = [] if size is None else memory.estimate_memory(config, placement, size)
     devices.memory_in_use.cache_clear()
@@ -273,6 +276,21 @@ def check_positions(config: Config, model: ModelFiles, *, section: str = "rollou
         )
 
 
+def check_engine(config: Config, placement: Placement, size: ModelSize | None) -> None:
+    """Raise ConfigError for a model that the engine would refuse once it has started."""
+    path, is_vllm = config.model.path, placement.engine.name == "vllm"
+    if size is not None and is_vllm and not size.is_in_vllm:
+        raise ConfigError(
+            f"rollout.engine: expected embedded, because vLLM names weights of '{path}' otherwise "
+            "than transformers, so it cannot receive updates, got vllm"
+        )
+    if size is not None and not (is_vllm or size.is_batched) and config.rollout.has_environments:
+        raise ConfigError(
+            "rollout.environment: expected a model that the embedded engine or vLLM can serve, "
+            f"got '{path}', which has layers without attention to all tokens or a window"
+        )
+
+
 def choice_warnings(config: Config, placement: Placement) -> list[str]:
     """Warn of settings that are allowed and rarely meant."""
     warnings, top_k, top_p = [], config.rollout.top_k, config.rollout.top_p
@@ -284,6 +302,11 @@ def choice_warnings(config: Config, placement: Placement) -> list[str]:
     if placement.train.kind == "accelerator" and config.model.dtype == "float32" and not is_demo:
         text = "in float32 accelerators take twice the memory and several times as long"
         warnings.append(f"warning: {text}: model.dtype=bfloat16")
+    infer, train = placement.infer.count, placement.train.count
+    if max(infer, train) >= LOPSIDED * min(infer, train):
+        text = f"{counted(infer, 'device')} for generation and {train} for training is lopsided"
+        advice = f"a short run, then easyrl plan RUN --devices {infer + train}"
+        warnings.append(f"warning: {text}; to find the fastest split: {advice}")
     return warnings
 
 
@@ -304,7 +327,9 @@ def _held_out(
 ) -> tuple[list[Prompt], list[str]]:
     """Open the held-out problems of `eval.dataset`, else of `data.dataset`; with warnings. Without
     `interfaces`, their tokens are not counted."""
-    if config.data.num_held_out == 0 or (config.eval.dataset is None and not prompts.held_out()):
+    is_asked = config.data.num_held_out is not None or config.train.eval_every > 0
+    has_none = not prompts.held_out() or (prompts.is_partly_held_out and not is_asked)
+    if config.data.num_held_out == 0 or (config.eval.dataset is None and has_none):
         if config.train.eval_every:
             raise ConfigError(
                 "train.eval_every: expected 0, because there are no held-out problems, got "

@@ -41,6 +41,7 @@ class SavedState:
     """Fingerprints of the model, the data and the held-out problems (`preflight`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
+    held_out_reward_before: float | None = None
     wall_seconds: float = 0.0
     """Time of the commands so far."""
     file_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -191,6 +192,7 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith("eval.")}
     if dataset is not None:
         given_anew |= {"data.dataset", "data.options", "data.weights", "data.num_held_out"}
+        given_anew |= {"data.columns"} if isinstance(run.data.columns, list) else set()
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
             given_anew |= {key for key in of_run if key.startswith(("data.", "reward.", "eval."))}
             given_anew |= {"rollout.environment", "rollout.tools"}

@@ -169,6 +169,7 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
         "advantage": sample.advantage,
         "length": sample.length,
         "truncated": sample.truncated,
+        "raw": sample.raw,
     }
     return events.with_columns(line, {**group.columns, **sample.columns})
 

@@ -348,6 +348,7 @@ class RolloutWorker:
             prompt=group.text,
             completions=group.texts,
             columns=scored.columns,
+            raw=self._raw(group),
             errors=scored.errors,
             checksum=checksum(group.completions),
         )
@@ -390,6 +391,7 @@ class RolloutWorker:
         is_sample = (kept is None or own.index < kept) and not is_rejected
         names = reward_names(self.config)
         scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
+        raw = self._raw(own) if is_sample else [()]
         samples = [
             events.Sample(
                 own.texts[n],
@@ -399,6 +401,7 @@ class RolloutWorker:
                 {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
                 int(group.completion_lengths[n]),
                 bool(group.truncated[n]),
+                raw[n],
             )
             for n in (range(len(completions)) if is_sample else [0])
         ]
@@ -427,6 +430,11 @@ class RolloutWorker:
             self.control.send(report)
         else:
             self._outbox.append((group, report))
+
+    def _raw(self, group: _Group) -> Sequence[Sequence[str]]:
+        """Return all tokens of prompt and completion as texts, for each completion."""
+        prompt, decode = self.tokenizer.decode(group.prompt_ids), self.tokenizer.decode
+        return [(prompt, decode(each.token_ids.tolist())) for each in group.completions]
 
     def _publish(self) -> None:
         """Put finished groups into the ring while it has free slots. Each is reported before: if

@@ -13,9 +13,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from easyrl import devices
-from easyrl.engines import MAX_PREFILL_TOKENS
+from easyrl.engines import MAX_PREFILL_TOKENS, padded
 from easyrl.formatting import install_command
-from easyrl.model.files import DTYPE_BYTES, model_size, read_model_files
+from easyrl.model.files import DTYPE_BYTES, ModelSize, model_size, read_model_files
 
 WORKER = "easyrl.engines.vllm.worker"
 BACKEND = "easyrl_buckets"
@@ -127,13 +127,17 @@ def cache_bytes(
     is at most what the fraction `shared_part` of the memory leaves besides the weights."""
     if device != "cpu" and shared_part is None:
         return None
-    files, element_bytes = read_model_files(model), DTYPE_BYTES[dtype]
-    row_tokens = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
+    files = read_model_files(model)
     size = model_size(files.config, files.num_weights or 0)
-    cache = num_rows * row_tokens * size.kv_elements * element_bytes if size else 0
-    wanted = cache + EXTRA_CACHE_BYTES if cache else DEFAULT_CACHE_BYTES
+    wanted = wanted_cache_bytes(size, dtype, num_rows, longest) if size else DEFAULT_CACHE_BYTES
     if shared_part is None:
         return wanted
     total = devices.total_memory_bytes(device.partition(":")[0], 0)
-    weights = element_bytes * (files.num_weights or 0)
+    weights = DTYPE_BYTES[dtype] * (files.num_weights or 0)
     return min(wanted, int((1.0 - STEP_FRACTION) * shared_part * total) - weights)
+
+
+def wanted_cache_bytes(size: ModelSize, dtype: str, num_rows: int, longest: int) -> int:
+    """Return the size of a KV cache for all sequences at their full length."""
+    row_tokens = padded(longest, BLOCK_TOKENS)
+    return num_rows * row_tokens * size.kv_elements * DTYPE_BYTES[dtype] + EXTRA_CACHE_BYTES
