@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.performance_model import LOAD
 from easyrl import devices
@@ -22,7 +23,6 @@ from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
-from tiny_models import tiny_model
 
 META = torch.device("meta")
 GATHERS = {"aten::index", "aten::embedding", "aten::gather", "aten::searchsorted"}
@@ -78,13 +78,21 @@ def _bytes(x):
 
 def make_policy(model, layers):
     register_attention()
-    sizes = {"hidden_size": model.hidden, "intermediate_size": model.intermediate}
-    sizes |= {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads}
-    sizes |= {"head_dim": model.head_size, "vocab_size": model.vocabulary}
-    sizes["num_hidden_layers"] = layers
+    sizes = {
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+    }
+    config = AutoConfig.for_model(model.family, **sizes)
     with META:
-        whole = tiny_model(model.family, ATTENTION_NAME, **sizes)
-    return Policy(whole.bfloat16(), META)
+        whole = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+        )
+    return Policy(whole.eval(), META)
 
 
 def count_decode_step(model, layers, rows, prompt, cells):
