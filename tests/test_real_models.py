@@ -158,16 +158,11 @@ def test_a_step_is_that_of_a_plain_loop_and_the_saved_model_has_the_same_logits(
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     assert norm > 0.5 and learner.metrics()["grad_norm"] == pytest.approx(norm, rel=1e-5)
     optimizer.step()
-    weights = dict(model.named_parameters())
-    error = {name: float((w - named[name]).norm() / w.norm()) for name, w in weights.items()}
-    steps = {
-        name: float((named[name] - w).norm() / w.norm()) for name, w in before.named_parameters()
-    }
-    print(
-        f"\ngradient {gap:.1e}, weights {max(error.values()):.1e}, step {max(steps.values()):.1e}"
-    )
-    assert gap <= LARGEST_ERROR and max(error.values()) <= LARGEST_ERROR
-    assert min(steps.values()) > 0 and max(steps.values()) > 100 * LARGEST_ERROR
+    error = distances(named, model)
+    print(f"\ngradient {gap:.1e}, weights {max(error):.1e}")
+    assert gap <= LARGEST_ERROR and max(error) <= LARGEST_ERROR
+    steps = distances(named, before)
+    assert min(steps) > 0 and max(steps) > 100 * LARGEST_ERROR
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
     learner.policy.save(tmp_path / "model", tokenizer, dtype=torch.float32)
@@ -184,6 +179,11 @@ def test_a_step_is_that_of_a_plain_loop_and_the_saved_model_has_the_same_logits(
         assert float((got - trained).abs().max()) <= LARGEST_GAP
         first = torch.cat([sequence_logprobs(before, rollout) for rollout in rollouts])
         assert float((first - trained).abs().max()) > 100 * LARGEST_GAP
+
+
+def distances(named: dict[str, Any], model: Any) -> list[float]:
+    """Relative distances of weights from those of a model."""
+    return [float((w - named[name]).norm() / w.norm()) for name, w in model.named_parameters()]
 
 
 def packed_logprobs(policy: Policy, rollouts: list[Rollout]) -> torch.Tensor:
