@@ -49,8 +49,9 @@ def show_samples(
 
     before: Any = None
     for line, count in islice(folded(filter(is_wanted, GrowingFile(file).read())), limit):
-        prompt, texts = _prompt(line), (line["prompt"], line["completion"])
-        if is_raw and not (texts := line.get("raw")):
+        prompt = _prompt(line)
+        texts = line.get("raw") if is_raw else (line["prompt"], line["completion"])
+        if not texts:
             raise ConfigError(f"--raw: '{file}' lacks special tokens: it is of an older EasyRL")
         title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
         say_rich(Text("  ".join(title), style="bold"))
