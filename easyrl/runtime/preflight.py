@@ -49,7 +49,7 @@ from easyrl.types import Messages, Prompt
 from easyrl.user_code import load_function
 
 SHOWN_CHARACTERS = 1000
-LOPSIDED = 6
+LOPSIDED = 8
 """A split is lopsided if one side has at least this many times the other's devices."""
 
 
