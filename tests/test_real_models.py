@@ -122,7 +122,7 @@ def test_engine_trainer_and_transformers_give_the_same_logprobs_and_gradients(sa
     of_logprobs, of_gradients = errors(result, type(result)(expected, gradients))
     print(f"\n{sampled.path}: log-probabilities: engine {gap:.1e}, trainer {of_logprobs:.1e}")
     assert gap <= LARGEST_GAP and of_logprobs <= LARGEST_GAP
-    # In float32 these models' gradients have fewer digits, whoever computes them.
+    # In float32 the gradient of SmolLM2 in plain transformers has an error of 5e-4 (ours 3e-5).
     sampled.policy.model.double()
     exact = packed(sampled.rollouts, sampled.policy)()
     _, error = errors(exact, type(result)(expected, gradients))
