@@ -52,13 +52,13 @@ def plain_model(path: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 def prompts_of(name: str, tokenizer: Any) -> list[list[int]]:
     task = ReasoningGym("chain_sum", "{}", 1)
-    questions = [task.train_row(0, index)["prompt"] for index in range(3)]
+    questions = [task.train_row(0, index)["prompt"] for index in range(60)]
     if name == "smollm2":
-        chats = [[{"role": "user", "content": question}] for question in questions]
+        chats = [[{"role": "user", "content": question}] for question in questions[:3]]
         return [render_prompt(chat, tokenizer) for chat in chats]
     config = AutoConfig.from_pretrained(real_model(name))
     assert (config.vocab_size, config.sliding_window) == (262_144, 512)
-    prompt = render_prompt(" ".join(questions * 20), tokenizer)[:600]
+    prompt = render_prompt(" ".join(questions), tokenizer)[:600]
     assert len(prompt) == 600
     return [prompt]
 
@@ -122,7 +122,7 @@ def test_engine_trainer_and_transformers_give_the_same_logprobs_and_gradients(sa
     of_logprobs, of_gradients = errors(result, type(result)(expected, gradients))
     print(f"\n{sampled.path}: log-probabilities: engine {gap:.1e}, trainer {of_logprobs:.1e}")
     assert gap <= LARGEST_GAP and of_logprobs <= LARGEST_GAP
-    # In float32 these models' gradients have fewer digits, whoever computes them.
+    # In float32 the gradient of SmolLM2 in plain transformers has an error of 5e-4 (ours 3e-5).
     sampled.policy.model.double()
     exact = packed(sampled.rollouts, sampled.policy)()
     _, error = errors(exact, type(result)(expected, gradients))
