@@ -146,7 +146,7 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path):
     updates = "train.updates_per_iteration=2"
     models = TriModel(policy, load_config(words=[updates, "algorithm.beta=0.1"]))
     assert models._reference is policy.adapter
-    logprobs, _, _, ref_logprobs = models.logprobs(batch, policy_is_old=True)
+    logprobs, _, _, ref_logprobs, _ = models.logprobs(batch, policy_is_old=True)
     base = Policy.load(str(path))
     expected = TriModel(base, load_config(words=[]))
     of_base = expected.logprobs(batch, policy_is_old=True)[0].detach()

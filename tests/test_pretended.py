@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(map(str, (TESTS / "pretended", LIBRARY, TESTS.parent))),
     "PLAIN_KERNELS": "1",
 }
-TEACHER = "algorithm.teacher=tiny-guess", "algorithm.teacher_objective=jensen_shannon"
+TEACHER = "algorithm.teacher=tiny-guess", "algorithm.teacher_divergence=0.5"
 WORDS = (*SMALL, "--no-live", "runtime.deterministic=true", "train.lr_scheduler_type=constant")
 
 pytestmark = [

@@ -27,8 +27,7 @@ class TeacherScores(NamedTuple):
     logprobs: Tensor
     """Its log-probabilities [K] of the sampled tokens."""
     divergence: Tensor
-    """`algorithm.teacher_objective` [K] in nats, with gradient; with `sampled_reverse_kl`, whose
-    gradient is an advantage's, as `kl`."""
+    """`algorithm.teacher_divergence` [K] in nats, with gradient; where that is null, as `kl`."""
     kl: Tensor
     """KL(policy || teacher) [K] in nats, over the whole vocabulary, without gradient."""
     agrees: Tensor
@@ -88,7 +87,7 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
 
     `w_t` corrects for the engine's numerics; `k3_t` estimates the KL divergence from the reference
     (`kl_k3`). No sum and no mean includes masked tokens. A teacher with log-probabilities q_t adds
-    its divergence D_t (`easyrl.model.distillation`) or, with `sampled_reverse_kl`,
+    its divergence D_t (`easyrl.model.distillation`) or, without `teacher_divergence`,
     teacher_weight (q_t - old_logprobs_t) to the advantage A of the token.
 
     Sources: the clipped surrogate and grpo's mean, GRPO (arXiv 2402.03300, equation 3); dapo
@@ -100,7 +99,7 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
     algorithm = config.algorithm
     inputs = _zero_masked(inputs)
     mask, teacher = inputs.loss_mask, inputs.teacher
-    if teacher is not None and algorithm.teacher_objective == "sampled_reverse_kl":
+    if teacher is not None and algorithm.teacher_divergence is None:
         of_teacher = algorithm.teacher_weight * (teacher.logprobs - inputs.old_logprobs)
         inputs = replace(inputs, advantages=inputs.advantages + of_teacher)
     lengths = _sum_over_completion(mask.to(inputs.logprobs.dtype), inputs).clamp(min=1.0)
@@ -131,7 +130,7 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
     if algorithm.entropy_coef != 0.0:
         per_token = per_token - algorithm.entropy_coef * inputs.entropy
     if teacher is not None:
-        if algorithm.teacher_objective != "sampled_reverse_kl":
+        if algorithm.teacher_divergence is not None:
             per_token = per_token + algorithm.teacher_weight * teacher.divergence
         metrics |= {"teacher_kl": teacher.kl.sum(), "teacher_agrees": teacher.agrees.sum()}
     if algorithm.loss_type == "grpo":

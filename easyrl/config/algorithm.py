@@ -50,15 +50,10 @@ class AlgorithmConfig(Section):
     it is the only signal."""
     teacher_weight: float = Field(default=1.0, gt=0.0)
     """Weight of the teacher's term beside the rewards' advantages."""
-    teacher_objective: Literal[
-        "sampled_reverse_kl", "reverse_kl", "forward_kl", "jensen_shannon"
-    ] = "sampled_reverse_kl"
-    """A token's advantage is the teacher's log-probability minus the policy's
-    (`sampled_reverse_kl`), or the loss is a divergence over the whole vocabulary: KL(policy ||
-    teacher), KL(teacher || policy), or Jensen-Shannon's."""
-    jensen_shannon_weight: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """The teacher's part in `jensen_shannon`: near 0 it is the forward divergence, near 1 the
-    reverse."""
+    teacher_divergence: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Null: a token's advantage is the teacher's log-probability minus the policy's. A number: the
+    loss is the generalized Jensen-Shannon divergence over the whole vocabulary with this weight: at
+    0 KL(teacher || policy), forward; at 1 KL(policy || teacher), reverse."""
     mask_truncated_completions: bool = False
     """Do not train completions that were cut off at `rollout.max_completion_length`. They still
     count in their group's advantages, and in the loss as completions; their tokens do not."""

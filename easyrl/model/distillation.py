@@ -56,8 +56,8 @@ class Teacher(nn.Module):
         size = min(policy.vocabulary_size, self.policy.vocabulary_size)
         chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
         num_rows = max(1, chunk_bytes // (2 * 4 * size))
-        objective = self._algorithm.teacher_objective
-        has_gradient = objective != "sampled_reverse_kl" and torch.is_grad_enabled()
+        weight = self._algorithm.teacher_divergence
+        has_gradient = weight is not None and torch.is_grad_enabled()
 
         def compare(rows: Tensor, of_teacher: Tensor, chosen: Tensor) -> TeacherScores:
             with torch.no_grad():
@@ -66,8 +66,8 @@ class Teacher(nn.Module):
             student = log_distribution(policy.head(rows)[:, :size], self._temperature)
             return TeacherScores(
                 teacher.gather(1, chosen.unsqueeze(1)).squeeze(1),
-                divergence(student, teacher, objective, self._algorithm.jensen_shannon_weight),
-                divergence(student.detach(), teacher),
+                divergence(student, teacher, 1.0 if weight is None else weight),
+                divergence(student.detach(), teacher, 1.0),
                 student.argmax(dim=-1) == teacher.argmax(dim=-1),
             )
 
@@ -88,22 +88,18 @@ def log_distribution(logits: Tensor, temperature: float) -> Tensor:
     return (scores - total.log()).clamp(min=LEAST_LOGPROB)
 
 
-def divergence(
-    student: Tensor, teacher: Tensor, objective: str = "reverse_kl", weight: float = 0.5
-) -> Tensor:
-    """Return the divergence [n] of the log-distributions of student p and teacher q [n, V] in nats:
+def divergence(student: Tensor, teacher: Tensor, weight: float) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence [n] in nats of the log-distributions of
+    student p and teacher q [n, V], with weight w:
 
-        reverse_kl, sampled_reverse_kl    KL(p || q)
-        forward_kl                        KL(q || p)
-        jensen_shannon                    w KL(q || m) + (1 - w) KL(p || m),  m = w q + (1 - w) p
+        w KL(q || m) + (1 - w) KL(p || m),  m = w q + (1 - w) p
+        KL(q || p) at w = 0 and KL(p || q) at w = 1, which it approaches, divided by w or 1 - w
 
-    arXiv 2306.13649, section 2 and equation 1. `weight`: w."""
-    if objective == "forward_kl":
-        return _kl(teacher, student)
-    if objective == "jensen_shannon":
-        middle = torch.logaddexp(teacher + math.log(weight), student + math.log1p(-weight))
-        return weight * _kl(teacher, middle) + (1.0 - weight) * _kl(student, middle)
-    return _kl(student, teacher)
+    arXiv 2306.13649, section 2 and equation 1."""
+    if weight in (0.0, 1.0):
+        return _kl(student, teacher) if weight else _kl(teacher, student)
+    middle = torch.logaddexp(teacher + math.log(weight), student + math.log1p(-weight))
+    return weight * _kl(teacher, middle) + (1.0 - weight) * _kl(student, middle)
 
 
 def _kl(of: Tensor, to: Tensor) -> Tensor:
