@@ -114,10 +114,29 @@ def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
 
 
+def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
+    """Nor is the teacher's run of `configs/distill.yaml` one with rewards."""
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}+7="}}\n' for n in range(9)))
+    run, prompts = str(tmp_path / "run"), ["--dataset", str(tmp_path / "data.jsonl")]
+    words = [*SMALL[:4], "reward.functions=none", "algorithm.teacher=tiny", "--iterations", "1"]
+    succeed("--no-live", "--output", run, *words, *prompts)
+    (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert line["reward"] == 0.0 and line["teacher/kl"] == pytest.approx(0.0, abs=1e-5)
+    words = ["--model", run, "--dataset", "arithmetic", "data.num_held_out=4", "--no-live"]
+    out = CliRunner().invoke(app, ["eval", *words, "--output", str(tmp_path / "eval")])
+    assert out.exit_code == 0 and "accuracy" in out.stdout, out.output
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--reward", "none"], "algorithm.teacher, got none"),
+        (["--reward", "none", "--reward", "math"], "none alone, got none, math"),
+        (
+            ["--reward", "none", "algorithm.teacher=tiny", "algorithm.dynamic_sampling=true"],
+            "false",
+        ),
+        (["algorithm.teacher=tiny", "data.max_prompt_length=1020"], "at most 1024"),
         (["algorithm.teacher=TEACHER"], "token 99 is None, got 'new' in '"),
         (["algorithm.teacher=./nothing_here"], "algorithm.teacher: "),
         (["algorithm.teacher=tiny", "algorithm.teacher_divergence=kl"], "teacher_divergence"),

@@ -99,10 +99,6 @@ class Config(Section):
                 f"train.updates_per_iteration: expected a divisor of {prompts} "
                 f"(train.prompts_per_iteration), got {updates}"
             )
-        if self.reward.is_none and self.algorithm.teacher is None:
-            problems.append(
-                "reward.functions: expected a reward (--reward) or algorithm.teacher, got none"
-            )
         if longest > budget:
             problems.append(
                 f"train.max_tokens_per_micro_batch: expected null or at least {longest}, one "

@@ -59,6 +59,8 @@ class RewardConfig(Section):
                 f"reward.weights: expected one for each of {', '.join(functions)}, got "
                 f"{self.weights}"
             )
+        if "none" in functions and len(functions) > 1:
+            raise ValueError(f"reward.functions: expected none alone, got {', '.join(functions)}")
         if ("regex" in functions) != (self.pattern is not None):
             raise ValueError(
                 "reward.pattern: expected a regular expression with the reward function regex, and "

@@ -33,9 +33,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_type(cls, value: Any, info: Any) -> Any:
-        annotation = cls.model_fields[info.field_name].annotation
+        annotation = (field := cls.model_fields[info.field_name]).annotation
         if value is None and isinstance(annotation, type) and issubclass(annotation, Section):
             return {}  # a section whose keys are all commented out
+        if value == "none" and AS_LIST in field.metadata:
+            return [value]  # the reward `none`
         if isinstance(value, str) and value.lower() == "none" and NoneType in kinds(annotation):
             return None  # as Python writes it
         if isinstance(value, bool) and {int, float} & {*kinds(annotation)}:

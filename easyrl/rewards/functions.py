@@ -124,6 +124,11 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
     raise ValueError("not an arithmetic expression")
 
 
+def none(completions: Completions, **_: Any) -> list[float]:
+    """Score 0.0: rows without a reward, in a run with `algorithm.teacher` alone."""
+    return [0.0] * len(completions)
+
+
 def reasoning_gym(
     completions: Completions, entry: Sequence[Any], task: Sequence[Any], **_: Any
 ) -> list[float | None]:

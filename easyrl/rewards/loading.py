@@ -24,6 +24,7 @@ from easyrl.user_code import digest_files, load_function, read_files
 
 KEY = "reward.functions (--reward)"
 BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
+    "none": lambda config: functions.none,
     "exact_match": lambda config: functions.exact_match,
     "math": lambda config: math.math,
     "gsm8k": lambda config: math.gsm8k,
@@ -53,6 +54,8 @@ def reward_specs(config: Config) -> list[str]:
     presets = [preset_of(name, config.data) for name in config.data.datasets]
     defaults = list(dict.fromkeys(preset.reward if preset else None for preset in presets))
     if len(defaults) != 1 or defaults[0] is None:
+        if config.reward.is_none:
+            return ["none"]
         names = ", ".join(config.data.datasets)
         raise ConfigError(f"{KEY}: expected {FORMS}, got none; {names} has no default")
     return [defaults[0]]

@@ -171,10 +171,15 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_teacher(config: Config) -> None:
-    """Raise ConfigError for a teacher that is not there, or has other tokens than the policy."""
-    if (path := config.algorithm.teacher) is None:
+    """Raise ConfigError for a teacher that is not there, has other tokens than the policy or too
+    few positions, and for a run without rewards that needs them."""
+    path = config.algorithm.teacher
+    if config.reward.is_none and (path is None or config.algorithm.dynamic_sampling):
+        other = "algorithm.teacher" if path is None else "algorithm.dynamic_sampling=false"
+        raise ConfigError(f"reward.functions: expected a reward (--reward) or {other}, got none")
+    if path is None:
         return
-    read_model_files(path, TEACHER_KEY)
+    check_positions(config, read_model_files(path, TEACHER_KEY))
     trusts, tokens = config.model.trust_remote_code, []
     for each in (config.model.path, path):
         vocabulary = load_tokenizer(each, trust_remote_code=trusts).get_vocab()
