@@ -82,7 +82,6 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         # Null, as YAML and Python write it.
         *(("data.preset", text, None) for text in ("null", "~", "", "None")),
         ("algorithm.scale_rewards", "none", "none"),
-        ("reward.functions", "none", ["none"]),
         ("reward.functions", "None", None),
         # Lists, mappings and other forms.
         ("rollout.stop", "[007, 1:30]", ["007", "1:30"]),

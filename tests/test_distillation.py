@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from easyrl.model.policy import Policy
 from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import pack
+from mistakes import change_json
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
 
@@ -115,7 +117,8 @@ def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path
 
 
 def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
-    """Nor is the teacher's run of `configs/distill.yaml` one with rewards."""
+    recipe = Path(__file__).parent.parent / "configs" / "distill.yaml"
+    assert load_config(recipe).reward.functions == ["none"]
     (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}+7="}}\n' for n in range(9)))
     run, prompts = str(tmp_path / "run"), ["--dataset", str(tmp_path / "data.jsonl")]
     words = [*SMALL[:4], "reward.functions=none", "algorithm.teacher=tiny", "--iterations", "1"]
@@ -138,6 +141,7 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
         ),
         (["algorithm.teacher=tiny", "data.max_prompt_length=1020"], "at most 1024"),
         (["algorithm.teacher=TEACHER"], "token 99 is None, got 'new' in '"),
+        (["algorithm.teacher=FEWER"], "at least 99 with its padding, as the policy's, got 98"),
         (["algorithm.teacher=./nothing_here"], "algorithm.teacher: "),
         (["algorithm.teacher=tiny", "algorithm.teacher_divergence=kl"], "teacher_divergence"),
         (["algorithm.teacher=tiny", "algorithm.teacher_divergence=1.5"], "teacher_divergence"),
@@ -149,7 +153,9 @@ def test_a_teacher_that_does_not_fit_is_refused(words, named, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["new"])
     tokenizer.save_pretrained(folder)
-    words = [word.replace("TEACHER", str(folder)) for word in words]
+    fewer = shutil.copytree(BUILT_IN_MODELS["tiny"], tmp_path / "fewer")
+    change_json("config.json", vocab_size=98)(fewer)
+    words = [word.replace("TEACHER", str(folder)).replace("FEWER", str(fewer)) for word in words]
     result = CliRunner().invoke(app, ["grpo", "--output", str(tmp_path / "run"), *words])
     assert result.exit_code == 2 and named in result.stderr, result.output
-    assert [*tmp_path.iterdir()] == [folder]
+    assert {*tmp_path.iterdir()} == {folder, fewer}

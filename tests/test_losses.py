@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominator, policy_loss
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.train import TrainConfig
 from easyrl.workers.learner import learning_rate_factor
 from runs import SMALL, finish, lines_of, succeed
@@ -248,6 +248,19 @@ def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path):
         config = own_config(tmp_path / str(number), source)
         found = load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70)
         assert found == expected
+
+
+def test_a_loss_may_be_a_teachers_divergence_alone(tmp_path):
+    source = REINFORCE.replace("-inputs.advantages * inputs.logprobs", "inputs.teacher.divergence")
+    own = own_config(tmp_path, source)
+    for weight in (0.5, None):
+        values = {"algorithm.teacher": "tiny", "algorithm.teacher_divergence": weight}
+        config = change_config(own, values)
+        if weight is None:  # that has no gradient
+            with pytest.raises(ConfigError, match="gradient"):
+                load_loss(config)
+        else:
+            assert load_loss(config).metrics == {"probability", "tokens", "entropy"}
 
 
 @pytest.mark.parametrize(("source", "shown"), [

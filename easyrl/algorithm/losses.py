@@ -202,9 +202,13 @@ def load_loss(config: Config) -> Loss:
 
 def _tiny_inputs(config: Config) -> LossInputs:
     """Two completions of three tokens, one of them masked, as a loss gets them."""
-    values, has_teacher = torch.arange(6) / -10.0, config.algorithm.teacher is not None
+    values, algorithm = torch.arange(6) / -10.0, config.algorithm
+    logprobs, teacher = values.clone().requires_grad_(), None
+    if algorithm.teacher is not None:
+        divergence = -(values if algorithm.teacher_divergence is None else logprobs)
+        teacher = TeacherScores(values, divergence, -values, values < 0)
     return LossInputs(
-        logprobs=values.clone().requires_grad_(),
+        logprobs=logprobs,
         old_logprobs=values,
         rollout_logprobs=values,
         ref_logprobs=values if config.algorithm.beta > 0.0 else None,
@@ -213,7 +217,7 @@ def _tiny_inputs(config: Config) -> LossInputs:
         loss_mask=torch.arange(6) < 5,
         completion_of_token=torch.tensor([0, 0, 0, 1, 1, 1]),
         num_completions=2,
-        teacher=TeacherScores(values, -values, -values, values < 0) if has_teacher else None,
+        teacher=teacher,
     )
 
 

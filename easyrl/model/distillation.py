@@ -3,7 +3,7 @@
     packed row ─► teacher's layers ─► hidden [K, Ht] ─┐  a chunk of positions at a time
                └► policy's layers ──► hidden [K, H] ──┴► both heads ─► both distributions
 
-Both distributions are at the sampling temperature. Of models that pad their vocabulary differently
+Both distributions are at the sampling temperature. Of a teacher that pads its vocabulary further
 the common part counts. Logits of both exist for a chunk alone, and again in its backward pass.
 
 On-policy distillation: Agarwal et al. 2023 (arXiv 2306.13649); Gu et al. 2023, MiniLLM

@@ -171,15 +171,15 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_teacher(config: Config) -> None:
-    """Raise ConfigError for a teacher that is not there, has other tokens than the policy or too
-    few positions, and for a run without rewards that needs them."""
+    """Raise ConfigError for a teacher that is not there, has other tokens than the policy, too few
+    positions or too small a vocabulary, and for a run without rewards that needs them."""
     path = config.algorithm.teacher
     if config.reward.is_none and (path is None or config.algorithm.dynamic_sampling):
         other = "algorithm.teacher" if path is None else "algorithm.dynamic_sampling=false"
         raise ConfigError(f"reward.functions: expected a reward (--reward) or {other}, got none")
     if path is None:
         return
-    check_positions(config, read_model_files(path, TEACHER_KEY))
+    check_positions(config, teacher := read_model_files(path, TEACHER_KEY))
     trusts, tokens = config.model.trust_remote_code, []
     for each in (config.model.path, path):
         vocabulary = load_tokenizer(each, trust_remote_code=trusts).get_vocab()
@@ -192,6 +192,11 @@ def _check_teacher(config: Config) -> None:
             f"{mine.get(number)!r}, got {others.get(number)!r} in '{path}'; use a model of the "
             "same family"
         )
+    files = read_model_files(config.model.path), teacher
+    sizes = [(of.config.get("text_config") or of.config).get("vocab_size", 0) for of in files]
+    if sizes[0] > sizes[1]:  # a sampled token might be padding that the teacher lacks
+        expected = f"expected a vocabulary of at least {sizes[0]} with its padding, as the policy's"
+        raise ConfigError(f"{TEACHER_KEY}: {expected}, got {sizes[1]} in '{path}'")
 
 
 def check_open_files(config: Config, num_workers: int) -> None:
