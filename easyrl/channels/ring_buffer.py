@@ -184,7 +184,13 @@ class RingBuffer:
         for pipe in (self.free_pipe, self.ready_pipe):
             # A number for every slot fits. One page is left: a write may begin a new one.
             num_bytes = layout.num_slots * TOKEN_BYTES + mmap.PAGESIZE
-            fcntl.fcntl(pipe.fds[1], fcntl.F_SETPIPE_SZ, num_bytes)
+            try:
+                fcntl.fcntl(pipe.fds[1], fcntl.F_SETPIPE_SZ, num_bytes)
+            except PermissionError:
+                raise ConfigError(
+                    f"rollout.ring_slots: expected fewer, because the system does not allow a pipe "
+                    f"of {num_bytes} bytes, got {layout.num_slots}"
+                ) from None
         for slot in range(layout.num_slots):
             self.free_pipe.send(slot)
 
