@@ -125,9 +125,10 @@ class RewardPool:
         while it takes a call leaves the lock of pebble's pipe taken."""
         futures = [task.future for task in chain(*self._groups.values()) if not task.is_elsewhere]
         waiting = [future for future in futures if not future.done()]
-        now = time.monotonic()
-        if not waiting or not self._ready.done() or any(each.running() for each in waiting):
-            self._moved = now
+        next_call, now = waiting[0] if waiting else None, time.monotonic()
+        is_new = next_call is None or next_call is not self._next_call  # not so the last time
+        if is_new or not self._ready.done() or any(each.running() for each in waiting):
+            self._next_call, self._moved = next_call, now
         return now > self._moved + STUCK_SECONDS
 
     def fileno(self) -> int:
@@ -144,6 +145,7 @@ class RewardPool:
     def _start_pool(self) -> ProcessPool:
         pool = _open_pool(self._config.reward.num_workers, self._config, self._sources)
         self._ready = pool.schedule(int)  # pebble starts the processes with the first task
+        self._next_call: Future[Any] | None = None  # the oldest one that waits
         self._moved = time.monotonic()
         return pool
 
