@@ -72,6 +72,7 @@ class RewardPool:
         self._per_completion = [n for n, spec in specs if spec in loading.PER_COMPLETION]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
+        self._next_call: Future[Any] | None = None  # the oldest one that waited at the last look
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._pool = self._start_pool()
@@ -145,7 +146,6 @@ class RewardPool:
     def _start_pool(self) -> ProcessPool:
         pool = _open_pool(self._config.reward.num_workers, self._config, self._sources)
         self._ready = pool.schedule(int)  # pebble starts the processes with the first task
-        self._next_call: Future[Any] | None = None  # the oldest one that waits
         self._moved = time.monotonic()
         return pool
 
