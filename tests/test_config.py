@@ -158,7 +158,7 @@ def test_wrong_value_is_refused_with_its_key(word):
         (b"train:\n  iterations: [1\nmodel: {}\n", "config.yaml:3"),
         (b"train: 3\n", "train"),
         (b"model: {lora.rank: 3}\n", "model: {lora: {rank: ...}}"),
-        (b"modl: {lora: {rank: 16}}\n", "did you mean model?"),
+        (b"modl: {lora: {rank: 16}}\n", "did you mean model.lora.rank?"),
         (b"train:\n  iterations: 1\n  iterations: 2\n", "config.yaml:3"),
         (b"train: !!python/object:os.system {}\n", "config.yaml:1"),
         (b"a: &a [x, x]\nb: &b [*a, *a]\n", "config.yaml"),  # aliases could grow without bound
@@ -242,3 +242,9 @@ def test_device_sets_are_disjoint_or_one_shared_accelerator():
 )
 def test_names_of_trl_and_verl_are_answered_from_the_table_of_the_docs(typed, here):
     assert here in key_hint(typed)
+
+
+def test_an_unknown_setting_is_named_in_full_with_what_it_is_called_here():
+    error = error_of("actor_rollout_ref.rollout.n=8")
+    assert error.startswith("actor_rollout_ref.rollout.n:") and "rollout.num_generations" in error
+    assert "train.learning_rate=" in error_of("train.learning_rate", "1e-5")

@@ -53,6 +53,19 @@ def proposed(output):
     return commands[0][2:] if commands else None
 
 
+def test_a_first_prompt_that_a_start_refuses_is_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    words = ["--dataset", str(rows), "--reward", "exact_match"]
+    rows.write_text('{"prompt": "12+76=", "answer": "88"}\n')
+    assert dry_run(*words)[0] == 0
+    code, output = dry_run(*words, "data.max_prompt_length=4")
+    assert code == 2 and "data.max_prompt_length" in output
+    assert dry_run(*words, "data.max_prompt_length=4", "data.long_prompts=skip")[0] == 0
+    rows.write_text('{"prompt": [{"role": "user", "content": "12+76="}], "answer": "88"}\n')
+    code, output = dry_run(*words)  # the built-in model has no chat template
+    assert code == 2 and "data.chat_template" in output
+
+
 def test_devices_are_assumed_by_number_and_memory_or_name():
     for text, count, gib in (("4x23.5gb", 4, 23.5), ("8xH100", 8, 79), ("4090", 1, 23.5)):
         assumed = parse_assumed(text)

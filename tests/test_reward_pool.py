@@ -201,6 +201,20 @@ def test_a_process_that_was_killed_with_the_lock_of_the_calls_is_noticed(
     lock.release()
 
 
+def test_a_call_after_a_pause_is_not_taken_for_a_lost_one(open_pool, reports, monkeypatch):
+    pool = open_pool("sleepy", reward__num_workers=1)
+    scores_of(pool, "0")
+    monkeypatch.setattr(pool_module, "STUCK_SECONDS", 1.0)
+    for is_second in (False, True):  # of two groups that are in flight
+        if is_second:
+            pool.submit(0, Call("q", ["0"], [[1]], {}))
+            assert not pool.is_broken
+        time.sleep(1.1)  # a slow step of the engine
+        pool.submit(1, Call("q", ["0"], [[1]], {}))
+        finished(pool, 1 + is_second)
+    assert reports == []
+
+
 def test_results_are_of_plain_types(open_pool):
     """Others would be unpickled in the rollout worker."""
     ((scores, errors, metrics, columns),) = score(open_pool("logs_odd_names"))

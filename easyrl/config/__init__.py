@@ -290,7 +290,8 @@ def _read_word(word: str) -> tuple[str, Any]:
     name, equals, text = word.partition("=")
     name, first = name.strip(), text.strip()[:1]
     if not equals:
-        raise ConfigError(f"'{word}': expected section.key=value")
+        key = name if name in KEYS else "section.key"
+        raise ConfigError(f"'{word}': expected {key}=value")
     accepted = kinds(KEYS[name].annotation) if name in KEYS else ()
     is_text = str in accepted and not (
         first in ("'", '"')
@@ -310,6 +311,10 @@ def _problem(details: Any) -> str:
         if name in KEYS or name in SECTIONS:  # a full name in a file
             nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
             return f"{name}: expected in its section, as in {nested}"
+        inside = details["input"]
+        while isinstance(inside, dict) and len(inside) == 1:  # of a section that is not ours
+            ((key, inside),) = inside.items()
+            name += f".{key}"
         return f"{name}: unknown setting; {key_hint(name)}"
     if details["type"] == "value_error" and name in ("", *SECTIONS):
         return message  # of a check of several keys, which names them

@@ -106,7 +106,7 @@ def export_checkpoint(
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     with replace_folder(folder, is_new=not force) as new:
         policy.save(new, tokenizer, dtype=None if name == trained else name)
-    rounded = "" if name == trained else f" before they were rounded to {name}"
+    rounded = "" if name == trained else f" before they were converted to {name}"
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
         f"{folder} in {name} (weights{rounded}: sha256 {sha256})"

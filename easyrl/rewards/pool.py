@@ -72,6 +72,7 @@ class RewardPool:
         self._per_completion = [n for n, spec in specs if spec in loading.PER_COMPLETION]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
+        self._next_call: Future[Any] | None = None  # the oldest one that waited at the last look
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._pool = self._start_pool()
@@ -125,9 +126,10 @@ class RewardPool:
         while it takes a call leaves the lock of pebble's pipe taken."""
         futures = [task.future for task in chain(*self._groups.values()) if not task.is_elsewhere]
         waiting = [future for future in futures if not future.done()]
-        now = time.monotonic()
-        if not waiting or not self._ready.done() or any(each.running() for each in waiting):
-            self._moved = now
+        next_call, now = waiting[0] if waiting else None, time.monotonic()
+        is_new = next_call is None or next_call is not self._next_call  # not so the last time
+        if is_new or not self._ready.done() or any(each.running() for each in waiting):
+            self._next_call, self._moved = next_call, now
         return now > self._moved + STUCK_SECONDS
 
     def fileno(self) -> int:

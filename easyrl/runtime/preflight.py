@@ -144,12 +144,14 @@ def check_inputs(config: Config) -> list[str]:
         prompts = datasets.open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
         warnings += _held_out(config, prompts, None)[1]
+        first = {"first prompt": prompts.prompt(0).content}
         try:
-            loaded = load_prompt_tokenizer(config, {"": prompts.prompt(0).content})
-            about = describe_prompts(config, prompts, interfaces, loaded)
+            tokenizer = load_prompt_tokenizer(config, first)
         except ConfigError as error:  # in a plan the model need not be here
-            about = [f"first prompt: not shown: {error}"]
-        return [*about, *warnings]
+            return [f"first prompt: not shown: {error}", *warnings]
+        if tokenizer is not None and config.data.long_prompts == "stop":
+            check_prompts(first, tokenizer, config, _longest_tools(interfaces))
+        return [*describe_prompts(config, prompts, interfaces, tokenizer), *warnings]
     except HubUnreachable as error:
         return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
 

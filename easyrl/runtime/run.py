@@ -172,7 +172,8 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     rewards = ", ".join(reward_names(config))
     data, rate = config.data.shown, config.learning_rate
     notes.append(describe_model(config.model.path))
-    notes.append(f"data: {data}; reward: {rewards}; learning rate {rate:g}")
+    teacher = f"teacher: {config.algorithm.teacher}; " if config.algorithm.teacher else ""
+    notes.append(f"data: {data}; reward: {rewards}; {teacher}learning rate {rate:g}")
     if checked.num_prompts_skipped:
         notes.append(
             f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="
