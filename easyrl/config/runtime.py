@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, Section
+from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, Section
 
 
 class RuntimeConfig(Section):
@@ -52,8 +52,8 @@ class OutputConfig(Section):
     samples: Annotated[int | None, BeforeValidator(_as_number), MAY_CHANGE] = Field(default=1, ge=0)
     """Groups of each iteration whose texts and rewards are written to samples.jsonl; `all` or null:
     all of them."""
-    log_to: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], EACH_ONCE, MAY_CHANGE] = (
-        Field(default_factory=list)
-    )
+    log_to: Annotated[
+        list[Literal["tensorboard", "wandb", "trackio"]], AS_LIST, EACH_ONCE, MAY_CHANGE
+    ] = Field(default_factory=list)
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
     `trackio`; each needs its extra, as in pip install 'easyrl-train[wandb]'."""

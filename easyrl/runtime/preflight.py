@@ -347,7 +347,11 @@ def _held_out(
                 "train.eval_every: expected 0, because there are no held-out problems, got "
                 f"{config.train.eval_every}; set eval.dataset and data.num_held_out"
             )
-        return [], []
+        ignored = (
+            "warning: data.num_held_out is ignored: the data has no problems of its own for "
+            "evaluation, so name some (eval.dataset)"
+        )
+        return [], [ignored] if config.data.num_held_out else []
     if config.eval.dataset is None:
         return list(datasets.problems_of(prompts, config).values()), []
     other = datasets.with_eval_data(config)
