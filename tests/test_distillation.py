@@ -107,6 +107,7 @@ def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path
         own = "--schedule", schedule, "--output", str(tmp_path / name)
         out = succeed(*words, *own, *more)
         assert "learn nothing" not in out and "held-out accuracy" in out and "; teacher: " in out
+        assert "teacher KL 0." in out
     sync, periodic, apart = (summary_of(tmp_path / name) for name in runs)
     assert sync["weights_sha256"] == periodic["weights_sha256"] != apart["weights_sha256"]
     of_one, _, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in runs)

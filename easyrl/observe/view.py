@@ -46,6 +46,7 @@ FIGURES = {
     "length": ("completions/mean_length", ".1f"),
     "entropy": ("entropy", ".3f"),
     "KL": ("kl", ".4f"),
+    "teacher KL": ("teacher/kl", ".4f"),
     "cut off": ("completions/clipped_ratio", ".0%"),
     "no spread": ("frac_reward_zero_std", ".0%"),
 }
