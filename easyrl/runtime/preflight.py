@@ -147,6 +147,8 @@ def check_inputs(config: Config) -> list[str]:
         first = {"first prompt": prompts.prompt(0).content}
         try:
             tokenizer = load_prompt_tokenizer(config, first)
+            if tokenizer is not None and len(tokenizer) < 2:  # transformers makes an empty one
+                raise ConfigError("the model's folder has no tokenizer")
         except ConfigError as error:  # in a plan the model need not be here
             return [f"first prompt: not shown: {error}", *warnings]
         if tokenizer is not None and config.data.long_prompts == "stop":
