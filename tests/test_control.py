@@ -109,7 +109,7 @@ def test_the_folder_of_no_live_run_is_named(tmp_path):
 
 
 def test_a_client_that_no_longer_waits_is_refused(folder):
-    """It was told that the run does not answer."""
+    """The client has been told that the run does not answer."""
     scaled = []
     server, client = ControlSocket(folder, scaled.append), connect(folder)
     client.send(json.dumps({"command": "scale", "infer_devices": "0-3"}).encode())

@@ -37,7 +37,7 @@ NUM_GENERATIONS = 3
 
 @dataclass
 class Sampled:
-    """What the engine of a model has sampled."""
+    """Completions that the engine has sampled from a model."""
 
     path: str
     policy: Policy

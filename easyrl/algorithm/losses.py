@@ -21,8 +21,8 @@ from easyrl.user_code import load_function, module_of, user_traceback
 
 
 class TeacherScores(NamedTuple):
-    """What `algorithm.teacher` says of a micro-batch's completion tokens, and the policy beside it,
-    both at the sampling temperature."""
+    """How the teacher (`algorithm.teacher`) scores a micro-batch's completion tokens. Its
+    distribution and the policy's are at the sampling temperature."""
 
     logprobs: Tensor
     """Its log-probabilities [K] of the sampled tokens."""

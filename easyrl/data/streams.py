@@ -53,8 +53,8 @@ class RowForm:
         environments: Collection[str] = (),
         number: int = 0,
     ) -> None:
-        """With `environments` (their names) all prompts are chats, and rows may lack a prompt.
-        `number`: the data set's, in a mixture."""
+        """`environments`: their names. Where there are any, every prompt is a chat, and a row needs
+        no prompt. `number`: the data set's place in a mixture."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         columns, self.system_prompt = data.columns, data.system_prompt

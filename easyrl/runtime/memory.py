@@ -52,7 +52,7 @@ CERTAIN = {
     "vLLM's reserve": "rollout.memory_fraction",
 }
 MORE_CACHE = "KV cache, the room left"
-"""What vLLM's cache takes of an accelerator besides what it needs: part of the table alone."""
+"""Memory that vLLM gives its cache although the run does not need it: shown, but not required."""
 KEYS = CERTAIN | {
     "engine's step": GROUPS,
     "CUDA graphs": GROUPS,

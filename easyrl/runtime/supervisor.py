@@ -116,7 +116,7 @@ class Worker:
     process: Any  # a multiprocessing.Process, or a `ray.launcher.RemoteProcess`
     control: Connection
     errors: IO[bytes] | None = None
-    """What the process writes to its standard error before it has opened its log."""
+    """The process's standard error until its log is open."""
     is_open: bool = True
     kill_reason: str = ""  # set by `kill`
     state: WorkerState = "starting"
