@@ -122,8 +122,6 @@ ENDS = {
     "no gradient": (CPUS, {"sampling_logp_difference_max": None}),
     "low overlap": (CPUS, {"overlap": 0.2}),
     "more GPUs for inference": (GPUS, busy(47.0, 20.0)),
-    "more GPUs for training": (GPUS, busy(15.0, 45.0)),
-    "more CPU workers": ({**CPUS, "train-1": "cpu"}, busy(48.0, 15.0)),
     "balanced": (GPUS, {}),
     "one GPU for both": ({"rollout-0": "cuda:0", "train-0": "cuda:0"}, busy(40.0, 10.0)),
 }

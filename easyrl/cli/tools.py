@@ -89,9 +89,6 @@ def print_config(
         Path | None,
         Option(metavar="RUN", help="Only what differs from the defaults in this run or file."),
     ] = None,
-    markdown: Annotated[
-        bool, Option("--markdown", help="All settings as Markdown: docs/settings.md.")
-    ] = False,
     search: Annotated[
         str | None, Option(metavar="WORD", help="Only settings with this in name or meaning.")
     ] = None,
@@ -101,16 +98,14 @@ def print_config(
     ] = None,
 ) -> None:
     """Print every setting with its meaning, or some, as YAML that --config takes."""
-    from easyrl.config import find_keys, load_config, settings_markdown, to_commented_yaml
+    from easyrl.config import find_keys, load_config, to_commented_yaml
 
     names = [word for word in words or () if "=" not in word]
     words = [word for word in words or () if "=" in word]
     only = find_keys(names, search)
     if diff is not None and (config is not None or only):
         raise ConfigError("--diff: expected neither --config nor names of settings with it")
-    if markdown:
-        text = settings_markdown()
-    elif diff is None:
+    if diff is None:
         text = to_commented_yaml(load_config(config, {}, words), only=only)
     else:
         resolved = load_config(diff / "config.yaml" if diff.is_dir() else diff, {}, words)

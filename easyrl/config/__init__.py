@@ -29,7 +29,7 @@ from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.reward import RewardConfig as RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.section import MAY_CHANGE, Mark, Section, kinds
+from easyrl.config.section import Mark, Section, kinds
 from easyrl.config.train import TrainConfig
 from easyrl.formatting import ConfigError as ConfigError
 
@@ -357,9 +357,9 @@ def to_commented_yaml(
         for key in (key for key in shown if key.rpartition(".")[0] == name):
             comments = [KEYS[key].description]
             if only_changes or only:
-                comments.append(f"Default: {_yaml_value(attrgetter(key)(Config()))}")
+                comments.append(f"Default: {yaml_value(attrgetter(key)(Config()))}")
             text += "".join(_comment(comment, f"{indent}  ") for comment in comments)
-            value = _yaml_value(attrgetter(key)(config))
+            value = yaml_value(attrgetter(key)(config))
             text += f"{indent}  {key.rpartition('.')[2]}: {value}\n"
     return text
 
@@ -376,26 +376,26 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
     if search is None:
         return [*names]
     words = {search.lower(), SYNONYMS.get(search.lower(), search.lower())}
-    texts = {key: f"{key} {_on_one_line(field.description)}".lower() for key, field in KEYS.items()}
+    texts = {key: f"{key} {on_one_line(field.description)}".lower() for key, field in KEYS.items()}
     found = [key for key, text in texts.items() if any(word in text for word in words)]
     if not found:
         raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
     return [*names, *found]
 
 
-def _on_one_line(text: str | None) -> str:
+def on_one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
 def _comment(text: str | None, indent: str) -> str:
-    lines = textwrap.wrap(_on_one_line(text), 96 - len(indent), break_on_hyphens=False)
+    lines = textwrap.wrap(on_one_line(text), 96 - len(indent), break_on_hyphens=False)
     return "".join(f"{indent}# {line}\n" for line in lines)
 
 
-def _yaml_value(value: Any) -> str:
+def yaml_value(value: Any) -> str:
     """Write a value as JSON, which is YAML, but names without quotes."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_yaml_value, value))}]"
+        return f"[{', '.join(map(yaml_value, value))}]"
     is_printable = not re.search(r"\\[xuU]", repr(value))
     if not isinstance(value, str):
         return json.dumps(value, ensure_ascii=not is_printable)
@@ -415,25 +415,5 @@ def to_arguments(config: Config, base: Config) -> list[str]:
             for each in value if isinstance(value, list) else [value]:
                 options += [names[key], str(each)]
         else:
-            words.append(f"{key}={_yaml_value(value)}")
+            words.append(f"{key}={yaml_value(value)}")
     return options + words
-
-
-def settings_markdown() -> str:
-    """Print docs/settings.md: a table of keys, defaults and meanings for each section."""
-    lines = [
-        "# Settings\n\nEvery key of a run, printed by `easyrl config --markdown`. Set one as",
-        "`section.key=value` on the command line, or in a YAML file given with `--config`;",
-        "`easyrl config` prints such a file with every key. Keys with * may change when a run is",
-        "resumed.",
-    ]
-    for name, section in SECTIONS.items():
-        lines += ["", f"## {name}", "", _on_one_line(section.__doc__), ""]
-        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
-        for key, field in section.model_fields.items():
-            if f"{name}.{key}" in KEYS:
-                default = _yaml_value(field.get_default(call_default_factory=True))
-                meaning = _on_one_line(field.description).replace("|", "\\|")
-                star = "*" if MAY_CHANGE in field.metadata else ""
-                lines.append(f"| `{name}.{key}`{star} | `{default}` | {meaning} |")
-    return "\n".join(lines) + "\n"

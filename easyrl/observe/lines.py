@@ -5,7 +5,7 @@ Used without a terminal and with --no-live; the table also follows the live view
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from shlex import quote
 from typing import Any
 
@@ -15,7 +15,6 @@ from rich.text import Text
 
 from easyrl import events
 from easyrl.config import Config
-from easyrl.config.devices import device_options
 from easyrl.events import Event, FromWorker
 from easyrl.formatting import counted, printable, shorten
 from easyrl.model.checkpoint_files import CHECKPOINTS
@@ -208,27 +207,8 @@ def _balance(
             text += "; a higher train.prompts_per_iteration raises it"
     yield "overlap", text
     if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
-        words = _better_split(infer, train, engines, trainers)
-        yield "balance", f"rollout workers busy {infer:.0%}, trainer {train:.0%}{words}"
-
-
-def _better_split(
-    infer: float, train: float, engines: Sequence[str], trainers: Sequence[str]
-) -> str:
-    """Words that share the same devices better, if generating and training take as long on any of
-    them; empty if there are none, or if a Ray cluster chooses the devices."""
-    names = ",".join([*engines, *trainers])
-    size = engines[0].count(",") + 1  # devices of one engine
-    total = size * len(engines) + len(trainers)
-
-    def longer_side(number: int) -> float:
-        return max(infer * len(engines) / number, train * len(trainers) / (total - number * size))
-
-    best = min(range(1, (total - 1) // size + 1), key=longer_side)
-    if best == len(engines) or "/" in names:
-        return ""
-    indices = sorted(map(int, re.findall("[0-9]+", names))) or range(total)
-    return f": try {device_options(names, indices[: best * size], indices[best * size :])}"
+        text = f"rollout workers busy {infer:.0%}, trainer {train:.0%}"
+        yield "balance", text + ("; a better split: easyrl plan" if len(devices) > 2 else "")
 
 
 def status_table(status: Mapping[str, Any]) -> RenderableType:
