@@ -1,6 +1,4 @@
-"""Publish a run's model on the Hugging Face hub, with a model card: data, reward, settings and
-evaluation, from the files of the run folder.
-"""
+"""Publish a run's model on the Hugging Face hub, with a model card from the run folder."""
 
 import re
 import tempfile
@@ -11,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from easyrl import __version__
-from easyrl.config import Config, change_config, to_commented_yaml
+from easyrl.config import change_config, to_commented_yaml
 from easyrl.data.datasets import HUB_ID
 from easyrl.data.hub import BUILT_IN_MODELS, check_push, is_hub_id, push_model
 from easyrl.data.presets import PRESETS
@@ -19,9 +17,10 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import read_checkpoint
 from easyrl.model.export import find_model
 from easyrl.observe.history import History, read_history
-from easyrl.rewards.loading import reward_specs, reward_weights
+from easyrl.rewards.loading import reward_specs
 
 PATHS = ("model.path", "data.dataset", "eval.dataset", "reward.functions", "algorithm.loss_type")
+RESULTS = ("reward", "held-out accuracy")
 
 
 def publish(source: Path, repository: str, *, trust: bool = False) -> str:
@@ -44,47 +43,33 @@ def model_card(run: History, repository: str) -> str:
     """The README.md of the repository. Names of the user's files stand without their folders."""
     names = {key: _name(attrgetter(key)(run.config)) for key in PATHS}
     config = change_config(run.config, names | {"output.dir": None, "devices.ray_address": None})
-    model, rollout, train = config.model, config.rollout, config.train
-    rewards = zip(reward_specs(config), reward_weights(config), strict=True)
-    changes = to_commented_yaml(config, only_changes=True).splitlines()
-    settings = [line for line in changes if line and not line.lstrip().startswith("#")]
-    what = "LoRA, merged" if model.lora.rank else "all weights"
-    results = run.results()
-    held_out = config.eval.dataset or f"held out of {config.data.shown}"
-    accuracy = f"Accuracy on problems that were not trained ({held_out}), correct from a reward of "
-    accuracy += f"{config.eval.correct_reward:g}"
-    measured = {"reward": "Reward of the samples", "held-out accuracy": accuracy}
-    lines = [
-        f"# {repository.partition('/')[2]}\n",
-        f"`{model.path}`, trained by reinforcement learning ({config.algorithm.loss_type}, {what}, "
-        f"{counted(run.num_done, 'iteration')}) with EasyRL {__version__}.\n",
-        f"- **Data**: `{config.data.shown}`",
-        "- **Reward**: " + ", ".join(f"`{spec}` (weight {weight:g})" for spec, weight in rewards),
-        f"- **Sampling**: {rollout.num_generations} completions of each of "
-        f"{train.prompts_per_iteration} prompts per iteration, at most "
-        f"{rollout.max_completion_length} tokens, temperature {rollout.temperature:g}",
-        *(f"- **{what}**: {results[name]}" for name, what in measured.items() if name in results),
-    ]
-    if settings:
-        lines += ["\n## Settings\n", "Those that differ from the defaults of EasyRL:\n"]
-        lines += ["```yaml", *settings, "```\n"]
-    return f"---\n{_metadata(run.config)}\n---\n\n" + "\n".join(lines)
+    path, results = run.config.model.path, run.results()
+    rows = [PRESETS[name].rows if name in PRESETS else name for name in config.data.datasets]
+    on_hub = [name.partition(":")[0] for name in rows if name and re.fullmatch(HUB_ID, name)]
+    metadata = ModelCardData(
+        base_model=path if path not in BUILT_IN_MODELS and is_hub_id(path) else None,
+        datasets=on_hub or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["easyrl", "reinforcement-learning"],
+    )
+    settings = to_commented_yaml(config, only_changes=True).splitlines()
+    return "\n".join(
+        [
+            f"---\n{metadata.to_yaml()}\n---\n\n# {repository.partition('/')[2]}\n",
+            f"`{config.model.path}`, trained by reinforcement learning "
+            f"({counted(run.num_done, 'iteration')}) with EasyRL {__version__}.\n",
+            f"- data: `{config.data.shown}`",
+            f"- reward functions: `{', '.join(reward_specs(config))}`",
+            *(f"- {name}: {results[name]}" for name in results if name in RESULTS),
+            "\nSettings that differ from the defaults:\n\n```yaml",
+            *(line for line in settings if line and not line.lstrip().startswith("#")),
+            "```\n",
+        ]
+    )
 
 
 def _name(value: Any) -> Any:
     if isinstance(value, list):
         return [_name(each) for each in value]
     return Path(value).name if value is not None and value.startswith("/") else value
-
-
-def _metadata(config: Config) -> str:
-    rows = [PRESETS[name].rows if name in PRESETS else name for name in config.data.datasets]
-    found = [name.partition(":")[0] for name in rows if name and re.fullmatch(HUB_ID, name)]
-    is_on_hub = config.model.path not in BUILT_IN_MODELS and is_hub_id(config.model.path)
-    return ModelCardData(
-        base_model=config.model.path if is_on_hub else None,
-        datasets=found or None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["easyrl", "reinforcement-learning"],
-    ).to_yaml()
