@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -25,6 +27,7 @@ def no_cann():
     raise OSError("CANN")
 
 
+DISK = SimpleNamespace(free=GIB // 16)
 VLLM, UNUSABLE = {"vllm_version": lambda: "0.34.1"}, {"unsupported_reason": lambda kind: "too new"}
 
 
@@ -34,9 +37,7 @@ VLLM, UNUSABLE = {"vllm_version": lambda: "0.34.1"}, {"unsupported_reason": lamb
         ("torch", "failed", platforms, {"package_version": lambda name: None}),
         ("torch", "failed", platforms, {"package_version": lambda name: "2.16.0"}),
         ("workers", "failed", doctor, {"MODULES": ("no_such_module",)}),
-        ("memory", "failed", doctor, {"available_memory_bytes": lambda: GIB // 2}),
-        ("disk", "failed", doctor, {"_free_bytes": lambda path: 0}),
-        ("shared memory", "warning", doctor, {"_free_bytes": lambda path: GIB // 16}),
+        ("shared memory", "warning", shutil, {"disk_usage": lambda path: DISK}),
         ("vllm", "warning", platforms, VLLM | UNUSABLE),
         ("code sandbox", "warning", sandbox, {"_bwrap_command": lambda variant: ["no-such-bwrap"]}),
         ("accelerators", "warning", devices, {"num_device_nodes": lambda kind: 4}),

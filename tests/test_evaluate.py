@@ -280,7 +280,7 @@ def test_comparison_is_printed_and_written(workers, tmp_path):
     comparison = read_results(second)["comparison"]
     assert comparison["num_better"] == 6 and comparison["p_value"] == 2 / 64
     assert len(lines_of(second / "comparison.jsonl")) == 6
-    output = call(first, "--compare", str(second / "eval.json"), *words)
+    output = call(first, "--compare", str(second), *words)
     assert "difference -0." in output and "not the same evaluation" not in output
     assert len(workers.asked) == 2, "a finished evaluation is not asked again"
     # Another temperature is another evaluation.

@@ -70,8 +70,6 @@ def test_raw_samples_are_what_the_model_sees(tmp_path):
     run = write(tmp_path / "run", [SAMPLES[0] | {"raw": raw}])
     assert all(text in call(run, "--raw").output for text in raw)
     assert "<end>" not in call(run).output
-    refused = call(write(tmp_path / "old", SAMPLES), "--raw")
-    assert refused.exit_code == 2 and "--raw" in refused.output
 
 
 def test_mistakes_are_user_errors(tmp_path):

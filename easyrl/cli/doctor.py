@@ -5,14 +5,12 @@ The last two contain a remedy.
 """
 
 import json
-import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
@@ -29,8 +27,6 @@ from easyrl.runtime.fork_server import MODULES
 SUPPORTED = {"torch": ">=2.10,<2.16", "transformers": ">=5.14", "peft": ">=0.21"}
 """Lower bounds as in pyproject.toml; the upper bound is above the newest version tested."""
 GIB = 2**30
-MEMORY_BYTES, SHARED_MEMORY_BYTES, DISK_BYTES = GIB, GIB, GIB // 64
-"""Needed by any run; by vLLM and several accelerators, in /dev/shm; by the demo's run folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +75,12 @@ def check() -> Iterator[Line]:
         text, remedy = "none, but kernels for GPUs need one", "apt install gcc"
         yield Line("C compiler", "warning", text, remedy)
     yield _vllm(kind)
-    available, cores = available_memory_bytes(), f"available, {num_cores()} CPU cores"
-    few = Line("memory", "failed", cores, "end other programs")
-    yield _space(available, MEMORY_BYTES, few)
+    yield Line("memory", "ok", f"{_size(available_memory_bytes())}, {num_cores()} CPU cores")
     if len(lines) > 1 or platforms.vllm_version() is not None:
-        remedy = "docker run --shm-size=8g: vLLM and several devices need it"
-        few = Line("shared memory", "warning", "free in /dev/shm", remedy)
-        yield _space(_free_bytes(Path("/dev/shm")), SHARED_MEMORY_BYTES, few)
-    few = Line("disk", "failed", "free for runs", "use another folder: --output")
-    yield _space(_free_bytes(Path.cwd()), DISK_BYTES, few)
+        free, remedy = shutil.disk_usage("/dev/shm").free, "docker run --shm-size=8g"
+        needs = "" if free >= GIB else "; vLLM and several devices need 1 GiB"
+        text = f"{_size(free)} free in /dev/shm{needs}"
+        yield Line("shared memory", "warning" if needs else "ok", text, remedy if needs else "")
     yield _code_sandbox()
 
 
@@ -156,17 +149,6 @@ def _code_sandbox() -> Line:
         text, _, remedy = str(error).rpartition("\n")
         return Line("code sandbox", "warning", f"--reward code cannot run: {text}", remedy)
     return Line("code sandbox", "ok", "bwrap")
-
-
-def _space(found: int, needed: int, few: Line) -> Line:
-    """Return `few`, the line for less than what is needed, or one that says ok."""
-    text = f"{_size(found)} {few.text}"
-    return Line(few.name, "ok", text) if found >= needed else replace(few, text=text)
-
-
-def _free_bytes(folder: Path) -> int:
-    """Free bytes of a folder's disk; 0 if it is not writable."""
-    return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
 
 
 def _size(num_bytes: int) -> str:

@@ -96,23 +96,20 @@ def _by_problem(lines: Lines) -> Answers:
 
 
 def read_evaluation(path: Path) -> Answers:
-    """Read the answers of an evaluation by problem, from its folder, its `eval.json` or its
-    `samples.jsonl`. Raises ConfigError if there are none."""
-    file = (path if path.is_dir() else path.parent) / SAMPLES
-    lines = run_folder.read_lines(file) if path.exists() and file.is_file() else []
+    """Read the answers of an evaluation by problem. Raises ConfigError if there are none."""
+    file = path / SAMPLES
+    is_whole = file.is_file() and (path / SETTINGS).is_file()
+    lines = run_folder.read_lines(file) if is_whole else []
     if not lines or "problem" not in lines[0]:
         raise ConfigError(
             "compare (--compare): expected the folder of an evaluation with answers (easyrl eval "
-            f"--output DIR), its eval.json or its samples.jsonl, got '{path}'"
+            f"--output DIR), got '{path}'"
         )
     return _by_problem(lines)
 
 
 def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Describe how prompts, sampling and rewards of the evaluation at `path` differ."""
-    file = (path if path.is_dir() else path.parent) / SETTINGS
-    if not file.is_file():
-        return [f"how that one was sampled is unknown: there is no {file}"]
-    old = json.loads(file.read_text(encoding="utf-8"))
+    old = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
     keys = [key for key in differing(old, settings) if not key.startswith(MAY_DIFFER)]
     return [f"{key}: {settings[key]} here, {old[key]} there" for key in keys]

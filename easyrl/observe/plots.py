@@ -166,7 +166,6 @@ def draw_results(runs: Sequence[History], suffix: str) -> bytes:
     figure = draw_curves(runs, RESULTS, (6.4, 3.0))
     if figure is None:
         raise ConfigError("expected a run with a finished iteration, got none")
-    curves = figure.axes[0].containers  # given, as names like `_x` would be left out
-    figure.axes[0].legend(curves, [str(each.get_label()) for each in curves], frameon=False)
+    figure.axes[0].legend(frameon=False)
     figure.savefig(file := io.BytesIO(), format=suffix[1:])
     return file.getvalue()
