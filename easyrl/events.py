@@ -199,7 +199,7 @@ def with_columns(line: dict[str, Any], columns: Mapping[str, Any]) -> dict[str, 
 class GroupScored(WorkerEvent):
     """A group has its rewards; it is in the ring unless it is rejected."""
 
-    iteration: int
+    iteration: int  # from 1
     group_index: int
     prompt_index: int
     rewards: Sequence[float]  # [G], NaN where the group was skipped
@@ -351,7 +351,7 @@ class Evaluated(Event):
 
 class IterationStarted(Event):
     time: float
-    iteration: int  # from 0
+    iteration: int  # from 1
 
 
 class IterationFinished(Event):

@@ -181,13 +181,14 @@ class Run:
         """Each iteration, group and sample is there once, and no socket or temporary file."""
         summary, lines = summary_of(self.output), lines_of(self.output / "metrics.jsonl")
         iterations = [line["iteration"] for line in lines]
-        assert iterations == list(range(ITERATIONS)), f"iterations in metrics.jsonl: {iterations}"
+        every = range(1, ITERATIONS + 1)
+        assert iterations == [*every], f"iterations in metrics.jsonl: {iterations}"
         expected = {"groups_trained": ITERATIONS * PROMPTS, "groups_off_policy": 0}
         expected |= {"iterations": ITERATIONS, "policy_version": ITERATIONS}
         got = {name: summary[name] for name in expected}
         assert got == expected, f"expected {expected}, got {got}"
         samples = Counter(line["iteration"] for line in lines_of(self.output / "samples.jsonl"))
-        expected = dict.fromkeys(range(ITERATIONS), GENERATIONS)
+        expected = dict.fromkeys(every, GENERATIONS)
         assert samples == expected, f"samples by iteration: {dict(samples)}"
         files = self.output.rglob("*")
         left = [path for path in files if path.is_socket() or path.name.endswith(".unfinished")]

@@ -10,7 +10,7 @@ from easyrl.observe.state import RunState
 
 HOSTILE = "[red]no markup[/red] \x1b[2J\x07 \u202ereversed 日本"
 METRICS = {
-    "iteration": 0,
+    "iteration": 1,
     "policy_version": 1,
     "reward": 0.25,
     "frac_reward_zero_std": 0.5,
@@ -47,7 +47,7 @@ SUMMARY = {
 }
 
 
-def group(time_, prompt_index, iteration=0, **more):
+def group(time_, prompt_index, iteration=1, **more):
     scored = GroupScored(iteration, 0, prompt_index, [1.0, 0.0], [], [100, 200], 0, 0.0)
     return FromWorker("rollout-0", time_, replace(scored, **more))
 
@@ -71,7 +71,7 @@ def run_started(folder, num_rollout=1):
 def run_events(folder, config=None):
     started = run_started(folder)
     failed = f"reward 'score' failed, for the prompt '2+3=' {HOSTILE}"
-    second = {**METRICS, "iteration": 1, "policy_version": 2, "reward": math.nan, "kl": 0.01}
+    second = {**METRICS, "iteration": 2, "policy_version": 2, "reward": math.nan, "kl": 0.01}
     second |= {
         "loss": math.nan,
         "entropy": 0.25,
@@ -90,16 +90,16 @@ def run_events(folder, config=None):
         events.EvaluationStarted(104.0, 10),
         FromWorker("rollout-0", 105.5, events.PromptEvaluated(0, 1, [1.0])),
         events.Evaluated(106.0, 0.125, 10, 0.1, num_iterations=0, reward=0.125),
-        events.IterationStarted(108.0, 0),
+        events.IterationStarted(108.0, 1),
         events.IterationFinished(118.0, METRICS),
-        events.IterationStarted(118.0, 1),
+        events.IterationStarted(118.0, 2),
         active("rollout-0", Span("weights", 118.0, 118.1), Span("prefill", 118.1, 118.2),
                Span("generate", 118.2, 121.0), Span("score", 119.0, 121.0)),
         active("train-0", Span("wait", 118.0, 120.0), Span("train", 120.0, 121.0), num_groups=1),
-        shown(121.0, 0, "\n".join(f"step {n}" for n in range(99)), iteration=1),
-        shown(121.1, 1, f"completion 1 {HOSTILE}", iteration=1),
-        group(121.2, 2, 1, errors=[failed]),
-        group(121.3, 3, 1, is_rejected=True),
+        shown(121.0, 0, "\n".join(f"step {n}" for n in range(99)), iteration=2),
+        shown(121.1, 1, f"completion 1 {HOSTILE}", iteration=2),
+        group(121.2, 2, 2, errors=[failed]),
+        group(121.3, 3, 2, is_rejected=True),
         active("rollout-0", under_way=UnderWay("score", 121.4)),
         active("train-0", under_way=UnderWay("train", 121.6)),
         events.Note(f"careful {HOSTILE}"),

@@ -16,7 +16,7 @@ HEALTHY = {
 
 
 def warning(*changes):
-    lines = [{"iteration": number, **HEALTHY, **each} for number, each in enumerate(changes, 4)]
+    lines = [{"iteration": number, **HEALTHY, **each} for number, each in enumerate(changes, 5)]
     return no_learning_warning(lines, load_config(), Path("my run"))
 
 

@@ -67,7 +67,7 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path):
     assert lines_of(moved.folder / "inputs" / "data.jsonl") == ROWS
     with ThreadPoolExecutor(1) as pool:  # not the main thread: it has no signal handlers
         again = pool.submit(moved.resume, iterations=2, progress=False).result()
-    assert [line["iteration"] for line in again.metrics] == [0, 1]
+    assert [line["iteration"] for line in again.metrics] == [1, 2]
     rows, output = datasets.Dataset.from_list(ROWS[:3]), tmp_path / "evaluation"
     result = evaluate(moved, rows, doubled, output=output, progress=False, **SMALL)
     assert len(result.samples) == 3

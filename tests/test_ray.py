@@ -118,7 +118,7 @@ def live(folder, *words):
     left = [psutil.Process(pid) for pid in {*pids} if psutil.pid_exists(pid)]
     assert not wait_until_gone(left, 15.0)
     lines = lines_of(folder / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == list(range(len(lines)))
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
 
 
 def workers_of(folder):

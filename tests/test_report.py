@@ -56,7 +56,7 @@ def make_run(folder, lines, config=""):
 
 
 def line(iteration, **more):
-    values = {"policy_version": iteration + 1, "num_tokens": 100 * (iteration + 1)}
+    values = {"policy_version": iteration, "num_tokens": 100 * iteration}
     return {**METRICS, "iteration": iteration, **values, **more}
 
 
@@ -81,7 +81,7 @@ def test_page_shows_what_the_run_was(run):
 
 
 def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_path):
-    lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(4)]
+    lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(1, 5)]
     other = make_run(tmp_path / "other", lines, "train: {learning_rate: 0.5}")
     alone, both = page_of(other), page_of(other, run)
     assert "Reward function a" in text_of(alone) and "Reward function b" in text_of(alone)
@@ -93,7 +93,8 @@ def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_p
 
 def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "easyrl.observe.report", None)  # with matplotlib
-    other = make_run(tmp_path / "other", [line(0, only_here=7)])
+    # Of version 0.2, which counted from 0 in files.
+    other = make_run(tmp_path / "other", [{**line(1, only_here=7), "iteration": 0}])
     rows = list(csv.DictReader(io.StringIO(call("report", "--csv", run, other).output)))
     expected = [*(("run", str(n)) for n in range(4)), ("other", "1")]
     assert [(row["run"], row["iteration"]) for row in rows] == expected
@@ -118,7 +119,7 @@ def test_files_of_others_are_replaced_only_by_force(run, tmp_path, monkeypatch):
     for words, file in {
         ("plot", run, "-o", "mine.svg"): "mine.svg",
         ("report", run, "--csv", "-o", "mine.csv"): "mine.csv",
-        ("report", run, make_run(tmp_path / "other", [line(0)])): "report.html",
+        ("report", run, make_run(tmp_path / "other", [line(1)])): "report.html",
     }.items():
         Path(file).write_text("mine")
         assert call(*words).exit_code == 2 and Path(file).read_text() == "mine"

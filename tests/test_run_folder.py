@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from easyrl import events
+from easyrl.api.calls import Run
 from easyrl.config import ConfigError, load_config
 from easyrl.observe.lines import PlainLines
 from easyrl.runtime import run_folder
@@ -30,11 +31,11 @@ def finished(iteration):
 
 def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path):
     folder = RunFolder(config_for(tmp_path / "run"))
-    for iteration in range(3):
+    for iteration in (1, 2, 3):
         folder.observe(finished(iteration))
     file = folder.path / "metrics.jsonl"
     whole = read_lines(file)
-    assert [line["iteration"] for line in whole] == [0, 1, 2]
+    assert [line["iteration"] for line in whole] == [1, 2, 3]
     assert whole[0]["entropy"] is None
     content = file.read_bytes()
     last = content[:-1].rindex(b"\n") + 1
@@ -73,22 +74,23 @@ def test_disk_that_is_full_for_a_moment_loses_no_line(tmp_path, monkeypatch):
 
         write_whole(Mock(wraps=file, write=write), content)
 
-    folder.observe(finished(0))
+    folder.observe(finished(1))
     monkeypatch.setattr(run_folder, "write_whole", write_to_full_disk)
     num_failures = 1
-    folder.observe(finished(1))
+    folder.observe(finished(2))
     num_failures = 1000
     monkeypatch.setattr(run_folder, "FULL_DISK_SECONDS", 0.1)
     with pytest.raises(RunFolderLost, match=r"No space left"):
-        folder.observe(finished(2))
-    assert [line["iteration"] for line in read_lines(folder.path / "metrics.jsonl")] == [0, 1]
+        folder.observe(finished(3))
+    assert [line["iteration"] for line in read_lines(folder.path / "metrics.jsonl")] == [1, 2]
     assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
 
 
-def begun(tmp_path):
+def begun(tmp_path, first):
     folder = RunFolder(config_for(tmp_path / "run"))
+    folder._first = first
     sizes = {}
-    for iteration in range(2):
+    for iteration in (1, 2):
         sample = events.Sample("2", 1.0, 0.0, {})
         group = events.GroupScored(iteration, 0, 0, [1.0], [], [1], 0, 0.0, samples=[sample])
         folder.observe(events.FromWorker("rollout-0", 0.0, group))
@@ -99,19 +101,21 @@ def begun(tmp_path):
     return folder.path, sizes
 
 
-@pytest.mark.parametrize("num_lost", [0, 5])
-def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, num_lost):
-    """After a power failure bytes may be missing that were written before the checkpoint."""
-    path, sizes = begun(tmp_path)
+@pytest.mark.parametrize(("num_lost", "first"), [(0, 1), (5, 1), (0, 0)])
+def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, num_lost, first):
+    """After a power failure bytes may be missing that were written before the checkpoint. The files
+    of a run that version 0.2 began count from 0 to their end."""
+    path, sizes = begun(tmp_path, first)
     if num_lost:
         sizes["metrics.jsonl"] = (path / "metrics.jsonl").stat().st_size
         os.truncate(path / "metrics.jsonl", sizes["metrics.jsonl"] - num_lost)
     folder = RunFolder(config_for(path), lock_folder(path), sizes)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert [line["iteration"] for line in read_lines(path / name)] == [0]
+        assert [line["iteration"] for line in read_lines(path / name)] == [first]
     assert not (path / "summary.json").exists()
-    folder.observe(events.IterationFinished(1.0, {"iteration": 1}))
-    assert read_lines(path / "metrics.jsonl") == [{"iteration": 0}, {"iteration": 1}]
+    folder.observe(events.IterationFinished(1.0, {"iteration": 2}))
+    assert read_lines(path / "metrics.jsonl") == [{"iteration": first}, {"iteration": first + 1}]
+    assert folder.read_metrics() == Run(path).metrics == [{"iteration": 1}, {"iteration": 2}]
 
 
 def test_folder_belongs_to_one_user_and_one_writer(tmp_path):

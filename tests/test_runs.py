@@ -26,7 +26,7 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run):
     assert summary["groups_trained"] == 12
     assert summary["policy_version"] == 3
     metrics = lines_of(folder / "metrics.jsonl")
-    assert [line["iteration"] for line in metrics] == [0, 1, 2]
+    assert [line["iteration"] for line in metrics] == [1, 2, 3]
     for line in metrics:
         assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
         assert line["num_updates_not_finite"] == 0

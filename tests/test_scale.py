@@ -126,7 +126,7 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path, words):
         _, err = process.communicate(timeout=60)
     assert err == "" and process.returncode == 128 + signal.SIGTERM
     lines = lines_of(run / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == list(range(len(lines)))
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
     if words:
         num_iterations = len(lines) + 2
         out = succeed("--resume", str(run), "--iterations", str(num_iterations))

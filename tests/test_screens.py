@@ -154,7 +154,7 @@ def test_error_text_cannot_take_over_the_terminal(capsys):
 
 def test_samples_and_report(folder):
     """Equal completions of a prompt are folded; names of columns may be anything."""
-    first = {"iteration": 0, "prompt_index": 0, "prompt": f"2+3= {HOSTILE}", "completion": "5"}
+    first = {"iteration": 1, "prompt_index": 0, "prompt": f"2+3= {HOSTILE}", "completion": "5"}
     first |= {"reward": 1.0, "rewards": {"right": 1.0, "brief": 0.5}, "truncated": False}
     first |= {"advantage": 0.5, "answer": "x" * 99 + "7", "\x1b]0;evil\x07\n": "\x9b2J", "[/x]": 7}
     second = first | {"prompt_index": 1, "prompt": "1+1=", "sample": 1, "length": 7, "reward": None}
@@ -166,7 +166,7 @@ def test_samples_and_report(folder):
         second | {"problem": "a"},
     ]
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics = [METRICS, {**METRICS, "iteration": 1, "policy_version": 2, "reward": 0.75}]
+    metrics = [METRICS, {**METRICS, "iteration": 2, "policy_version": 2, "reward": 0.75}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     check_golden("samples", CliRunner().invoke(cli.app, ["samples", "run"]).output)
     assert CliRunner().invoke(cli.app, ["report", "run"]).exit_code == 0

@@ -75,12 +75,12 @@ def test_resumed_run_replaces_lines_after_its_checkpoint(tmp_path, wandb):
     folder = tmp_path / "run"
     for first, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):
         notify, notes = track(folder, "tensorboard, wandb", num_iterations=first)
-        for iteration, reward in enumerate(rewards, start=first):
+        for iteration, reward in enumerate(rewards, start=first + 1):
             notify(finished(iteration, reward=reward))
         notify(events.RunEnded(0, ""))
         assert notes == []
         time.sleep(1.1)  # TensorBoard's files are named by the second
-    assert scalars(folder)["reward"] == [(0, 1.0), (1, 3.0), (2, 4.0)]
+    assert scalars(folder)["reward"] == [(1, 1.0), (2, 3.0), (3, 4.0)]
     created, resumed = (each.kwargs for each in wandb.init.call_args_list)
     assert (created["id"], resumed["id"]) == (None, "7")
     assert (created["project"], created["name"]) == ("easyrl", "run")
@@ -100,7 +100,7 @@ def test_failing_tracker_is_disabled_with_one_warning(tmp_path, wandb, monkeypat
     # SystemExit: as wandb without a login.
     fails.side_effect = (lambda *_, **__: time.sleep(1000)) if hangs else SystemExit(3)
     notify, notes = track(tmp_path)
-    for iteration in range(3):
+    for iteration in range(1, 4):
         notify(finished(iteration))
         time.sleep(0.05)
     notify(events.RunEnded(0, ""))
@@ -116,7 +116,7 @@ def test_real_library_accepts_the_calls(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     for first in (0, 1):
         notify, notes = track(tmp_path / "run", kind, num_iterations=first)
-        for iteration in range(first, first + 2):
+        for iteration in range(first + 1, first + 3):
             notify(finished(iteration))
         notify(events.RunEnded(0, ""))
         assert notes == []

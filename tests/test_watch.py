@@ -61,7 +61,7 @@ def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch
     spans = [Span("train", 300.0 + number, 300.5 + number) for number in range(2000)]
     run[first:first] = [
         events.WorkerSpawned(300.0, "rollout-1", "cpu"),  # `easyrl scale`
-        *(events.IterationFinished(300.0, {**METRICS, "iteration": n}) for n in range(10)),
+        *(events.IterationFinished(300.0, {**METRICS, "iteration": n}) for n in range(1, 11)),
         *(active("train-0", span) for span in spans),
         active("rollout-1", spans[-1]),
     ]
@@ -95,8 +95,8 @@ def test_resumed_run_reads_as_one_run(written):
     resumed = [
         dataclasses.replace(run[0], **more, accuracies=[(0, 0.5)]),
         FromWorker("rollout-0", 303.0, events.Ready()),
-        events.IterationStarted(307.0, 1),
-        group(308.0, 4, iteration=1),
+        events.IterationStarted(307.0, 2),
+        group(308.0, 4, iteration=2),
     ]
     write(resumed)
     assert content(state_of(RunFiles(folder).read())) == content(state_of(resumed))
@@ -105,6 +105,17 @@ def test_resumed_run_reads_as_one_run(written):
     found = list(follow(RunFiles(folder)))
     assert [event for event in found if isinstance(event, events.RunEnded)] == found[-1:]
     assert found[-1] == events.RunEnded(1, "no more memory")
+
+
+def test_trace_of_version_02_counts_from_0(written):
+    folder, run = written
+    write(run)
+    state, text = content(state_of(RunFiles(folder).read())), (folder / "trace.json").read_text()
+    text = re.sub(r'"iteration": (\d+)', lambda found: f'"iteration": {int(found[1]) - 1}', text)
+    (folder / "trace.json").write_text(text.replace(', "first_iteration": 1', ""))
+    assert content(state_of(RunFiles(folder).read())) == state
+    write(run)  # a command of this version resumes it
+    assert content(state_of(RunFiles(folder).read())) == state
 
 
 def test_folder_without_a_readable_trace_is_refused(written):

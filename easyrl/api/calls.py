@@ -29,6 +29,7 @@ from easyrl.runtime.resume import config_file_of, run_folder_of, settings_to_eva
 from easyrl.runtime.run import run
 from easyrl.runtime.run_folder import (
     folder_of,
+    from_1,
     is_locked,
     is_unstarted,
     read_lines,
@@ -68,7 +69,7 @@ class Results:
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / name
-        return read_lines(file) if file.is_file() else []
+        return list(from_1(self.folder, read_lines(file))) if file.is_file() else []
 
 
 class Run(Results):

@@ -26,7 +26,7 @@ from easyrl.observe.state import RunState
 from easyrl.observe.trace import FILE_NAME
 from easyrl.runtime.metrics import overlap, summarize
 from easyrl.runtime.resume import SavedState
-from easyrl.runtime.run_folder import is_locked
+from easyrl.runtime.run_folder import first_iteration, from_1, is_locked
 from easyrl.runtime.supervisor import SIGNALLED
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
@@ -47,7 +47,7 @@ class History:
     summary: Mapping[str, Any] = field(default_factory=dict)  # empty until the run has finished
     state: RunState = field(default_factory=RunState)  # of the newest command
     starts: dict[int, float] = field(default_factory=dict)
-    """Iteration, from 0 -> its start, in the newest command."""
+    """Iteration, from 1 -> its start, in the newest command."""
     messages: Counter[str] = field(default_factory=Counter)  # notes and warnings -> how often
 
     @property
@@ -107,7 +107,7 @@ class History:
                 self.starts.clear()
             case events.Evaluated(_, accuracy, _, error, number, reward):
                 measured = {ACCURACY: accuracy, ERROR: error, "eval/reward": reward}
-                self.lines[number] = {"iteration": number - 1, **measured}
+                self.lines[number] = {"iteration": number, **measured}
             case events.IterationStarted(time, iteration):
                 self.starts[iteration] = time
             case events.Note(text) | events.NoEvents(warning=text) if text:
@@ -127,11 +127,13 @@ def read_history(folder: Path) -> History:
         for event in RunFiles(folder).read():
             run._apply(event)
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
+        shift = 1 - first_iteration(folder)
         for line in GrowingFile(folder / METRICS).read():
             if not isinstance(line, dict) or "iteration" not in line:
                 raise ConfigError(f"{folder / METRICS}: expected metrics of `easyrl grpo`")
-            known = run.lines.get(line["iteration"] + 1, {})
-            run.lines[line["iteration"] + 1] = {**known, **line, OVERLAP: overlap([line])}
+            number = line["iteration"] + shift
+            known = run.lines.get(number, {})
+            run.lines[number] = {**known, **line, "iteration": number, OVERLAP: overlap([line])}
     run.lines = dict(sorted(run.lines.items()))
     with contextlib.suppress(OSError, ValueError):  # none, or a damaged one
         run.summary = json.loads((folder / SUMMARY).read_text())
@@ -151,7 +153,7 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
     """Return at most `limit` samples of the newest iterations, evenly from the lowest to the
     highest reward, each with the number of equal ones."""
     file = run.folder / SAMPLES
-    lines = list(GrowingFile(file).read()) if file.is_file() else []
+    lines = list(from_1(run.folder, GrowingFile(file).read())) if file.is_file() else []
     newest = sorted({line["iteration"] for line in lines})[-SAMPLED_ITERATIONS:]
     samples = list(folded(line for line in lines if line["iteration"] in newest))
     samples.sort(key=lambda each: -math.inf if each[0]["reward"] is None else each[0]["reward"])

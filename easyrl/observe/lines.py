@@ -68,7 +68,7 @@ class PlainLines:
                 print_end(exit_code, message)
 
     def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
-        number = metrics["iteration"] + 1
+        number = metrics["iteration"]
         to_teacher = metrics.get("teacher/kl")
         teacher = "" if to_teacher is None else f"teacher KL {to_teacher:.4f}  "
         say(

@@ -113,7 +113,7 @@ def draw_timeline(run: History) -> Figure | None:
     if not shown or not any(worker.spans for worker in workers):
         return None
     since, until = run.starts[shown[0]], run.state.newest
-    if seconds_of_last := run.lines.get(shown[-1] + 1, {}).get("perf/iteration_seconds"):
+    if seconds_of_last := run.lines.get(shown[-1], {}).get("perf/iteration_seconds"):
         until = run.starts[shown[-1]] + seconds_of_last
     step = max(1e-6, until - since) / NUM_SLICES
     lanes: dict[str, list[str]] = {}
@@ -136,7 +136,7 @@ def draw_timeline(run: History) -> Figure | None:
     for iteration in shown:
         x = run.starts[iteration] - since
         axes.axvline(x, color="#666666", linewidth=0.8, linestyle=":")
-        axes.annotate(f" iteration {iteration + 1}", (x, 1.0), va="bottom",
+        axes.annotate(f" iteration {iteration}", (x, 1.0), va="bottom",
                       xycoords=("data", "axes fraction"))  # fmt: skip
     patches = [Patch(color=colour) for colour in KIND_COLOURS.values()]
     names = ["idle" if kind == "wait" else kind for kind in KIND_COLOURS]

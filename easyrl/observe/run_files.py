@@ -12,7 +12,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import ConfigError, load_config
 from easyrl.events import Event
-from easyrl.observe.trace import FILE_NAME, decode
+from easyrl.observe.trace import FILE_NAME, FIRST, decode
 
 
 class GrowingFile:
@@ -57,11 +57,19 @@ class RunFiles:
         )
         if not config.is_file() or not trace.is_file():
             raise refusal
-        self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
+        self._trace = GrowingFile(trace, partial(json.loads, object_hook=self._decode))
+        self._first = 1  # iteration
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         if not any(isinstance(event, events.RunStarted) for event in self.read()):
             raise refusal
         self._trace.offset = 0  # read it again
+
+    def _decode(self, fields: dict[str, Any]) -> Any:
+        if fields.get("type") == "RunStarted":
+            self._first = fields.get(FIRST, 0)  # of this command, which may have resumed the run
+        if isinstance(fields.get("iteration"), int):
+            fields["iteration"] += 1 - self._first
+        return decode(fields)
 
     def now(self) -> float:
         """The time on the clock of the run's events."""

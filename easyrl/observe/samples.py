@@ -12,6 +12,7 @@ from rich.text import Text
 from easyrl.formatting import ConfigError, printable, shorten
 from easyrl.observe.run_files import GrowingFile
 from easyrl.observe.text import safe, say_rich
+from easyrl.runtime.run_folder import from_1
 
 SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
@@ -44,11 +45,12 @@ def show_samples(
         return (
             (min_reward is None or reward >= min_reward)
             and (max_reward is None or reward <= max_reward)
-            and (iteration is None or oldest <= line.get("iteration", -1) + 1 <= newest)
+            and (iteration is None or oldest <= line.get("iteration", 0) <= newest)
         )
 
     before: Any = None
-    for line, count in islice(folded(filter(is_wanted, GrowingFile(file).read())), limit):
+    lines = from_1(folder, GrowingFile(file).read())
+    for line, count in islice(folded(filter(is_wanted, lines)), limit):
         prompt = _prompt(line)
         texts = line["raw"] if is_raw else (line["prompt"], line["completion"])
         title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
@@ -77,11 +79,11 @@ def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
 
 
 def columns_of(line: Line, max_length: int) -> list[str]:
-    """Names with values of all columns but the texts. Iterations and samples count from 1."""
+    """Names with values of all columns but the texts. Samples count from 1."""
     functions = line.get("rewards", {})
     columns = []
     for name, value in {**line, **(functions if len(functions) > 1 else {}), **line}.items():
-        shown = value + 1 if name in ("iteration", "sample") else value
+        shown = value + 1 if name == "sample" else value
         text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
         if name not in LEFT_OUT and (name != "truncated" or value):
             columns.append(printable(f"{name} {shorten(text, max_length)}"))

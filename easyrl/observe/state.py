@@ -86,7 +86,7 @@ class RunState:
     iteration_started: float | None = None  # None between iterations
     num_groups: int = 0  # finished groups of this iteration that will be trained
     lines: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Iteration -> its line of `metrics.jsonl`."""
+    """Iteration, from 1 -> its line of `metrics.jsonl`."""
     accuracies: dict[int, float | None] = field(default_factory=dict)
     """Number of iterations trained -> held-out accuracy."""
     note: str = ""  # the newest note
@@ -112,7 +112,7 @@ class RunState:
                 }
                 # `easyrl watch` has seen the earlier iterations, and some that are undone now.
                 earlier = event.earlier or self.lines.values()
-                lines = {line["iteration"]: line for line in earlier if line["iteration"] < done}
+                lines = {line["iteration"]: line for line in earlier if line["iteration"] <= done}
                 # Reset every other field to its default.
                 self.__init__(event, workers, lines=lines, newest=started)  # type: ignore[misc]
                 self.accuracies = dict(event.accuracies)
@@ -163,7 +163,7 @@ class RunState:
     @property
     def num_done(self) -> int:
         """Finished iterations."""
-        return max(self.lines, default=-1) + 1
+        return max(self.lines, default=0)
 
     @property
     def mean_iteration_seconds(self) -> float | None:

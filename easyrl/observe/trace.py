@@ -40,6 +40,8 @@ SPANS: Mapping[type[Message], tuple[str, str]] = {
 LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"]
 LARGE += ["raw"]
 """Fields that are null in the file: they are large, or in other files."""
+FIRST = "first_iteration"
+"""In RunStarted: the number of a run's first iteration. Version 0.2 counted from 0 and lacks it."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
 """Parts of the lines without which later ones cannot be read."""
 RESULTS = ('"type": "IterationFinished"', '"type": "Evaluated"', '"type": "Note"')
@@ -54,6 +56,7 @@ def encode(value: Any) -> Any:
             kind = type(value)
             fields = {k: v for k, v in vars(value).items() if v != getattr(kind, k, ...)}
             fields |= {key: None for key in LARGE if key in fields}
+            fields |= {FIRST: 1} if isinstance(value, events.RunStarted) else {}
             return {"type": kind.__name__, **encode(fields)}
         case Mapping():
             return {key: encode(item) for key, item in value.items()}
@@ -68,8 +71,8 @@ def encode(value: Any) -> Any:
 
 def decode(fields: dict[str, Any]) -> Any:
     """Turn an encoded message back into a message. Raises TypeError for one of another version."""
-    kind = getattr(events, str(fields.get("type")), None)
-    return fields if kind is None else kind(**{k: v for k, v in fields.items() if k != "type"})
+    kind, others = getattr(events, str(fields.get("type")), None), ("type", FIRST)
+    return fields if kind is None else kind(**{k: v for k, v in fields.items() if k not in others})
 
 
 class TraceWriter:

@@ -42,7 +42,7 @@ def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
 
     if done := run.num_iterations:  # TensorBoard drops what earlier files have from this step on
         resumed = SessionLog(status=SessionLog.START)
-        writer.add_event(Event(wall_time=time.time(), step=done, session_log=resumed))
+        writer.add_event(Event(wall_time=time.time(), step=done + 1, session_log=resumed))
     return log, lambda exit_code: writer.close()
 
 
@@ -112,11 +112,8 @@ class Trackers:
                     values = {"eval/accuracy": accuracy, "eval/standard_error": error}
                     self._log(self._num_iterations, values)
             case events.IterationFinished(_, metrics):
-                self._num_iterations = metrics["iteration"] + 1
-                of_eval = {k: v for k, v in metrics.items() if k.startswith("eval/")}
-                of_iteration = {k: v for k, v in metrics.items() if k not in of_eval}
-                self._log(metrics["iteration"], of_iteration)
-                self._log(self._num_iterations, of_eval)
+                self._num_iterations = metrics["iteration"]
+                self._log(self._num_iterations, metrics)
             case events.RunEnded(exit_code) if self._trackers:
                 self._queue.put((None, exit_code))
                 self._thread.join(END_SECONDS)

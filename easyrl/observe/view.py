@@ -174,7 +174,7 @@ def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[Ren
     yield _line(("EasyRL", "bold"), printable(what))
     yield _progress(state, run, now)
     if state.lines and not state.is_starting:
-        metrics = state.lines[state.num_done - 1]
+        metrics = state.lines[state.num_done]
         speed = metrics["perf/tokens_per_second"]
         line = _line("tokens/s ", (f"{speed:,.0f}", "bold"))
         line.append("  per device ").append(f"{speed / max(1, num_devices):,.0f}", "bold")
@@ -285,7 +285,7 @@ def _bars(found: Sequence[float | None], width: int) -> str:
 
 def _figures(state: RunState, width: int) -> list[Text]:
     """Figures of the newest iteration and the mean of each reward function, on lines that fit."""
-    metrics = state.lines[state.num_done - 1]
+    metrics = state.lines[state.num_done]
     figures = {name: (metrics.get(key), spec) for name, (key, spec) in FIGURES.items()}
     for key, value in metrics.items():
         if name := function_of(key):
@@ -307,7 +307,7 @@ def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> l
     for group in groups:
         sample, room = group.shown, height - len(lines)
         assert sample is not None
-        title = f"iteration {group.iteration + 1}, reward {shown(sample.reward, '.3g')}"
+        title = f"iteration {group.iteration}, reward {shown(sample.reward, '.3g')}"
         title += f" (mean of the group {shown(fmean(group.rewards), '.3g')})"
         prompt = _wrapped(group.prompt or "", width, "dim")[-max(1, room // 3) :]
         completion = _wrapped(sample.completion, width)

@@ -194,7 +194,7 @@ class Controller:
 
     def _run_iteration(self, iteration: int) -> None:
         started, cpu_started = time.monotonic(), time.process_time()
-        self.notify(events.IterationStarted(started, iteration))
+        self.notify(events.IterationStarted(started, iteration + 1))
         placement, prompts = self.checked.placement, self.checked.prompts
         first_index = self.state.next_prompt_index
         ledger = ledger_of_iteration(self.config, placement, iteration, prompts, first_index)

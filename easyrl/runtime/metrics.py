@@ -47,7 +47,7 @@ def iteration_metrics(
     rate = num_tokens / seconds["perf/iteration_seconds"]
     lengths = np.concatenate([group.completion_lengths for group in groups])
     return {
-        "iteration": trained.iteration,
+        "iteration": trained.iteration + 1,
         "policy_version": trained.policy_version,
         **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
         "groups_skipped": sum(group.is_skipped for group in groups),
@@ -138,7 +138,7 @@ def summarize(
         "accuracy_before": state.accuracy_before,
         "held_out_reward_before": state.held_out_reward_before,
         "accuracy_best": best.get("eval/accuracy"),
-        "iterations_best": best["iteration"] + 1 if best else None,
+        "iterations_best": best.get("iteration"),
         "overlap": overlap(lines),
         "iteration_seconds": seconds,
         **{f"{part}_seconds": total(f"perf/{part}_seconds") for part in BUSY},
@@ -183,7 +183,7 @@ def no_learning_warning(lines: Sequence[Mapping[str, Any]], config: Config, fold
         causes.append("the prompts lack the model's format (data.chat)")
     if not found:
         return ""
-    first, last = newest[0]["iteration"] + 1, newest[-1]["iteration"] + 1
+    first, last = newest[0]["iteration"], newest[-1]["iteration"]
     return (
         f"warning: the run may learn nothing: in iterations {first} to {last} "
         f"{', and '.join(found)} (reward {newest[-1]['reward']:.3f})\n"

@@ -149,7 +149,7 @@ def _announce(controller: Controller) -> None:
     found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
     notes, num_done = _notes(checked, resumed), controller.state.num_iterations
-    measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
+    measured = [(line["iteration"], line.get("eval/accuracy")) for line in lines]
     measured.insert(0, (0, controller.state.accuracy_before))
     controller.notify(
         events.RunStarted(

@@ -1,7 +1,7 @@
 """The run folder: an observer that writes a run's files.
 
 config.yaml          the resolved config                       (at the start)
-metrics.jsonl        one line per iteration
+metrics.jsonl        one line per iteration, which counts from 1
 samples.jsonl        completions as text
 reward_errors.jsonl  reward calls that failed                  (only if there are any)
 logs/                of the controller and of each worker
@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from shlex import quote
@@ -67,6 +67,7 @@ class RunFolder:
                 # To a line's end: after a power failure the file may be shorter than that.
                 os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
             (self.path / "summary.json").unlink(missing_ok=True)
+            self._first = first_iteration(self.path)
         except OSError as error:
             if lock is not None:
                 os.close(lock)
@@ -86,7 +87,7 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`: one per completed iteration."""
         file = self.path / "metrics.jsonl"
-        return read_lines(file) if file.exists() else []
+        return list(from_1(self.path, read_lines(file) if file.exists() else []))
 
     def log_of(self, worker: str) -> Path:
         return self.path / "logs" / f"{worker}.log"
@@ -122,6 +123,8 @@ class RunFolder:
             self._append("reward_errors.jsonl", line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if self._first == 0 and line["iteration"] is not None:
+            line = {**line, "iteration": line["iteration"] - 1}
         self._write(name, json.dumps(finite(line), allow_nan=False), mode="a")
 
     def _write(self, name: str, text: str, *, mode: str) -> None:
@@ -172,6 +175,25 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
         "raw": sample.raw,
     }
     return events.with_columns(line, {**group.columns, **sample.columns})
+
+
+def first_iteration(folder: Path) -> int:
+    """Return the number of the first iteration in the files of a run: 1, or 0 if version 0.2 began
+    the run. It stays what it is when the run is resumed. The first line that a run writes to these
+    files is of its first iteration."""
+    for name in GROWING[:2]:
+        # Neither is there before the first iteration, and evaluations have no iterations.
+        ignored = contextlib.suppress(OSError, ValueError, LookupError, TypeError)
+        with ignored, (folder / name).open("rb") as file:
+            return min(1, json.loads(file.readline())["iteration"])
+    return 1
+
+
+def from_1(folder: Path, lines: Iterable[Any]) -> Iterator[Any]:
+    """Yield lines of the run in `folder` with the iterations counted from 1."""
+    is_from_0 = first_iteration(folder) == 0
+    for line in lines:
+        yield {**line, "iteration": line["iteration"] + 1} if is_from_0 else line
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

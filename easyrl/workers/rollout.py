@@ -406,7 +406,7 @@ class RolloutWorker:
             for n in (range(len(completions)) if is_sample else [0])
         ]
         report = events.GroupScored(
-            iteration=iteration,
+            iteration=iteration + 1,
             group_index=own.index,
             prompt_index=own.prompt.index,
             rewards=rewards.tolist(),
