@@ -15,14 +15,15 @@ from functools import partial
 from easyrl.bench.harness import Row, median_ratio, record, take_turns
 from easyrl.processes import num_cores
 
+PROMPTS = 64  # per iteration
 MODES = {"sync": 1, "colocated": 1, "apart": 4, "periodic": None}
 """The part of the groups that is in flight: all, or a quarter; None: the default."""
 
 
-def run(prompts: int = 64, rounds: int = 3) -> Iterator[Row]:
+def run(rounds: int = 3) -> Iterator[Row]:
     """One row per mode. `over_sync` and `over_colocated`: how many times as fast as these it is
-    (median over rounds). `prompts`: per iteration."""
-    actions = {mode: partial(measure, mode, prompts, iterations=4) for mode in MODES}
+    (median over rounds)."""
+    actions = {mode: partial(measure, mode) for mode in MODES}
     runs = take_turns(actions, rounds, num_warm_up=0)
     seconds = {mode: [run["iteration_seconds"] for run in runs[mode]] for mode in MODES}
     infer, train, weights = (
@@ -40,17 +41,17 @@ def run(prompts: int = 64, rounds: int = 3) -> Iterator[Row]:
         yield row
 
 
-def measure(mode: str, prompts: int, iterations: int) -> dict[str, float]:
+def measure(mode: str) -> dict[str, float]:
     num_threads = num_cores() if mode == "colocated" else max(1, num_cores() // 2)
     part = MODES[mode]
     flags = {
         "runtime.schedule": "periodic" if mode in ("apart", "periodic") else "sync",
-        "train.prompts_per_iteration": prompts,
+        "train.prompts_per_iteration": PROMPTS,
         "rollout.num_generations": 8,
-        "rollout.max_concurrent_groups": None if part is None else max(2, prompts // part),
+        "rollout.max_concurrent_groups": None if part is None else PROMPTS // part,
         "devices.infer": "cpu",
         "devices.train": "cpu",
         # Cores are shared between the groups unless a number of threads is set.
         "devices.threads": None if mode == "periodic" else num_threads,
     }
-    return record(mode, flags, iterations=iterations)
+    return record(mode, flags, iterations=4)

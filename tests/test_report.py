@@ -9,7 +9,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from typer.testing import CliRunner
 from easyrl import cli
 from run_events import METRICS
 from runs import lines_of, summary_of
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def call(*words):
@@ -147,49 +144,11 @@ def test_mistakes_are_user_errors(run, tmp_path):
         assert refused.exit_code == 2 and text in refused.output, refused.output
 
 
-PROBE = """
-const page = document.querySelector("iframe").contentDocument, root = page.documentElement
-const ids = [...page.querySelectorAll("[id]")].map(each => each.id)
-const plots = [...page.querySelectorAll("figure.plot svg")].map(svg => {
-  const box = svg.getBoundingClientRect(), shapes = [...svg.querySelectorAll("path, use")]
-  const drawn = shapes.map(each => each.getBBox()).filter(each => each.width || each.height)
-  const used = [...svg.outerHTML.matchAll(/(?:url\\(#|href="#)([^)"]+)/g)].map(([, id]) => id)
-  return [svg.getAttribute("aria-label"), box.width, box.height, drawn.length,
-          svg.querySelectorAll("text").length, used.every(id => svg.getElementById(id))]
-})
-const is_well = ids.length == new Set(ids).size && root.scrollWidth <= root.clientWidth
-document.body.innerHTML = "<pre>" + JSON.stringify([is_well, plots]) + "</pre>"
-"""
-
-
-def browse(page):
-    """The page's elements in headless Chromium, as its scripts leave them."""
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr")
-    options += ("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent}/browser")
-    command = [CHROMIUM, *options, "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian's package `chromium`)")
-def test_page_in_a_browser(run, tmp_path):
-    """No console error, every plot drawn within the width, and no request to the network."""
+def test_page_needs_nothing_but_itself(run, tmp_path):
+    """No request to the network, and ids that are unique and exist."""
     page = page_of(run, shutil.copytree(run, tmp_path / "second run"))
-    assert "default-src 'none'" in page  # blocks requests; one is then an error on the console
-    assert "Samples from the lowest" in browse(run / "page.html")
-    for width in (390, 1400):  # of a phone, and wide
-        # The same page in a frame, so that a script can look at it.
-        frame = (
-            f'<iframe style="border: 0; width: {width}px" srcdoc="{html.escape(page)}"></iframe>'
-        )
-        (tmp_path / "frame.html").write_text(f"{frame}<script>onload = () => {{{PROBE}}}</script>")
-        shown = re.search(r"<pre>(.*)</pre>", browse(tmp_path / "frame.html"))[1]
-        is_well, plots = json.loads(html.unescape(shown))
-        titles = [title for title, *_ in plots]
-        assert is_well and len(titles) == page.count("<svg") >= 14
-        assert {"Reward", "Held-out accuracy", "Entropy", "Timeline of second run"} <= {*titles}
-        for title, box_width, height, num_drawn, num_texts, is_whole in plots:
-            assert 300 <= box_width <= 1000 and height >= 100, title
-            assert num_drawn > 6 and num_texts > 4 and is_whole, title
-            assert box_width <= width or "Timeline" in title  # which scrolls within its card
+    assert "default-src 'none'" in page  # blocks requests
+    ids = re.findall(r'\sid="([^"]+)"', page)
+    used = re.findall(r'(?:url\(#|href="#)([^)"]+)', page)
+    assert len(ids) == len(set(ids)) and set(used) <= set(ids)
+    assert page.count("<svg") >= 14 and "Timeline of second run" in page

@@ -40,9 +40,6 @@ def bench(
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, Option(help="Data type of `loop`, `weights`.")
     ] = None,
-    prompts: Annotated[
-        int | None, Option(min=2, help="Prompts per iteration of `pipeline`; default: 64.")
-    ] = None,
     rows: Annotated[
         str | None, Option(metavar="ROW,ROW", help="Rows of `peer`; default: all.")
     ] = None,
