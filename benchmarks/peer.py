@@ -176,7 +176,7 @@ def run_trl(
     accelerators; empty: the CPU."""
     num_processes = max(1, len(used))
     micro_batch = math.gcd(work.micro_batch, work.num_completions // num_processes)
-    config = {
+    config: dict[str, Any] = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": work.num_completions // (micro_batch * num_processes),
         "num_generations": work.num_generations,

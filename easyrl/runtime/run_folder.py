@@ -185,7 +185,7 @@ def first_iteration(folder: Path) -> int:
         # Neither is there before the first iteration, and evaluations have no iterations.
         ignored = contextlib.suppress(OSError, ValueError, LookupError, TypeError)
         with ignored, (folder / name).open("rb") as file:
-            return min(1, json.loads(file.readline())["iteration"])
+            return int(json.loads(file.readline())["iteration"] > 0)
     return 1
 
 
