@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import peer, pipeline
-from easyrl.bench import loop
+from benchmarks import ring
+from easyrl.bench import loop, peer
 from easyrl.bench.harness import run_suite
 from easyrl.cli import app
 from easyrl.runtime.supervisor import WorkerFailure
@@ -16,17 +16,17 @@ from easyrl.runtime.supervisor import WorkerFailure
 
 def test_a_suite_prints_a_table_and_writes_json(tmp_path, monkeypatch):
     rows = [{"what": "ring", "gb_per_second": 3.14159}, {"what": "queue", "times": 15}]
-    monkeypatch.setattr(pipeline, "run", lambda: rows)
-    file = tmp_path / "rows.json"
-    result = CliRunner().invoke(app, ["bench", "pipeline", "--json", str(file)])
+    monkeypatch.setattr(ring, "run", lambda: rows)
+    file = tmp_path / "ring.json"
+    result = CliRunner().invoke(app, ["bench", "ring", "--json", str(file)])
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[1:] == [["what", "ring", "queue"], ["gb_per_second", "3.14"], ["times", "15"]]
     report = json.loads(file.read_text(encoding="utf-8"))
-    assert report["suite"] == "pipeline" and report["results"] == rows
+    assert report["suite"] == "ring" and report["results"] == rows
     assert report["machine"]["cores"] >= 1 and report["machine"]["torch"] == torch.__version__
     for wrong in (["--dtype", "bfloat16"], ["--json", str(tmp_path)]):
-        assert CliRunner().invoke(app, ["bench", "pipeline", *wrong]).exit_code == 2
+        assert CliRunner().invoke(app, ["bench", "ring", *wrong]).exit_code == 2
 
 
 @pytest.mark.parametrize(

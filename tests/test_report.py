@@ -123,7 +123,7 @@ def test_files_of_others_are_replaced_only_by_force(run, tmp_path, monkeypatch):
         assert call(*words, "--force").exit_code == 0 and Path(file).read_text() != "mine"
     assert [call("plot", run).exit_code for _ in range(2)] == [0, 0]  # the run's own file
     Path("rates.json").write_text("mine")
-    for words in (("plan", run, "--devices", 4), ("bench", "loop")):
+    for words in (("plan", run, "--devices", 4), ("bench", "ring")):
         assert call(*words, "--json", "rates.json").exit_code == 2
     assert Path("rates.json").read_text() == "mine"
 

@@ -13,7 +13,7 @@ from easyrl.cli.common import Force, InferDevices, TrainDevices, Words, check_ne
 from easyrl.formatting import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("loop",)
+SHIPPED = ("loop", "peer")
 """The other suites are for development. They are in the folder `benchmarks` of a checkout."""
 SUITES = {
     "attention": "groups that store their prompt once against groups that repeat it",
@@ -21,6 +21,7 @@ SUITES = {
     "loop": "whole runs on random models of real shapes (takes devices and any setting)",
     "peer": "whole iterations against TRL's on the same work (needs TRL; takes devices)",
     "pipeline": "whole iterations under four schedules",
+    "ring": "the ring buffer against a queue",
     "weights": "a weight update against bare broadcasts (takes devices)",
 }
 
@@ -51,7 +52,7 @@ def bench(
     options = {name: value for name, value in dict(locals()).items() if value}
     for name in ("suite", "json", "force"):
         options.pop(name, None)
-    suites = SUITES if (ROOT / "benchmarks" / "peer.py").exists() else SHIPPED
+    suites = SUITES if (ROOT / "benchmarks" / "ring.py").exists() else SHIPPED
     if suite not in suites:
         raise ConfigError(f"bench: expected one of {', '.join(suites)}, got '{suite}'")
     check_new("--json", json, force=force)
@@ -67,5 +68,5 @@ def bench(
 
 
 of_suites = ";\n".join(f"{name}: {text}" for name, text in SUITES.items())
-note = "All but loop are measured in a checkout of the repository."
+note = "All but loop and peer are measured in a checkout of the repository."
 bench.__doc__ = f"{bench.__doc__}\n\n{of_suites}.\n\n{note}"

@@ -185,7 +185,6 @@ def run_trl(
         "bf16": bool(used),
     }
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_cores())}
-    environment["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     program = [sys.executable, "-m"]
     if used:
         environment |= visible_environment(accelerator()[0], used)
@@ -196,7 +195,7 @@ def run_trl(
         run = {"model": inputs["model.path"], "prompts": inputs["data.dataset"]}
         run |= {"iterations": work.iterations, "result": str(result)}
         asked.write_text(json.dumps({**run, "config": {**config, "output_dir": folder}}))
-        program += ["benchmarks.peer", str(asked)]
+        program += ["easyrl.bench.peer", str(asked)]
         with log_file.open("w") as log:
             code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
         if code.returncode != 0:

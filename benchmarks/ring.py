@@ -1,0 +1,112 @@
+"""The ring buffer against `torch.multiprocessing.Queue` between the same two processes.
+
+This process sends fresh copies of a group's arrays, another one sums each array. A rate is groups
+over the time from the producer's start to the end of the consumer's last sum.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch.multiprocessing
+
+from easyrl.bench.harness import Row, median_ratio, take_turns
+from easyrl.channels.ring_buffer import RingBuffer, RingLayout
+from easyrl.types import RolloutGroup
+
+NUM_GENERATIONS, PROMPT_LENGTH, NUM_SLOTS = 8, 256, 8
+TOKEN_BYTES = 9  # id, log-probability, mask
+ARRAYS = ("prompt_ids", "completion_ids", "rollout_logprobs", "loss_mask")
+TIMEOUT_SECONDS = 60.0
+
+
+def run(repetitions: int = 5) -> Iterator[Row]:
+    """One row per group size."""
+    torch.set_num_threads(1)
+    for group_bytes in (64 * 1024, 4 * 1024**2):
+        yield _measure(group_bytes, repetitions)
+
+
+def _measure(group_bytes: int, repetitions: int) -> Row:
+    length = group_bytes // (TOKEN_BYTES * NUM_GENERATIONS)
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue(NUM_SLOTS)
+    control, theirs = context.Pipe()
+
+    def send(channel: str, count: int) -> float:
+        """Return seconds per group."""
+        group = _make_group(length)
+        control.send((channel, count))
+        start = time.monotonic()
+        for _ in range(count):
+            copied: dict[str, Any] = {name: getattr(group, name).copy() for name in ARRAYS}
+            if channel == "queue":
+                queue.put([torch.from_numpy(x) for x in copied.values()], timeout=TIMEOUT_SECONDS)
+            else:
+                port.put(replace(group, **copied), TIMEOUT_SECONDS)
+        return float(control.recv() - start) / count
+
+    sizes = NUM_SLOTS, NUM_GENERATIONS, PROMPT_LENGTH, length
+    with closing(RingBuffer(RingLayout(*sizes, num_owners=2, num_groups=1))) as ring:
+        consumer = context.Process(target=_consume, args=(ring, queue, theirs), daemon=True)
+        consumer.start()
+        try:
+            theirs.close()  # held by the consumer alone: we read EOF when it dies
+            port = ring.attach(0)
+            sends = {}  # about as long for every size; the warm-up hides the consumer's start
+            for name, num_bytes in (("ring", 2**29), ("queue", 2**25)):
+                count = min(2000, max(32, num_bytes // group_bytes))
+                sends[name] = partial(send, name, count)
+            seconds = take_turns(sends, repetitions)
+        finally:
+            consumer.kill()
+            consumer.join()
+    return {
+        "group_bytes": group_bytes,
+        "ring_groups_per_second": 1 / statistics.median(seconds["ring"]),
+        "queue_groups_per_second": 1 / statistics.median(seconds["queue"]),
+        "speedup": median_ratio(seconds["queue"], seconds["ring"]),
+    }
+
+
+def _make_group(completion_length: int) -> RolloutGroup:
+    num_tokens = NUM_GENERATIONS * completion_length
+    return RolloutGroup(
+        iteration=0,
+        policy_version=0,
+        group_index=0,
+        prompt_index=0,
+        prompt_ids=np.ones(PROMPT_LENGTH, np.int32),
+        completion_lengths=np.full(NUM_GENERATIONS, completion_length, np.int32),
+        completion_ids=np.ones(num_tokens, np.int32),
+        rollout_logprobs=np.ones(num_tokens, np.float32),
+        loss_mask=np.ones(num_tokens, np.bool_),
+        rewards=np.ones(NUM_GENERATIONS, np.float32),
+        advantages=np.ones(NUM_GENERATIONS, np.float32),
+        truncated=np.zeros(NUM_GENERATIONS, np.bool_),
+    )
+
+
+def _consume(ring: RingBuffer, queue: Any, control: Connection) -> None:
+    """The consumer's process: read as many groups as each command says."""
+    torch.set_num_threads(1)
+    port = ring.attach(1)
+    while True:
+        channel, count = control.recv()
+        for _ in range(count):
+            if channel == "queue":
+                for tensor in queue.get(timeout=TIMEOUT_SECONDS):
+                    tensor.numpy().sum()
+                continue
+            lease = port.get(TIMEOUT_SECONDS)
+            assert lease is not None
+            with lease as group:
+                for name in ARRAYS:
+                    getattr(group, name).sum()
+        control.send(time.monotonic())
