@@ -5,9 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
-from benchmarks import ring
+import kernel_counts
+from benchmarks import performance_model, ring
+from benchmarks.performance_model import (
+    CARDS,
+    COPYING_KERNELS,
+    KERNELS,
+    MODELS,
+    TRAIN_HIDDEN_BYTES,
+    TRAIN_KERNELS,
+    TRAIN_LOGIT_BYTES,
+    Load,
+)
 from easyrl.bench import loop, peer
 from easyrl.bench.harness import run_suite
 from easyrl.cli import app
@@ -66,3 +78,46 @@ def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, 
     monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
     result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
     assert result.exit_code == 2 and named in result.stderr, result.output
+
+
+def at_zero_layers(two, four):
+    """Return what a layer adds, and what there is besides, from figures of two and four layers."""
+    return (four - two) / 2, 2 * two - four
+
+
+@pytest.mark.skipif(
+    not (torch.__version__.startswith("2.13.") and transformers.__version__.startswith("5.24.")),
+    reason="the figures are those of these versions",
+)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_performance_model_counts_the_work_of_the_code(model):
+    """Kernels exactly; bytes within 3 % of a decode step, and 10 % of training."""
+
+    def total(per_layer, besides):
+        return per_layer * model.layers + besides
+
+    for load, kernels in ((Load(256), KERNELS), (Load(1024), KERNELS), (Load(40), COPYING_KERNELS)):
+        for rows, cells in ((64, 512), (256, 1024)):
+            two, four = (
+                kernel_counts.count_decode_step(model, layers, rows, load.prompt, cells)
+                for layers in (2, 4)
+            )
+            counted = at_zero_layers(two.num_kernels, four.num_kernels)
+            assert counted == kernels[model.family]
+            step = performance_model.decode(
+                model, CARDS["H100"], "embedded", rows, cells=cells, load=load
+            )
+            assert step.num_kernels == total(*counted)
+            num_bytes = total(*at_zero_layers(two.num_bytes, four.num_bytes))
+            assert step.num_bytes == pytest.approx(num_bytes, rel=0.03)
+    if performance_model.train(model, CARDS["H100"]) is None:
+        return  # it needs several devices
+    tokens = 8448
+    two, four = (kernel_counts.count_training(model, layers, tokens) for layers in (2, 4))
+    counted = at_zero_layers(two.num_kernels, four.num_kernels)
+    assert counted == TRAIN_KERNELS[model.family]
+    moved = (each.num_bytes - each.product_bytes for each in (two, four))
+    of_layer, of_head = at_zero_layers(*moved)
+    expected = TRAIN_HIDDEN_BYTES[model.family] * model.hidden * tokens
+    assert of_layer == pytest.approx(expected, rel=0.1)
+    assert of_head == pytest.approx(TRAIN_LOGIT_BYTES * model.vocabulary * tokens, rel=0.1)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import performance_model
 from easyrl.config import (
     KEYS,
     Config,
@@ -115,6 +116,8 @@ def test_generated_files_are_current():
     assert current, "python docs/settings.py > docs/settings.md"
     names = [ROOT / "easyrl" / "config" / "trl_and_verl.md", ROOT / "docs" / "trl_and_verl.md"]
     assert names[0].read_text() == names[1].read_text(), "one is a copy of the other"
+    devices = (ROOT / "docs" / "devices.md").read_text()
+    assert "\n".join(performance_model.tables()) in devices, performance_model.__doc__
 
 
 @given(
