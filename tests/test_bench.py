@@ -67,6 +67,7 @@ def test_loop_measures_both_schedules():
     [
         (["--rows", "tiny_short, large"], "'large'"),
         (["--rows", "tiny_short,"], "''"),
+        (["--rows", "tiny_short,smollm2_lora"], "--rows smollm2_lora: expected --model FOLDER"),
         (["--infer-devices", "gpu"], "devices.infer"),
         (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
         (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),

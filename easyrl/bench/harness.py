@@ -25,6 +25,7 @@ from easyrl.model.files import load_tokenizer
 from easyrl.processes import num_cores
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
+from easyrl.types import Messages
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -104,11 +105,17 @@ def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def write_model_and_prompts(
-    folder: Path, model: Any, dtype: str, num_prompts: int, prompt_length: int
+    folder: Path,
+    model: Any,
+    dtype: str,
+    num_prompts: int,
+    prompt_length: int,
+    *,
+    is_chat: bool = False,
 ) -> dict[str, Any]:
-    """Write a random model, with the tokenizer of `tiny`, and prompts of that many digits. Return
-    the flags that name them, and the reward. `model`: also the path of one, which is used as it
-    is."""
+    """Write a random model, with the tokenizer of `tiny`, and prompts of that many digits, or
+    questions for a sum with so many. Return the flags that name them, and the reward. `model`: also
+    the path of one, which is used as it is."""
     if isinstance(model, str):
         path = resolve_model(model)
     else:
@@ -118,7 +125,12 @@ def write_model_and_prompts(
         load_tokenizer("tiny").save_pretrained(path)
     tokenizer = load_tokenizer(path)
     drawn = random.Random(0)
-    prompts = ["".join(drawn.choices("0123456789", k=prompt_length)) for _ in range(num_prompts)]
+    digits = ["".join(drawn.choices("0123456789", k=prompt_length)) for _ in range(num_prompts)]
+    prompts: list[str | Messages] = [*digits]
+    if is_chat:
+        half = prompt_length // 2
+        sums = (f"What is {text[:half]} + {text[half:]}?" for text in digits)
+        prompts = [[{"role": "user", "content": text}] for text in sums]
     rows = (json.dumps({"prompt": prompt}) for prompt in prompts)
     (folder / "prompts.jsonl").write_text("\n".join(rows))
     return {

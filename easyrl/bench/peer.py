@@ -3,10 +3,12 @@
 Both get the same model, prompts, reward function, precision, cores and number of prompts,
 completions and updates (one per iteration, on-policy). Both sample from the whole distribution at
 temperature 1. Models are random and prompts are digits. One of the 99 tokens ends a completion, so
-lengths are geometric up to the cap. The learning rate is 0: every iteration does the same work.
+lengths are geometric up to the cap. The learning rate is 0: every iteration does the same work. The
+rows `smollm2` take a chat model instead (`--model`), ask it for sums, and train it a little.
 
 EasyRL runs with its defaults, TRL in a process of its own with the settings below, in turns. On
-NVIDIA GPUs TRL generates with vLLM, on the devices that it trains on.
+NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with several devices,
+also on devices of its own.
 """
 
 import json
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, util
@@ -30,7 +33,7 @@ from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
 from easyrl.formatting import install_command
 from easyrl.processes import die_with_parent, num_cores
-from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.self_test_part import random_model
 from easyrl.runtime.supervisor import WorkerFailure, signals_as_interrupts
 
@@ -60,13 +63,18 @@ MID = TINY | {
 class Work:
     """What both trainers do in an iteration, and how TRL does it."""
 
-    size: Mapping[str, Any]  # of the random model
+    size: Mapping[str, Any] | None  # of the random model; None: a chat model that is given
     num_prompts: int
     num_generations: int
     prompt_length: int
     cap: int  # longest completion
     iterations: int  # measured per run
-    micro_batch: int  # of TRL, in completions
+    micro_batches: Sequence[int]  # in completions: all are measured on the CPU, else the first
+    lora_rank: int | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        return 0.0 if self.size is not None else 1e-6
 
     @property
     def num_completions(self) -> int:
@@ -76,15 +84,18 @@ class Work:
 # Micro-batches of 16 and 64 were compared by whole iterations on two cores, in three rounds of each
 # row but `mid_1k`.
 ROWS = {
-    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, micro_batch=64),
-    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, micro_batch=64),
-    "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, micro_batch=16),
-    "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, micro_batch=16),
-    "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, micro_batch=16),
+    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, micro_batches=[64]),
+    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, micro_batches=[64]),
+    "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, micro_batches=[16, 64]),
+    "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, micro_batches=[16, 64]),
+    "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, micro_batches=[16]),
+    "smollm2": Work(None, 8, 8, 4, 64, iterations=2, micro_batches=[16]),
+    "smollm2_lora": Work(None, 8, 8, 4, 64, iterations=2, micro_batches=[16], lora_rank=16),
 }
+RANDOM = [name for name, work in ROWS.items() if work.size is not None]
 TRL_SETTINGS = {
     "model_init_kwargs": {"dtype": "float32"},  # weights; `bf16` computes in bfloat16
-    "learning_rate": 0.0,
+    "lr_scheduler_type": "constant",
     "beta": 0.0,
     "loss_type": "grpo",
     "temperature": 1.0,
@@ -107,13 +118,15 @@ def run(
     *,
     rounds: int = 3,
 ) -> Iterator[harness.Row]:
-    """One row per name in `rows` (separated by commas; default: all), of random models or `model`.
-    Rates are medians over rounds. Raises ConfigError for unknown rows and devices that TRL cannot
-    use, or without TRL."""
-    names = [name.strip() for name in rows.split(",")] if rows is not None else [*ROWS]
+    """One row per name in `rows` (separated by commas; default: those of random models, which
+    `model` replaces). Rates are medians over rounds, the peer's of its fastest settings. Raises
+    ConfigError for unknown rows and devices that TRL cannot use, or without TRL."""
+    names = [name.strip() for name in rows.split(",")] if rows is not None else RANDOM
     if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
         raise ConfigError(f"--rows: expected some of {', '.join(ROWS)}, got '{got}'")
+    if model is None and (chats := [name for name in names if name not in RANDOM]):
+        raise ConfigError(f"--rows {chats[0]}: expected --model FOLDER too, a chat model; got none")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     config = load_config(None, flags)
     is_ray = any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices))
@@ -124,13 +137,8 @@ def run(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
             f"machine, got {infer} and {train}"
         )
+    settings = {name: peer_settings(ROWS[name], placement) for name in names}
     on_cpu = placement.train.kind == "cpu"
-    used = [] if on_cpu else sorted({*placement.infer.indices, *placement.train.indices})
-    if used and 8 % len(used):
-        raise ConfigError(
-            "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
-            f"divides completions, got {len(used)}"
-        )
     for package, extra in (("trl", "peer"),) if on_cpu else (("trl", "peer"), ("vllm", "vllm")):
         if util.find_spec(package) is None:
             raise ConfigError(f"bench peer: expected {package}, got none: {install_command(extra)}")
@@ -138,20 +146,31 @@ def run(
     for name in names:
         work = ROWS[name]
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-            source: Any = model or random_model(work.size)
+            source: Any = model if work.size is None or model else random_model(work.size)
             sizes = work.num_prompts, work.prompt_length
-            inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes)
-            actions = {
-                "easyrl": partial(run_easyrl, name, work, {**flags, **inputs}),
-                "peer": partial(run_trl, f"{name}, TRL", work, inputs, used),
-            }
+            how = {"is_chat": work.size is None}
+            inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes, **how)
+            actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
+            for each in settings[name]:
+                label = ", ".join(f"{key} {value}" for key, value in each.items())
+                actions[label] = partial(run_trl, f"{name}, TRL ({label})", work, inputs, each)
             runs = harness.take_turns(actions, rounds, num_warm_up=0)
-        rates = {side: [rate for rate, _ in of_side] for side, of_side in runs.items()}
-        row = {"row": name, "ratio": harness.median_ratio(rates["easyrl"], rates["peer"])}
-        for side, of_side in runs.items():
-            row[f"{side}_tokens_per_second"] = statistics.median(rates[side])
-            row[f"{side}_mean_length"] = statistics.mean(length for _, length in of_side)
-        yield row | {"peer": f"TRL {metadata.version('trl')}"}
+        yield {"row": name} | compare(runs)
+
+
+def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> harness.Row:
+    """Return a row. `runs`: tokens per second and mean lengths by round, of EasyRL and TRL."""
+    rates = {side: [rate for rate, _ in of_side] for side, of_side in runs.items()}
+    medians = {side: statistics.median(of_side) for side, of_side in rates.items()}
+    best = max((side for side in medians if side != "easyrl"), key=lambda side: medians[side])
+    return {
+        "ratio": harness.median_ratio(rates["easyrl"], rates[best]),
+        "easyrl_tokens_per_second": medians["easyrl"],
+        "peer_tokens_per_second": medians[best],
+        "easyrl_mean_length": statistics.mean(length for _, length in runs["easyrl"]),
+        "peer_mean_length": statistics.mean(length for _, length in runs[best]),
+        "peer": f"TRL {metadata.version('trl')}, {best}",
+    }
 
 
 def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, float]:
@@ -160,6 +179,9 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
         "train.prompts_per_iteration": work.num_prompts,
         "rollout.num_generations": work.num_generations,
         "rollout.max_completion_length": work.cap,
+        "train.learning_rate": work.learning_rate,
+        "train.lr_scheduler_type": "constant",
+        "model.lora.rank": work.lora_rank,
     }
     figures = harness.record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
     num_tokens = figures["completion_tokens"]
@@ -169,35 +191,61 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 # -- TRL ------------------------------------------------------------------------------------------
 
 
+def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
+    """Return the settings to measure. Raises ConfigError if completions cannot be divided."""
+    if placement.train.kind == "cpu":
+        return [{"micro-batch": size} for size in work.micro_batches]
+    infer, train = (list(each.indices) for each in (placement.infer, placement.train))
+    settings: list[dict[str, Any]] = [{"devices": sorted({*infer, *train}), "vllm": "colocate"}]
+    if not {*infer} & {*train}:
+        settings.append({"devices": train, "vllm": "server", "server devices": infer})
+    for each in settings:
+        count = len(each["devices"])
+        if work.num_completions % count:
+            raise ConfigError(
+                "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
+                f"divides {work.num_completions} completions, got {count}"
+            )
+        each["micro-batch"] = math.gcd(work.micro_batches[0], work.num_completions // count)
+    return settings
+
+
 def run_trl(
-    name: str, work: Work, inputs: Mapping[str, Any], used: Sequence[int]
+    name: str, work: Work, inputs: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[float, float]:
-    """Return completion tokens per second, and the mean length of a completion. `used`: indices of
-    accelerators; empty: the CPU."""
-    num_processes = max(1, len(used))
-    micro_batch = math.gcd(work.micro_batch, work.num_completions // num_processes)
-    config: dict[str, Any] = {
+    """Return completion tokens per second, and the mean length of a completion."""
+    used = settings.get("devices")
+    num_processes = len(used or [None])
+    micro_batch = settings["micro-batch"]
+    config = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": work.num_completions // (micro_batch * num_processes),
         "num_generations": work.num_generations,
         "max_completion_length": work.cap,
-        "use_cpu": not used,
-        "bf16": bool(used),
+        "use_cpu": used is None,
+        "bf16": used is not None,
+        "learning_rate": work.learning_rate,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_cores())}
     program = [sys.executable, "-m"]
-    if used:
+    if used is not None:
         environment |= visible_environment(accelerator()[0], used)
-        config |= {"use_vllm": True, "vllm_mode": "colocate"}
+        config |= {"use_vllm": True, "vllm_mode": settings["vllm"]}
         program += ["accelerate.commands.launch", f"--num_processes={num_processes}", "-m"]
-    with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder, ExitStack() as stack:
         asked, result, log_file = (Path(folder, each) for each in ("asked", "result", "log"))
         run = {"model": inputs["model.path"], "prompts": inputs["data.dataset"]}
-        run |= {"iterations": work.iterations, "result": str(result)}
+        run |= {"iterations": work.iterations, "result": str(result), "rank": work.lora_rank}
         asked.write_text(json.dumps({**run, "config": {**config, "output_dir": folder}}))
+        log = stack.enter_context(log_file.open("w"))
+        if settings.get("vllm") == "server":
+            seen = os.environ | visible_environment(accelerator()[0], settings["server devices"])
+            serve = [sys.executable, "-m", "trl.cli.main", "vllm-serve", "--model", run["model"]]
+            server = subprocess.Popen(serve, env=seen, stdout=log, stderr=log)
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
         program += ["easyrl.bench.peer", str(asked)]
-        with log_file.open("w") as log:
-            code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
+        code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
         if code.returncode != 0:
             lines = log_file.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
             raise WorkerFailure("\n".join([f"bench, {name}: exit code {code.returncode}", *lines]))
@@ -212,6 +260,7 @@ def train_with_trl(settings: dict[str, Any]) -> None:
     seconds) of each iteration to the file `result`. The first iteration warms up."""
     from accelerate.utils import gather_object
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -227,13 +276,15 @@ def train_with_trl(settings: dict[str, Any]) -> None:
             ends.append(time.perf_counter())
 
     prompts = [json.loads(line) for line in Path(settings["prompts"]).read_text().splitlines()]
-    num_steps = 1 + settings["iterations"]
+    num_steps, rank = 1 + settings["iterations"], settings["rank"]
+    lora = {"r": rank, "lora_alpha": 2 * (rank or 0), "target_modules": "all-linear"}
     trainer = GRPOTrainer(
         model=settings["model"],
         reward_funcs=reward,
         args=GRPOConfig(**TRL_SETTINGS, **settings["config"], max_steps=num_steps),
         train_dataset=Dataset.from_list(prompts * num_steps),
         callbacks=[Clock()],
+        peft_config=LoraConfig(**lora) if rank else None,
     )
     trainer.train()
     if trainer.accelerator.is_main_process:
