@@ -10,7 +10,8 @@
 # make test-wheel   build the wheel, install it into an empty environment and run the demo there
 # make test-gpu-compile  compile the trainer's kernels for NVIDIA GPUs; no GPU is needed
 # make test-pretended    whole runs on a pretended accelerator; no accelerator is needed
-# make test-gpu     on a machine with NVIDIA GPUs: the GPU tests, and figures in build/gpu-*.json
+# make test-gpu     on a machine with NVIDIA GPUs: the GPU tests, figures in build/gpu-*.json, and
+#                   some of them beside the expected ones (docs/devices.md)
 # make clean        remove what these have created
 
 PYTHON ?= python3
@@ -149,6 +150,7 @@ test-gpu: $(VENV)/test-installed
 	$(BIN)/easyrl bench attention --force --json build/gpu-attention.json
 	$(BIN)/easyrl bench engine --force --json build/gpu-engine.json
 	$(BIN)/easyrl bench loop $(SHARED_GPU) --force --json build/gpu-loop.json
+	$(BIN)/python -m benchmarks.performance_model build/gpu-*.json
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(NEWEST_VENV) build dist *.egg-info .pytest_cache \

@@ -76,15 +76,19 @@ def compare(
         actions["engine_without_graphs"] = timed(action, device)
     # Warm-up runs also capture the steps.
     seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 2)
+    bytes_per_token = sum(x[0, :, 0].nbytes for layer in engine.cache.rows for x in layer)
     layers = (*engine.cache.rows, *engine.cache.prompts)
     cache_bytes = sum(x.nbytes for layer in layers for x in layer)
+    copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
         "load": load,
+        "device": None if kind == "cpu" else devices.device_label(kind, 0),
         "completion_tokens": sum(lengths),
         **{f"{name}_tokens_per_second": rate for name, rate in rates.items()},
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),
         "cache_mib": cache_bytes / 2**20,
+        "cache_mib_if_copied": copies * bytes_per_token / 2**20,
     }
 
 

@@ -185,7 +185,7 @@ def game(secret: int, rng: random.Random, step: float) -> Example:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Train a built-in model.")
     parser.add_argument("model", choices=NUM_STEPS, nargs="?", default="tiny")
     parser.add_argument("--output", type=Path, help="folder to write")
     given = parser.parse_args()

@@ -24,8 +24,10 @@ def timed(action: Callable[[], object], device: torch.device) -> Callable[[], fl
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
-    """Most bytes of tensors that `action` holds at once, beyond those held before. Accelerators
-    count them; on the CPU torch's profiler does."""
+    """Most bytes of tensors that `action` holds at once, beyond those held before.
+
+    Accelerators count them; on the CPU torch's profiler does.
+    """
     if device.type == "cpu":
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             action()

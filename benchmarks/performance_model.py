@@ -1,12 +1,16 @@
 """Expected speed on GPUs, from bytes, operations and kernels (docs/devices.md, *Expected speed*).
 
-    python -m benchmarks.performance_model    # the tables of docs/devices.md
+    python -m benchmarks.performance_model                   # the tables of docs/devices.md
+    python -m benchmarks.performance_model build/gpu-*.json  # measured speeds beside expected ones
 
 A test compares the *counted* constants with the code. Those under *assumed* are not measured.
 """
 
+import json
+import sys
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 from easyrl.engines import COPIED_TOKENS, padded
@@ -44,6 +48,8 @@ VLLM_KERNELS = 11, 20
 """Norm, QKV, norm of heads, RoPE, cache, attention, output, norm, MLP with 3."""
 BYTES_PER_TRAINED_WEIGHT, USABLE = 18, 0.9
 """Weights, gradients and two moments in float32, and a bfloat16 copy. Usable part of a memory."""
+RECOMPUTED = 4 / 3
+"""Training takes that much longer with activation checkpointing."""
 
 
 class Card(NamedTuple):
@@ -101,6 +107,9 @@ MODELS = {
     "1.7 B": Model(2048, 6144, 28, 16, 8, 128),  # Qwen3-1.7B
     "8 B": Model(4096, 12288, 36, 32, 8, 128, tied=False),  # Qwen3-8B
 }
+# Of `easyrl bench`.
+BENCHED = {"0.6B": Model(1024, 3072, 28, 16, 8, 128), "1.7B": MODELS["1.7 B"]}
+LOADS = {"equal lengths": Load(16, 88, 1), "prompts of 1024": Load(1024, 64, 8)}
 
 
 class Step(NamedTuple):  # of decoding, or the mean of several
@@ -129,24 +138,26 @@ def decode(model: Model, card: Card, engine: str, rows: int, *, cells: int, load
     return Step(num_bytes, kernels, seconds + kernels * REPLAYED + HOST[engine])
 
 
-def generate(model: Model, card: Card, engine: str, rows: int) -> tuple[Step, float]:
+def generate(
+    model: Model, card: Card, engine: str, rows: int, load: Load = LOAD
+) -> tuple[Step, float]:
     """Return the mean step, and the seconds in which `rows` completions that start together are
     generated, with their prompts. The embedded engine rounds their cells up to CELL_STEP."""
-    unit, last = CELL_STEP if engine == "embedded" else 1, padded(LOAD.completion)
+    unit, last = CELL_STEP if engine == "embedded" else 1, padded(load.completion)
     steps = [
-        decode(model, card, engine, rows, cells=min(padded(n, unit), last), load=LOAD)
-        for n in range(1, LOAD.completion + 1)
+        decode(model, card, engine, rows, cells=min(padded(n, unit), last), load=load)
+        for n in range(1, load.completion + 1)
     ]
     mean = Step(*(sum(column) / len(steps) for column in zip(*steps, strict=True)))
-    prefill = 2 * model.body_weights * LOAD.prompt * rows / LOAD.group / (COMPUTE * card.peak)
+    prefill = 2 * model.body_weights * load.prompt * rows / load.group / (COMPUTE * card.peak)
     return mean, mean.seconds * len(steps) + prefill
 
 
-def rows_that_fit(model: Model, card: Card) -> int:
-    """Completions in flight at full length: 8 to 256, a power of two."""
-    left = USABLE * card.memory - 2 * model.weights
+def rows_that_fit(model: Model, card: Card, memory_fraction: float = USABLE) -> int:
+    """Completions in flight at full length: 8 to 256, a power of two; or 0."""
+    left = memory_fraction * card.memory - 2 * model.weights
     of_row = (LOAD.completion + LOAD.prompt / LOAD.group) * model.kv_bytes
-    return next(2**n for n in range(8, 2, -1) if 2**n * of_row <= left)
+    return next((2**n for n in range(8, 2, -1) if 2**n * of_row <= left), 0)
 
 
 def train(model: Model, card: Card) -> tuple[float, float] | None:
@@ -172,13 +183,15 @@ def tables() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for (name, model), (card_name, card) in product(MODELS.items(), CARDS.items()):
         rows = rows_that_fit(model, card)
-        for engine in HOST:
+        for engine in HOST if rows else []:
             step, seconds = generate(model, card, engine, rows)
             yield (
                 f"| {name} | {card_name} | {engine} | {rows} | {step.num_bytes / 1e9:.1f} "
                 f"| {step.num_kernels:,.0f} | {step.seconds * 1e3:.1f} "
                 f"| {rows * LOAD.completion / seconds:,.0f} |"
             )
+        if not rows:
+            yield f"| {name} | {card_name} | both | does not fit | | | | | |"
     yield ""
     yield "| trained tokens/s (MFU) | " + " | ".join(CARDS) + " |"
     yield "|---|" + "---|" * len(CARDS)
@@ -186,7 +199,43 @@ def tables() -> Iterator[str]:
         rates = (train(model, card) for card in CARDS.values())
         cells = (f"{x[0]:,.0f} ({x[1]:.0%})" if x else "does not fit" for x in rates)
         yield f"| {name} | " + " | ".join(cells) + " |"
+    yield ""
+    yield from shared_device()
+
+
+def shared_device() -> Iterator[str]:
+    """An iteration of 64 x 8 completions of 1.7 B on one H100 that generates and trains: the times
+    add up. By default the embedded engine has 16 groups in flight, vLLM all that fit."""
+    model, card, num_tokens = MODELS["1.7 B"], CARDS["H100"], 64 * LOAD.group * LOAD.completion
+    rates = train(model, card)
+    assert rates is not None
+    training = num_tokens / rates[0] * RECOMPUTED
+    for engine, in_flight in zip(HOST, (16 * LOAD.group, 64 * LOAD.group), strict=True):
+        rows = min(in_flight, rows_that_fit(model, card, memory_fraction=0.5))
+        waves = 64 * LOAD.group / rows
+        generation = waves * generate(model, card, engine, rows)[1]
+        yield (
+            f"- {engine}: {generation:.0f} s of generation in {waves:.0f} waves of {rows} rows, "
+            f"{training:.0f} s of training; {num_tokens / (generation + training):,.0f} tokens/s"
+        )
+
+
+def compare(file: Path) -> Iterator[str]:
+    """Measured and expected figures of a result of `easyrl bench engine` or `loop`."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    for row in found["results"] if found["suite"] in ("engine", "loop") else ():
+        what, words = row.get("load") or row["model"], str(row.get("device")).replace("-", " ")
+        card = next((card for name, card in CARDS.items() if name in words.split()), None)
+        if card is not None and what in LOADS:
+            load, rows = LOADS[what], 128
+            seconds = generate(BENCHED["0.6B"], card, "embedded", rows, load)[1]
+            measured, expected = row["engine_tokens_per_second"], rows * load.completion / seconds
+            yield f"{what}: {measured:,.0f} tokens/s, expected {expected:,.0f}"
+        elif card is not None and row.get("mfu") and (rates := train(BENCHED[what], card)):
+            factor = RECOMPUTED if row["infer_devices"] == row["train_devices"] else 1.0
+            yield f"{what}: MFU {row['mfu']:.0%}, expected {rates[1] / factor:.0%}"
 
 
 if __name__ == "__main__":
-    print(*tables(), sep="\n")
+    for lines in map(compare, map(Path, sys.argv[1:])) if sys.argv[1:] else [tables()]:
+        print(*lines, sep="\n")

@@ -1,12 +1,13 @@
 """The ring buffer against `torch.multiprocessing.Queue` between the same two processes.
 
 This process sends fresh copies of a group's arrays, another one sums each array. A rate is groups
-over the time from the producer's start to the end of the consumer's last sum.
+over the time from the producer's start to the end of the consumer's last sum. Wake-up is the time
+from the start of `put` of a small group until the `get` that the consumer is blocked in returns.
 """
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,34 +24,43 @@ from easyrl.types import RolloutGroup
 NUM_GENERATIONS, PROMPT_LENGTH, NUM_SLOTS = 8, 256, 8
 TOKEN_BYTES = 9  # id, log-probability, mask
 ARRAYS = ("prompt_ids", "completion_ids", "rollout_logprobs", "loss_mask")
+WAKEUP_INTERVAL_SECONDS = 0.003
 TIMEOUT_SECONDS = 60.0
 
 
-def run(repetitions: int = 5) -> Iterator[Row]:
+def run(
+    group_bytes: Sequence[int] = (64 * 1024, 4 * 1024**2),
+    repetitions: int = 5,
+    num_wakeups: int = 1000,
+) -> Iterator[Row]:
     """One row per group size."""
     torch.set_num_threads(1)
-    for group_bytes in (64 * 1024, 4 * 1024**2):
-        yield _measure(group_bytes, repetitions)
+    for size in group_bytes:
+        yield _measure(size, repetitions, num_wakeups)
 
 
-def _measure(group_bytes: int, repetitions: int) -> Row:
+def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
     length = group_bytes // (TOKEN_BYTES * NUM_GENERATIONS)
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue(NUM_SLOTS)
     control, theirs = context.Pipe()
 
-    def send(channel: str, count: int) -> float:
-        """Return seconds per group."""
-        group = _make_group(length)
+    def send(channel: str, completion_length: int, count: int, pause: float = 0.0) -> Any:
+        """Return seconds per group, and the latencies of the ring in seconds."""
+        group = _make_group(completion_length)
         control.send((channel, count))
         start = time.monotonic()
         for _ in range(count):
+            if pause:
+                time.sleep(pause)
             copied: dict[str, Any] = {name: getattr(group, name).copy() for name in ARRAYS}
             if channel == "queue":
                 queue.put([torch.from_numpy(x) for x in copied.values()], timeout=TIMEOUT_SECONDS)
             else:
-                port.put(replace(group, **copied), TIMEOUT_SECONDS)
-        return float(control.recv() - start) / count
+                sent = replace(group, prompt_index=time.monotonic_ns(), **copied)
+                port.put(sent, TIMEOUT_SECONDS)
+        end, latencies = control.recv()
+        return (end - start) / count, latencies
 
     sizes = NUM_SLOTS, NUM_GENERATIONS, PROMPT_LENGTH, length
     with closing(RingBuffer(RingLayout(*sizes, num_owners=2, num_groups=1))) as ring:
@@ -62,16 +72,21 @@ def _measure(group_bytes: int, repetitions: int) -> Row:
             sends = {}  # about as long for every size; the warm-up hides the consumer's start
             for name, num_bytes in (("ring", 2**29), ("queue", 2**25)):
                 count = min(2000, max(32, num_bytes // group_bytes))
-                sends[name] = partial(send, name, count)
-            seconds = take_turns(sends, repetitions)
+                sends[name] = partial(send, name, length, count)
+            turns = take_turns(sends, repetitions)
+            _, latencies = send("ring", 14, num_wakeups, WAKEUP_INTERVAL_SECONDS)
         finally:
             consumer.kill()
             consumer.join()
+    seconds = {name: [each for each, _ in results] for name, results in turns.items()}
+    p50, p99 = np.quantile(latencies, [0.5, 0.99])
     return {
         "group_bytes": group_bytes,
         "ring_groups_per_second": 1 / statistics.median(seconds["ring"]),
         "queue_groups_per_second": 1 / statistics.median(seconds["queue"]),
         "speedup": median_ratio(seconds["queue"], seconds["ring"]),
+        "wakeup_p50_seconds": float(p50),
+        "wakeup_p99_seconds": float(p99),
     }
 
 
@@ -99,14 +114,17 @@ def _consume(ring: RingBuffer, queue: Any, control: Connection) -> None:
     port = ring.attach(1)
     while True:
         channel, count = control.recv()
+        latencies = []
         for _ in range(count):
             if channel == "queue":
                 for tensor in queue.get(timeout=TIMEOUT_SECONDS):
                     tensor.numpy().sum()
                 continue
             lease = port.get(TIMEOUT_SECONDS)
+            now = time.monotonic_ns()
             assert lease is not None
             with lease as group:
+                latencies.append((now - group.prompt_index) * 1e-9)
                 for name in ARRAYS:
                     getattr(group, name).sum()
-        control.send(time.monotonic())
+        control.send((time.monotonic(), latencies))

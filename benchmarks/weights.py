@@ -62,6 +62,9 @@ def run(
         taken = take_turns({way: partial(seconds, way) for way in ways}, repetitions)
     num_bytes, update = sizes[0], statistics.median(taken["update"])
     row = {
+        "dtype": dtype,
+        "infer_devices": str(placement.infer),
+        "train_devices": str(placement.train),
         "weight_bytes": num_bytes,
         "seconds_per_update": update,
         "gigabytes_per_second": num_bytes / 1e9 / update,

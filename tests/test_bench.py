@@ -81,6 +81,16 @@ def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, 
     assert result.exit_code == 2 and named in result.stderr, result.output
 
 
+def test_measured_speed_is_shown_beside_expected_speed(tmp_path):
+    loop_row = {"model": "1.7B", "mfu": 0.12345, "infer_devices": "0", "train_devices": "1"}
+    engine_row = {"load": "equal lengths", "engine_tokens_per_second": 12345.0}
+    for suite, row in {"engine": engine_row, "loop": loop_row}.items():
+        file = tmp_path / f"gpu-{suite}.json"
+        run_suite(suite, [row | {"device": "NVIDIA H100 80GB HBM3"}], file)
+        (line,) = performance_model.compare(file)
+        assert ("12,345" in line or "12%" in line) and "expected" in line
+
+
 def at_zero_layers(two, four):
     """Return what a layer adds, and what there is besides, from figures of two and four layers."""
     return (four - two) / 2, 2 * two - four

@@ -21,6 +21,7 @@ SUITES = {
     "loop": "whole runs on random models of real shapes (takes devices and any setting)",
     "peer": "whole iterations against TRL's on the same work (needs TRL; takes devices)",
     "pipeline": "whole iterations under four schedules",
+    "ray": "iterations on a Ray cluster against the same without Ray",
     "ring": "the ring buffer against a queue",
     "weights": "a weight update against bare broadcasts (takes devices)",
 }
