@@ -162,8 +162,6 @@ class Activity(WorkerEvent):
     num_groups: int  # groups that the train worker has read from the ring
     under_way: UnderWay | None = None  # work started now that may take long
     num_tokens: int = 0  # completion tokens sampled; by a trainer: tokens of its micro-batches
-    num_steps: int = 0  # of the engine; micro-batches of a trainer
-    num_prompt_tokens: int = 0  # that the engine has prefilled
 
 
 class WeightsExchanged(WorkerEvent):
@@ -208,7 +206,6 @@ class GroupScored(WorkerEvent):
     num_truncated: int
     busy_seconds: float  # the engine's busy time in this iteration so far
     errors: Sequence[str] = ()  # failed reward calls that do not end the run (`reward.on_error`)
-    scoring_seconds: float = 0.0  # from the last token until the rewards were there
     is_skipped: bool = False  # a reward call failed, so the group has no rewards
     is_unwanted: bool = False
     """Skipped or, with `algorithm.dynamic_sampling`, all rewards are equal."""

@@ -11,7 +11,7 @@ LAYERS = (
     ["__init__", "formatting", "types", "events", "processes", "devices"],
     *(["config", "user_code"], ["algorithm"], ["data"], ["rewards"], ["environments"]),
     *(["channels"], ["model"], ["engines"], ["workers"], ["runtime"], ["observe"]),
-    *(["planning"], ["evaluation"], ["bench"], ["api"], ["cli", "__main__"]),
+    *(["evaluation"], ["bench"], ["api"], ["cli", "__main__"]),
 )
 """Lowest first."""
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}

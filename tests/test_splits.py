@@ -2,22 +2,13 @@
 
 import json
 import re
-from collections import deque
 
 import pytest
-from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from easyrl.cli import app
-from easyrl.config import load_config
-from easyrl.planning.simulation import (
-    MeasuredRun,
-    Split,
-    flags_of,
-    mean_speed,
-    predict_splits,
-    read_rates,
-)
+from easyrl.config import ConfigError, load_config
+from easyrl.observe.splits import Measured, Split, flags_of, measure, predict_splits
 from runs import succeed
 
 RATES = [[0.0186, 0.00035, 0.0], [0.31, 0.0007, 0.0]]
@@ -32,26 +23,32 @@ WORDS = (
 )
 
 
+def run_of(*words, devices=("cpu", "cpu")):
+    """Measured with one engine and one trainer: 1 s for the weights, 1 s that nothing explains."""
+    seconds = {"seconds": 8.0, "generating": 6.0, "training": 2.0, "weights": 1.0}
+    return Measured(load_config(None, {}, words), devices, 1, 1, num_tokens=800.0, **seconds)
+
+
 @pytest.mark.long
 @pytest.mark.alone
-def test_predictions_are_within_a_tenth_of_real_runs(tmp_path):
-    """Engines and trainers sleep, so that two cores are enough. The rates are those of one run with
-    one of each."""
+def test_predictions_are_near_real_runs(tmp_path):
+    """Engines and trainers sleep, so that two cores are enough."""
     measured = {}
     for engines, trainers in ((1, 1), (2, 1), (1, 2), (3, 1)):
         folder = tmp_path / f"{engines}+{trainers}"
         words = "--infer-devices", f"cpu:{engines}", "--train-devices", f"cpu:{trainers}"
         succeed(*("--output", str(folder), *WORDS, *words), altered=True, RATES=json.dumps(RATES))
-        measured[engines, trainers] = mean_speed(read_rates(folder).iterations)
-    run = read_rates(tmp_path / "1+1")
+        found = measure(folder)
+        measured[engines, trainers] = found.num_tokens / found.seconds
     plan = {
         (split.engines, split.trainers): split.tokens_per_second
         for num_devices in (2, 3, 4)
-        for split in predict_splits(run, run.config, num_devices)
+        for split in predict_splits(measure(tmp_path / "1+1"), num_devices)
     }
     ratios = {split: plan[split] / speed for split, speed in measured.items()}
     print({split: (plan[split], measured[split], ratio) for split, ratio in ratios.items()})
-    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
+    # Measured: 1.00, 0.97, 0.91 and 0.96. What nothing explains shrinks in part with more devices.
+    assert all(0.85 < ratio < 1.1 for ratio in ratios.values()), ratios
 
 
 def plan(*words):
@@ -59,20 +56,31 @@ def plan(*words):
     return result.exit_code, result.output
 
 
+def test_the_slower_side_decides_what_a_split_takes():
+    slow, fast = predict_splits(run_of(), 3)
+    assert slow == Split(1, 2, 100.0, infer_idle=0.25, train_idle=1 - 1 / 8)
+    assert fast == Split(2, 1, 160.0, infer_idle=0.4, train_idle=0.6)
+    assert predict_splits(run_of("runtime.schedule=sync"), 3)[1].tokens_per_second == 800 / 6
+    prompts = "train.prompts_per_iteration=4", "train.updates_per_iteration=2"
+    splits = predict_splits(run_of(*prompts), 9)  # more engines than prompts do not help
+    assert [(split.engines, split.trainers) for split in splits] == [(7, 2), (8, 1)]
+    assert splits[1].tokens_per_second == 800 / 4
+    with pytest.raises(ConfigError, match="--devices"):
+        predict_splits(run_of("rollout.tensor_parallel_size=4"), 4)
+
+
 def test_every_split_of_a_finished_run_and_the_best_one(finished_run, tmp_path):
     file = tmp_path / "splits.json"
-    words = "train.prompts_per_iteration=16", "--json", str(file), "--force"
-    code, output = plan(str(finished_run.folder), "--devices", "8", *words)
+    code, output = plan(str(finished_run.folder), "--devices", "5", "--json", str(file))
     assert code == 0, output
     found = json.loads(file.read_text())
     splits = found["splits"]
-    assert [(s["engines"], s["trainers"]) for s in splits] == [(n, 8 - n) for n in range(1, 8)]
+    assert [(s["engines"], s["trainers"]) for s in splits] == [(n, 5 - n) for n in range(1, 5)]
     assert found["best"] == max(splits, key=lambda split: split["tokens_per_second"])
     for split in splits:
-        assert 0 < split["tokens_per_second_low"] <= split["tokens_per_second_high"]
+        assert split["tokens_per_second"] > 0
         assert re.search(rf"{split['engines']} +{split['trainers']} .*%", output)
-    assert f"--infer-devices cpu:{found['best']['engines']} " in output  # as measured
-    assert plan(str(finished_run.folder), "--devices", "8", *words) == (0, output), "equal draws"
+    assert f"{found['flags']}, " in output and "cpu" in found["flags"]  # as measured
 
 
 @pytest.mark.parametrize(
@@ -84,26 +92,14 @@ def test_every_split_of_a_finished_run_and_the_best_one(finished_run, tmp_path):
     ],
 )
 def test_flags_name_devices_of_the_measured_kind(devices, size, flags):
-    config = load_config(None, {"rollout.tensor_parallel_size": size})
-    run = MeasuredRun(config, dict(zip(("rollout-0", "train-0"), devices, strict=True)), deque())
-    assert flags_of(run, Split(2, 3, 1.0, 1.0, 1.0, 0.0, 0.0)) == flags
-
-
-def test_a_benchmark_file_gives_the_same_plan_as_the_run(tmp_path, finished_run):
-    rates = TypeAdapter(MeasuredRun).dump_python(read_rates(finished_run.folder), mode="json")
-    file, devices = tmp_path / "loop.json", ("--devices", "3")
-    file.write_text(json.dumps({"results": [{"model": "a", "rates": rates}]}))
-    assert plan(str(file), *devices) == plan(str(finished_run.folder), *devices)
-    file.write_text(json.dumps({"results": [{"rates": rates | {"iterations": []}}]}))
-    code, output = plan(str(file), *devices)
-    assert code == 2 and "two finished iterations" in output
+    run = run_of(f"rollout.tensor_parallel_size={size}", devices=devices)
+    assert flags_of(run, Split(2, 3, 1.0, 0.0, 0.0)) == flags
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (("{run}", "--devices", "1"), "--devices"),
-        (("{run}", "--devices", "8", "model.dtype=bfloat16"), "model.dtype"),
         (("{run}", "--devices", "8", "--json", "no/such/folder/plan.json"), "--json"),
         (("no/such/run", "--devices", "8"), "no/such/run"),
     ],

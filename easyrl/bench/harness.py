@@ -152,7 +152,6 @@ def record(
     words: Sequence[str] = (),
     *,
     iterations: int,
-    observers: Sequence[events.Observer] = (),
 ) -> dict[str, float]:
     """Train for `iterations` after one that warms up. The learning rate is 0, so that all do the
     same work. Returns the medians of the run's `perf` metrics, and means of an iteration:
@@ -173,7 +172,7 @@ def record(
 
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
-        exit_code = run(config, [seen.append, show, *observers])
+        exit_code = run(config, [seen.append, show])
     if exit_code > SIGNALLED:
         raise Interrupted(exit_code - SIGNALLED)
     if exit_code != 0:

@@ -14,14 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from transformers import GenerationConfig
 
-from easyrl import devices, events
+from easyrl import devices
 from easyrl.bench.harness import QWEN3_06B, Row, record, write_model_and_prompts
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.model.files import DTYPE_BYTES, read_model_files
-from easyrl.planning.simulation import MeasuredRun, measure
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.self_test_part import SMALL, random_model
 
@@ -96,13 +94,12 @@ def _measure(
 ) -> Row:
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         flags = {**flags, **write_inputs(Path(folder), size, load_config(None, flags, words))}
-        seen: list[events.Event] = []  # of the newest run
-        runs = {}
-        for schedule in ("sync", "periodic"):
-            seen.clear()
-            own, observers = {**flags, "runtime.schedule": schedule}, [seen.append]
-            figures = record(schedule, own, words, iterations=iterations, observers=observers)
-            runs[schedule] = figures
+        runs = {
+            schedule: record(
+                schedule, {**flags, "runtime.schedule": schedule}, words, iterations=iterations
+            )
+            for schedule in ("sync", "periodic")
+        }
         num_weights = read_model_files(f"{folder}/model").num_weights or 0
         config = load_config(None, flags, words)
     placement, sync, periodic = resolve_placement(config), runs["sync"], runs["periodic"]
@@ -128,7 +125,6 @@ def _measure(
         "both_busy": max(0.0, (infer + train + weights) / iteration - 1),
         "weight_gigabytes_per_second": weight_bytes / 1e9 / weights,
         "mfu": mfu,
-        "rates": TypeAdapter(MeasuredRun).dump_python(measure(seen), mode="json"),
     }
 
 

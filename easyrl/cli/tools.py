@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
-from easyrl.cli.common import ConfigFile, Force, NoLive, Words, check_new, command, echo
+from easyrl.cli.common import ConfigFile, Force, NoLive, check_new, command, echo
 from easyrl.formatting import ConfigError
 
 
@@ -244,17 +244,9 @@ def _write(file: Path, content: bytes) -> None:
     echo(str(file))
 
 
-SIMULATED = {
-    *("train.prompts_per_iteration", "train.updates_per_iteration", "runtime.schedule"),
-    *("train.max_tokens_per_micro_batch", "rollout.max_concurrent_groups"),
-}
-"""Settings that may differ from the measured ones."""
-
-
 @command
 def plan(
-    rates: Annotated[Path, typer.Argument(help="A run's folder or a file of `bench loop --json`.")],
-    words: Words = None,
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     *,
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
     file: Annotated[
@@ -263,19 +255,11 @@ def plan(
     force: Force = False,
 ) -> None:
     """Predict tokens per second of every split of N devices into engines and trainers, from the
-    rates of a run (docs/devices.md)."""
+    busy times of a run (docs/devices.md)."""
     check_new("--json", file, force=force)
-    from easyrl.config import load_config
-    from easyrl.planning.simulation import flags_of, predict_splits, read_rates, to_text
+    from easyrl.observe.splits import flags_of, measure, predict_splits, to_text
 
-    run = read_rates(rates)
-    config = load_config(None, run.config.model_dump(mode="json"), words)
-    if other := {word.partition("=")[0] for word in words or ()} - SIMULATED:
-        raise ConfigError(
-            f"{', '.join(sorted(other))}: a plan can change {', '.join(sorted(SIMULATED))}; for "
-            "another setting, measure a run that has it"
-        )
-    splits = predict_splits(run, config, devices)
+    splits = predict_splits(run := measure(folder), devices)
     best = max(splits, key=lambda split: split.tokens_per_second)
     flags = flags_of(run, best)
     echo(f"{to_text(run, splits)}\nfastest: {flags}, {best.tokens_per_second:,.0f} tokens/s")

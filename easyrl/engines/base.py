@@ -63,7 +63,7 @@ class Engine:
         self.sampling = sampling
         self.num_prompt_tokens = 0  # prefilled so far
         self.num_completion_tokens = 0  # sampled so far
-        self.num_steps = 0  # forwards of one token per sequence so far; 0: unknown
+        self.num_steps = 0  # forwards of the embedded engine so far
         self.end_tokens: Sequence[int] = ()  # that end a completion
         self._waiting: deque[GroupRequest] = deque()
         self._turns: list[Turn] = []

@@ -42,7 +42,6 @@ class GenerateEngine(PolicyEngine):
             completions = self._generate(request, use_cache=False)
         self.num_prompt_tokens += len(request.prompt_ids)
         self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
-        self.num_steps += max(len(c.token_ids) for c in completions)
         return [(request, completions)]
 
     def _generate(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:

@@ -276,18 +276,12 @@ class RolloutWorker:
         maybe_sleep()
         self.cores.use_available()
         num_prompt_tokens = self.engine.num_prompt_tokens
-        num_completion_tokens, num_steps = self.engine.num_completion_tokens, self.engine.num_steps
+        num_completion_tokens = self.engine.num_completion_tokens
         finished = self.engine.step()
         num_prefilled = self.engine.num_prompt_tokens - num_prompt_tokens
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
         kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
-        self._busy_seconds += self.timeline.add(
-            kind,
-            started,
-            num_tokens=num_generated,
-            num_steps=self.engine.num_steps - num_steps,
-            num_prompt_tokens=num_prefilled,
-        )
+        self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
         for request, completions in finished:
             self._score(request, completions)
 
@@ -326,7 +320,7 @@ class RolloutWorker:
     def _finish_group(self, key: Key, scored: Scored) -> None:
         kind, number, _ = key
         group = self._groups.pop(key)
-        seconds = self.timeline.add("score", group.scoring_started)
+        self.timeline.add("score", group.scoring_started)
         if self.episodes is not None:
             metrics, columns = self.episodes.forget(key)
             scored = scored._replace(
@@ -336,7 +330,7 @@ class RolloutWorker:
         if scored.scores:
             rewards = weighted_sum(scored.scores, self.reward_weights)
         if kind == TRAIN:
-            self._deliver(number, group, scored, rewards, seconds=seconds)
+            self._deliver(number, group, scored, rewards)
             return
         answer = events.PromptEvaluated(
             number,
@@ -354,10 +348,8 @@ class RolloutWorker:
         )
         self.control.send(answer)
 
-    def _deliver(
-        self, iteration: int, own: _Group, scored: Scored, rewards: Float32, *, seconds: float
-    ) -> None:
-        """Put a scored group into the outbox, or reject it. `seconds`: that its scoring took.
+    def _deliver(self, iteration: int, own: _Group, scored: Scored, rewards: Float32) -> None:
+        """Put a scored group into the outbox, or reject it.
 
         A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
         rewards are all equal: the controller replaces it by another prompt. In the last round such
@@ -415,7 +407,6 @@ class RolloutWorker:
             num_truncated=int(group.truncated.sum()),
             busy_seconds=self._busy_seconds,
             errors=scored.errors,
-            scoring_seconds=seconds,
             is_skipped=is_skipped,
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,

@@ -330,7 +330,7 @@ class TrainWorker:
                 self.learner.accumulate(batch)
                 # Otherwise queued device work counts as waiting, and groups are taken too early.
                 devices.synchronize(self.device)
-                counts = {"num_steps": 1, "num_tokens": len(batch.input_ids)}
+                counts = {"num_tokens": len(batch.input_ids)}
             if reader is not None:
                 counts["num_groups"], num_read = reader.num_read - num_read, reader.num_read
             busy_seconds += self.timeline.add("train", started, **counts)

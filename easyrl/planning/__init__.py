@@ -1,1 +1,0 @@
-"""The planner: rates of an iteration from recorded events, and throughput of splits of devices."""
