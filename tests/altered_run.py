@@ -1,22 +1,18 @@
-"""`easyrl grpo` whose rollout workers die at given points, or that sleeps in place of computing.
+"""`easyrl grpo` whose rollout workers die or hang at given points, or that runs other kernels.
 
     LOSE=rollout-0@weights:0,rollout-1@iteration:3 python altered_run.py --output RUN ...
-    RATES='[[0.05, 0.001, 0.02], [0.1, 0.0005, 0.05]]' python altered_run.py --output RUN ...
     PLAIN_KERNELS=1 GRAPHS=1 python altered_run.py --output RUN ...
     HANG=trainer python altered_run.py --output RUN ...
 
 LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
 its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
-worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. RATES: an engine
-sleeps for these seconds per step, row and prompt, and a trainer per micro-batch, token and update,
-and a completion ends with probability END at each token. HANG: in update 2 of the weight channel
-(from 0) the `trainer` hangs, or the engine while it is `loading`, or once all is `loaded`.
+worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. HANG: in
+update 2 of the weight channel (from 0) the `trainer` hangs, or the engine while it is `loading`, or
+once all is `loaded`.
 
 Spawned processes import the main script too, so that this holds in all of them, vLLM's too.
 """
 
-import json
-import math
 import os
 import signal
 import sys
@@ -32,7 +28,6 @@ from easyrl.workers.settings import WorkerSettings
 
 set_up_environment = launch._set_up_environment
 KINDS = "iteration", "evaluation"  # of requests, as numbered in their keys
-END = 0.03
 STEPS = 5
 """A worker dies in this step of its work: nothing is finished, or some groups are."""
 
@@ -48,12 +43,6 @@ def alter(settings: WorkerSettings) -> None:
         _leave_out_fused_kernels()
     if os.environ.get("GRAPHS"):
         _record_steps()
-    engine, trainer = json.loads(os.environ.get("RATES", "[null, null]"))
-    if settings.name.startswith("rollout"):
-        if engine is not None:
-            _sleep_in_engine(*engine)
-    elif trainer is not None:
-        _sleep_in_trainer(*trainer)
 
 
 def _leave_out_fused_kernels() -> None:
@@ -124,37 +113,6 @@ def _lose(point: str, worker: str, output: Path) -> None:
     EmbeddedEngine.submit = submit_and_count  # type: ignore[method-assign]
     EmbeddedEngine.step = step_or_die  # type: ignore[method-assign]
     WeightChannel.receive = receive_or_die  # type: ignore[method-assign]
-
-
-def _sleep_in_engine(step: float, row: float, prompt: float) -> None:
-    import torch
-
-    from easyrl.engines.embedded import EmbeddedEngine
-
-    def forward(self: EmbeddedEngine, fed: list[Any], prompts: list[Any], slots: list[int]) -> Any:
-        time.sleep(step + row * self.num_active + prompt * len(prompts))
-        vocabulary = self.policy.vocabulary_size
-        logits = torch.zeros(self.num_active + len(fed) + len(prompts), vocabulary)
-        logits[:, self._eos[0]] = math.log(END / (1.0 - END) * (vocabulary - 1))
-        return logits
-
-    EmbeddedEngine._forward = forward  # type: ignore[method-assign]
-
-
-def _sleep_in_trainer(micro_batch: float, token: float, update: float) -> None:
-    from easyrl.workers.learner import Learner
-
-    step = Learner.step
-
-    def accumulate_slowly(self: Learner, batch: Any) -> None:
-        time.sleep(micro_batch + token * len(batch.input_ids))
-
-    def step_slowly(self: Learner, **counts: int) -> None:
-        time.sleep(update / self.ranks.size)
-        step(self, **counts)
-
-    Learner.accumulate = accumulate_slowly  # type: ignore[method-assign]
-    Learner.step = step_slowly  # type: ignore[method-assign]
 
 
 def _hang(who: str) -> None:
