@@ -323,17 +323,14 @@ BOTH = {"x": 1, "s": "2"}
 @pytest.mark.parametrize(("tool_format", "text", "arguments"), [
     ("hermes", f"Well. {HERMES % 1}", {"x": 1}),
     ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
-    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]', BOTH),
     ("qwen3_coder", CODER, BOTH),
     # What is only thought of is no call.
     ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
     ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
-    ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS]{"x": 1}', {"x": 1}),
     # What cannot be read.
     ("hermes", "<tool_call>{name: f}</tool_call>", None),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
     ("llama3", '{"name": "f", "parameters": {"x": }', None),
-    ("mistral", '[TOOL_CALLS] [{"name": "f"', None),
 ])  # fmt: skip
 def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
     assert read_calls("no call", tool_format, SCHEMAS) == []

@@ -1,7 +1,8 @@
-"""Reward functions: the built-in ones, those written for TRL or verl, and errors before a run."""
+"""Reward functions: the built-in ones, those written for TRL, and errors before a run."""
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -220,28 +221,10 @@ def test_trl_functions_and_formats_work_unchanged(name, row, texts, scores, tmp_
         assert result.columns["parts"][1] == {"words": ["Five"], "none": None}
 
 
-VERL = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    assert data_source == "openai/gsm8k" and extra_info == {"index": 7}
-    return float(solution_str == ground_truth)
-
-def with_more(data_source, solution_str, ground_truth, extra_info, **kwargs):
-    right = solution_str == ground_truth
-    return {"score": 2.0 * right, "acc": right}
-
-async def later(solution_str, ground_truth): return float(solution_str == ground_truth)
-"""
-
-
-def test_verl_function_is_called_for_each_completion(tmp_path):
-    file = tmp_path / "v.py"
-    file.write_text(VERL)
-    config = config_of(*(f"{file}:{n}" for n in ("compute_score", "with_more", "later")))
-    truth = {"style": "rule", "ground_truth": "4"}
-    row = {"data_source": "openai/gsm8k", "reward_model": truth, "extra_info": {"index": 7}}
+def test_function_in_verls_form_works_as_the_docs_wrap_it(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "trl_and_verl.md").read_text()
+    own = "def compute_score(*args): return args == ('gsm8k', '4', '4', {'index': 7})\n"
+    (tmp_path / "v.py").write_text(own + page.split("```python\n")[1].partition("```")[0])
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 7}}
     prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], row)
-    check_rewards(config, prompt)
-    result = call(config, prompt, ["4", "5", " 4"])
-    assert result.scores == [[1, 0, 0], [2, 0, 0], [1, 0, 0]] and not result.errors
-    later = call(config_of(f"{file}:later"), Prompt(0, "q", {"answer": "4"}), ["4", "5", "4"])
-    assert later.scores == [[1, 0, 1]]
+    assert call(config_of(f"{tmp_path}/v.py:score"), prompt, ["4", "5"]).scores == [[1, 0]]

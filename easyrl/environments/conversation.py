@@ -67,7 +67,7 @@ class Conversations:
         before = self._tokenizer.decode(list(prefix))
         if self._format == "auto":
             return text, self._read_by_template(text, before)
-        opening = "<think>" if before.rstrip().endswith(("<think>", "[THINK]")) else ""
+        opening = "<think>" if before.rstrip().endswith("<think>") else ""
         return text, read_calls(opening + text, self._format, self._schemas)
 
     def _read_by_template(self, text: str, prefix: str) -> Calls:

@@ -3,12 +3,10 @@
     hermes         <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> (Qwen, Hermes)
     qwen3_coder    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
     llama3         {"name": "f", "parameters": {"x": 1}}, the whole turn
-    mistral        [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}], or
-                   [TOOL_CALLS]f[ARGS]{"x": 1}
 
 Transformers reads the calls of tokenizers that describe their format (`response_template`). These
 formats are for the others. A call that cannot be read is a `BadCall`: the model gets the reason as
-its result. What the model only thinks (`<think>`, Mistral's `[THINK]`) is no call.
+its result. What the model only thinks (`<think>`) is no call.
 """
 
 import contextlib
@@ -23,12 +21,11 @@ KEY = "rollout.tool_format"
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-MISTRAL = re.compile(r"\s*(.*?)\s*(?:\[CALL_ID\].*?)?\[ARGS\](.*)", re.DOTALL)
 CALLS_OR_THINKING = re.compile(
-    r"\A(?:(?!<think>|\[THINK\]).)*?(?:</think>|\[/THINK\])"  # the prompt opened it
-    r"|(<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)|\[TOOL_CALLS\].*"
+    r"\A(?:(?!<think>).)*?</think>"  # the prompt opened it
+    r"|(<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)"
     r"|\A\s*(?:<\|python_tag\|>\s*)?\{.*)"  # arguments may contain such tags
-    r"|(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)",
+    r"|<think>.*?(?:</think>|\Z)",
     re.DOTALL,
 )
 """Calls are group 1."""
@@ -91,18 +88,6 @@ def _split_llama3(text: str) -> list[str]:
     return [body] if body.startswith("{") and '"name"' in body else []
 
 
-def _split_mistral(text: str) -> list[str]:
-    """Return calls as JSON; a list of calls that cannot be read, as it is."""
-    bodies = []
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        try:
-            calls = json.loads(MISTRAL.sub(r'[{"name": "\1", "arguments": \2}]', part))
-            bodies += [json.dumps(call) for call in calls]
-        except (ValueError, TypeError):
-            bodies.append(part)
-    return bodies
-
-
 def _read_qwen3_coder(call: tuple[str, str], schemas: Sequence[dict[str, Any]]) -> ToolCall:
     name, body = call
     tools = {schema["function"]["name"]: schema["function"] for schema in schemas}
@@ -118,7 +103,6 @@ def _read_qwen3_coder(call: tuple[str, str], schemas: Sequence[dict[str, Any]]) 
 FORMATS = {
     "qwen3_coder": Format("<function=", FUNCTION.findall, _read_qwen3_coder),
     "hermes": Format("<tool_call>", HERMES.findall, _read_json),
-    "mistral": Format("[TOOL_CALLS]", _split_mistral, _read_json),
     "llama3": Format('"parameters": ', _split_llama3, _read_json),
 }
 """By name; of a template that shows several signs, the first format."""

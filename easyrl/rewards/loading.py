@@ -1,9 +1,5 @@
 """Resolve the entries of `reward.functions`: a built-in name, `file.py:function` or
-`package.module:function`, in one of two forms.
-
-    TRL    f(prompts, completions, completion_ids, **columns) -> [score]      one group
-    verl   f(data_source, solution_str, ground_truth, extra_info) -> score    one completion
-"""
+`package.module:function`."""
 
 import functools
 import inspect
@@ -19,7 +15,7 @@ from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction
-from easyrl.types import Prompt, text_of
+from easyrl.types import Prompt
 from easyrl.user_code import digest_files, load_function, read_files
 
 KEY = "reward.functions (--reward)"
@@ -40,8 +36,6 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
 }
 """Each binds a function to its settings."""
 PER_COMPLETION = ("code", "math", "reasoning_gym")  # slow: each completion is a call of its own
-TRUTH_COLUMNS = ("ground_truth", "reward_model", "answer")
-VERL_COLUMNS = ("data_source", "extra_info", *TRUTH_COLUMNS)
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function"
 
 
@@ -94,9 +88,6 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
         given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns, *own])
         try:
             inspect.signature(function).bind(**accepted_arguments(function, given))
-            is_verl = getattr(function, "func", None) is _call_verl
-            if is_verl and example.columns.keys().isdisjoint(TRUTH_COLUMNS):
-                raise TypeError(f"expected one of the columns {', '.join(TRUTH_COLUMNS)}")
         except TypeError as error:
             raise lacks_column(spec, str(error), example) from None
         if spec == "code":
@@ -117,12 +108,10 @@ def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
 
 
 def load_reward(spec: str, config: Config) -> RewardFunction:
-    """Load the function of one entry of `reward.functions`, in TRL's form."""
+    """Load the function of one entry of `reward.functions`."""
     if spec in BUILT_IN:
         return BUILT_IN[spec](config)
-    function: RewardFunction = load_function(spec, KEY, FORMS + did_you_mean(spec, BUILT_IN))
-    is_verl = "solution_str" in inspect.signature(function).parameters
-    return functools.partial(_call_verl, function) if is_verl else function
+    return load_function(spec, KEY, FORMS + did_you_mean(spec, BUILT_IN))
 
 
 def code_of(config: Config) -> dict[str, list[str]]:
@@ -152,24 +141,3 @@ def accepted_arguments(
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
-
-
-async def _call_verl(
-    compute_score: Callable[..., Any], /, completions: Sequence[Any], **columns: Sequence[Any]
-) -> list[Any]:
-    """Call a function in verl's form for each completion. It returns a number, or a mapping with
-    `score`. `ground_truth` is the column of its name, else that in `reward_model`, else `answer`.
-    """
-    scores = []
-    for index, completion in enumerate(completions):
-        row: dict[str, Any] = {"data_source": "", "extra_info": {}}
-        row["solution_str"] = text_of(completion)
-        row |= {name: columns[name][index] for name in VERL_COLUMNS if name in columns}
-        if "ground_truth" not in row:
-            source = row.get("reward_model") or {"ground_truth": row["answer"]}
-            row["ground_truth"] = source["ground_truth"]
-        result = compute_score(**accepted_arguments(compute_score, row))
-        result = await result if inspect.isawaitable(result) else result
-        is_mapping = isinstance(result, Mapping)
-        scores.append(result.get("score", "no key 'score'") if is_mapping else result)
-    return scores
