@@ -67,6 +67,10 @@ GSM8K = [
     (GSM8K_ROW + "18", "<answer>18</answer> in 2 days", 1),
     # fractions, and answers that are no numbers
     ("3/4", r"\boxed{\frac{3}{4}}", 1),
+    ("1/2", r"\boxed{\frac12}", 1),
+    ("1/20", r"\boxed{\dfrac1{20}}", 1),
+    ("3/4", r"\boxed{\frac{3}4}", 1),
+    ("1/23", r"\boxed{\frac123}", 0),
     ("1/2", "The answer is 2", 0),
     ("2:30", "It starts at 30", 0),
     (GSM8K_ROW + "30", "It starts at 2:30", 0),

@@ -193,10 +193,14 @@ def test_errors_of_a_tool_are_results(own):
 
 
 def test_output_is_counted_by_call(own):
-    """That is what it prints. Its result may be of a subclass of str."""
-    shout = ToolCall("run", {"code": "print('x' * 2**20) or Odd('loud')"})
-    assert [act(own, shout).messages[0]["content"] for _ in range(20)] == ["loud"] * 20
-    assert act(own, *[shout] * 20).num_errors == 5  # the line ends count
+    """That is what it prints, also where calls run at the same time. Its result may be of a
+    subclass of str."""
+    shout = "time.sleep(0.2) or print('x' * %d * 2**20) or Odd('loud')"
+    shouts = [ToolCall("run", {"code": shout % size}) for size in (9, 9, 17)]
+    found = [own.act(KEY, index, shouts) for index in (0, 1)]
+    for acted in (Acted(*result(own, each)) for each in found):
+        contents = [message["content"] for message in acted.messages]
+        assert contents[:2] == ["loud", "loud"] and "16 MiB in one call" in contents[2]
 
 
 SERVER = """

@@ -9,6 +9,7 @@ import pandas
 import pytest
 from reward_pools import call, config_of
 
+from easyrl.config import ConfigError
 from easyrl.data.datasets import open_prompts
 from easyrl.rewards.loading import check_rewards, load_reward, reward_specs
 from easyrl.types import Prompt
@@ -94,6 +95,9 @@ def test_countdown_is_exact_and_reads_the_last_answer():
     for nums, target in (([1, 2, 3, 3], 9), ("[1, 2, 3, 3]", "9")):
         assert scores("countdown", texts, nums=nums, target=target) == [1.0, 0.0, 0.0]
     assert scores("countdown", texts, nums=None, target=9) == [None] * 3
+    assert scores("countdown", texts, nums=[1, 2, 3, 3], target="nine") == [0.0] * 3
+    with pytest.raises(ConfigError, match="column target"):
+        check_rewards(config_of("countdown"), Prompt(0, "q", {"nums": [1], "target": "nine"}))
 
 
 def solution(answer):
@@ -225,6 +229,10 @@ def test_function_in_verls_form_works_as_the_docs_wrap_it(tmp_path):
     page = (Path(__file__).parent.parent / "docs" / "trl_and_verl.md").read_text()
     own = "def compute_score(*args): return args == ('gsm8k', '4', '4', {'index': 7})\n"
     (tmp_path / "v.py").write_text(own + page.split("```python\n")[1].partition("```")[0])
-    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 7}}
+    row = {
+        "data_source": "gsm8k",
+        "reward_model": {"ground_truth": "4"},
+        "extra_info": {"index": 7},
+    }
     prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], row)
     assert call(config_of(f"{tmp_path}/v.py:score"), prompt, ["4", "5"]).scores == [[1, 0]]

@@ -49,9 +49,7 @@ class RolloutConfig(Section):
         default_factory=list
     )
     """Functions that the model may call, `file.py:function` or `package.module:function`."""
-    tool_format: Annotated[
-        Literal["auto", "hermes", "llama3", "qwen3_coder"], COMPARED
-    ] = "auto"
+    tool_format: Annotated[Literal["auto", "hermes", "llama3", "qwen3_coder"], COMPARED] = "auto"
     """Form of a tool call. `auto`: the tokenizer's `response_template`, or by its chat template."""
     max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens

@@ -133,6 +133,7 @@ class Host:
     def _call(
         self, episode: _Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
+        worker.BoundedOutput.begin_call()
         if episode.random_states is None:
             return self._awaited(function(*args, **kwargs))
         before = _exchange_random_states(episode.random_states)
@@ -176,7 +177,6 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
     def answer(request: Request) -> None:
         number, method, arguments, _ = request
         maybe_sleep()
-        worker.BoundedOutput.num_left = worker.MAX_OUTPUT_CHARACTERS
         send(number, "started")
         try:
             send(number, "returned", getattr(host, method)(*arguments))

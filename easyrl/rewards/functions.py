@@ -85,7 +85,8 @@ def countdown(
     completions: Completions, nums: Sequence[Any], target: Sequence[Any], **_: Any
 ) -> list[float | None]:
     """Score 1.0 where the last `<answer>` is an expression that uses each of `nums` exactly once
-    and equals `target`, else 0.0; None where the row has no numbers or no target.
+    and equals `target`, else 0.0, also where this is no number; None where the row has no numbers
+    or no target.
 
     The rule of TinyZero. The expression may contain whole numbers, + - * / and parentheses. It is
     parsed, never evaluated as code, and computed in exact fractions.
@@ -106,9 +107,9 @@ def _solves(completion: str | Messages, nums: Any, target: Any) -> bool:
     used: list[int] = []
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body, used)
+        return value == Fraction(str(target)) and sorted(used) == numbers
     except (ValueError, SyntaxError, ZeroDivisionError, MemoryError, RecursionError):
         return False
-    return value == Fraction(str(target)) and sorted(used) == numbers
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> Fraction:

@@ -92,10 +92,12 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
             raise lacks_column(spec, str(error), example) from None
         if spec == "code":
             check_code(config, example.columns)
-        if spec == "gsm8k" and str in map(type, math.reference_numbers(example.columns["answer"])):
+        column = {"gsm8k": "answer", "countdown": "target"}.get(spec, "")
+        if str in map(type, math.reference_numbers(example.columns.get(column))):
             raise ConfigError(
-                f"{KEY}: 'gsm8k': expected a column answer with a number, alone or after ####, got "
-                f"{example.columns['answer']!r:.80}; math and exact_match compare others"
+                f"{KEY}: '{spec}': expected a number in the column {column} (for gsm8k alone or "
+                f"after ####), got {example.columns[column]!r:.80}; math and exact_match compare "
+                "other answers"
             )
 
 

@@ -34,7 +34,8 @@ MARK = re.compile(
     r"|####[\s*]*(?!\d+[.):][^\S\n]*[A-Za-z])((?=-?\.?\d)[^\n(]*|\Z)"
 )
 """`\boxed{18}`, or `#### 18`, which is not a heading of Markdown."""
-FRACTION = re.compile(r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+FRACTION = re.compile(r"(?<!\d)\\[dt]?frac *(?:\{(\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))(?!\d)")
+r"""`\frac{1}{2}`, or `\frac12`; `\frac123` is (1/2) 3."""
 WRAPPING = re.compile(
     r"\\(boxed|mbox|(text|math)(bf|it|rm)?)\b|\\[,!% ]|[{}\u202f\u2009]|\^\{?\\circ"
 )
@@ -126,7 +127,7 @@ def _number_of(text: str) -> float | str:
     marks = MARK.findall(text)
     for boxed, line in marks[-1:]:
         text = (boxed or line).strip(" *")
-    plain = FRACTION.sub(r"\1/\2", text.rpartition("=")[2] if marks else text)
+    plain = FRACTION.sub(r"\1\2/\3\4", text.rpartition("=")[2] if marks else text)
     plain = WRAPPING.sub("", plain)
     numbers = list(filter(None, NUMBER.findall(plain)))
     is_single = len(numbers) == 1 or (marks and marks[-1][1])

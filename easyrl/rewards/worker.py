@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,14 +76,22 @@ class Scored(NamedTuple):
 
 
 class BoundedOutput(io.TextIOWrapper):
-    """Standard output and error of a call; those of calls that run at the same time are one."""
+    """Standard output and error of all calls. Each call may print MAX_OUTPUT_CHARACTERS."""
 
-    num_left = MAX_OUTPUT_CHARACTERS  # that may be printed: set when a call begins
+    _num_left: ContextVar[list[int]] = ContextVar("num_left")
+    _last = [MAX_OUTPUT_CHARACTERS]  # of the newest call: also for threads that functions start
+
+    @classmethod
+    def begin_call(cls) -> None:
+        """Count what this context (a thread or a task) prints as the output of a new call."""
+        cls._last = [MAX_OUTPUT_CHARACTERS]
+        cls._num_left.set(cls._last)
 
     def write(self, text: str, /) -> int:
-        if len(text) > BoundedOutput.num_left:
+        num_left = self._num_left.get(self._last)
+        if len(text) > num_left[0]:
             raise OSError(f"printed more than {MAX_OUTPUT_CHARACTERS // 2**20} MiB in one call")
-        BoundedOutput.num_left -= len(text)
+        num_left[0] -= len(text)
         return super().write(text)
 
 
@@ -244,7 +253,7 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
     data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
     returned: list[Any] = []
     for function in (_functions[index] for index in call.functions):
-        BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
+        BoundedOutput.begin_call()
         try:
             arguments = copy.deepcopy(loading.accepted_arguments(function, data))
             arguments |= loading.accepted_arguments(function, services)
@@ -259,6 +268,7 @@ async def _await_all(returned: Iterable[Any]) -> list[Any]:
     """Await what is awaitable, all together."""
 
     async def value_of(value: Any) -> Any:
+        BoundedOutput.begin_call()  # each task has a context of its own
         return await value if inspect.isawaitable(value) else value
 
     return await asyncio.gather(*map(value_of, returned), return_exceptions=True)
