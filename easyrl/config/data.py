@@ -56,8 +56,8 @@ class DataConfig(Section):
     columns: Annotated[dict[str, str] | list[dict[str, str]], PROMPT_FORM] = Field(
         default_factory=dict
     )
-    """Columns renamed for the rewards: {answer: solution} passes `solution` as `answer`. A list has
-    names for each data set, also of what prompts are made of: [{}, {prompt: question}]."""
+    """Columns renamed: {answer: solution} passes `solution` to the rewards as `answer`. A list has
+    names for each data set: [{}, {prompt: question}]."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch, seeded by `runtime.seed`."""
     num_held_out: int | None = Field(default=None, ge=0)

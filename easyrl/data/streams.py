@@ -58,13 +58,11 @@ class RowForm:
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         columns, self.system_prompt = data.columns, data.system_prompt
-        self.names = columns[number] if isinstance(columns, list) else {}  # before all else
-        self.renamed = {} if isinstance(columns, list) else columns  # for the rewards alone
+        self.names = columns[number] if isinstance(columns, list) else columns
         self._is_mixed = len(data.datasets) > 1
         is_chat = preset.chat if data.chat is None else data.chat
         self.is_chat = bool(is_chat or data.system_prompt or environments)
         self.environments = () if "" in environments else environments
-        self.environment_column = self.renamed.get(ENVIRONMENT_COLUMN, ENVIRONMENT_COLUMN)
         template = data.prompt_template
         if template is None and data.prompt_column is None:
             template = preset.prompt_template
@@ -83,23 +81,19 @@ class RowForm:
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
 
     def named(self, row: Row) -> Row:
-        """Return the row, or the part of one, with the data set's own names for its columns."""
-        away = self.names.values()
-        kept = {name: value for name, value in row.items() if name not in away}
-        return kept | {new: row[old] for new, old in self.names.items() if old in row}
+        """Return the row, or the part of one, with the names of `data.columns` beside its own."""
+        return {**row, **{new: row[old] for new, old in self.names.items() if old in row}}
 
     def check_columns(self, given: Collection[str], dataset: str) -> None:
         """Raise ConfigError for a column that the data lacks, and a new name that is reserved."""
         names = self.named(dict.fromkeys(given))
-        if reserved := sorted(RESERVED_COLUMNS & {*self.renamed, *self.names}):
+        if reserved := sorted(RESERVED_COLUMNS & self.names.keys()):
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
         key = "data.prompt_column" if self.template is None else "data.prompt_template"
-        needed = [] if self.may_lack_prompt else [(key, name) for name in self.prompt_columns]
-        needed += [(f"data.columns.{argument}", name) for argument, name in self.renamed.items()]
-        lacking = [(key, name) for key, name in needed if name not in names]
+        needed = [] if self.may_lack_prompt else self.prompt_columns
         own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
-        for key, name in own + lacking:
+        for key, name in own + [(key, name) for name in needed if name not in names]:
             new = name if key.startswith("data.prompt") else key.removeprefix("data.columns.")
             hint = f"; own names for each data set: 'data.columns=[{{}}, {{{new}: COLUMN}}]'"
             raise ConfigError(
@@ -111,7 +105,7 @@ class RowForm:
 
     def content(self, row: Row) -> str | Messages:
         """Make the prompt of a row. Raises ValueError where it has none, or no environment."""
-        name = row.get(self.environment_column)
+        name = row.get(ENVIRONMENT_COLUMN)
         if self.environments and name not in self.environments:
             raise ValueError(
                 f"column '{ENVIRONMENT_COLUMN}': expected one of "
@@ -135,12 +129,11 @@ class RowForm:
         return messages
 
     def reward_columns(self, row: Row) -> dict[str, Any]:
-        """Return the columns of a row for rewards, without reserved names that are not renamed.
-        Every missing value is None, but an empty string may be meant."""
-        away = {self.prompt_column, *self.renamed.values(), *RESERVED_COLUMNS}
-        kept = {name: value for name, value in row.items() if name not in away}
-        kept |= {argument: row[name] for argument, name in self.renamed.items()}
-        return with_none(kept)
+        """Return the columns of a row for rewards, without the prompt and without reserved and old
+        names. Every missing value is None, but an empty string may be meant."""
+        away = {self.prompt_column, *RESERVED_COLUMNS}
+        away |= {*self.names.values()} - self.names.keys()
+        return with_none({name: value for name, value in row.items() if name not in away})
 
 
 def content_of(value: Any) -> Any:
@@ -212,7 +205,7 @@ class DataSet:
         if callable(rows):
             rows = map(rows, range(NUM_TASK_EXAMPLES))
         elif not isinstance(rows, list):
-            needed = {*self.form.prompt_columns, self.form.environment_column}
+            needed = {*self.form.prompt_columns, ENVIRONMENT_COLUMN}
             needed = {self.form.names.get(name, name) for name in needed}
             names = [*needed.intersection(rows.column_names)]
             rows = rows.select_columns(names).to_list() if names else [{}] * len(rows)

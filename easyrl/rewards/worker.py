@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from easyrl import user_code
 from easyrl.config import Config, ConfigError
@@ -79,7 +79,7 @@ class BoundedOutput(io.TextIOWrapper):
     """Standard output and error of all calls. Each call may print MAX_OUTPUT_CHARACTERS."""
 
     _num_left: ContextVar[list[int]] = ContextVar("num_left")
-    _last = [MAX_OUTPUT_CHARACTERS]  # of the newest call: also for threads that functions start
+    _last: ClassVar = [MAX_OUTPUT_CHARACTERS]  # of the newest call, for threads that one starts
 
     @classmethod
     def begin_call(cls) -> None:
