@@ -34,18 +34,11 @@ PARTS = (".lora_A", ".lora_B", ".lora_scaling")
 """The ends of the names of an adapter's parts, in the order in which they are sent."""
 
 
-def check_lora(
-    lora: LoraConfig,
-    path: str,
-    config: Any,
-    *,
-    trust_remote_code: bool = False,
-    is_planned: bool = False,
-) -> int:
+def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
     """Count the elements that would be trained in the model of `path`. Raises ConfigError if the
-    layers or, unless the run `is_planned` for another machine, peft is missing."""
+    layers or peft are missing."""
     assert lora.rank is not None
-    if not (is_planned or find_spec("peft")):
+    if not find_spec("peft"):
         raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")
     model = meta_model(config, trust_remote_code=trust_remote_code)
     shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
@@ -180,7 +173,7 @@ def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head
     ]
-    layers = _supported_by_peft(model, linear) if find_spec("peft") else linear
+    layers = _supported_by_peft(model, linear)
     chosen = layers if lora.target_modules is None else []
     for target in lora.target_modules or ():
         meant = [name for name in layers if f".{name}".endswith(f".{target}")]

@@ -5,13 +5,11 @@ Nothing is started, and no weights are read. The devices may be assumed ones (`-
 """
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError, change_config
 from easyrl.data.hub import describe_model
 from easyrl.devices import ASCEND, AssumedDevices
-from easyrl.formatting import install_command
 from easyrl.model.files import read_model_files
 from easyrl.runtime import memory, preflight
 from easyrl.runtime.placement import Placement, describe, resolve_placement
@@ -34,9 +32,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
     try:
         files = read_model_files(config.model.path, is_whole=False)
         preflight.check_positions(config, files)
-        num_trained = preflight.count_trained(config, is_planned=assumed is not None)
-        if num_trained is not None and find_spec("peft") is None:
-            warnings.append(f"the run itself needs peft: {install_command('lora')}")
+        num_trained = preflight.count_trained(config)
         size = preflight.read_model_size(config, files, num_trained)
         preflight.check_engine(config, placement, size)
         config = memory.use_memory(config, placement, size)

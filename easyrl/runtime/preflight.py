@@ -437,20 +437,15 @@ def _longest_tools(interfaces: Interfaces) -> list[Any]:
     return max(schemas, key=lambda each: len(str(each)), default=[])
 
 
-def count_trained(config: Config, *, is_planned: bool = False) -> int | None:
+def count_trained(config: Config) -> int | None:
     """Elements of LoRA's adapters, checked (`check_lora`); None without LoRA."""
     model = config.model
     if model.lora.rank is None:
         return None
     from easyrl.model.lora import check_lora
 
-    return check_lora(
-        model.lora,
-        model.path,
-        _model_config(config),
-        trust_remote_code=model.trust_remote_code,
-        is_planned=is_planned,
-    )
+    trusts = model.trust_remote_code
+    return check_lora(model.lora, model.path, _model_config(config), trust_remote_code=trusts)
 
 
 def _model_config(config: Config) -> Any:
