@@ -9,6 +9,7 @@ refills its NUM_ROWS rows. Only tokens up to a completion's length count.
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,16 @@ NUM_ROWS = 128
 EQUAL_LENGTH = 88
 LONG_PROMPT, LONG_GROUP, LONG_LENGTH = 1024, 8, 64
 NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the mean is about 88
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRequest(GroupRequest):
+    """A group whose completions have a maximum length each."""
+
+    lengths: Sequence[int] = ()  # [G]
+
+    def limits(self, sampling: SamplingSettings) -> Sequence[int]:
+        return self.lengths
 
 
 def run(repetitions: int = 5) -> Iterator[Row]:
@@ -64,13 +75,14 @@ def compare(
     device, longest = torch.device(kind), max(map(len, prompts))
     settings = SamplingSettings(max_prompt_length=longest, max_completion_length=max(lengths))
     policy, model = _models(device)
-    engine = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)
+    policy.eos_token_ids.clear()
+    engine = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS)
     actions = {
         "engine": timed(partial(_run_engine, engine, prompts, lengths), device),
         "generate": timed(partial(_run_generate, model, prompts, lengths), device),
     }
     if engine.graphs is not None:
-        without = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)
+        without = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS)
         without.graphs = None
         action = partial(_run_engine, without, prompts, lengths)
         actions["engine_without_graphs"] = timed(action, device)
@@ -108,7 +120,7 @@ def _run_engine(
     size = len(lengths) // len(prompts)  # of a group
     for number, prompt in enumerate(prompts):
         of_group = lengths[number * size : (number + 1) * size]
-        engine.submit(GroupRequest((number,), prompt, size, of_group))
+        engine.submit(RaggedRequest((number,), prompt, size, lengths=of_group))
     while engine.has_work:
         engine.step()
 

@@ -62,16 +62,12 @@ def make_policy(name, seed=1):
 policy_of = cache(make_policy)
 
 
-def make_engine(
-    name="qwen3", policy=None, *, num_rows=4, tokenizer=None, ignore_eos=False, **changes
-):
-    """`changes` of the sampling settings; rows and `ignore_eos` of the embedded engine."""
+def make_engine(name="qwen3", policy=None, *, num_rows=4, tokenizer=None, **changes):
+    """`changes` of the sampling settings; rows of the embedded engine."""
     policy, settings = policy or policy_of(name), replace(SAMPLING, **changes)
     if name not in EMBEDDED:
         return GenerateEngine(policy, settings, tokenizer=tokenizer)
-    return EmbeddedEngine(
-        policy, settings, num_rows=num_rows, tokenizer=tokenizer, ignore_eos=ignore_eos
-    )
+    return EmbeddedEngine(policy, settings, num_rows=num_rows, tokenizer=tokenizer)
 
 
 def draw_prompts(number, seed=3):
@@ -81,11 +77,8 @@ def draw_prompts(number, seed=3):
     return [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
 
 
-def requests(prompts, num_generations=1, lengths=None):
-    return [
-        GroupRequest((index,), prompt, num_generations, None if lengths is None else lengths[index])
-        for index, prompt in enumerate(prompts)
-    ]
+def requests(prompts, num_generations=1):
+    return [GroupRequest((n,), prompt, num_generations) for n, prompt in enumerate(prompts)]
 
 
 def run(engine, submitted):
@@ -207,26 +200,6 @@ def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weight
     assert engine._run_model is engine._decoder
     engine.load_weights(pieces_of(new.weights()))
     assert engine._run_model == policy.forward
-
-
-@BOTH
-@settings(max_examples=6)
-@given(
-    st.integers(1, 9),
-    st.lists(st.lists(st.integers(1, MAX_COMPLETION), min_size=1, max_size=5), max_size=12),
-)
-def test_every_completion_has_its_own_limit(name, num_rows, lengths):
-    prompts, ignores = draw_prompts(12), name in EMBEDDED
-    submitted = [
-        GroupRequest((i,), prompts[i], len(limits), limits) for i, limits in enumerate(lengths)
-    ]
-    got = run(make_engine(name, num_rows=num_rows, ignore_eos=ignores), submitted)
-    for request in submitted:
-        got_lengths = [len(completion.token_ids) for completion in got[request.key]]
-        if ignores:
-            assert got_lengths == request.completion_lengths
-            assert {completion.finish_reason for completion in got[request.key]} == {"length"}
-        assert all(n <= m for n, m in zip(got_lengths, request.completion_lengths, strict=True))
 
 
 @pytest.mark.parametrize("end_tokens", [[EOS, 3, 4], []])

@@ -21,10 +21,11 @@ from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 
 from benchmarks import attention as bench
 from benchmarks import weights as bench_weights
+from benchmarks.engine import RaggedRequest
 from easyrl.bench.harness import QWEN3_06B
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines import step_graphs
-from easyrl.engines.base import GroupRequest, SamplingSettings
+from easyrl.engines.base import SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
@@ -151,13 +152,13 @@ def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
         seed=1,
         **sampling,
     )
-    return EmbeddedEngine(policy, settings, num_rows=30, ignore_eos=True)
+    return EmbeddedEngine(policy, settings, num_rows=30)
 
 
 def generate(engine, prompts, lengths) -> list:
     """Generate completions of these lengths; return their bits."""
     for number, prompt in enumerate(prompts):
-        engine.submit(GroupRequest((number,), prompt, 4, lengths[number].tolist()))
+        engine.submit(RaggedRequest((number,), prompt, 4, lengths=lengths[number].tolist()))
     finished = []
     while engine.has_work:
         finished += engine.step()
@@ -174,7 +175,9 @@ def draw_inputs(prompt_lengths) -> tuple[list[list[int]], np.ndarray]:
 def tiny_policy(family, dtype, seed=1) -> Policy:
     register_attention()
     model = tiny_model(family, ATTENTION_NAME, seed=seed, max_position_embeddings=512)
-    return Policy(model.to("cuda", dtype), torch.device("cuda"))
+    policy = Policy(model.to("cuda", dtype), torch.device("cuda"))
+    policy.eos_token_ids.clear()
+    return policy
 
 
 @pytest.mark.parametrize("prompt_lengths", [(3, 9, 5), (200, 70, 10)], ids=["copied", "shared"])

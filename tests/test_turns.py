@@ -135,13 +135,15 @@ def test_waiting_conversations_do_not_stop_others():
 
 
 def test_the_last_turn_is_reported_even_if_no_token_is_left():
-    engine, prompt, is_reported = make_engine(num_rows=1), draw_requests(1)[0].prompt_ids, False
+    prompt, is_reported = draw_requests(1)[0].prompt_ids, False
     for limit in range(1, 40):
-        engine.submit(GroupRequest((limit,), prompt, 1, [limit], has_turns=True))
+        engine = make_engine(num_rows=1, max_completion_length=limit)
+        engine.submit(GroupRequest((limit,), prompt, 1, has_turns=True))
         while engine.can_step:
             engine.step()
         for turn in engine.take_turns():
             is_reported |= turn.num_left == 0
             engine.end(turn, "stop")
         engine.step()
-    assert is_reported and not engine.has_work
+        assert not engine.has_work
+    assert is_reported

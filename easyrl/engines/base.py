@@ -28,18 +28,14 @@ class GroupRequest:
     """Sample i is drawn from a random stream that depends on (seed, *key, i) alone."""
     prompt_ids: Sequence[int]  # [P]
     num_generations: int
-    completion_lengths: Sequence[int] | None = None  # [G]
-    """Maximum tokens of each completion; None: the engine's limit."""
     has_turns: bool = False  # a sequence that stops is suspended: see `Turn`
     first_tokens: Sequence[Sequence[int]] | None = None
     """[G]: inserted at the start of each completion, where there are any (with `has_turns`)."""
 
     def limits(self, sampling: SamplingSettings) -> Sequence[int]:
-        """Return the maximum tokens of each completion [G], within the engine's limits."""
+        """Return the maximum tokens of each completion [G]."""
         left = sampling.max_sequence_length - len(self.prompt_ids)
-        if self.completion_lengths is None:
-            return [min(sampling.max_completion_length, left)] * self.num_generations
-        return [min(length, left) for length in self.completion_lengths]
+        return [min(sampling.max_completion_length, left)] * self.num_generations
 
 
 FinishedGroup = tuple[GroupRequest, list[Completion]]

@@ -59,10 +59,9 @@ class EmbeddedEngine(PolicyEngine):
         *,
         num_rows: int,
         tokenizer: Any = None,
-        ignore_eos: bool = False,
     ) -> None:
         super().__init__(policy, sampling, tokenizer)
-        self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
+        self._eos = np.asarray(policy.eos_token_ids, dtype=np.int64)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[..., Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
