@@ -1,30 +1,29 @@
-"""The engine for models that the embedded one cannot serve: transformers' own `generate`.
+"""The engine for models that the embedded one cannot serve: one group at a time, by their own code.
 
-The model's own code keeps whatever state it needs between tokens. One group runs at a time, so all
-rows have the same prompt and need no padding. A logits processor draws each token as every engine
-does (`sampling`) and leaves greedy `generate` no other choice. Exact and simple, not fast.
+All rows of a group have the same prompt and need no padding. The model's own cache keeps whatever
+state it needs between tokens; a model without one computes whole rows. Exact and simple, not fast.
 
-Some models' caches lose what their layers would see without one (Doge's and RecurrentGemma's in
+Some models' caches fail, or lose what their layers would see without one (RecurrentGemma's in
 transformers 5.23). So each group is checked by one plain forward, the trainer's, and if that gives
 other log-probabilities the group is generated again without a cache.
 
-Shapes: G completions of the group, R tokens of the longest completion.
+Shapes: G completions of the group, R their maximum tokens.
 """
 
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine
-from easyrl.engines.sampling import SamplingSettings, StopStrings, sample, uniform_stream
+from easyrl.engines.sampling import sample, uniform_stream
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
-from easyrl.types import Completion
+from easyrl.types import Completion, Int32
 
+CACHES = ("past_key_values", "cache_params")
+"""Names of the cache among the outputs of models, and their arguments."""
 CACHE_TOLERANCE = 3.0
 """Largest gap in nats with and without a cache, times sqrt(eps) of the dtype."""
 
@@ -37,44 +36,48 @@ class GenerateEngine(PolicyEngine):
         if not self._waiting:
             return []
         request = self._waiting.popleft()
-        completions = self._generate(request, use_cache=True)
-        if not self._is_exact(request, completions):
+        completions: list[Completion] = []
+        with suppress(Exception):  # any: what a cache needs depends on the model's code
+            completions = self._generate(request, use_cache=True)
+        if not completions or not self._is_exact(request, completions):
             completions = self._generate(request, use_cache=False)
         self.num_prompt_tokens += len(request.prompt_ids)
         self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
         return [(request, completions)]
 
     def _generate(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
-        sampling, model = self.sampling, self.policy.model
-        limits = request.limits(sampling)
-        keys = [(*request.key, i) for i in range(request.num_generations)]
-        uniforms = np.stack([uniform_stream(sampling.seed, key, max(limits)) for key in keys])
-        draw = _Draw(torch.from_numpy(uniforms), sampling)
-        end = _End(len(request.prompt_ids), limits, self.policy.eos_token_ids, self._stop)
-        prompt = torch.tensor([list(request.prompt_ids)], device=self.policy.device)
-        input_ids = prompt.repeat(request.num_generations, 1)
-        own = model.generation_config
-        # Ignore the model's own settings (penalties, beams, a minimum length).
-        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-        try:
-            output: Tensor = model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                logits_processor=[draw],
-                stopping_criteria=[end],
-                do_sample=False,
-                max_new_tokens=max(limits),
-                use_cache=use_cache,
-            )
-        finally:
-            model.generation_config = own
-        tokens = output[:, prompt.shape[1] :].cpu().numpy().astype(np.int32)  # [G, R]
-        logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)  # [G, R]
-        reasons: list[Literal["stop", "length"]] = ["stop" if x else "length" for x in end.stopped]
+        sampling, device, size = self.sampling, self.policy.device, request.num_generations
+        limit = request.limits(sampling)[0]
+        keys = [(*request.key, i) for i in range(size)]
+        uniforms = np.stack([uniform_stream(sampling.seed, key, limit) for key in keys])  # [G, R]
+        ids = torch.tensor([list(request.prompt_ids)] * size, device=device)
+        tokens, logprobs = np.zeros((size, limit), np.int32), np.zeros((size, limit), np.float32)
+        lengths, stopped = np.zeros(size, np.int64), np.zeros(size, np.bool_)  # 0: not ended
+        cache: dict[str, Any] = {}
+        for position in range(limit):
+            new = ids[:, -1:] if cache else ids
+            output = self.policy.run_layers(input_ids=new, use_cache=use_cache, **cache)
+            found = ((name, getattr(output, name, None)) for name in CACHES)
+            cache = {name: state for name, state in found if state is not None}
+            numbers = torch.from_numpy(uniforms[:, position]).to(device)
+            drawn = sample(self.policy.head(output.last_hidden_state[:, -1]), numbers, sampling)
+            ids = torch.cat([ids, drawn[0].unsqueeze(1)], dim=1)
+            tokens[:, position], logprobs[:, position] = (x.cpu().numpy() for x in drawn)
+            for row in np.flatnonzero(lengths == 0):
+                stopped[row] = self._is_stopped(tokens[row, : position + 1])
+                lengths[row] = position + 1 if stopped[row] or position + 1 == limit else 0
+            if lengths.all():
+                break
+        reasons: list[Literal["stop", "length"]] = ["stop" if x else "length" for x in stopped]
         return [
             Completion(tokens[i, :n], logprobs[i, :n], reasons[i], np.ones(n, dtype=np.bool_))
-            for i, n in enumerate(end.lengths)
+            for i, n in enumerate(lengths)
         ]
+
+    def _is_stopped(self, tokens: Int32) -> bool:
+        """Return whether the newest token ends the completion."""
+        is_end = int(tokens[-1]) in self.policy.eos_token_ids
+        return is_end or (self._stop is not None and self._stop.is_complete(tokens))
 
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:
         """Return whether a plain forward gives the reported log-probabilities."""
@@ -92,41 +95,3 @@ class GenerateEngine(PolicyEngine):
         got = np.concatenate([completion.logprobs for completion in completions])
         tolerance = CACHE_TOLERANCE * torch.finfo(self.policy.model.dtype).eps ** 0.5
         return bool(np.abs(expected.cpu().numpy() - got).max() <= tolerance)
-
-
-class _Draw(LogitsProcessor):  # type: ignore[misc]
-    """Processor that draws a token for every row and masks all others."""
-
-    def __init__(self, uniforms: Tensor, sampling: SamplingSettings) -> None:
-        self._uniforms, self._sampling = uniforms, sampling  # [G, R]
-        self.logprobs: list[Tensor] = []  # one [G] for each position
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniforms = self._uniforms[:, len(self.logprobs)].to(scores.device)
-        tokens, logprobs = sample(scores, uniforms, self._sampling)
-        self.logprobs.append(logprobs)
-        return torch.full_like(scores, float("-inf")).scatter_(1, tokens.unsqueeze(1), 0.0)
-
-
-class _End(StoppingCriteria):  # type: ignore[misc]
-    """Criterion that ends a row at an end-of-sequence token, a stop string or its limit."""
-
-    def __init__(
-        self, num_prompt: int, limits: Sequence[int], eos: Sequence[int], stop: StopStrings | None
-    ) -> None:
-        self._num_prompt, self._limits = num_prompt, np.array(limits)
-        self._eos, self._stop = list(eos), stop
-        self.lengths = np.zeros(len(limits), dtype=np.int64)  # 0: the row has not ended
-        self.stopped = np.zeros(len(limits), dtype=np.bool_)  # not by its limit
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Return for each row whether it has ended: [G]."""
-        tokens = input_ids[:, self._num_prompt :].cpu().numpy()  # [G, r]
-        in_flight = self.lengths == 0
-        stopped = np.isin(tokens[:, -1], self._eos)
-        if self._stop is not None:
-            for row in np.flatnonzero(in_flight & ~stopped):
-                stopped[row] = self._stop.is_complete(tokens[row])
-        ended = in_flight & (stopped | (tokens.shape[1] >= self._limits))
-        self.lengths[ended], self.stopped[ended] = tokens.shape[1], stopped[ended]
-        return torch.from_numpy(self.lengths > 0).to(input_ids.device)

@@ -128,10 +128,14 @@ class Policy:
     ) -> Tensor:
         """Return the head's inputs [K, H] for the tokens `at` [K] of the packed row [T]."""
         inputs, row = self._inputs(input_ids, position_ids, layout)
-        output = self._layers(**inputs, use_cache=False)
-        self._base_output = type(output)
-        hidden: Tensor = output.last_hidden_state[row]
+        hidden: Tensor = self.run_layers(**inputs, use_cache=False).last_hidden_state[row]
         return hidden[at]
+
+    def run_layers(self, **inputs: Any) -> Any:
+        """Run the model without its head, with transformers' arguments and output."""
+        output = self._layers(**inputs)
+        self._base_output = type(output)
+        return output
 
     def _inputs(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
