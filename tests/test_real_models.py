@@ -24,7 +24,7 @@ from easyrl.runtime.self_test_part import errors, packed
 from easyrl.workers.learner import ADAM_BETAS, Learner
 from easyrl.workers.packing import Rollout, pack
 from real_models import real_model
-from tiny_models import largest_gradient_gap
+from tiny_models import largest_gradient_gap, plain_model
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -42,12 +42,6 @@ class Sampled:
     path: str
     policy: Policy
     rollouts: list[Rollout]  # with the engine's log-probabilities
-
-
-def plain_model(path: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' own model."""
-    how = {"attn_implementation": "eager", "dtype": dtype}
-    return AutoModelForCausalLM.from_pretrained(path, **how).eval()
 
 
 def prompts_of(name: str, tokenizer: Any) -> list[list[int]]:
@@ -108,7 +102,7 @@ def sequence_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
 
 
 def test_engine_trainer_and_transformers_give_the_same_logprobs_and_gradients(sampled):
-    model = plain_model(sampled.path, torch.float64)
+    model = plain_model(sampled.path, dtype=torch.float64)
     plain = []
     for rollout in sampled.rollouts:
         logprobs = sequence_logprobs(model, rollout)
@@ -147,7 +141,7 @@ def test_a_step_is_that_of_a_plain_loop_and_the_saved_model_has_the_same_logits(
     num_tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
     learner.step(num_completions=len(rollouts), num_tokens=num_tokens)
 
-    model = plain_model(smollm2.path, torch.float64)
+    model = plain_model(smollm2.path, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, ADAM_BETAS, weight_decay=0.0)
     for rollout in rollouts:
         logprobs = sequence_logprobs(model, rollout)
