@@ -41,13 +41,7 @@ def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy():
     ring.close()
 
 
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        *(b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * len(WHOLE), bytes(48), bytes(57)),
-        *(WHOLE[:-1], WHOLE[:57], WHOLE + b"x", np.array([1, 2, 3, 4, 0, 0, -1]).tobytes()),
-    ],
-)
+@pytest.mark.parametrize("foreign", [b"", b"\xff" * len(WHOLE), bytes(48), WHOLE[:-1]])
 def test_foreign_bytes_are_refused(foreign):
     with pytest.raises(SafetensorError):
         decode_group(foreign)

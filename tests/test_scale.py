@@ -1,7 +1,6 @@
 """Which engines a run may add and remove while it is live, and its spare devices."""
 
 import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.control import request
 from easyrl.runtime.placement import EngineChoice, check_scale, first_engines, resolve_placement
-from runs import SMALL, lines_of, start, succeed, summary_of, wait_for_line
+from runs import SMALL, lines_of, start, succeed, summary_of, wait_for_line, wait_until
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
@@ -100,11 +99,8 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path, words):
         rollout = (each for each in reply["workers"] if each["kind"] == "rollout")
         return {each["name"]: each["state"] for each in rollout}, reply["iteration"]
 
-    def wait_until(is_so):
-        deadline = time.monotonic() + 600
-        while not is_so(*status()):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
+    def wait_for(is_so):
+        wait_until(lambda: is_so(*status()), process, seconds=600)
         return status()[1]
 
     def scale_to(wanted):
@@ -117,10 +113,10 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path, words):
         scale_to("cpu:2")
         with pytest.raises(ValueError, match=r"starting or leaving.*rollout-1"):
             scale_to("cpu")
-        wait_until(lambda states, _: states.get("rollout-1") == "working")
+        wait_for(lambda states, _: states.get("rollout-1") == "working")
         scale_to("cpu")
-        num_done = wait_until(lambda states, _: states.keys() == {"rollout-0"})
-        wait_until(lambda _, iteration: iteration > num_done + 1)
+        num_done = wait_for(lambda states, _: states.keys() == {"rollout-0"})
+        wait_for(lambda _, iteration: iteration > num_done + 1)
     finally:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)

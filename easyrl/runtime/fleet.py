@@ -476,7 +476,7 @@ def worker_settings(
     others.setdefault("device_indices", () if is_cpu else placement.indices_of(role, number))
     return WorkerSettings(
         name=f"{role}-{number}",
-        owner_id=owner_id_of(placement, role, number),
+        owner_id=number if is_rollout else placement.max_rollout_workers + number,
         config=config,
         device="cpu" if is_cpu else f"{placement.accelerator}:0",
         weights_cross_on_cpu=placement.weights_cross_on_cpu,

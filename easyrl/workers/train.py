@@ -102,20 +102,16 @@ class TrainWorker:
     def _load(self) -> Learner:
         settings, model = self.settings, self.config.model
         self.control.send(events.Starting("loading the model"))
-        policy = Policy.load(
-            model.path,
-            self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
-            trust_remote_code=model.trust_remote_code,
-            attention=model.attention,
-            dtype="float32" if self.ranks.mesh is None else None,
-        )
+        policy = self._load_policy(model.path, "float32" if self.ranks.mesh is None else None)
         if policy.no_packing_reason is not None:
             slower = "exact, but slower (the embedded engine completes prompts one by one)"
             repeated = f"so the prompt is repeated for each completion: {slower}"
             self._report(events.Note(f"model.attention: {policy.no_packing_reason}, {repeated}"))
-        teacher = self._load_teacher()
-        if teacher is not None and not teacher.shares_prompts:
-            policy.shares_prompts = False
+        teacher = None
+        if self.config.algorithm.teacher is not None:
+            self.control.send(events.Starting("loading the teacher"))
+            teacher = self._load_policy(self.config.algorithm.teacher, model.dtype)
+            policy.shares_prompts = policy.shares_prompts and teacher.shares_prompts
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
         if settings.core_sharing is not None:
@@ -128,17 +124,13 @@ class TrainWorker:
             learner.restore(Path(settings.checkpoint), settings.policy_version)
         return learner
 
-    def _load_teacher(self) -> Policy | None:
-        path, model = self.config.algorithm.teacher, self.config.model
-        if path is None:
-            return None
-        self.control.send(events.Starting("loading the teacher"))
+    def _load_policy(self, path: str, dtype: str | None) -> Policy:
         return Policy.load(
             path,
-            self.device if self.ranks.mesh is None else "cpu",
-            trust_remote_code=model.trust_remote_code,
-            attention=model.attention,
-            dtype=model.dtype,
+            self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
+            trust_remote_code=self.config.model.trust_remote_code,
+            attention=self.config.model.attention,
+            dtype=dtype,
         )
 
     def run(self) -> None:
