@@ -159,7 +159,6 @@ class Activity(WorkerEvent):
     """A worker's work since its last report."""
 
     spans: Sequence[Span]
-    num_groups: int  # groups that the train worker has read from the ring
     under_way: UnderWay | None = None  # work started now that may take long
     num_tokens: int = 0  # completion tokens sampled; by a trainer: tokens of its micro-batches
 
@@ -323,13 +322,6 @@ class WorkerLeft(Event):
 
     time: float
     worker: str
-
-
-class NoEvents(Event):
-    """No worker has sent an event for long."""
-
-    time: float
-    warning: str  # what each worker is doing
 
 
 class EvaluationStarted(Event):

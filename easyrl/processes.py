@@ -114,21 +114,8 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def set_name(name: str) -> None:
-    """Name this process (at most 15 bytes) for `ps` and `children_named`, from its main thread."""
+    """Name this process (at most 15 bytes) for `ps`, from its main thread."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
-
-
-def children_named(name: str, parents: Collection[int]) -> dict[int, int]:
-    """Living processes of this name whose parent is one of `parents`: pid -> parent's pid."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            pid, _, rest = file.read_text(errors="replace").partition(" (")
-            comm, _, rest = rest.rpartition(") ")
-            state, parent, *_ = rest.split()
-            if comm == name and int(parent) in parents and state != "Z":
-                found[int(pid)] = int(parent)
-    return found
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

@@ -59,7 +59,7 @@ def shown(time_, prompt_index, completion, **more):
 
 def active(worker, *spans, **more):
     now = spans[-1].ended if spans else more["under_way"].started
-    return FromWorker(worker, now, replace(Activity(spans, 0), **more))
+    return FromWorker(worker, now, replace(Activity(spans), **more))
 
 
 def run_started(folder, num_rollout=1):
@@ -95,7 +95,7 @@ def run_events(folder, config=None):
         events.IterationStarted(118.0, 2),
         active("rollout-0", Span("weights", 118.0, 118.1), Span("prefill", 118.1, 118.2),
                Span("generate", 118.2, 121.0), Span("score", 119.0, 121.0)),
-        active("train-0", Span("wait", 118.0, 120.0), Span("train", 120.0, 121.0), num_groups=1),
+        active("train-0", Span("wait", 118.0, 120.0), Span("train", 120.0, 121.0)),
         shown(121.0, 0, "\n".join(f"step {n}" for n in range(99)), iteration=2),
         shown(121.1, 1, f"completion 1 {HOSTILE}", iteration=2),
         group(121.2, 2, 2, errors=[failed]),
@@ -104,7 +104,7 @@ def run_events(folder, config=None):
         active("train-0", under_way=UnderWay("train", 121.6)),
         events.Note(f"careful {HOSTILE}"),
         events.Note("warning: " + "nothing " * 30 + "\nto see: easyrl samples RUN", True),
-        events.NoEvents(182.0, "no events for 60 s: train-0 train"),
+        events.Note("no events for 60 s: train-0 train"),
         events.WorkerSpawned(183.0, "rollout-1", "cpu"),
         FromWorker("rollout-1", 184.0, events.Starting("loading the model")),
         active("train-0", Span("train", 121.6, 185.0)),

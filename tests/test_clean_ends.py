@@ -70,7 +70,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     status = request(run, {"command": "status"})
     assert 1 <= status["iteration"] < status["num_iterations"] == 100_000
     kinds = Counter(worker["kind"] for worker in status["workers"])
-    assert kinds == {"controller": 1, "rollout": 1, "train": 2, "reward": 2}
+    assert kinds == {"controller": 1, "rollout": 1, "train": 2}
     assert {worker["pid"] for worker in status["workers"]} <= {p.pid for p in every}
     interrupt(process, processes, signal.SIGINT)
     assert not (run / "control.sock").exists() and not is_locked(run)

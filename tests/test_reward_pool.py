@@ -15,14 +15,13 @@ import pytest
 from reward_pools import config_of, finished
 
 from easyrl.config import ConfigError
-from easyrl.processes import children_named
 from easyrl.rewards import pool as pool_module
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
-from runs import SMALL, bits_of, lines_of, succeed, summary_of, wait_until_gone
+from runs import SMALL, bits_of, descendants, lines_of, succeed, summary_of, wait_until_gone
 
 FUNCTIONS = """
 import os, signal, sys, time
@@ -140,7 +139,8 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
     warnings = tried("hangs", "crashes", "raises", "nan", "good", "needs_answer")
     for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
         assert text in warning and "reward.check" in warning
-    assert not children_named(PROCESS_NAME, [os.getpid()])
+    left = [each for each in descendants(os.getpid()) if each.name() == PROCESS_NAME]
+    assert wait_until_gone(left, 5.0) == []
     with pytest.raises(ConfigError, match="a_set"):
         tried("good", "a_set")
 

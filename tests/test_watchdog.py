@@ -27,11 +27,11 @@ class Run:
 
     def waits(self, *workers):
         for worker in workers:
-            self.watchdog.on_event(worker, Activity((), 0, UnderWay("wait", self.now)))
+            self.watchdog.on_event(worker, Activity((), UnderWay("wait", self.now)))
 
     def steps(self, worker, kind, num_tokens=0):
         span = Span(kind, self.now - 0.5, self.now)
-        self.watchdog.on_event(worker, Activity((span,), 0, num_tokens=num_tokens))
+        self.watchdog.on_event(worker, Activity((span,), num_tokens=num_tokens))
 
     def ticks(self, seconds, meanwhile=lambda: None):
         results = {}

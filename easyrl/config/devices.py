@@ -94,7 +94,8 @@ class DevicesConfig(Section):
     Null: the one in RAY_ADDRESS, or that runs on this machine, or `local` if there is none."""
     threads: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """CPU threads of each worker. Null: its share of the cores, and on a CPU each worker has cores
-    of its own."""
+    of its own. While a rollout worker waits, the train worker uses its cores, and the reverse (not
+    in deterministic runs: how sums are split between threads changes their bits)."""
 
     @property
     def sets(self) -> list[DeviceSet | None]:

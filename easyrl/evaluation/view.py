@@ -48,7 +48,7 @@ class EvalView:
             case events.FromWorker(event=events.PromptEvaluated(errors=[message, *_])):
                 about = "the evaluation continues (reward.on_error)"
                 say_once(self._shown, "errors", f"{message}\n{about}")
-            case events.Note(text) | events.NoEvents(warning=text) if text:
+            case events.Note(text) if text:
                 say(safe(text))
 
     def show_progress(self, seconds: float, answers: Answers, num_tokens: int) -> None:

@@ -110,7 +110,7 @@ class History:
                 self.lines[number] = {"iteration": number, **measured}
             case events.IterationStarted(time, iteration):
                 self.starts[iteration] = time
-            case events.Note(text) | events.NoEvents(warning=text) if text:
+            case events.Note(text) if text:
                 self.messages[text] += 1
             case events.RunEnded(exit_code, message) if message:
                 self.messages[f"ended with exit code {exit_code}: {message}"] += 1

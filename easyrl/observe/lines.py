@@ -60,7 +60,7 @@ class PlainLines:
                 say(f"held-out accuracy {value} ({how}) after {trained}")
             case events.IterationFinished(_, metrics):
                 self._report_iteration(metrics)
-            case events.Note(text) | events.NoEvents(_, text) if text:
+            case events.Note(text) if text:
                 say(safe(text))
             case events.RunFinished(_, summary):
                 say_rich(end_table(self._run, summary))

@@ -40,9 +40,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
-from easyrl.processes import children_named
 from easyrl.rewards.loading import read_sources
-from easyrl.rewards.worker import PROCESS_NAME
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement, device_name, engines_on
@@ -151,15 +149,12 @@ class Fleet:
         return worker.remote_device or device_name(placement.accelerator, indices)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Describe every process of the run, for `easyrl status`."""
+        """Describe the controller and each worker, for `easyrl status`."""
         rows = [("controller", "controller", os.getpid(), "cpu", "running", 0)]
         for worker in (*self.rollout, *self.train):
             name, pid, device = worker.name, worker.process.pid, self._device_of(worker)
             kind, num_restarts = name.partition("-")[0], self.num_restarts[name]
             rows.append((name, kind, pid, device, worker.state, num_restarts))
-        names = {worker.local_pid: worker.name for worker in self.rollout if worker.local_pid}
-        for pid, parent in sorted(children_named(PROCESS_NAME, names).items()):
-            rows.append((f"{names[parent]}/reward", "reward", pid, "cpu", "running", 0))
         return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
 
     # -- events -----------------------------------------------------------------------------------
@@ -225,7 +220,7 @@ class Fleet:
                 self._watchdog.write_stacks(self.all, self._log_of("easyrl"))
                 self._end_stall(names, cause)
             case str(warning) if warning:
-                self._notify(events.NoEvents(time.monotonic(), warning))
+                self._notify(events.Note(warning))
 
     def _end_stall(self, names: Sequence[str], cause: str) -> None:
         """Kill the rollout workers that the others wait for. Raises WorkerFailure for others, and

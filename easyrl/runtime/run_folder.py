@@ -108,7 +108,7 @@ class RunFolder:
                 self._append_errors(None, prompt, evaluated.errors)
             case events.IterationFinished(metrics=metrics):
                 self._append("metrics.jsonl", metrics)
-            case events.Note(text) | events.NoEvents(warning=text) if text:
+            case events.Note(text) if text:
                 write_log(self.path, text)
             case events.RunFinished(summary=summary):
                 text = json.dumps(finite(summary), indent=2, allow_nan=False)

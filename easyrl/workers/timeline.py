@@ -75,8 +75,7 @@ class Timeline:
     def report(self, under_way: UnderWay | None = None) -> None:
         """Report finished spans, and what begins now."""
         if self._spans or under_way is not None:
-            counts = {"num_groups": 0, **self._counts}
-            self._send(Activity(tuple(self._spans), under_way=under_way, **counts))
+            self._send(Activity(tuple(self._spans), under_way=under_way, **self._counts))
             self._shown = under_way.kind if under_way is not None else None
         self._spans, self._newest, self._counts = [], {}, Counter()
         self._reported = time.monotonic()

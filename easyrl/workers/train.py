@@ -308,7 +308,7 @@ class TrainWorker:
         train = self.config.train
         num_groups = train.prompts_per_iteration // train.updates_per_iteration
         num_completions = num_groups * self.config.rollout.num_generations
-        busy_seconds, num_read = 0.0, 0
+        busy_seconds = 0.0
         self.learner.begin_iteration(iteration)
         for batch in self._received() if reader is None else self._dispatched(reader):
             if isinstance(batch, UpdateEnd):
@@ -323,8 +323,6 @@ class TrainWorker:
                 # Otherwise queued device work counts as waiting, and groups are taken too early.
                 devices.synchronize(self.device)
                 counts = {"num_tokens": len(batch.input_ids)}
-            if reader is not None:
-                counts["num_groups"], num_read = reader.num_read - num_read, reader.num_read
             busy_seconds += self.timeline.add("train", started, **counts)
         self.timeline.report()
         while attention.notes:
@@ -335,7 +333,7 @@ class TrainWorker:
         return events.IterationTrained(
             iteration=iteration,
             policy_version=self.learner.policy_version,
-            groups_trained=num_read,
+            groups_trained=0 if reader is None else reader.num_read,
             completion_tokens=0 if reader is None else reader.completion_tokens,
             busy_seconds=busy_seconds,
             metrics=self.learner.metrics(),
