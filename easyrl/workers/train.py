@@ -30,6 +30,7 @@ from easyrl import devices, events, user_code
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
+from easyrl.config.model import DType
 from easyrl.model import attention
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
@@ -124,7 +125,7 @@ class TrainWorker:
             learner.restore(Path(settings.checkpoint), settings.policy_version)
         return learner
 
-    def _load_policy(self, path: str, dtype: str | None) -> Policy:
+    def _load_policy(self, path: str, dtype: DType | None) -> Policy:
         return Policy.load(
             path,
             self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
