@@ -245,3 +245,5 @@ def test_an_unknown_setting_is_named_in_full():
     error = error_of("actor_rollout_ref.rollout.n=8")
     assert error.startswith("actor_rollout_ref.rollout.n:") and "rollout.num_generations" in error
     assert "train.learning_rate=" in error_of("train.learning_rate", "1e-5")
+    assert "model.lora.rank=" in error_of("model.lora=8")
+    assert "a space after the colon, got 'a:b'" in error_of("data.columns={a:b}")

@@ -121,7 +121,12 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monk
 
 def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path):
     make_run(tmp_path / "run", {10: {}})
-    assert run_folder_of(tmp_path / "run" / "checkpoints" / "10") == tmp_path / "run"
+    run = tmp_path / "run"
+    assert run_folder_of(run / "checkpoints" / "10") == run
+    assert run_folder_of(tmp_path / "model") == tmp_path / "model"  # of no run
+    (run / "config.yaml").touch()
+    assert run_folder_of(run / "model") == run
+    (run / "config.yaml").unlink()
     config = config_of(tmp_path / "run", "train.learning_rate=1e-5", "train.iterations=70")
     found = find_resume(config, tmp_path / "run")
     os.close(found.lock)

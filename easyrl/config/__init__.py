@@ -247,6 +247,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.value in mapping:
                 problem = f"expected each key once, as a word, got '{key.value}'"
                 raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
+            if ":" in key.value and not value.value:
+                problem = f"expected a space after the colon, got '{key.value}'"
+                raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
             mapping[key.value] = self.construct_object(value, deep=True)
         return mapping
 
@@ -319,7 +322,8 @@ def _problem(details: Any) -> str:
     if details["type"] == "value_error" and name in ("", *SECTIONS):
         return message  # of a check of several keys, which names them
     if details["type"] == "model_type":
-        message = "expected keys of this section"
+        key = next(key for key in KEYS if key.startswith(f"{name}."))
+        message = f"expected keys of this section, as in {key}=..."
     value = json.dumps(details["input"], ensure_ascii=False, default=str)
     instead = INSTEAD.get((name, str(details["input"]).lower()))
     return f"{name}: {message}, got {value}" + (f"; use {instead}" if instead else "")
@@ -329,7 +333,7 @@ def key_hint(name: str, suffix: str = "") -> str:
     """Return which setting an unknown one may mean, or where to look."""
     last = name.rpartition(".")[2]
     if last in names_of_others() and not any(key.endswith(f".{last}") for key in KEYS):
-        return f"what TRL or verl call so is here: {names_of_others()[last]}"
+        return f"in EasyRL: {names_of_others()[last]}"
     sections = [each for each in SECTIONS if not suffix and each.count(".") == name.count(".")]
     if names := similar_names(name, [*sections, *KEYS]):
         return f"did you mean {' or '.join(each + suffix for each in names)}?"

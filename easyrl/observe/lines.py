@@ -53,6 +53,8 @@ class PlainLines:
                 path = self._run.folder / CHECKPOINTS / str(version)
                 size = f"{num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s"
                 say(f"checkpoint of iteration {iteration}: {path} ({size})")
+            case events.EvaluationStarted(_, num_prompts):
+                say(f"evaluating {counted(num_prompts, 'held-out problem')}")
             case events.Evaluated(_, accuracy, num_prompts, error, num_iterations, reward):
                 how = f"{counted(num_prompts, 'problem')}, {training_sampling(self._run.config)}"
                 trained = counted(num_iterations, "iteration")

@@ -81,10 +81,12 @@ class Resume:
 
 
 def run_folder_of(path: str | os.PathLike[str]) -> Path:
-    """The run to resume: the folder itself, or that of a checkpoint."""
+    """The run to resume: the folder itself, or that of a checkpoint or of the final model."""
     folder = Path(path)
-    is_checkpoint = folder.absolute().parent.name == CHECKPOINTS
-    return folder.parent.parent if is_checkpoint else folder
+    if folder.absolute().parent.name == CHECKPOINTS:
+        return folder.parent.parent
+    is_model = folder.name == "model" and (folder.parent / "config.yaml").is_file()
+    return folder.parent if is_model else folder
 
 
 def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
