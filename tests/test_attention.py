@@ -89,7 +89,8 @@ def test_loaded_model_computes_shared_prompts_as_each_sequence_alone(family, tmp
     policy = Policy.load(str(tmp_path), attention="shared_prompt")
     assert policy.no_packing_reason is None and policy.shares_prompts
     assert policy.eos_token_ids == [2]
-    assert_shared_same_as_alone(reference, policy, SHARED_SHAPES)
+    policy.model.double()  # rounding in float32 differs from one processor to another
+    assert_shared_same_as_alone(reference.double(), policy, SHARED_SHAPES)
 
 
 @settings(max_examples=40)
