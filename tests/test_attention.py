@@ -89,8 +89,10 @@ def test_loaded_model_computes_shared_prompts_as_each_sequence_alone(family, tmp
     policy = Policy.load(str(tmp_path), attention="shared_prompt")
     assert policy.no_packing_reason is None and policy.shares_prompts
     assert policy.eos_token_ids == [2]
-    policy.model.double()  # rounding in float32 differs from one processor to another
-    assert_shared_same_as_alone(reference.double(), policy, SHARED_SHAPES)
+    if family != "qwen3_moe":  # torch has no product of experts in float64
+        for model in (reference, policy.model):
+            model.double()  # rounding in float32 differs from one processor to another
+    assert_shared_same_as_alone(reference, policy, SHARED_SHAPES)
 
 
 @settings(max_examples=40)
