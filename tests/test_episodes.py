@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from easyrl.environments.host import PROCESS_NAME
-from easyrl.processes import children_named
 from easyrl.runtime.control import request
 from runs import descendants, finish, lines_of, start, summary_of, wait_for_line, wait_until
 from tool_models import call, chat_model
@@ -86,9 +85,9 @@ def on_policy(folder):
 
 
 def hosts_of(process):
-    """Wait for processes of environments; return their parents by pid."""
+    """Wait for processes of environments; return their ids."""
     return wait_until(
-        lambda: children_named(PROCESS_NAME, [p.pid for p in descendants(process.pid)]), process
+        lambda: [p.pid for p in descendants(process.pid) if p.name() == PROCESS_NAME], process
     )
 
 

@@ -197,10 +197,11 @@ def test_two_ranks_have_the_gradients_of_one_with_lora(ranks, lora):
     "words", [("model.lora.rank=3",), (), ("model.dtype=bfloat16",)], ids=["LoRA", "", "bfloat16"]
 )
 def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(ranks, words):
-    words = (*HARDER, "train.updates_per_iteration=6", BUDGETS[0], *words)
+    # Adam's first steps have one size whatever the gradient's: each update amplifies rounding.
+    words = (*HARDER, "train.updates_per_iteration=3", BUDGETS[0], *words)
     expected = ranks.train(*words)
     for outcome, other in zip(ranks.train(*words, "train.reshard=false"), expected, strict=True):
-        assert len(outcome.gradients) == 6 and outcome.owned_bytes == other.owned_bytes
+        assert len(outcome.gradients) == 3 and outcome.owned_bytes == other.owned_bytes
         assert_close(outcome, other)
 
 
