@@ -6,50 +6,7 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-
-class Server:
-    """Answers with `answer(number, question)`: a text, a status, a status with headers, or None to
-    drop the connection. Counts calls and those under way at once."""
-
-    def __init__(self, answer, seconds):
-        self.answer, self.seconds = answer, seconds
-        self.num_calls = self.num_now = self.most_at_once = 0
-        self.spans, self.questions, self.keys = [], [], set()
-        self._lock = threading.Lock()
-
-    def serve(self, handler):
-        started = time.monotonic()
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        question = body["messages"][-1]["content"]
-        with self._lock:
-            number, self.num_calls = self.num_calls, self.num_calls + 1
-            self.num_now += 1
-            self.most_at_once = max(self.most_at_once, self.num_now)
-            self.questions.append(question)
-            self.keys.add(handler.headers.get("Authorization"))
-        time.sleep(self.seconds)
-        answer = self.answer(number, question)
-        with self._lock:
-            self.num_now -= 1
-            self.spans.append((started, time.monotonic()))
-        if answer is None:
-            handler.close_connection = True
-            return
-        status, headers = 200, {}
-        if not isinstance(answer, str):
-            status, headers = answer if isinstance(answer, tuple) else (answer, {})
-        reply = {"error": f"refused {handler.headers.get('Authorization')}"}
-        if status == 200:
-            message = {"role": "assistant", "content": answer}
-            reply = {"choices": [{"message": message}], "usage": {"total_tokens": 10}}
-        content = json.dumps(reply).encode()
-        with contextlib.suppress(OSError):  # the client may have given up
-            handler.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(content))}.items():
-                handler.send_header(name, value)
-            handler.end_headers()
-            handler.wfile.write(content)
+from types import SimpleNamespace
 
 
 def last_digit(number, question):
@@ -60,13 +17,40 @@ def last_digit(number, question):
 
 @contextlib.contextmanager
 def judge_server(answer=last_digit, seconds=0.0):
-    server = Server(answer, seconds)
+    """`answer(number, question)`, after `seconds`: a text, a status with headers, or None to drop
+    the connection. Yields its url, what it was sent, and the most requests at once."""
+    server = SimpleNamespace(questions=[], keys=set(), num_now=0, most_at_once=0)
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self):
-            server.serve(self)
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            question, key = body["messages"][-1]["content"], self.headers.get("Authorization")
+            with lock:
+                server.questions.append(question)
+                server.keys.add(key)
+                server.num_now += 1
+                server.most_at_once = max(server.most_at_once, server.num_now)
+                number = len(server.questions) - 1
+            time.sleep(seconds)
+            replied = answer(number, question)
+            with lock:
+                server.num_now -= 1
+            self.close_connection = replied is None
+            if replied is None:
+                return
+            status, headers = (200, {}) if isinstance(replied, str) else replied
+            choices = [{"message": {"role": "assistant", "content": replied}}]
+            reply = {"choices": choices, "usage": {"total_tokens": 10}}
+            content = json.dumps(reply if status == 200 else {"error": f"not with {key}"}).encode()
+            with contextlib.suppress(OSError):  # the client may have given up
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
 
         def log_message(self, *_):
             pass

@@ -1,8 +1,6 @@
 """The reward `judge` against a real HTTP server: scores, retries, cache, bounds, bad input."""
 
 import contextlib
-import json
-import socket
 import time
 
 import pytest
@@ -51,15 +49,16 @@ def test_scores_are_read_mapped_and_in_order_and_a_second_time_from_the_cache(tm
         config = config_of(server, "reward.judge.key_variable=JUDGE_KEY")
         scores, errors, counts = scored(config, texts, answer="4")
         assert (scores, errors) == ([0.4, 0.9, 0.0, 0.7, 0.7], [])
-        assert server.keys == {f"Bearer {KEY}"} and server.num_calls == counts["judge_calls"] == 4
+        assert len(server.questions) == counts["judge_calls"] == 4
+        assert server.keys == {f"Bearer {KEY}"}
         assert (counts["judge_cache_hits"], counts["judge_tokens"]) == (1, 40)  # of equal ones
         again, _, counts = scored(config, texts, answer="4")
-        assert again == scores and server.num_calls == 4 and counts["judge_calls"] == 0
+        assert again == scores and len(server.questions) == 4 and counts["judge_calls"] == 0
         assert counts["judge_cache_hits"] == 5
         for file in (tmp_path / "cache").rglob("*"):
             assert file.is_dir() or KEY not in file.read_text()
         scored(config_of(server, "reward.judge.options={temperature: 1}"), texts[:1])
-        assert server.num_calls == 5  # another question
+        assert len(server.questions) == 5  # another question
 
 
 def test_templates_fields_lists_and_samples(tmp_path):
@@ -74,13 +73,13 @@ def test_templates_fields_lists_and_samples(tmp_path):
         assert server.questions[0] == 'user: What is 2+2?|{answer}|4|: as {"score": 3}'
     with judge_server(lambda *_: "<think>Score: 1</think>Score: 10\nScore: 5\nScore: 0") as server:
         config = config_of(server, "reward.judge.mode=listwise")
-        assert scored(config, ["a", "b", "c"])[0] == [1.0, 0.5, 0.0] and server.num_calls == 1
+        assert scored(config, ["a", "b", "c"])[0] == [1.0, 0.5, 0.0] and len(server.questions) == 1
         assert "Answer 2:\nb" in server.questions[0]
         assert "expected 2" in scored(config, ["a", "b"])[1][0]
 
 
 def test_failures_are_repeated_and_counted():
-    script = [500, (429, {"Retry-After": "0.3"}), None, "no number", "Score: 11", "Score: 8"]
+    script = [(500, {}), (429, {"Retry-After": "0.3"}), None, "no number", "Score: 11", "Score: 8"]
     with judge_server(lambda number, _: script[number]) as server:
         started = time.monotonic()
         scores, errors, counts = scored(config_of(server), ["a"])
@@ -90,42 +89,30 @@ def test_failures_are_repeated_and_counted():
     with judge_server(seconds=0.5) as server:
         config = config_of(server, "reward.judge.timeout_seconds=0.05")
         scores, (error,), counts = scored(config, ["a"])
-        assert "timeout_seconds" in error and counts["judge_timeouts"] == 8 == server.num_calls
+        assert "timeout_seconds" in error and counts["judge_timeouts"] == 8 == len(server.questions)
 
 
 def test_processes_share_the_slots_and_use_them_all():
     with judge_server(seconds=0.25) as server:
         words = ("reward.judge.concurrency=3", "reward.num_workers=3")
-        pool = RewardPool(config_of(server, *words))
-        with contextlib.closing(pool):
-            pool.submit(9, Call(prompt_of().content, ["warm"], [[1]], {}))
-            finished(pool, 1)
-            server.most_at_once, server.spans = 0, []
+        with contextlib.closing(RewardPool(config_of(server, *words))) as pool:
             for key in range(4):
                 texts = [f"{key} {n}" for n in range(6)]
                 pool.submit(key, Call(prompt_of().content, texts, [[1]] * 6, {}))
             groups = finished(pool, 4)
         assert [group.scores[0] for group in groups] == [[n / 10 for n in range(6)]] * 4
         assert server.most_at_once == 3
-        wall = max(end for _, end in server.spans) - min(begin for begin, _ in server.spans)
-        assert 24 / 3 * 0.25 < wall < 24 / 3 * 0.25 / 0.6
-
-
-def unused_url():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
 
 
 def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monkeypatch):
-    started, url = time.monotonic(), unused_url()
+    started, url = time.monotonic(), "http://127.0.0.1:9/v1"
     with pytest.raises(ConfigError, match=url):
         try_rewards(config_of(url), prompt_of())
     assert time.monotonic() - started < 5.0
-    words = ["--reward", "judge", "--dry-run", f"reward.judge.url={url}"]
-    assert url in CliRunner().invoke(app, ["grpo", *words]).output
+    words = ["grpo", "--reward", "judge", "--dry-run", f"reward.judge.url={url}"]
+    assert url in CliRunner().invoke(app, words).output
     assert try_rewards(config_of(url, "reward.check=false"), prompt_of()) == []
-    with judge_server(lambda *_: 401) as server:
+    with judge_server(lambda *_: (401, {})) as server:
         config = config_of(server, "reward.judge.key_variable=JUDGE_KEY")
         with pytest.raises(ConfigError, match="JUDGE_KEY") as caught:
             try_rewards(config, prompt_of())
@@ -147,22 +134,13 @@ def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monk
         assert counts["judge_unreadable"] == 4
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["reward.judge.url=http://user:key@host/v1"], "reward.judge.url"),
-        (["reward.judge.url=http://host/v1?key=1"], "reward.judge.url"),
-        (["reward.functions=judge"], "reward.judge.url"),
-        (["reward.judge.url=http://host/v1", "reward.functions=math"], "reward.judge.url"),
-        (["reward.judge.pattern=no group"], "reward.judge.pattern"),
-        (["reward.judge.pattern=("], "reward.judge.pattern"),
-        (["reward.judge.range=[3,1]"], "reward.judge.range"),
-        (["reward.judge.modle=a"], "reward.judge.mode"),
-    ],
-)
-def test_settings_that_do_not_fit_are_errors(words, key):
-    with pytest.raises(ConfigError, match=key):
-        load_config(None, {}, words)
+def test_settings_that_do_not_fit_are_errors():
+    urls = ("url=http://user:key@host/v1", "url=http://host/v1?key=1", "url=http://no_judge/v1")
+    for word in (*urls, "pattern=no group", "pattern=(", "range=[3,1]", "mode=no"):
+        with pytest.raises(ConfigError, match=f"reward.judge.{word.partition('=')[0]}"):
+            load_config(None, {}, [f"reward.judge.{word}"])
+    with pytest.raises(ConfigError, match=r"reward\.judge\.url"):
+        load_config(None, {"reward.functions": ["judge"]})
 
 
 def test_a_run_with_a_bad_judge_ends_counts_all_and_a_second_one_asks_nothing(tmp_path):
@@ -170,17 +148,17 @@ def test_a_run_with_a_bad_judge_ends_counts_all_and_a_second_one_asks_nothing(tm
         if number % 10 == 4:
             time.sleep(1.5)
         if number % 3 == 2:
-            return None if number % 2 else 500
+            return None if number % 2 else (500, {})
         return "Nonsense." if number % 20 == 19 else last_digit(number, question)
 
     words = ("--reward", "judge", "--iterations", "2", *SMALL, "runtime.deterministic=true")
     words += ("reward.judge.key_variable=JUDGE_KEY", "reward.judge.timeout_seconds=1")
     with judge_server(answer) as server:
         words += (f"reward.judge.url={server.url}", "data.num_held_out=4")
-        shown = [succeed("--output", str(tmp_path / "a"), *words)]
-        num_calls = server.num_calls
-        shown += [succeed("--output", str(tmp_path / "b"), *words)]
-        assert server.num_calls == num_calls + 1 and num_calls > 20  # the check at the start
+        shown = succeed("--output", str(tmp_path / "a"), *words)
+        num_calls = len(server.questions)
+        succeed("--output", str(tmp_path / "b"), *words)
+        assert len(server.questions) == num_calls + 1 and num_calls > 20  # the check at the start
     first, second = (summary_of(tmp_path / name) for name in "ab")
     assert first["judge_calls"] == num_calls - 1 and second["judge_calls"] == 0
     assert (first["groups_trained"], first["reward_errors"]) == (8, 0)
@@ -194,8 +172,9 @@ def test_a_run_with_a_bad_judge_ends_counts_all_and_a_second_one_asks_nothing(tm
         second["judge_cache_hits"]
         == first["judge_cache_hits"] + first["judge_calls"] - (first["judge_retries"])
     )
-    report = CliRunner().invoke(app, ["report", str(tmp_path / "a")])
-    assert report.exit_code == 0 and "calls" in shown[0]
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "a")]).exit_code == 0
+    calls = f"{num_calls - 1} calls"
+    assert calls in shown and calls in (tmp_path / "a" / "report.html").read_text()
     for file in tmp_path.rglob("*"):
         assert file.is_dir() or KEY.encode() not in file.read_bytes(), file
 
@@ -205,8 +184,10 @@ def test_a_template_is_the_one_of_the_start(tmp_path, monkeypatch):
     template.write_text("at the start: {completion}")
     with judge_server(lambda *_: "Score: 1") as server:
         config = config_of(server, f"reward.judge.template={template}")
+        digest = loading.digest_code(config)["reward.judge.template"]
         monkeypatch.setattr(judge, "sources", loading.read_sources(config))
         template.write_text("later")
         scored(config, ["a"])
         assert server.questions == ["at the start: a"]
-    assert json.loads(config.model_dump_json())["reward"]["judge"]["template"] == str(template)
+        monkeypatch.setattr(judge, "sources", {})
+        assert loading.digest_code(config)["reward.judge.template"] != digest
