@@ -292,4 +292,8 @@ def check_judge(config: Config, example: Prompt) -> list[str]:
         return [f"warning: reward.judge: {error}"]
     except TimeoutError:
         return [f"warning: {config.reward.judge.url} has not answered in {CHECK_SECONDS:g} s"]
+    except OSError as error:
+        raise ConfigError(
+            f"reward.judge: no folder for its cache (XDG_CACHE_HOME): {error}"
+        ) from None
     return []
