@@ -238,6 +238,7 @@ class PromptEvaluated(WorkerEvent):
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # name -> [S] (`Sample`)
     raw: Sequence[Sequence[str]] = ()  # [S] (`Sample`)
     errors: Sequence[str] = ()
+    logged: Mapping[str, float] = field(default_factory=dict)  # by reward functions
     checksum: int = 0  # of token ids and log-probabilities
 
 

@@ -14,6 +14,7 @@ from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import with_absolute_paths
 from hub_rows import put_in_place_of_the_hub
+from judges import judge_server
 from mistakes import TINY, change_json
 
 RECIPES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -54,6 +55,13 @@ def test_a_recipe_would_start_and_runs_dry(file, stand_in):
     flags = CPU
     if load_config(file).model.path not in BUILT_IN_MODELS:
         flags = {**CPU, "model.path": str(stand_in)}
+    with judge_server() as server:
+        if file.stem == "judge":
+            flags = {**flags, "reward.judge.url": server.url}
+        check_dry(file, flags)
+
+
+def check_dry(file, flags):
     config = load_config(file, flags)
     preflight = check_run(config)
     assert preflight.prompts.prompt(config.train.prompts_per_iteration).content

@@ -26,6 +26,7 @@ from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
 from easyrl.config.hints import INSTEAD, SYNONYMS, names_of_others, similar_names
 from easyrl.config.model import LoraConfig, ModelConfig
+from easyrl.config.reward import JudgeConfig as JudgeConfig
 from easyrl.config.reward import RewardConfig as RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
@@ -123,7 +124,8 @@ class Config(Section):
         return self
 
 
-SECTIONS: dict[str, Any] = {"model": ModelConfig, "model.lora": LoraConfig}
+SECTIONS: dict[str, Any] = {"model": ModelConfig, "model.lora": LoraConfig, "data": DataConfig}
+SECTIONS |= {"reward": RewardConfig, "reward.judge": JudgeConfig}
 SECTIONS |= {name: field.annotation for name, field in Config.model_fields.items()}
 """All sections by their names, each before those inside it."""
 KEYS = {

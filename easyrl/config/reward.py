@@ -1,11 +1,64 @@
 """Section `reward`."""
 
 import re
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from easyrl.config.section import AS_LIST, COMPARED, MAY_CHANGE, NAMES_FILES, Section
+
+
+def _regular_expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression ({error})") from None
+
+
+class JudgeConfig(Section):
+    """The reward `judge`: a language model behind an OpenAI-compatible server (docs/judges.md)."""
+
+    url: Annotated[str | None, MAY_CHANGE] = Field(default=None, pattern=r"^https?://[^\s@?#]+$")
+    """The server's address, as http://127.0.0.1:8000/v1, without user, password or query."""
+    model: Annotated[str, COMPARED] = Field(default="default", min_length=1)
+    """The model's name on the server."""
+    key_variable: Annotated[str | None, MAY_CHANGE] = None
+    """Name of the environment variable that holds the server's key; null: none is sent."""
+    template: Annotated[
+        str | None, COMPARED, AfterValidator(lambda path: path and str(Path(path).absolute()))
+    ] = None
+    """A text file with the question, in which `{prompt}`, `{completion}` and any column, as
+    `{answer}`, are replaced; null: it asks for a score from 0 to 10."""
+    mode: Annotated[Literal["single", "listwise"], COMPARED] = "single"
+    """A question for each completion, or one for a whole group (`{completions}`)."""
+    pattern: Annotated[str, COMPARED] = r"(?i)score\W{0,5}(\d+(?:\.\d+)?)"
+    """Python's regular expression whose one group is the score, at its last match."""
+    field: Annotated[str | None, COMPARED] = None
+    """Field of a JSON object in the answer that has the score, instead of `pattern`."""
+    range: Annotated[tuple[float, float], COMPARED] = (0.0, 10.0)
+    """Lowest and highest score, which become 0 and 1. Others count as unreadable."""
+    samples: Annotated[int, COMPARED] = Field(default=1, ge=1, le=64)
+    """Answers to each question, whose scores are averaged."""
+    options: Annotated[dict[str, Any], COMPARED] = Field(default={"temperature": 0})
+    """What else is sent with each question: sampling, `max_tokens`, what the server knows."""
+    concurrency: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1, le=512)
+    """Questions at a time, of all processes on this machine that ask this `url`."""
+    timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0.0, le=3600.0)
+    """Longest time of one answer, in seconds; then it is asked for again."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_one_group(cls, value: str) -> str:
+        if _regular_expression(value).groups != 1:
+            raise ValueError("expected one group (...)")
+        return value
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> Self:
+        if self.range[0] >= self.range[1]:
+            raise ValueError(f"reward.judge.range: expected a lower number first, got {self.range}")
+        return self
 
 
 class RewardConfig(Section):
@@ -13,7 +66,7 @@ class RewardConfig(Section):
 
     functions: Annotated[list[str] | None, AS_LIST, NAMES_FILES] = None
     """`none` (`algorithm.teacher` alone trains; held-out problems keep the preset's reward), or a
-    list of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
+    list of `exact_match`, `math`, `gsm8k`, `code`, `judge`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
     weights: list[float] | None = None
     """One weight per function, in their order; null: 1 each."""
@@ -35,7 +88,8 @@ class RewardConfig(Section):
     memory or ends its process: end the run (`stop`), replace the group (`skip_group`), or let its
     completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
     check: Annotated[bool, MAY_CHANGE] = True
-    """Call each function of the user on dummy completions before a run starts."""
+    """Call each function of the user, and the judge, on dummy completions before a run starts."""
+    judge: JudgeConfig = JudgeConfig()
 
     @property
     def is_none(self) -> bool:
@@ -45,10 +99,7 @@ class RewardConfig(Section):
     @field_validator("pattern")
     @classmethod
     def _is_regular_expression(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "")
-        except re.error as error:
-            raise ValueError(f"expected a regular expression ({error})") from None
+        _regular_expression(value or "")
         return value
 
     @model_validator(mode="after")
@@ -65,5 +116,10 @@ class RewardConfig(Section):
             raise ValueError(
                 "reward.pattern: expected a regular expression with the reward function regex, and "
                 f"null without it, got {self.pattern!r}"
+            )
+        if ("judge" in functions) != (self.judge.url is not None):
+            raise ValueError(
+                "reward.judge.url: expected a server's address with the reward function judge, and "
+                f"null without it, got {self.judge.url!r}"
             )
         return self

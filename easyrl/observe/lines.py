@@ -179,6 +179,11 @@ def result_rows(
         yield from _balance(summary, config, devices)
     if (updates := summary["updates_per_iteration"]) > 1:
         yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
+    if (calls := summary.get("judge_calls")) is not None:
+        text = f"{calls:,.0f} calls, {summary['judge_retries']:,.0f} of them retries; "
+        text += f"{summary['judge_cache_hits']:,.0f} answers from the cache"
+        seconds = summary["judge_seconds"]
+        yield "judge", f"{text}; {summary['judge_tokens']:,.0f} tokens, {seconds:,.0f} s of waiting"
     counts = {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
     if problems := problems_in(counts):
         yield "warning", ", ".join(problems)

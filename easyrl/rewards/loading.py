@@ -2,6 +2,7 @@
 `package.module:function`."""
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -15,6 +16,7 @@ from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction
+from easyrl.rewards.judge import Judge, read_template
 from easyrl.types import Prompt
 from easyrl.user_code import digest_files, load_function, read_files
 
@@ -25,6 +27,7 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
     "math": lambda config: math.math,
     "gsm8k": lambda config: math.gsm8k,
     "code": lambda config: functools.partial(code, config.reward),
+    "judge": lambda config: Judge(config.reward.judge),
     "regex": lambda config: functools.partial(functions.regex, config.reward.pattern or ""),
     "format": lambda config: functions.format_,
     "countdown": lambda config: functions.countdown,
@@ -128,12 +131,15 @@ def code_of(config: Config) -> dict[str, list[str]]:
 
 def read_sources(config: Config) -> dict[str, str]:
     """Read the user's files by path: all workers use them as they are now."""
-    return read_files(chain(*code_of(config).values()))
+    return read_files(chain(*code_of(config).values())) | read_template(config.reward.judge)
 
 
 def digest_code(config: Config) -> dict[str, str]:
     """Digests of the user's files, by the keys that name them; empty where a key names none."""
-    return {key: digest_files(specs) for key, specs in code_of(config).items()}
+    digests = {key: digest_files(specs) for key, specs in code_of(config).items()}
+    for text in read_template(config.reward.judge).values():
+        digests["reward.judge.template"] = hashlib.sha256(text.encode()).hexdigest()
+    return digests
 
 
 def accepted_arguments(

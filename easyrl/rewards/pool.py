@@ -34,6 +34,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards import loading
 from easyrl.rewards.functions import GroupLost, RewardError
+from easyrl.rewards.judge import check_judge
 from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
 from easyrl.types import Float32, Prompt
 
@@ -230,12 +231,13 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
     own = [
         each for each in specs if each not in loading.BUILT_IN and not each.startswith("easyrl.")
     ]
+    warnings = []
     if example is not None:
         loading.check_rewards(config, example, [spec for spec in specs if spec not in own])
+        warnings += check_judge(config, example) if "judge" in specs else []
     if not own:
-        return []
+        return warnings
     pool = _open_pool(1, config, {}, own)
-    warnings = []
     try:
         for spec in own:
             tried = pool.schedule(try_function, (spec, example), timeout=CHECK_SECONDS)

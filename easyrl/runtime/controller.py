@@ -37,6 +37,7 @@ import contextlib
 import math
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -81,6 +82,7 @@ class Controller:
         self._is_warned = False  # that the run may learn nothing
         self._num_devices = count_devices(device_names(self.checked.placement).values())
         self._after: dict[str, float] = {}  # the last evaluation
+        self._judged: Counter[str] = Counter()  # in evaluations after the last line of metrics
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
@@ -133,8 +135,10 @@ class Controller:
                 self._save_boundary()
             self._wait_for_checkpoint()
             raise
+        summary = metrics.summarize(self._lines, self.config, self.state, self._num_devices)
         return {
-            **metrics.summarize(self._lines, self.config, self.state, self._num_devices),
+            **summary,
+            **{name: summary.get(name, 0) + value for name, value in self._judged.items()},
             "accuracy_after": self._after.get("eval/accuracy"),
             "held_out_reward_after": self._after.get("eval/reward"),
             "wall_seconds": self._wall_seconds,
@@ -241,6 +245,9 @@ class Controller:
         line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
         line |= metrics.logged_metrics(ledger.reports, taken=line.keys())
+        self._judged.update(metrics.judge_counts(ledger.reports))
+        line |= self._judged  # sums, not the means of a function's own metrics
+        self._judged = Counter()
         self._lines.append(finite(line))
         self.notify(events.IterationFinished(time.monotonic(), self._lines[-1]))
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
@@ -255,7 +262,8 @@ class Controller:
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
-        answers = self.fleet.answers(ledger, self._next_event)
+        answers = [*self.fleet.answers(ledger, self._next_event)]
+        self._judged.update(metrics.judge_counts(answers))
         measured, num_problems = metrics.evaluation_metrics(
             answers, self.config.eval.correct_reward
         )

@@ -5,7 +5,7 @@ Shapes: N groups or problems, G completions of a group, S samples of a problem.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from easyrl import events
 from easyrl.config import Config
+from easyrl.rewards import judge
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.resume import SavedState
@@ -81,6 +82,14 @@ def logged_metrics(
     return {name: float(np.mean(of_name)) for name, of_name in values.items()}
 
 
+def judge_counts(reports: Iterable[events.GroupScored | events.PromptEvaluated]) -> Counter[str]:
+    """Sums of what judging groups or answers took; empty without a judge."""
+    counts: Counter[str] = Counter()
+    for logged in (report.logged for report in reports):
+        counts.update({name: logged[name] for name in judge.COUNTS if name in logged})
+    return counts
+
+
 def _reward_metrics(
     groups: Sequence[events.GroupScored], reward_names: Sequence[str]
 ) -> dict[str, float]:
@@ -143,6 +152,7 @@ def summarize(
         "iteration_seconds": seconds,
         **{f"{part}_seconds": total(f"perf/{part}_seconds") for part in BUSY},
         **{name: total(name) for name in COUNTS},
+        **{name: total(name) for name in judge.COUNTS if any(name in line for line in lines)},
         "updates_not_finite": int(total("num_updates_not_finite")),
         "completion_tokens": num_tokens,
         "generated_tokens": newest.get("num_generated_tokens", 0),

@@ -191,7 +191,8 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
         return settings
     of_run = by_name(run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"}))
     given_anew = {"rollout.engine", "rollout.tensor_parallel_size"}
-    given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith("eval.")}
+    of_answers = ("eval.", "reward.judge.")
+    given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith(of_answers)}
     if dataset is not None:
         given_anew |= {"data.dataset", "data.options", "data.weights", "data.num_held_out"}
         given_anew |= {"data.columns"} if isinstance(run.data.columns, list) else set()

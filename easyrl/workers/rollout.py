@@ -344,6 +344,7 @@ class RolloutWorker:
             columns=scored.columns,
             raw=self._raw(group),
             errors=scored.errors,
+            logged=scored.metrics,
             checksum=checksum(group.completions),
         )
         self.control.send(answer)

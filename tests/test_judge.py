@@ -1,0 +1,196 @@
+"""The reward `judge` against a real HTTP server: scores, retries, cache, bounds, bad input."""
+
+import contextlib
+import time
+
+import pytest
+from reward_pools import call, finished
+from typer.testing import CliRunner
+
+from easyrl.cli import app
+from easyrl.config import ConfigError, load_config
+from easyrl.rewards import judge, loading
+from easyrl.rewards.pool import RewardPool, try_rewards
+from easyrl.rewards.worker import Call
+from easyrl.types import Prompt
+from judges import judge_server, last_digit
+from runs import SMALL, lines_of, succeed, summary_of
+
+KEY = "sk-secret-4711"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setattr(judge, "BACKOFF_SECONDS", 0.01)
+
+
+def config_of(server, *words):
+    url = server if isinstance(server, str) else server.url
+    return load_config(
+        None, {"reward.functions": ["judge"], "reward.judge.url": url}, ["data.chat=true", *words]
+    )
+
+
+def prompt_of(**columns):
+    return Prompt(3, [{"role": "user", "content": "What is 2+2?"}], columns)
+
+
+def scored(config, texts, **columns):
+    """Scores, errors and counts of a group."""
+    result = call(config, prompt_of(**columns), texts)
+    return result.scores[0], result.errors, result.metrics
+
+
+def test_scores_are_read_mapped_and_in_order_and_a_second_time_from_the_cache(tmp_path):
+    texts = ["4", "it is 9", "none", "7", "7"]
+    with judge_server() as server:
+        config = config_of(server, "reward.judge.key_variable=JUDGE_KEY")
+        scores, errors, counts = scored(config, texts, answer="4")
+        assert (scores, errors) == ([0.4, 0.9, 0.0, 0.7, 0.7], [])
+        assert len(server.questions) == counts["judge_calls"] == 4
+        assert server.keys == {f"Bearer {KEY}"}
+        assert (counts["judge_cache_hits"], counts["judge_tokens"]) == (1, 40)  # of equal ones
+        again, _, counts = scored(config, texts, answer="4")
+        assert again == scores and len(server.questions) == 4 and counts["judge_calls"] == 0
+        assert counts["judge_cache_hits"] == 5
+        for file in (tmp_path / "cache").rglob("*"):
+            assert file.is_dir() or KEY not in file.read_text()
+        scored(config_of(server, "reward.judge.options={temperature: 1}"), texts[:1])
+        assert len(server.questions) == 5  # another question
+
+
+def test_templates_fields_lists_and_samples(tmp_path):
+    template = tmp_path / "ask.txt"
+    template.write_text('{prompt}|{completion}|{answer}|{level}: as {"score": 3}')
+    answers = ['```json\n{"score": 1.5}\n```', '{"a": {}, "score": "2"}']
+    rule = (f"reward.judge.template={template}", "reward.judge.range=[1,3]")
+    with judge_server(lambda number, _: answers[number]) as server:
+        config = config_of(server, *rule, "reward.judge.field=score", "reward.judge.samples=2")
+        scores, errors, _ = scored(config, ["{answer}"], answer="4", level=None)
+        assert (scores, errors) == ([(0.25 + 0.5) / 2], [])
+        assert server.questions[0] == 'user: What is 2+2?|{answer}|4|: as {"score": 3}'
+    with judge_server(lambda *_: "<think>Score: 1</think>Score: 10\nScore: 5\nScore: 0") as server:
+        config = config_of(server, "reward.judge.mode=listwise")
+        assert scored(config, ["a", "b", "c"])[0] == [1.0, 0.5, 0.0] and len(server.questions) == 1
+        assert "Answer 2:\nb" in server.questions[0]
+        assert "expected 2" in scored(config, ["a", "b"])[1][0]
+
+
+def test_failures_are_repeated_and_counted():
+    script = [(500, {}), (429, {"Retry-After": "0.3"}), None, "no number", "Score: 11", "Score: 8"]
+    with judge_server(lambda number, _: script[number]) as server:
+        started = time.monotonic()
+        scores, errors, counts = scored(config_of(server), ["a"])
+        assert (scores, errors) == ([0.8], []) and time.monotonic() - started > 0.3
+    assert counts["judge_calls"] == 6 and counts["judge_retries"] == 5
+    assert [counts[f"judge_{why}"] for why in ("refused", "dropped", "unreadable")] == [2, 1, 2]
+    with judge_server(seconds=0.5) as server:
+        config = config_of(server, "reward.judge.timeout_seconds=0.05")
+        scores, (error,), counts = scored(config, ["a"])
+        assert "timeout_seconds" in error and counts["judge_timeouts"] == 8 == len(server.questions)
+
+
+def test_processes_share_the_slots_and_use_them_all():
+    with judge_server(seconds=0.25) as server:
+        words = ("reward.judge.concurrency=3", "reward.num_workers=3")
+        with contextlib.closing(RewardPool(config_of(server, *words))) as pool:
+            for key in range(4):
+                texts = [f"{key} {n}" for n in range(6)]
+                pool.submit(key, Call(prompt_of().content, texts, [[1]] * 6, {}))
+            groups = finished(pool, 4)
+        assert [group.scores[0] for group in groups] == [[n / 10 for n in range(6)]] * 4
+        assert server.most_at_once == 3
+
+
+def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monkeypatch):
+    started, url = time.monotonic(), "http://127.0.0.1:9/v1"
+    with pytest.raises(ConfigError, match=url):
+        try_rewards(config_of(url), prompt_of())
+    assert time.monotonic() - started < 5.0
+    words = ["grpo", "--reward", "judge", "--dry-run", f"reward.judge.url={url}"]
+    assert url in CliRunner().invoke(app, words).output
+    assert try_rewards(config_of(url, "reward.check=false"), prompt_of()) == []
+    with judge_server(lambda *_: (401, {})) as server:
+        config = config_of(server, "reward.judge.key_variable=JUDGE_KEY")
+        with pytest.raises(ConfigError, match="JUDGE_KEY") as caught:
+            try_rewards(config, prompt_of())
+        assert KEY not in str(caught.value) and "***" in str(caught.value)
+        _, (error,), counts = scored(config, ["a"])
+        assert "JUDGE_KEY" in error and KEY not in error and counts["judge_calls"] == 1
+        monkeypatch.delenv("JUDGE_KEY")
+        with pytest.raises(ConfigError, match="JUDGE_KEY"):
+            try_rewards(config, prompt_of())
+    template = tmp_path / "ask.txt"
+    template.write_text("{completion} {anser}")
+    with pytest.raises(ConfigError, match=r"anser.*\{answer\}|\{answer\}.*anser"):
+        try_rewards(config_of(url, f"reward.judge.template={template}"), prompt_of(answer="4"))
+    with judge_server(lambda *_: "It is fine.") as server:
+        config = config_of(server)
+        assert "It is fine." in try_rewards(config, prompt_of())[0]
+        _, (error,), counts = scored(config, ["a"])
+        assert "It is fine." in error and "reward.judge.pattern" in error
+        assert counts["judge_unreadable"] == 4
+        monkeypatch.setenv("XDG_CACHE_HOME", str(template))  # a file
+        with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+            try_rewards(config, prompt_of())
+
+
+def test_settings_that_do_not_fit_are_errors():
+    urls = ("url=http://user:key@host/v1", "url=http://host/v1?key=1", "url=http://no_judge/v1")
+    for word in (*urls, "pattern=no group", "pattern=(", "range=[3,1]", "mode=no"):
+        with pytest.raises(ConfigError, match=f"reward.judge.{word.partition('=')[0]}"):
+            load_config(None, {}, [f"reward.judge.{word}"])
+    with pytest.raises(ConfigError, match=r"reward\.judge\.url"):
+        load_config(None, {"reward.functions": ["judge"]})
+
+
+def test_a_run_with_a_bad_judge_ends_counts_all_and_a_second_one_asks_nothing(tmp_path):
+    def answer(number, question):
+        if number % 10 == 4:
+            time.sleep(1.5)
+        if number % 3 == 2:
+            return None if number % 2 else (500, {})
+        return "Nonsense." if number % 20 == 19 else last_digit(number, question)
+
+    words = ("--reward", "judge", "--iterations", "2", *SMALL, "runtime.deterministic=true")
+    words += ("reward.judge.key_variable=JUDGE_KEY", "reward.judge.timeout_seconds=1")
+    with judge_server(answer) as server:
+        words += (f"reward.judge.url={server.url}", "data.num_held_out=4")
+        shown = succeed("--output", str(tmp_path / "a"), *words)
+        num_calls = len(server.questions)
+        succeed("--output", str(tmp_path / "b"), *words)
+        assert len(server.questions) == num_calls + 1 and num_calls > 20  # the check at the start
+    first, second = (summary_of(tmp_path / name) for name in "ab")
+    assert first["judge_calls"] == num_calls - 1 and second["judge_calls"] == 0
+    assert (first["groups_trained"], first["reward_errors"]) == (8, 0)
+    whys = ("refused", "dropped", "timeouts", "unreadable")
+    assert all(first[f"judge_{why}"] > 0 for why in whys)
+    assert sum(first[f"judge_{why}"] for why in whys) == first["judge_retries"]
+    assert first["weights_sha256"] == second["weights_sha256"]
+    lines = lines_of(tmp_path / "a" / "metrics.jsonl")
+    assert 0 < sum(line["judge_calls"] for line in lines) <= first["judge_calls"]
+    assert (
+        second["judge_cache_hits"]
+        == first["judge_cache_hits"] + first["judge_calls"] - (first["judge_retries"])
+    )
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "a")]).exit_code == 0
+    calls = f"{num_calls - 1} calls"
+    assert calls in shown and calls in (tmp_path / "a" / "report.html").read_text()
+    for file in tmp_path.rglob("*"):
+        assert file.is_dir() or KEY.encode() not in file.read_bytes(), file
+
+
+def test_a_template_is_the_one_of_the_start(tmp_path, monkeypatch):
+    template = tmp_path / "ask.txt"
+    template.write_text("at the start: {completion}")
+    with judge_server(lambda *_: "Score: 1") as server:
+        config = config_of(server, f"reward.judge.template={template}")
+        digest = loading.digest_code(config)["reward.judge.template"]
+        monkeypatch.setattr(judge, "sources", loading.read_sources(config))
+        template.write_text("later")
+        scored(config, ["a"])
+        assert server.questions == ["at the start: a"]
+        monkeypatch.setattr(judge, "sources", {})
+        assert loading.digest_code(config)["reward.judge.template"] != digest
