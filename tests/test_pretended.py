@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from test_lost_workers import bits_of
 from test_memory_estimate import write_task
+from test_reward_model import make_model as make_reward_model
 from test_runs import HARDER
 
-from runs import SMALL, succeed, summary_of
+from runs import SMALL, lines_of, succeed, summary_of
 
 TESTS = Path(__file__).parent
 LIBRARY = os.environ.get("PRETENDED", "")  # the folder of the compiled device.cpp
@@ -139,3 +140,20 @@ def test_estimates_equal_the_peaks_of_the_allocator(tmp_path, infer, train, word
         peaks = [struct.unpack("qq", each.read_bytes())[1] for each in tmp_path.glob(f"{role}-*")]
         estimate = sum(int(part.split()[-1]) for part in parts if part.startswith(role))
         assert estimate == pytest.approx(max(peaks), rel=0.1), role
+
+
+def test_reward_models_score_on_a_device_of_their_own_or_a_train_device(tmp_path):
+    reward = make_reward_model(tmp_path / "one")
+    rewards = []
+    for name, infer, train, own in (
+        ("cpu", "cpu", "cpu", "cpu"),
+        ("own", "0", "1", "3"),
+        ("shared", "0", "1", "1"),
+        ("apart", "cpu", "cpu", "0"),
+    ):
+        words = (*on(infer, train, tmp_path / name), f"reward.functions=[{reward}]")
+        out = run(*words, f"reward.model_device={own}", "--iterations", "1")
+        assert (f"reward models: npu:{own}" in out) == (name != "cpu")
+        lines = lines_of(tmp_path / name / "metrics.jsonl")
+        rewards.append([line["reward"] for line in lines])
+    assert all(each == pytest.approx(rewards[0], abs=1e-4) for each in rewards)

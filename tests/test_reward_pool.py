@@ -195,7 +195,7 @@ def test_a_process_that_was_killed_with_the_lock_of_the_calls_is_noticed(
     pool = open_pool("good")
     scores_of(pool)
     monkeypatch.setattr(pool_module, "STUCK_SECONDS", 0.5)
-    lock = pool._pool._pool_manager.worker_manager.workers_channel.mutex.reader_mutex
+    lock = pool._pools[0]._pool_manager.worker_manager.workers_channel.mutex.reader_mutex
     assert lock.acquire(timeout=10)
     assert scores_of(pool) == [[1.0, 1.0]] and len(reports) == 1
     lock.release()

@@ -8,6 +8,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from easyrl.config.section import AS_LIST, COMPARED, MAY_CHANGE, NAMES_FILES, Section
 
+Index = Annotated[int, Field(ge=0)]
+
 
 def _regular_expression(text: str) -> re.Pattern[str]:
     try:
@@ -67,7 +69,8 @@ class RewardConfig(Section):
     functions: Annotated[list[str] | None, AS_LIST, NAMES_FILES] = None
     """`none` (`algorithm.teacher` alone trains; held-out problems keep the preset's reward), or a
     list of `exact_match`, `math`, `gsm8k`, `code`, `judge`, `regex`, `format`, `countdown`,
-    `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
+    `length_penalty`, `file.py:function`, `package.module:function`, and folders or hub ids of
+    reward models; null: the preset's."""
     weights: list[float] | None = None
     """One weight per function, in their order; null: 1 each."""
     pattern: Annotated[str | None, COMPARED] = None
@@ -87,6 +90,11 @@ class RewardConfig(Section):
     """After a reward call that raises, returns an invalid value, takes too long, needs too much
     memory or ends its process: end the run (`stop`), replace the group (`skip_group`), or let its
     completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
+    model_device: Annotated[Literal["cpu"] | Index, MAY_CHANGE] = "cpu"
+    """Device of the reward models: `cpu`, or the number of an accelerator, such as one that also
+    trains. Each rollout worker has one process for all of its reward models."""
+    model_label: Annotated[int | None, COMPARED] = Field(default=None, ge=0)
+    """The label, counted from 0, whose logit is the score by a reward model with several."""
     check: Annotated[bool, MAY_CHANGE] = True
     """Call each function of the user, and the judge, on dummy completions before a run starts."""
     judge: JudgeConfig = JudgeConfig()

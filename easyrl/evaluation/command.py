@@ -30,7 +30,7 @@ from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, model_size, read_model_files
 from easyrl.observe.text import say
-from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
+from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
 from easyrl.runtime import preflight
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
@@ -103,7 +103,11 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
         **asdict(sampling),
         "engine": placement.engine.name,
         **{key: values[key] for key in keys_marked(COMPARED, PROMPT_FORM)},
-        **{f"{key}_identity": v for key, v in digest_code(config).items() if key != LOSS_KEY},
+        **{
+            f"{key}_identity": v
+            for key, v in preflight.identify_code(config).items()
+            if key != LOSS_KEY
+        },
     }
     home = json.dumps(f"{config.output.dir}/")[:-1]  # inputs of Python, in a folder that may move
     settings = json.loads(json.dumps(settings).replace(home, '"'))

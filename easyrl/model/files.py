@@ -222,7 +222,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder, a hub id or a built-in model."""
     from transformers import AutoTokenizer
 
-    return _load(AutoTokenizer, "tokenizer", path, trust_remote_code)
+    return load_part(AutoTokenizer, "tokenizer", path, trust_remote_code=trust_remote_code)
 
 
 def tokenizer_of(config: Config, path: str = "") -> Any:
@@ -238,7 +238,7 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """Load transformers' configuration of a causal language model. Raises ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    config = _load(AutoConfig, "configuration", path, trust_remote_code)
+    config = load_part(AutoConfig, "configuration", path, trust_remote_code=trust_remote_code)
     own_classes = getattr(config, "auto_map", None) or {}
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or (
         trust_remote_code and "AutoModelForCausalLM" in own_classes
@@ -250,16 +250,17 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     )
 
 
-def _load(auto_class: Any, what: str, path: str, trust_remote_code: bool) -> Any:
+def load_part(auto_class: Any, what: str, path: str, key: str = KEY, **options: Any) -> Any:
+    """Load a part of the model of `path`. Raises ConfigError, which names the setting `key`."""
     source = loadable_model(path)
     try:
-        return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return auto_class.from_pretrained(source, **options)
     except Exception as error:  # of many types, depending on the files
         reason = " ".join(str(error).split()) or type(error).__name__
         if "trust_remote_code" in reason:
             reason += " Set model.trust_remote_code=true (--trust-remote-code) if you trust it."
         raise ConfigError(
-            f"{KEY}: transformers cannot load the {what} of '{path}': {reason}"
+            f"{key}: transformers cannot load the {what} of '{path}': {reason}"
         ) from error
 
 

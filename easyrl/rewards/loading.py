@@ -1,16 +1,19 @@
-"""Resolve the entries of `reward.functions`: a built-in name, `file.py:function` or
-`package.module:function`."""
+"""Resolve the entries of `reward.functions`: a built-in name, `file.py:function`,
+`package.module:function`, or the folder or hub id of a reward model."""
 
 import functools
 import hashlib
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.hints import did_you_mean
+from easyrl.data.hub import is_hub_id
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
@@ -39,7 +42,10 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
 }
 """Each binds a function to its settings."""
 PER_COMPLETION = ("code", "math", "reasoning_gym")  # slow: each completion is a call of its own
-FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function"
+FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function, "
+FORMS += "or the folder or hub id (owner/name) of a reward model"
+MODELS = "easyrl.model.reward_model"
+"""Module that scores by reward models. It is in a higher layer, so it is imported by its name."""
 
 
 def reward_specs(config: Config) -> list[str]:
@@ -58,10 +64,22 @@ def reward_specs(config: Config) -> list[str]:
     return [defaults[0]]
 
 
+def is_model(spec: str) -> bool:
+    """Return whether an entry of `reward.functions` names a reward model."""
+    if spec in BUILT_IN or ":" in spec or spec.endswith(".py"):
+        return False
+    return Path(spec).expanduser().is_dir() or ("/" in spec and is_hub_id(spec))
+
+
+def reward_models(config: Config) -> list[str]:
+    """The reward models among `reward.functions`, each once."""
+    return list(dict.fromkeys(filter(is_model, config.reward.functions or ())))
+
+
 def reward_names(config: Config) -> list[str]:
     """Names for metrics: those of the functions; where some are equal, their whole entries."""
     specs = reward_specs(config)
-    names = [spec.rpartition(":")[2] for spec in specs]
+    names = [Path(spec.rpartition(":")[2]).name for spec in specs]
     return [
         name if names.count(name) == 1 else spec for name, spec in zip(names, specs, strict=True)
     ]
@@ -116,6 +134,8 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
     """Load the function of one entry of `reward.functions`."""
     if spec in BUILT_IN:
         return BUILT_IN[spec](config)
+    if is_model(spec):
+        return functools.partial(importlib.import_module(MODELS).score, config, spec)
     return load_function(spec, KEY, FORMS + did_you_mean(spec, BUILT_IN))
 
 

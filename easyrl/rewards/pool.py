@@ -7,7 +7,8 @@
 
 A group is one call for the user's functions and the cheap built-in ones, and one call per
 completion for `code`, `math` and `reasoning_gym`. Only `close` blocks. The processes import no
-torch and end with the rollout worker.
+torch and end with the rollout worker. All reward models are in one more process, which does; a
+group is one call for them, too.
 
 A call that raises, exceeds its timeout or ends its process fails alone. A call whose process is
 killed is repeated once. A pool that breaks (a process killed between two calls) is replaced, and
@@ -63,20 +64,24 @@ class RewardPool:
         config: Config,
         sources: Mapping[str, str] | None = None,
         report: Callable[[str], None] = lambda text: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`sources`: of the user's files, by default as they are now (`loading.read_sources`).
-        `report` is called when lost reward processes are replaced."""
+        `report` is called when lost reward processes are replaced. `environment`: variables that
+        show the process of the reward models its device."""
         self._config, self._report = config, report
+        self._environment = environment or {}
         self._sources = loading.read_sources(config) if sources is None else sources
         self._names = loading.reward_names(config)
-        specs = enumerate(loading.reward_specs(config))
-        self._per_completion = [n for n, spec in specs if spec in loading.PER_COMPLETION]
+        specs = loading.reward_specs(config)
+        self._per_completion = [n for n, each in enumerate(specs) if each in loading.PER_COMPLETION]
+        self._models = [n for n, spec in enumerate(specs) if loading.is_model(spec)]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._next_call: Future[Any] | None = None  # the oldest one that waited at the last look
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._pool = self._start_pool()
+        self._start_pools()
 
     def submit(
         self, key: Hashable, group: Call, elsewhere: tuple[Sequence[int], Future[Any]] | None = None
@@ -85,8 +90,9 @@ class RewardPool:
         called in another process, and their future result."""
         size, (others, future) = len(group.completions), elsewhere or ((), None)
         functions = [number for number in range(len(self._names)) if number not in others]
-        fast = [number for number in functions if number not in self._per_completion]
-        parts = [(fast, slice(0, size))] if fast else []
+        models = [number for number in functions if number in self._models]
+        fast = [n for n in functions if n not in {*self._per_completion, *models}]
+        parts = [(numbers, slice(0, size)) for numbers in (models, fast) if numbers]
         slow = [number for number in functions if number in self._per_completion]
         parts += [([number], slice(n, n + 1)) for number in slow for n in range(size)]
         tasks = self._groups[key] = []
@@ -120,7 +126,8 @@ class RewardPool:
     @property
     def is_broken(self) -> bool:
         """Whether calls may have been lost with the pool; `finished` repeats them."""
-        return bool(self._groups) and (not self._pool.active or self._is_stuck())
+        is_active = all(pool.active for pool in self._pools)
+        return bool(self._groups) and (not is_active or self._is_stuck())
 
     def _is_stuck(self) -> bool:
         """Whether no call begins any more, although processes have started: one that is killed
@@ -129,7 +136,8 @@ class RewardPool:
         waiting = [future for future in futures if not future.done()]
         next_call, now = waiting[0] if waiting else None, time.monotonic()
         is_new = next_call is None or next_call is not self._next_call  # not so the last time
-        if is_new or not self._ready.done() or any(each.running() for each in waiting):
+        is_starting = not all(each.done() for each in self._ready)
+        if is_new or is_starting or any(each.running() for each in waiting):
             self._next_call, self._moved = next_call, now
         return now > self._moved + STUCK_SECONDS
 
@@ -139,33 +147,47 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes at once, whatever they are doing."""
-        _end_pool(self._pool)
+        self._end_pools()
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
 
-    def _start_pool(self) -> ProcessPool:
-        pool = _open_pool(self._config.reward.num_workers, self._config, self._sources)
-        self._ready = pool.schedule(int)  # pebble starts the processes with the first task
+    def _start_pools(self) -> None:
+        """Start the processes of functions, then that of reward models, where there are any."""
+        config, models = self._config, self._models
+        self._pools: list[ProcessPool] = []
+        self._ready: list[Future[Any]] = []
+        if len(models) < len(self._names):
+            self._pools = [_open_pool(config.reward.num_workers, config, self._sources)]
+            self._ready += [self._pools[0].schedule(int)]  # pebble starts them with the first task
+        if models:
+            specs = [loading.reward_specs(config)[number] for number in models]
+            self._pools.append(_open_pool(1, config, self._sources, specs, self._environment))
+            loads = Call("", [], [], {}, functions=models)  # no completions, and no timeout
+            self._ready += [self._pools[-1].schedule(run_call, (loads,))]
         self._moved = time.monotonic()
-        return pool
+
+    def _end_pools(self) -> None:
+        for pool in self._pools:
+            _end_pool(pool)
 
     def _restart(self) -> None:
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
             raise RewardError(f"the reward processes ended {self._num_restarts} times")
         self._report("the reward processes were lost; new ones start, and repeat their calls")
-        _end_pool(self._pool)
-        self._pool = self._start_pool()
+        self._end_pools()
+        self._start_pools()
         for tasks in self._groups.values():
             for task in tasks:
                 if not _is_over(task) and not task.is_elsewhere:
                     task.future = self._schedule(task.call)
 
     def _schedule(self, call: Call) -> Future[Any]:
+        pool = self._pools[-1 if call.functions[0] in self._models else 0]
         future: Future[Any] = Future()
         try:
-            future = self._pool.schedule(run_call, (call,), timeout=self._timeout_seconds)
+            future = pool.schedule(run_call, (call,), timeout=self._timeout_seconds)
         except RuntimeError as error:  # the pool is broken, which `finished` will see
             future.set_exception(BrokenProcessPool(str(error)))
         future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
@@ -228,9 +250,8 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
     prompt, the user's functions, which have a process of their own, are only loaded. Raises
     ConfigError for one that cannot be loaded, lacks a column, or takes or returns another form."""
     specs = loading.reward_specs(config)
-    own = [
-        each for each in specs if each not in loading.BUILT_IN and not each.startswith("easyrl.")
-    ]
+    known = {*loading.BUILT_IN, *loading.reward_models(config)}  # models are checked elsewhere
+    own = [each for each in specs if each not in known and not each.startswith("easyrl.")]
     warnings = []
     if example is not None:
         loading.check_rewards(config, example, [spec for spec in specs if spec not in own])

@@ -102,11 +102,18 @@ Await = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine. Where environments are, their own event loop does."""
 
 
-def start(config: Config, sources: Mapping[str, str], specs: Sequence[str] | None = None) -> None:
+def start(
+    config: Config,
+    sources: Mapping[str, str],
+    specs: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Initialize a process of the pool. `sources`: of the user's files (`user_code.sources`);
-    `specs`: the functions that it calls, if not all."""
+    `specs`: the functions that it calls, if not all; `environment`: variables of the process of
+    the reward models, whose memory is not limited (None: another process)."""
     global _config  # noqa: PLW0603  one process, one run
     _config = config
+    os.environ.update(environment or {})  # before torch is imported
     user_code.sources.update(sources)
     # User code may start processes as in any program; they end with this one.
     multiprocessing.set_start_method(None, force=True)  # `spawn` is EasyRL's
@@ -121,7 +128,7 @@ def start(config: Config, sources: Mapping[str, str], specs: Sequence[str] | Non
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if config.reward.memory_limit_gib is not None:
+    if config.reward.memory_limit_gib is not None and environment is None:
         # Private writable memory; RLIMIT_AS would count what is only mapped, too.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         with contextlib.suppress(ValueError):  # the hard limit is lower

@@ -479,6 +479,7 @@ def worker_settings(
         max_concurrent_groups=placement.max_concurrent_groups,
         engine=placement.engine.name,
         tensor_parallel_size=placement.engine.tensor_parallel_size,
+        reward_environment=placement.reward_environment if is_rollout else {},
         memory_fraction=placement.memory_fraction(role),
         cores=placement.cores_of(role, number),
         rank=0 if is_rollout else number,

@@ -21,7 +21,9 @@ from easyrl.engines import MAX_PREFILL_TOKENS, SLOT_STEP, padded, row_cells
 from easyrl.engines.vllm.platforms import STEP_FRACTION, wanted_cache_bytes
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
-from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize, read_model_files
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize, model_size, read_model_files
+from easyrl.rewards.loading import KEY as REWARD_KEY
+from easyrl.rewards.loading import reward_models
 from easyrl.runtime.placement import Placement, resolve_placement, ring_layout
 
 MIB, GIB = 2**20, 2**30
@@ -49,6 +51,7 @@ CERTAIN = {
     "old policy": "train.updates_per_iteration, train.offload",
     "checkpoint's copy": "train.keep_checkpoints=0",
     "ring buffer": "rollout.ring_slots",
+    "reward models": f"{REWARD_KEY}, reward.model_device",
     "vLLM's reserve": "rollout.memory_fraction",
 }
 MORE_CACHE = "KV cache, the room left"
@@ -87,11 +90,44 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> l
         process = f"{role}-0 to {count - 1}, each" if count > 1 else f"{role}-0"
         parts += [Part(process, count, memory, *each) for each in (first | own).items()]
         parts += [Part(process, count, "cpu", *each) for each in on_host.items()]
+    parts += _reward_model_parts(config, placement)
     num_rewards = placement.num_rollout_workers * config.reward.num_workers
     ring_bytes = ring_layout(config, placement).total_bytes if placement.train.count else 0
     others = {"Python": CONTROLLER_BYTES + num_rewards * REWARD_BYTES, "ring buffer": ring_bytes}
     parts += [Part("controller, rewards", 1, "cpu", *each) for each in others.items()]
     return [part for part in parts if part.num_bytes > 0]
+
+
+def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
+    """The processes of the reward models: on an accelerator together, since they share it."""
+    if not (paths := reward_models(config)):
+        return []
+    weights, batch = 0, 0
+    for path in paths:
+        files = read_model_files(path, REWARD_KEY)
+        dtype_bytes = FLOAT_BYTES if files.stored_dtype == "float32" else FLOAT_BYTES // 2
+        weights += dtype_bytes * (files.num_weights or 0)
+        if (size := model_size(files.config, 0)) is not None:
+            num_tokens = config.rollout.num_generations * config.max_sequence_length
+            num_elements = num_tokens * (4 * size.width + 3 * size.mlp_width)
+            batch = max(batch, dtype_bytes * num_elements)
+    memory, count = _reward_memory(placement), placement.num_rollout_workers
+    base = WORKER_BYTES if memory == "cpu" else CONTEXT_BYTES
+    own = {"Python and torch": base, "reward models": weights, "their batch": batch}
+    if memory == "cpu":
+        process = f"reward models{f' of {count} workers, each' if count > 1 else ''}"
+        return [Part(process, count, memory, *each) for each in own.items()]
+    return [Part("reward models", 1, memory, what, count * each) for what, each in own.items()]
+
+
+def _reward_memory(placement: Placement) -> str:
+    """The memory of the reward models: of a device of their own, or of one that also trains or
+    generates."""
+    index = placement.reward_index
+    for role, used in (("train", placement.train), ("rollout", placement.infer)):
+        if used.kind == "accelerator" and index in used.indices:
+            return _memory_of(placement, role)
+    return "cpu" if index is None else f"{placement.accelerator}:{index} (rewards)"
 
 
 def _memory_of(placement: Placement, role: str) -> str:
@@ -271,6 +307,10 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
             least = assumed.num_bytes if assumed else min(map(free_bytes, used.indices))
             fraction = placement.memory_fraction(role) or 1.0
             budgets[_memory_of(placement, role)] = int(fraction * size * least)
+    if (index := placement.reward_index) is not None:
+        budgets.setdefault(
+            _reward_memory(placement), assumed.num_bytes if assumed else free_bytes(index)
+        )
     return budgets
 
 

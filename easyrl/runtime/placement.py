@@ -13,6 +13,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet, check_disjoint
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
+from easyrl.rewards.loading import reward_models
 
 if TYPE_CHECKING:
     from easyrl.runtime.ray.cluster import Resources
@@ -48,6 +49,14 @@ class Placement:
     num_accelerators: int = 0  # of the machine, or of the Ray cluster
     cluster: str = ""  # the Ray cluster, as text
     assumed: devices.AssumedDevices | None = None  # instead of what the machine has
+    reward_index: int | None = None  # the reward models' accelerator; None: the CPU, or no models
+
+    @property
+    def reward_environment(self) -> dict[str, str]:
+        """Variables that show the process of reward models its device alone."""
+        if self.reward_index is None:
+            return {}
+        return devices.visible_environment(self.accelerator, [self.reward_index])
 
     @property
     def max_rollout_workers(self) -> int:
@@ -113,7 +122,7 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
     `assumed`: the accelerators to plan for, instead of this machine's or a Ray cluster's."""
     infer, train, spare = config.devices.sets
     if assumed is None:
-        machine = _find_machine(config, [infer, train], spare)
+        machine = _find_machine(config, [infer, train, *_reward_device(config)], spare)
     else:
         machine = _Machine(assumed.kind, assumed.count, assumed=assumed)
         wanted = [each for each in (infer, train, spare) if each is not None]
@@ -124,8 +133,9 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
             )
     if machine.cluster is not None:
         infer, train, spare = _on_cluster(infer, train, spare)
-    infer = infer or _default("infer", machine.count, train, spare)
-    train = train or _default("train", machine.count, infer, spare)
+    kept = [spare, *_reward_device(config)]
+    infer = infer or _default("infer", machine.count, train, kept)
+    train = train or _default("train", machine.count, infer, kept)
     check_disjoint(infer, train)
     most_train = config.train.prompts_per_iteration // config.train.updates_per_iteration
     if train.count > most_train:
@@ -148,8 +158,10 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
     """The placement of an evaluation: engines only, by default one on each accelerator."""
     infer, _, _ = config.devices.sets
-    machine = _find_machine(config, [infer])
-    every = DeviceSet("accelerator", tuple(range(machine.count)))
+    kept = _reward_device(config)
+    machine = _find_machine(config, [infer, *kept])
+    free = tuple(n for n in range(machine.count) if not any(n in each.indices for each in kept))
+    every = DeviceSet("accelerator", free or tuple(range(machine.count)))
     infer = infer or (every if machine.count else DeviceSet("cpu", (0,)))
     placement = _place(config, infer, DeviceSet("cpu", ()), machine)
     most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
@@ -210,6 +222,8 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
     for key, wanted in (("infer", infer), ("train", train)):
         name, typed = f"devices.{key} (--{key}-devices)", getattr(config.devices, key)
         _check_exist(name, wanted, kind, machine.count, typed)
+    for wanted in (of_rewards := _reward_device(config)):
+        _check_exist("reward.model_device", wanted, kind, machine.count)
     is_planned = machine.assumed is not None
     engine = choose_engine(config, infer, accelerator=kind, is_planned=is_planned)
     num_engines = infer.count // engine.tensor_parallel_size
@@ -240,7 +254,18 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
         num_accelerators=machine.count,
         cluster=cluster.text if cluster is not None else "",
         assumed=machine.assumed,
+        reward_index=of_rewards[0].indices[0] if of_rewards else None,
     )
+
+
+def _reward_device(config: Config) -> list[DeviceSet]:
+    """The accelerator of the reward models, if there are any on one."""
+    index = config.reward.model_device
+    if index == "cpu" or not reward_models(config):
+        return []
+    if any(each is not None and each.is_ray for each in config.devices.sets):
+        raise ConfigError(f"reward.model_device: expected cpu with ray: devices, got {index}")
+    return [DeviceSet("accelerator", (index,))]
 
 
 def _check_exist(
@@ -394,6 +419,8 @@ def describe(placement: Placement, found: Mapping[str, str] | None = None) -> st
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""
     lines.append(f"engine of the rollout workers: {placement.engine.name}{why}")
+    if (index := placement.reward_index) is not None:
+        lines.append(f"reward models: {device_name(placement.accelerator, [index])}")
     if (fraction := placement.memory_fraction("rollout")) is not None:
         lines.append(f"shared accelerator: {fraction:.0%} of its memory for the rollout worker")
     return "\n".join(lines)
@@ -418,12 +445,15 @@ def max_concurrent_groups(
     return max(min(per_engine, 16), per_engine // (2 if borrows else 4))
 
 
-def _default(key: str, count: int, other: DeviceSet | None, spare: DeviceSet | None) -> DeviceSet:
-    """The default: one accelerator trains and the others generate, or one CPU worker each."""
+def _default(
+    key: str, count: int, other: DeviceSet | None, kept: Sequence[DeviceSet | None]
+) -> DeviceSet:
+    """The default: one accelerator trains and the others generate, or one CPU worker each. `kept`:
+    devices for something else."""
     if count == 0 or (other is not None and other.kind == "cpu"):
         return DeviceSet("cpu", (0,))
-    taken = [index for each in (other, spare) if each is not None for index in each.indices]
+    taken = [index for each in (other, *kept) if each is not None for index in each.indices]
     free = [index for index in range(count) if index not in taken] or list(range(count))
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
-    return DeviceSet("accelerator", tuple(free if other or count == 1 else free[:-1]))
+    return DeviceSet("accelerator", tuple(free if other or len(free) == 1 else free[:-1]))

@@ -39,7 +39,8 @@ from easyrl.model.files import (
     read_model_files,
     tokenizer_of,
 )
-from easyrl.rewards.loading import digest_code
+from easyrl.model.reward_model import check_reward_models
+from easyrl.rewards.loading import digest_code, reward_models
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
 from easyrl.runtime.placement import Placement, resolve_placement
@@ -112,7 +113,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
         "eval.dataset": datasets.identity_of(datasets.problem_ids(held_out)),
-        **digest_code(config),
+        **identify_code(config),
     }
     if config.algorithm.teacher is not None:
         identity[TEACHER_KEY] = fingerprint(config.algorithm.teacher)
@@ -160,9 +161,17 @@ def check_inputs(config: Config) -> list[str]:
 
 def check_functions(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:
     """Load rewards and environments and try them on a prompt, if there is one; with warnings."""
+    check_reward_models(config, example)
     warnings = try_rewards(config, example)
     interfaces, of_environments = check_environments(config, example)
     return interfaces, warnings + of_environments
+
+
+def identify_code(config: Config) -> dict[str, str]:
+    """Digests of the user's files, and of the reward models, by the keys that name them."""
+    digests, key = digest_code(config), "reward.functions"
+    digests[key] = " ".join([digests[key], *map(fingerprint, reward_models(config))]).strip()
+    return digests
 
 
 def _check_loss(config: Config) -> None:

@@ -11,7 +11,7 @@ Writes nothing and imports no torch.
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join, quote
@@ -25,7 +25,7 @@ from easyrl.data.presets import PRESETS
 from easyrl.formatting import ConfigError, counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, newest_checkpoint
 from easyrl.model.export import run_of
-from easyrl.rewards.loading import reward_specs, reward_weights
+from easyrl.rewards.loading import BUILT_IN, reward_specs, reward_weights
 from easyrl.runtime import run_folder
 
 
@@ -239,16 +239,19 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     if is_resumed and config.model.path in BUILT_IN_MODELS:
         keys.remove("model.path")
     values = by_name(config.model_dump(include={key.partition(".")[0] for key in keys}))
-    return change_config(config, {key: _absolute(values[key]) for key in keys})
+    named = {"reward.functions": BUILT_IN}
+    changes = {key: _absolute(values[key], named.get(key, PRESETS)) for key in keys}
+    return change_config(config, changes)
 
 
-def _absolute(value: Any) -> Any:
-    """Make paths and `file.py:function` absolute; symbolic links are kept, as they may change."""
+def _absolute(value: Any, names: Container[str]) -> Any:
+    """Make paths and `file.py:function` absolute; symbolic links are kept, as they may change.
+    `names` are those of no files."""
     if isinstance(value, dict):
-        return {name: _absolute(each) for name, each in value.items()}
+        return {name: _absolute(each, names) for name, each in value.items()}
     if not isinstance(value, str):
-        return [_absolute(each) for each in value] if value else value
+        return [_absolute(each, names) for each in value] if value else value
     file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
     path = Path(file).expanduser()
-    is_path = path.exists() and value not in PRESETS
+    is_path = path.exists() and value not in names
     return f"{path.absolute()}{colon}{function}" if is_path else value

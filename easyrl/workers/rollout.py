@@ -87,7 +87,9 @@ class RolloutWorker:
         def report(text: str) -> None:
             control.send(events.Note(f"{settings.name}: {text}"))
 
-        self.reward_pool = RewardPool(self.config, settings.sources, report)  # starts meanwhile
+        # It starts meanwhile.
+        of_models = settings.reward_environment
+        self.reward_pool = RewardPool(self.config, settings.sources, report, of_models)
         if self.config.rollout.has_environments:
             self.episodes = Episodes(
                 self.config, settings.sources or {}, max_open_groups=settings.max_concurrent_groups

@@ -30,6 +30,8 @@ class WorkerSettings:
     log_file: str | None  # for the worker's output; None: the terminal
     device_indices: tuple[int, ...] = ()  # the user's numbers of its accelerators
     environment: Mapping[str, str] = field(default_factory=dict)  # variables of its process
+    reward_environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that show the process of reward models its device."""
     memory_fraction: float | None = None  # of a device that both roles use; None: it has its own
     cores: tuple[int, ...] = ()  # CPU cores that the worker is pinned to; empty: it is not
     core_sharing: CoreSharing | None = None  # None: every worker keeps its own cores

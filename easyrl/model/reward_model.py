@@ -1,0 +1,117 @@
+"""Reward models: sequence classifiers of transformers that score a prompt with its completion.
+
+An entry of `reward.functions` that is a folder or a hub id names one (`rewards.loading.is_model`).
+Each rollout worker has one process for all of them (`rewards.pool`), which alone loads torch. There
+`score` is called as a reward function: a group is one batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from easyrl.config import Config, ConfigError
+from easyrl.devices import accelerator
+from easyrl.model.files import load_part, max_positions, quieten_transformers, read_model_files
+from easyrl.rewards.loading import KEY, reward_models
+from easyrl.types import Messages, Prompt
+
+LABEL_KEY, DEVICE_KEY = "reward.model_label", "reward.model_device"
+CLASSIFIER = "ForSequenceClassification"
+DEFAULT_LABELS = 2  # transformers' own, of a config.json that does not say
+_loaded: dict[str, tuple[Any, Any]] = {}
+
+
+def check_reward_models(config: Config, example: Prompt | None) -> None:
+    """Check what can be known of the reward models without their weights. Raises ConfigError."""
+    paths, label = reward_models(config), config.reward.model_label
+    if not paths and (label, config.reward.model_device) != (None, "cpu"):
+        raise ConfigError(f"{LABEL_KEY}, {DEVICE_KEY}: expected a reward model in {KEY}, got none")
+    for path in paths:
+        content = read_model_files(path, KEY).config
+        names = content.get("architectures") or ["none"]
+        if not all(name.endswith(CLASSIFIER) for name in names):
+            expected = f"expected a model with the architecture ...{CLASSIFIER} (config.json)"
+            raise ConfigError(f"{KEY}: {expected}, got {', '.join(names)} in '{path}'")
+        num_labels = len(content.get("id2label") or {}) or content.get("num_labels", DEFAULT_LABELS)
+        if num_labels > 1 and (label is None or label >= num_labels):
+            raise ConfigError(
+                f"{LABEL_KEY}: expected which of the labels of '{path}' is the score, 0 to "
+                f"{num_labels - 1} ({content.get('id2label') or 'without names'}), got {label}"
+            )
+        quieten_transformers()
+        _load(config, path, "AutoConfig", "configuration")
+        tokenizer = _load(config, path, "AutoTokenizer", "tokenizer")
+        is_chat = example is not None and not isinstance(example.content, str)
+        if is_chat and not tokenizer.chat_template:
+            raise ConfigError(
+                f"{KEY}: expected a reward model with a chat template, because the prompts are "
+                f"chats, got none in '{path}' (data.chat=false makes strings of them)"
+            )
+
+
+def score(
+    config: Config,
+    path: str,
+    /,
+    prompts: Sequence[str | Messages],
+    completions: Sequence[str | Messages],
+    **_: Any,
+) -> list[float]:
+    """Return the logit of the label for each prompt with its completion. Chats are written with the
+    model's own template. Strings are joined, and get the tokenizer's special tokens."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    model, tokenizer = _loaded.get(path) or _load_model(config, path)
+    rows = [
+        torch.tensor(_encode(tokenizer, prompt, completion))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    longest, most = max(map(len, rows), default=0), max_positions(model.config.to_dict())
+    if most is not None and longest > most:
+        raise ValueError(f"expected at most {most} tokens of prompt and completion, got {longest}")
+    label = config.reward.model_label if model.config.num_labels > 1 else 0
+    padding, device, scores = model.config.pad_token_id, model.device, []
+    # transformers finds the last token of a padded row by the pad token.
+    batches = [rows] * bool(rows) if padding is not None else [[row] for row in rows]
+    for batch in batches:
+        ids = pad_sequence(batch, batch_first=True, padding_value=padding or 0)  # [B, T]
+        mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
+        with torch.inference_mode():
+            logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        scores += logits[:, label].tolist()
+    return scores
+
+
+def _encode(tokenizer: Any, prompt: str | Messages, completion: str | Messages) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer(f"{prompt}{completion}")["input_ids"])
+    text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _load_model(config: Config, path: str) -> tuple[Any, Any]:
+    """Load model and tokenizer onto the device, which is the only one that this process sees."""
+    import torch
+
+    quieten_transformers()
+    if config.runtime.deterministic:  # how sums are split between threads changes their bits
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+    is_on_cpu = config.reward.model_device == "cpu"
+    device = "cpu" if is_on_cpu else accelerator(is_asked=True)[0]
+    if device == "cpu" and not is_on_cpu:
+        raise ConfigError(f"{DEVICE_KEY}: torch cannot use the device in a process of its own")
+    tokenizer = _load(config, path, "AutoTokenizer", "tokenizer")
+    model = _load(config, path, f"AutoModel{CLASSIFIER}", "model", dtype="auto").to(device).eval()
+    padding = model.config.pad_token_id
+    if padding is None or padding < 0:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    _loaded[path] = model, tokenizer
+    return model, tokenizer
+
+
+def _load(config: Config, path: str, auto_class: str, what: str, **options: Any) -> Any:
+    import transformers
+
+    options["trust_remote_code"] = config.model.trust_remote_code
+    return load_part(getattr(transformers, auto_class), what, path, KEY, **options)

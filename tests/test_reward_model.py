@@ -1,0 +1,220 @@
+"""Reward models: their scores, the process in which they are, whole runs, and what is refused."""
+
+import json
+import shutil
+
+import psutil
+import pytest
+import torch
+from reward_pools import call, config_of, finished
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+from typer.testing import CliRunner
+
+from easyrl.cli import app
+from easyrl.config import load_config
+from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.devices import parse_assumed
+from easyrl.model import reward_model
+from easyrl.model.files import read_model_files
+from easyrl.rewards.pool import RewardPool
+from easyrl.rewards.worker import Call
+from easyrl.runtime.memory import estimate_memory, memory_budgets
+from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.preflight import identify_code, read_model_size
+from easyrl.runtime.resume import with_absolute_paths
+from easyrl.types import Prompt
+from mistakes import change_json
+from runs import SMALL, bits_of, lines_of, succeed
+from tiny_models import SIZES
+
+TEXTS = ["2", " 33 + 33 = 66", "", "1+1=2, so"]
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+
+
+def make_model(folder, num_labels=1, seed=1):
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODELS["tiny"])
+    tokenizer.chat_template = TEMPLATE
+    sizes = SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    sizes |= {"pad_token_id": None, "initializer_range": 0.5, "num_labels": num_labels}
+    config = LlamaConfig(**sizes)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "one")
+    make_model(folder / "two", num_labels=2, seed=2)
+    shutil.copytree(folder / "two", folder / "unpadded")
+    change_json("tokenizer_config.json", pad_token=None)(folder / "unpadded")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    monkeypatch.setattr(reward_model, "_loaded", {})
+
+
+def logits(folder, texts, label=0):
+    """What transformers gives, one text after the other."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        rows = [tokenizer(each, return_tensors="pt")["input_ids"] for each in texts]
+        return [model(row).logits[0, label].item() for row in rows]
+
+
+@pytest.mark.parametrize("name", ["one", "two", "unpadded"])
+def test_scores_are_those_of_transformers_one_by_one(name, models):
+    folder, label = models / name, 0 if name == "one" else 1
+    config = config_of(folder, reward__model_label=1)  # which a model with one label ignores
+    (scores,) = call(config, Prompt(0, "1+1=", {}), TEXTS).scores
+    expected = logits(folder, [f"1+1={text}" for text in TEXTS], label)
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.1
+    chat = [{"role": "user", "content": "1+1="}]
+    (scores,) = call(config, Prompt(0, chat, {}), TEXTS).scores
+    written = [f"<user>1+1=\n<assistant>{text}\n" for text in TEXTS]
+    assert scores == pytest.approx(logits(folder, written, label), abs=1e-5)
+    padding = reward_model._loaded[str(folder)][0].config.pad_token_id
+    assert (padding is None) == (name == "unpadded")
+    (error,) = call(config, Prompt(0, "1" * 300, {}), TEXTS).errors
+    assert "at most 256 tokens" in error
+
+
+def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(models, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("import sys\n\ndef torch(**_): return [float('torch' in sys.modules)] * 2\n")
+    texts = ["2", "33"]
+    one, two = (logits(models / name, [f"1+1={text}" for text in texts]) for name in ("one", "two"))
+    expected = [pytest.approx(one, abs=1e-5), [0.0, 0.0], pytest.approx(two, abs=1e-5)]
+    specs = models / "one", f"{own}:torch", models / "two"
+    reports, config = [], config_of(*specs, reward__model_label=0, reward__memory_limit_gib=0.25)
+    pool = RewardPool(config, None, reports.append)
+    try:
+        for _ in range(2):
+            for key in range(3):
+                pool.submit(key, Call("1+1=", texts, [[5], [6, 7]], {}))
+            scored = finished(pool, 3)
+            assert all(not each.errors and each.scores == expected for each in scored), scored
+            children = psutil.Process().children(recursive=True)
+            maps = {child: str(child.memory_maps()) for child in children}
+            (loaded,) = (child for child in children if "libtorch" in maps[child])
+            loaded.kill()
+        assert reports
+    finally:
+        pool.close()
+
+
+@pytest.mark.long
+def test_both_schedules_end_in_the_same_bits(models, tmp_path):
+    """Two processes of models, under random delays."""
+    words = (
+        *(*SMALL, "--no-live", "--iterations", "2", "runtime.deterministic=true"),
+        *("--reward", str(models / "one"), "--infer-devices", "cpu:2"),
+    )
+    for schedule in ("sync", "periodic"):
+        own = "--schedule", schedule, "--output", str(tmp_path / schedule)
+        succeed(*words, *own, EASYRL_RANDOM_DELAYS="0.01")
+    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
+    line, *_ = lines_of(tmp_path / "sync" / "metrics.jsonl")
+    assert line["rewards/one/std"] > 0.0 and line["grad_norm"] > 0.0
+
+
+def test_models_and_functions_are_weighted_in_an_evaluation(models, tmp_path):
+    words = (
+        *("--model", "tiny", "data.num_held_out=4", "--no-live", "--output", f"{tmp_path}/eval"),
+        *("--reward", str(models / "one"), "--reward", str(models / "two"), "--reward"),
+        *("exact_match", "reward.weights=[0.5,0.25,1.0]", "reward.model_label=1"),
+    )
+    result = CliRunner().invoke(app, ["eval", *words])
+    assert result.exit_code == 0 and "accuracy" in result.stdout, result.output
+    found = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert found["reward.functions_identity"] and found["reward.model_label"] == 1
+    for line in lines_of(tmp_path / "eval" / "samples.jsonl"):
+        one, two, exact = (line["rewards"][name] for name in ("one", "two", "exact_match"))
+        assert one == pytest.approx(
+            logits(models / "one", [line["prompt"] + line["completion"]])[0]
+        )
+        assert line["reward"] == pytest.approx(0.5 * one + 0.25 * two + exact, abs=1e-5)
+
+
+def test_other_weights_are_another_model(models, tmp_path, monkeypatch):
+    folder = shutil.copytree(models / "one", tmp_path / "copy")
+    config = config_of(folder, "math")
+    before = identify_code(config)
+    assert before == identify_code(config_of(models / "one", "format"))
+    assert identify_code(config_of("math"))["reward.functions"] == ""
+    make_model(folder, seed=3)
+    assert identify_code(config) != before
+    (tmp_path / "math").mkdir()
+    monkeypatch.chdir(tmp_path)
+    named = with_absolute_paths(config_of("copy", "math")).reward.functions
+    assert named == [str(folder), "math"]  # a built-in reward, whatever folders there are
+
+
+def test_memory_is_counted_on_a_device_of_its_own_or_with_what_else_is_there(models, monkeypatch):
+    gpus, path = parse_assumed("4x80GiB"), str(models / "one")
+
+    def planned(*words):
+        flags = {"reward.functions": [path, str(models / "two")]}
+        config = load_config(None, flags, ["reward.model_label=0", *words])
+        placement = resolve_placement(config, gpus)
+        size = read_model_size(config, read_model_files(config.model.path), None)
+        parts = estimate_memory(config, placement, size)
+        found = {part.what: part for part in parts if part.process.startswith("reward models")}
+        assert found["reward models"].memory in {"cpu", *memory_budgets(placement)}
+        return placement, found["reward models"]
+
+    placement, part = planned("reward.model_device=3")
+    assert (placement.infer.indices, placement.train.indices) == ((0, 1), (2,))
+    assert part.memory == "cuda:3 (rewards)"
+    sizes = [read_model_files(str(models / name)).num_weights for name in ("one", "two")]
+    assert part.num_bytes == 2 * 4 * sum(sizes)  # by two rollout workers
+    _, part = planned("reward.model_device=2", "devices.infer=0-1", "devices.train=2-3")
+    assert part.memory == "each of cuda:2-3 (train)"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert placement.reward_environment == {"CUDA_VISIBLE_DEVICES": "7"}
+    placement, part = planned()
+    assert (part.memory, part.num_processes, placement.reward_environment) == ("cpu", 3, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--reward", "TWO"], "reward.model_label: expected which of the labels of"),
+        (["--reward", "TWO", "reward.model_label=2"], "0 to 1"),
+        (["--reward", "math", "reward.model_label=0"], "reward.model_label"),
+        (["--reward", "ONE", "reward.model_device=1"], "reward.model_device"),
+        (["--reward", "ONE", "reward.model_device=1", "devices.infer=ray:1"], "ray"),
+        (["--reward", "POLICY"], "...ForSequenceClassification (config.json), got "),
+        (["--reward", "EMPTY"], "config.json"),
+        (["--reward", "NO_TOKENIZER"], "has no tokenizer"),
+        (["--reward", "CODE"], "model.trust_remote_code"),
+        (["--reward", "NO_TEMPLATE", "data.chat=true"], "chat template"),
+        (["--reward", "nobody/nothing"], "nobody/nothing"),
+        (["--reward", "maths"], "did you mean math?"),
+        (["--reward", "./nothing"], "reward.functions (--reward): expected"),
+    ],
+)
+def test_what_is_wrong_is_found_before_the_start(words, named, models, tmp_path):
+    folders = {"ONE": models / "one", "TWO": models / "two", "POLICY": BUILT_IN_MODELS["tiny"]}
+    for name, lacks in (
+        ("NO_TOKENIZER", "tokenizer*"),
+        ("NO_TEMPLATE", "chat_template*"),
+        ("CODE", ""),
+        ("EMPTY", "*"),
+    ):
+        ignored = shutil.ignore_patterns(lacks)
+        folders[name] = shutil.copytree(models / "one", tmp_path / name, ignore=ignored)
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForSequenceClassification": "own.Model"}
+    change_json("config.json", auto_map=auto_map, model_type="own")(folders["CODE"])
+    found, words = words, [str(folders.get(word, word)) for word in words]
+    in_all = [["grpo"], ["grpo", "--dry-run"], ["eval", "--model", "tiny"]]
+    for command in in_all if "TWO" in found else in_all[:1]:
+        result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "run"), *words])
+        assert result.exit_code == 2 and named in result.output, result.output
+    assert not (tmp_path / "run").exists()
