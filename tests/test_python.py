@@ -15,9 +15,13 @@ import datasets
 import pandas
 import pytest
 
+from easyrl import events
 from easyrl.api.calls import Run, evaluate, train
 from easyrl.cli.eval import evaluate as eval_command
 from easyrl.cli.grpo import grpo
+from easyrl.config import Config
+from easyrl.observe.observers import make_observers
+from easyrl.observe.text import say_rich
 from runs import descendants, lines_of, wait_for_line
 from tool_models import call, chat_model
 
@@ -210,6 +214,36 @@ def test_the_example_of_the_page_learns(tmp_path):
     out, err = script(small, tmp_path).communicate(timeout=300)
     accuracy = float(out.splitlines()[-1])
     assert 0.0 <= accuracy <= 1.0 and " -> " in out, err
+
+
+def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
+    class FakeDisplay(list[str]):
+        """Stands for `IPython.display`; a list of what it has shown."""
+
+        HTML, update = staticmethod(str), list.append
+
+        def display(self, html, *, display_id):
+            assert display_id and not self
+            self.update(html)
+            return self
+
+    display = FakeDisplay()
+    for name in ("IPython", "IPython.display"):
+        monkeypatch.setitem(sys.modules, name, display)
+    make_observers(Config(), live=False)
+    assert not display, "no notebook"
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("easyrl.observe.view.REFRESHES_PER_SECOND", 1e9)
+    of_rich = []  # Rich would add an output of its own for each picture
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: of_rich.append(given))
+    *_, view = make_observers(Config(), live=False)
+    view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
+    view(events.FromWorker("train-0", 1.0, events.Starting("loading the model")))
+    view(events.RunEnded(1, ""))
+    assert len(display) == 4 and "loading the model" in display[2]
+    assert all(html.startswith("<pre") and "rollout-0 cpu" in html for html in display[1:])
+    say_rich("text")
+    assert not of_rich
 
 
 ONLY_IN_WORKERS = """

@@ -130,7 +130,7 @@ def train(
         output: The run folder.
         iterations: Iterations in all, resumed or not.
         resume: A run to resume from its newest checkpoint. It keeps its data and rewards.
-        progress: Print progress.
+        progress: Print progress; in a notebook, show it as one output that is updated.
         settings: Settings by section, as in `train={"learning_rate": 1e-5}`.
 
     Raises:

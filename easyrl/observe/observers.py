@@ -3,6 +3,8 @@
 import contextlib
 import traceback
 
+from rich.console import Console
+
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Event, Note, Observer
@@ -10,16 +12,18 @@ from easyrl.observe.lines import PlainLines
 from easyrl.observe.text import is_live_terminal
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.trackers import Trackers
-from easyrl.observe.view import LiveView
+from easyrl.observe.view import LiveView, NotebookView
 
 
 def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
-    """Return trackers, the trace, and the live view, or plain lines if standard output is no
-    terminal. Raises ConfigError if a tracker is not installed."""
+    """Return trackers, the trace, and the live view, or plain lines if standard output is neither
+    a terminal nor a notebook. Raises ConfigError if a tracker is not installed."""
     trackers: list[Observer] = [Trackers(config)] if config.output.log_to else []
     views: list[Observer] = [PlainLines()]
     if live and is_live_terminal():
         views.insert(0, LiveView())
+    elif Console().is_jupyter:
+        views.insert(0, NotebookView())
     # The view comes last: if another observer cannot start, the terminal is untouched.
     return [*trackers, Guard("trace.json", TraceWriter()), Guard("the view", *views)]
 

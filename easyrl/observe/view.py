@@ -8,6 +8,8 @@ terminal is restored, and the last picture with the result is printed to it.
 
 import atexit
 import contextlib
+import importlib
+import io
 import math
 import os
 import sys
@@ -25,6 +27,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
 from rich.table import Column, Table
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from easyrl import events
@@ -48,6 +51,11 @@ FIGURES = {
     "no spread": ("frac_reward_zero_std", ".0%"),
 }
 """Figures of the newest iteration, if the run has them: name -> (metric, format)."""
+NOTEBOOK_SIZE = 110, 22
+NOTEBOOK_HTML = (
+    "<pre style='background: {background}; color: {foreground}; padding: 1em; line-height: 1.2; "
+    "overflow-x: auto'>{code}</pre>"
+)
 LOOKS: dict[SpanKind, tuple[str, str]] = {
     "generate": ("█", "green"),
     "prefill": ("▒", "cyan"),
@@ -134,6 +142,33 @@ class LiveView:
             say_rich(table)
         else:
             print_end(end.exit_code, end.message)
+
+
+class NotebookView:
+    """The live view as one output of a notebook's cell, drawn anew with the events."""
+
+    def __init__(self) -> None:
+        self._display = importlib.import_module("IPython.display")
+        self._state, self._next = RunState(), 0.0
+
+    def __call__(self, event: Event) -> None:
+        self._state.apply(event)
+        if isinstance(event, events.RunStarted):
+            self._output = self._display.display(self._display.HTML(""), display_id=True)
+        state, now = self._state, time.monotonic()
+        is_end = isinstance(event, events.RunEnded)
+        if state.run is None or (now < self._next and not is_end):
+            return
+        self._next = now + 1.0 / REFRESHES_PER_SECOND
+        width, height = NOTEBOOK_SIZE
+        console = Console(
+            record=True, file=io.StringIO(), width=width, highlight=False, force_jupyter=False
+        )
+        console.print(render(state, now, width, height), height=height)
+        html = console.export_html(theme=MONOKAI, inline_styles=True, code_format=NOTEBOOK_HTML)
+        self._output.update(self._display.HTML(html))
+        if is_end and (table := _end_table(state)):
+            say_rich(table)
 
 
 def _end_table(state: RunState) -> RenderableType | None:
