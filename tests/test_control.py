@@ -101,6 +101,17 @@ def test_the_folder_of_no_live_run_is_named(tmp_path):
             assert problem in result.stderr and str(run) in result.stderr
 
 
+def test_a_client_that_no_longer_waits_is_refused(folder):
+    """The client has been told that the run does not answer."""
+    scaled = []
+    server, client = ControlSocket(folder, scaled.append), connect(folder)
+    client.send(json.dumps({"command": "scale", "infer_devices": "0-3"}).encode())
+    client.close()
+    server.serve()
+    server.close()
+    assert scaled == []
+
+
 def test_random_inputs_are_refused(folder):
     control = ControlSocket(folder, refuse_all)
     rng, process, num_inputs = random.Random(0), psutil.Process(), 1000

@@ -178,9 +178,19 @@ def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
     assert not lengths
 
 
-def test_fused_operations_serve_models_of_llamas_kind():
+def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weights():
+    """A difference may be hidden by the first weights: here what follows it is multiplied by 0."""
     are_fused = [each._run_model is each._decoder for each in map(make_engine, EMBEDDED)]
     assert are_fused == [True, True, True, False]  # Gemma 2 is of another kind
+    policy, new = make_policy("qwen3"), make_policy("qwen3", seed=2)
+    attention = policy.model.model.layers[1].self_attn
+    attention.q_norm.register_forward_hook(lambda *a: 2 * a[2])
+    with torch.no_grad():
+        attention.o_proj.weight.zero_()
+    engine = make_engine(policy=policy)
+    assert engine._run_model is engine._decoder
+    engine.load_weights(pieces_of(new.weights()))
+    assert engine._run_model == policy.forward
 
 
 @pytest.mark.parametrize("end_tokens", [[EOS, 3, 4], []])

@@ -4,7 +4,7 @@ The shapes of Qwen3-0.6B and Qwen3-1.7B in bfloat16 on accelerators, a small one
 CPU. Weights are random, prompts are digits, rewards follow from the tokens. Lengths are geometric,
 as in training. The learning rate is 0, so that every iteration does the same work.
 
-    periodic    the rates, and the share of the time in which each group, and both, were busy
+    periodic    the share of the time in which each group, and both, were busy
     sync        training alone, even on a shared device: MFU, the operations that forward and
                 backward need (`training_flops`) over the peak that the vendor states
 """

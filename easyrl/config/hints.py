@@ -44,7 +44,7 @@ def names_of_others() -> dict[str, str]:
         for typed in re.findall("`([^`]+)`", " ".join(others)):
             for name in re.findall(r"[\w.]+", typed):
                 found.setdefault(name.rpartition(".")[2], here)
-    del found["name"], found["path"]  # of anything
+    del found["name"], found["path"], found[""]  # of anything
     return found
 
 

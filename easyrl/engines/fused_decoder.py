@@ -28,8 +28,8 @@ from easyrl.model.shared_prompt import LayerSettings
 
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit: rounding in float32."""
-CHECKED_TOKENS = 24
-"""Tokens of each row of the check."""
+CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2
+"""Tokens of each row of the check, at first and with new weights."""
 
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
@@ -165,11 +165,11 @@ class FusedDecoder:
         return logits
 
     @torch.inference_mode()
-    def equals(self, policy: Policy) -> bool:
+    def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
         """Compare logits of random tokens at the first and last positions. Logits of 0 prove
         nothing."""
         longest = len(self._tables[0])
-        first = torch.arange(min(longest, CHECKED_TOKENS))
+        first = torch.arange(min(longest, num_tokens))
         positions = torch.cat([first, first + longest - len(first)])
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(policy.vocabulary_size, positions.shape, generator=generator)

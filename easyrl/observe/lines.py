@@ -215,7 +215,15 @@ def _balance(
     yield "overlap", text
     if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
         text = f"rollout workers busy {infer:.0%}, trainer {train:.0%}"
-        yield "balance", text + ("; a better split: easyrl plan" if len(devices) > 2 else "")
+        yield (
+            "balance",
+            text
+            + (
+                f"; for a better split: easyrl plan RUN --devices {len(devices)}"
+                if len(devices) > 2
+                else ""
+            ),
+        )
 
 
 def status_table(status: Mapping[str, Any]) -> RenderableType:

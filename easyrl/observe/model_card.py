@@ -9,7 +9,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from easyrl import __version__
-from easyrl.config import change_config, to_commented_yaml
+from easyrl.config import change_config, keys_marked, to_commented_yaml
+from easyrl.config.section import NAMES_FILES
 from easyrl.data.datasets import HUB_ID
 from easyrl.data.hub import BUILT_IN_MODELS, check_push, is_hub_id, push_model
 from easyrl.data.presets import PRESETS
@@ -19,7 +20,7 @@ from easyrl.model.export import find_model
 from easyrl.observe.history import History, read_history
 from easyrl.rewards.loading import reward_specs
 
-PATHS = ("model.path", "data.dataset", "eval.dataset", "reward.functions", "algorithm.loss_type")
+PATHS = sorted({*keys_marked(NAMES_FILES), "reward.judge.template"})
 RESULTS = ("reward", "held-out accuracy")
 
 
@@ -42,7 +43,10 @@ def publish(source: Path, repository: str, *, trust: bool = False) -> str:
 def model_card(run: History, repository: str) -> str:
     """The README.md of the repository. Names of the user's files stand without their folders."""
     names = {key: _name(attrgetter(key)(run.config)) for key in PATHS}
-    config = change_config(run.config, names | {"output.dir": None, "devices.ray_address": None})
+    private: dict[str, Any] = {"output.dir": None, "devices.ray_address": None}
+    if run.config.reward.judge.url is not None:
+        private |= {"reward.judge.url": "http://localhost", "reward.judge.key_variable": None}
+    config = change_config(run.config, names | private)
     path, results = run.config.model.path, run.results()
     rows = [PRESETS[name].rows if name in PRESETS else name for name in config.data.datasets]
     on_hub = [name.partition(":")[0] for name in rows if name and re.fullmatch(HUB_ID, name)]
@@ -72,4 +76,6 @@ def model_card(run: History, repository: str) -> str:
 def _name(value: Any) -> Any:
     if isinstance(value, list):
         return [_name(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _name(each) for name, each in value.items()}
     return Path(value).name if value is not None and value.startswith("/") else value

@@ -52,7 +52,9 @@ def show_samples(
     lines = from_1(folder, GrowingFile(file).read())
     for line, count in islice(folded(filter(is_wanted, lines)), limit):
         prompt = _prompt(line)
-        texts = line["raw"] if is_raw else (line["prompt"], line["completion"])
+        texts = line.get("raw") if is_raw else (line["prompt"], line["completion"])
+        if not texts:
+            raise ConfigError(f"--raw: '{file}' lacks special tokens: it is of an older EasyRL")
         title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
         say_rich(Text("  ".join(title), style="bold"))
         if prompt != before:

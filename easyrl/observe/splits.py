@@ -77,7 +77,8 @@ def predict_splits(run: Measured, num_devices: int) -> list[Split]:
         infer = run.generating * run.engines / min(engines, num_prompts)
         train = run.training * run.trainers / trainers
         seconds = both(infer, train) + run.weights + rest
-        idle = 1 - infer / seconds, 1 - train / seconds
+        busy = infer * min(engines, num_prompts) / engines
+        idle = 1 - busy / seconds, 1 - train / seconds
         splits.append(Split(engines, trainers, run.num_tokens / seconds, *idle))
     if not splits:
         raise ConfigError(

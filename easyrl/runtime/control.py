@@ -68,10 +68,12 @@ class ControlSocket:
             with client:
                 client.settimeout(SEND_SECONDS)
                 received = client.recv(MAX_BYTES)  # first: closing would drop the reply otherwise
-                client.send(json.dumps(self._answer(received)).encode())
+                client.send(json.dumps(self._answer(client, received)).encode())
 
-    def _answer(self, received: bytes) -> Reply:
+    def _answer(self, client: socket.socket, received: bytes) -> Reply:
         try:
+            if wait([client], 0.0):  # closed after REPLY_SECONDS, while this process was stopped
+                raise ValueError("expected a client that waits for the reply")
             return self._handle(json.loads(received))
         except (ValueError, RecursionError) as error:
             return {"error": str(error)}

@@ -452,8 +452,12 @@ def _default(
     devices for something else."""
     if count == 0 or (other is not None and other.kind == "cpu"):
         return DeviceSet("cpu", (0,))
-    taken = [index for each in (other, *kept) if each is not None for index in each.indices]
-    free = [index for index in range(count) if index not in taken] or list(range(count))
+    own, taken = (
+        [index for each in sets if each is not None for index in each.indices]
+        for sets in (kept, (other, *kept))
+    )
+    free = [index for index in range(count) if index not in taken]
+    free = free or [index for index in range(count) if index not in own] or [*range(count)]
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
     return DeviceSet("accelerator", tuple(free if other or len(free) == 1 else free[:-1]))
