@@ -1,8 +1,10 @@
 """The reward `judge` against a real HTTP server: scores, retries, cache, bounds, bad input."""
 
+import asyncio
 import contextlib
 import time
 
+import psutil
 import pytest
 from reward_pools import call, finished
 from typer.testing import CliRunner
@@ -41,6 +43,13 @@ def scored(config, texts, **columns):
     """Scores, errors and counts of a group."""
     result = call(config, prompt_of(**columns), texts)
     return result.scores[0], result.errors, result.metrics
+
+
+def left_open(server):
+    """How many slots' files and connections to the server this process has open."""
+    process, port = psutil.Process(), int(server.url.split(":")[2].split("/")[0])
+    connections = [each for each in process.net_connections() if each.raddr[1:] == (port,)]
+    return sum("slots-" in file.path for file in process.open_files()), len(connections)
 
 
 def test_scores_are_read_mapped_and_in_order_and_a_second_time_from_the_cache(tmp_path):
@@ -92,6 +101,57 @@ def test_failures_are_repeated_and_counted():
         assert "timeout_seconds" in error and counts["judge_timeouts"] == 8 == len(server.questions)
 
 
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        *(("Score: **7**", 0.7), ("**Score:** 7/10", 0.7), ("**Score**: 7", 0.7)),
+        *(("Score: 7.5", 0.75), ("Score: .5", 0.05), ("Score: 7.", 0.7), ("score=7", 0.7)),
+        *(("Score 1: 7", 0.7), ("Score (0-10): 7", 0.7), ('{"score": 7}', 0.7)),
+        *(
+            ("Score: [7]", 0.7),
+            ("Score: `7`", 0.7),
+            ("Score: \u22123", None),
+            ("Score: 3\nScore: 9", 0.9),
+        ),
+        *(("Score: -3", None), ("Score: 11", None), ("Score: none of 5", None)),
+    ],
+)
+def test_the_default_pattern(answer, score):
+    reader = judge.Judge(config_of("http://127.0.0.1:9/v1").reward.judge)
+    if score is None:
+        with pytest.raises(judge.JudgeError):
+            reader._read(answer, 1)
+    else:
+        assert reader._read(answer, 1) == [pytest.approx(score)]
+
+
+def test_a_judge_has_time_for_its_retries_and_takes_no_other_scores_along():
+    """Two answers come too late, and the call is longer than runtime.timeout_seconds."""
+
+    def answer(number, question):
+        if "7" in question and number <= 2:
+            time.sleep(3.0)
+        return last_digit(number, question)
+
+    def group_of(url, *words):
+        words = ("data.chat=true", f"reward.judge.url={url}", "reward.on_error=zero", *words)
+        config = load_config(None, {"reward.functions": ["exact_match", "judge"]}, words)
+        with contextlib.closing(RewardPool(config)) as pool:
+            texts, columns = ["4", "7"], {"answer": "4"}
+            pool.submit(0, Call(prompt_of().content, texts, [[1]] * 2, columns))
+            return finished(pool, 1)[0]
+
+    with judge_server(answer) as server:
+        words = ("runtime.timeout_seconds=1.5", "reward.judge.timeout_seconds=1")
+        group = group_of(server.url, *words)
+        assert (group.scores, group.errors) == ([[1.0, 0.0], [0.4, 0.7]], [])
+        assert 1 <= group.metrics["judge_timeouts"] == group.metrics["judge_retries"] <= 2
+    with judge_server(seconds=5.0) as server:
+        group = group_of(server.url, "reward.timeout_seconds=1.5")
+        assert group.scores == [[1.0, 0.0], [0.0, 0.0]]
+        assert len(group.errors) == 1 and "(judge) took longer than 1.5 s" in group.errors[0]
+
+
 def test_processes_share_the_slots_and_use_them_all():
     with judge_server(seconds=0.25) as server:
         words = ("reward.judge.concurrency=3", "reward.num_workers=3")
@@ -122,6 +182,20 @@ def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monk
         monkeypatch.delenv("JUDGE_KEY")
         with pytest.raises(ConfigError, match="JUDGE_KEY"):
             try_rewards(config, prompt_of())
+    with judge_server(lambda *_: None) as server, pytest.raises(ConfigError, match="disconnected"):
+        try_rewards(config_of(server), prompt_of())
+    with judge_server() as server:
+        config = config_of(server, "reward.judge.concurrency=1")
+        busy = judge.Judge(config.reward.judge)
+
+        async def check_while_all_slots_are_taken():
+            async with busy._slot():
+                slots = left_open(server)[0]
+                assert await asyncio.to_thread(try_rewards, config, prompt_of()) == []
+                assert left_open(server) == (slots, 0)
+
+        asyncio.run(check_while_all_slots_are_taken())
+        assert len(server.questions) == 1
     template = tmp_path / "ask.txt"
     template.write_text("{completion} {anser}")
     with pytest.raises(ConfigError, match=r"anser.*\{answer\}|\{answer\}.*anser"):

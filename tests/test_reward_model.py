@@ -79,6 +79,10 @@ def test_scores_are_those_of_transformers_one_by_one(name, models):
     (scores,) = call(config, Prompt(0, chat, {}), TEXTS).scores
     written = [f"<user>1+1=\n<assistant>{text}\n" for text in TEXTS]
     assert scores == pytest.approx(logits(folder, written, label), abs=1e-5)
+    begun = [*chat, {"role": "assistant", "content": "It is "}]  # which a completion goes on with
+    (scores,) = call(config, Prompt(0, begun, {}), TEXTS).scores
+    written = [f"<user>1+1=\n<assistant>It is {text}\n" for text in TEXTS]
+    assert scores == pytest.approx(logits(folder, written, label), abs=1e-5)
     padding = reward_model._loaded[str(folder)][0].config.pad_token_id
     assert (padding is None) == (name == "unpadded")
     (error,) = call(config, Prompt(0, "1" * 300, {}), TEXTS).errors

@@ -34,7 +34,10 @@ class JudgeConfig(Section):
     `{answer}`, are replaced; null: it asks for a score from 0 to 10."""
     mode: Annotated[Literal["single", "listwise"], COMPARED] = "single"
     """A question for each completion, or one for a whole group (`{completions}`)."""
-    pattern: Annotated[str, COMPARED] = r"(?i)score\W{0,5}(\d+(?:\.\d+)?)"
+    pattern: Annotated[str, COMPARED] = (
+        r"(?i)score(?: \d+)?(?: ?\([^)\n]*\))?[^\w:=]{0,3}[:=]"
+        r"[^\w.+\-\u2212\u2013]{0,5}([-+]?(?:\d*\.)?\d+)"
+    )
     """Python's regular expression whose one group is the score, at its last match."""
     field: Annotated[str | None, COMPARED] = None
     """Field of a JSON object in the answer that has the score, instead of `pattern`."""
@@ -83,7 +86,8 @@ class RewardConfig(Section):
     num_workers: Annotated[int, MAY_CHANGE] = Field(default=2, ge=1, le=512)
     """Processes that score in parallel, per rollout worker."""
     timeout_seconds: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0.0)
-    """Longest time of one reward call, in seconds; null: `runtime.timeout_seconds`."""
+    """Longest time of one reward call, in seconds; null: `runtime.timeout_seconds`, and none for
+    the judge, whose retries end."""
     memory_limit_gib: Annotated[float | None, MAY_CHANGE] = Field(default=4.0, ge=0.25)
     """Memory that each reward process may allocate, in GiB; null: no limit."""
     on_error: Annotated[Literal["stop", "skip_group", "zero"], MAY_CHANGE] = "stop"

@@ -85,7 +85,12 @@ def score(
 def _encode(tokenizer: Any, prompt: str | Messages, completion: str | Messages) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer(f"{prompt}{completion}")["input_ids"])
-    text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+    messages: list[Any] = [*prompt, *completion]
+    if prompt[-1]["role"] in ("assistant", "model"):  # the beginning of the answer
+        both = slice(len(prompt) - 1, len(prompt) + 1)
+        begun, first = messages[both]
+        messages[both] = [{**first, "content": begun["content"] + first["content"]}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

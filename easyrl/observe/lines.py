@@ -183,7 +183,8 @@ def result_rows(
         text = f"{calls:,.0f} calls, {summary['judge_retries']:,.0f} of them retries; "
         text += f"{summary['judge_cache_hits']:,.0f} answers from the cache"
         seconds = summary["judge_seconds"]
-        yield "judge", f"{text}; {summary['judge_tokens']:,.0f} tokens, {seconds:,.0f} s of waiting"
+        text += f"; {summary['judge_tokens']:,.0f} tokens"
+        yield "judge", f"{text}, {seconds:,.0f} s of requests, added"
     counts = {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
     if problems := problems_in(counts):
         yield "warning", ", ".join(problems)

@@ -139,7 +139,8 @@ class Judge:
         failed: Counter[str] = Counter()
         while True:
             try:
-                answer, scores = await self.request(question, size, counts)
+                async with self._slot():
+                    answer, scores = await self.request(question, size, counts)
                 break
             except JudgeError as error:
                 failed[error.count] += 1
@@ -163,6 +164,18 @@ class Judge:
         body = {"model": self._settings.model, "messages": messages}
         return json.dumps(self._settings.options | body)
 
+    async def try_once(self, question: str) -> None:
+        """Send the question in no slot, as another run may hold all; leave nothing open."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._folder):
+            pass
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await self.request(question, 1, dict.fromkeys(COUNTS, 0.0))
+        finally:
+            if self._client is not None:
+                await self._client.aclose()
+
     async def request(
         self, question: str, size: int, counts: dict[str, float]
     ) -> tuple[str, list[float]]:
@@ -177,21 +190,20 @@ class Judge:
                 headers=headers, timeout=timeout, limits=httpx2.Limits()
             )
         limit = self._settings.timeout_seconds
-        async with self._slot():
-            counts["judge_calls"] += 1
-            started = time.monotonic()
-            try:
-                async with asyncio.timeout(limit):
-                    response = await self._client.post(self._url, content=self._body(question))
-            except TimeoutError:
-                problem = f"no answer in {limit:g} s (reward.judge.timeout_seconds)"
-                raise self._error(problem, "judge_timeouts") from None
-            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-                raise self._error(repr(error), "judge_unreachable") from None
-            except httpx2.RequestError as error:
-                raise self._error(repr(error), "judge_dropped") from None
-            finally:
-                counts["judge_seconds"] += time.monotonic() - started
+        counts["judge_calls"] += 1
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(limit):
+                response = await self._client.post(self._url, content=self._body(question))
+        except TimeoutError:
+            problem = f"no answer in {limit:g} s (reward.judge.timeout_seconds)"
+            raise self._error(problem, "judge_timeouts") from None
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise self._error(repr(error), "judge_unreachable") from None
+        except httpx2.RequestError as error:
+            raise self._error(repr(error), "judge_dropped") from None
+        finally:
+            counts["judge_seconds"] += time.monotonic() - started
         status = response.status_code
         if status == 429 or status >= 500:
             wait = re.fullmatch(r"\d+(\.\d+)?", response.headers.get("Retry-After", ""))
@@ -282,12 +294,11 @@ def check_judge(config: Config, example: Prompt) -> list[str]:
     question = judge.questions(example.content, texts, example.columns)[0]
     if not config.reward.check:
         return []
-    asked = asyncio.wait_for(judge.request(question, 1, dict.fromkeys(COUNTS, 0.0)), CHECK_SECONDS)
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
-            thread.submit(asyncio.run, asked).result()
+            thread.submit(asyncio.run, judge.try_once(question)).result()
     except JudgeError as error:
-        if error.count in ("", "judge_unreachable"):
+        if error.count in ("", "judge_unreachable", "judge_dropped"):
             raise ConfigError(f"reward.judge.url: {error}") from None
         return [f"warning: reward.judge: {error}"]
     except TimeoutError:

@@ -5,8 +5,8 @@
       fileno() readable  ◄────── eventfd ──────  scores, or errors
       finished()  ──► [(key, Scored(scores, errors, ...))]
 
-A group is one call for the user's functions and the cheap built-in ones, and one call per
-completion for `code`, `math` and `reasoning_gym`. Only `close` blocks. The processes import no
+A group is one call for the user's functions and the cheap built-in ones, one for `judge`, and one
+per completion for `code`, `math` and `reasoning_gym`. Only `close` blocks. The processes import no
 torch and end with the rollout worker. All reward models are in one more process, which does; a
 group is one call for them, too.
 
@@ -76,6 +76,7 @@ class RewardPool:
         specs = loading.reward_specs(config)
         self._per_completion = [n for n, each in enumerate(specs) if each in loading.PER_COMPLETION]
         self._models = [n for n, spec in enumerate(specs) if loading.is_model(spec)]
+        self._judges = [n for n, spec in enumerate(specs) if spec == "judge"]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._next_call: Future[Any] | None = None  # the oldest one that waited at the last look
@@ -91,8 +92,9 @@ class RewardPool:
         size, (others, future) = len(group.completions), elsewhere or ((), None)
         functions = [number for number in range(len(self._names)) if number not in others]
         models = [number for number in functions if number in self._models]
-        fast = [n for n in functions if n not in {*self._per_completion, *models}]
-        parts = [(numbers, slice(0, size)) for numbers in (models, fast) if numbers]
+        judges = [number for number in functions if number in self._judges]
+        fast = [n for n in functions if n not in {*self._per_completion, *models, *judges}]
+        parts = [(numbers, slice(0, size)) for numbers in (models, fast, judges) if numbers]
         slow = [number for number in functions if number in self._per_completion]
         parts += [([number], slice(n, n + 1)) for number in slow for n in range(size)]
         tasks = self._groups[key] = []
@@ -185,9 +187,12 @@ class RewardPool:
 
     def _schedule(self, call: Call) -> Future[Any]:
         pool = self._pools[-1 if call.functions[0] in self._models else 0]
+        limit: float | None = self._timeout_seconds
+        if call.functions[0] in self._judges:  # its retries and their timeouts bound it
+            limit = self._config.reward.timeout_seconds
         future: Future[Any] = Future()
         try:
-            future = pool.schedule(run_call, (call,), timeout=self._timeout_seconds)
+            future = pool.schedule(run_call, (call,), timeout=limit)
         except RuntimeError as error:  # the pool is broken, which `finished` will see
             future.set_exception(BrokenProcessPool(str(error)))
         future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
