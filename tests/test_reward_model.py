@@ -59,7 +59,7 @@ def forget(monkeypatch):
 
 
 def logits(folder, texts, label=0):
-    """What transformers gives, one text after the other."""
+    """The scores of plain transformers, one text at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_scores_are_those_of_transformers_one_by_one(name, models):
     (scores,) = call(config, Prompt(0, chat, {}), TEXTS).scores
     written = [f"<user>1+1=\n<assistant>{text}\n" for text in TEXTS]
     assert scores == pytest.approx(logits(folder, written, label), abs=1e-5)
-    begun = [*chat, {"role": "assistant", "content": "It is "}]  # which a completion goes on with
+    begun = [*chat, {"role": "assistant", "content": "It is "}]  # the completion continues it
     (scores,) = call(config, Prompt(0, begun, {}), TEXTS).scores
     written = [f"<user>1+1=\n<assistant>It is {text}\n" for text in TEXTS]
     assert scores == pytest.approx(logits(folder, written, label), abs=1e-5)

@@ -46,7 +46,7 @@ class JudgeConfig(Section):
     samples: Annotated[int, COMPARED] = Field(default=1, ge=1, le=64)
     """Answers to each question, whose scores are averaged."""
     options: Annotated[dict[str, Any], COMPARED] = Field(default={"temperature": 0})
-    """What else is sent with each question: sampling, `max_tokens`, what the server knows."""
+    """Other fields of each request: sampling, `max_tokens`, and whatever the server accepts."""
     concurrency: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1, le=512)
     """Questions at a time, of all processes on this machine that ask this `url`."""
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0.0, le=3600.0)
