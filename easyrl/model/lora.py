@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
-from easyrl.formatting import install_command
+from easyrl.formatting import require
 from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
@@ -38,8 +37,7 @@ def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: b
     """Count the elements that would be trained in the model of `path`. Raises ConfigError if the
     layers or peft are missing."""
     assert lora.rank is not None
-    if not find_spec("peft"):
-        raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")
+    require("lora", "model.lora.rank: LoRA")
     model = meta_model(config, trust_remote_code=trust_remote_code)
     shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
     return lora.rank * sum(map(sum, shapes))
