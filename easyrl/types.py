@@ -154,16 +154,20 @@ class RolloutGroup:
         return mask
 
 
+Groups = Sequence[tuple[int, Sequence[int]] | tuple[int, Sequence[int], Sequence[int]]]
+"""Layout of a packed row. Of each group: the length of its prompt, the length of each completion
+(none: a whole sequence) and, if it is a deeper tree, what each of these continues: 0 the prompt, n
+the n-th of them. The order is depth-first: what continues a node stands right behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The input of one forward and backward: rollouts packed into one row (`workers.packing`).
     Shapes: T tokens of the row, K completion tokens in it, C completions."""
 
     input_ids: np.ndarray  # [T] int64
-    position_ids: np.ndarray  # [T] int64: every completion continues from its prompt's positions
-    groups: list[tuple[int, list[int]]]
-    """Layout of the row: for each group its prompt's length and its completions' lengths. Where
-    prompts are repeated, each sequence is (its length, [])."""
+    position_ids: np.ndarray  # [T] int64: in the sequence from the prompt's first token
+    groups: Groups
     logits_at: np.ndarray  # [K] int64: positions whose logits predict the completion tokens
     targets: np.ndarray  # [K] int64: the completion tokens
     completion_of_token: np.ndarray  # [K] int64 in 0..C-1
