@@ -12,12 +12,14 @@ R of a completion.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
 
 from easyrl.types import Bool, Float32, Int32, MicroBatch, RolloutGroup
+
+NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,14 @@ class Rollout:
     rollout_logprobs: Float32  # [R]
     loss_mask: Bool  # [R]
     advantage: float
+    teacher_prompt_ids: Int32 = field(default_factory=lambda: NO_IDS)  # [P'], of the teacher's own prompt
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Tokens that this rollout adds to a row that ends with `previous`."""
         has_prompt = previous is not None and previous.prompt_index == self.prompt_index
         is_shared = has_prompt and shares_prompts
-        return len(self.completion_ids) + (0 if is_shared else len(self.prompt_ids))
+        num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))  # both rows fit
+        return len(self.completion_ids) + (0 if is_shared else num_prompt)
 
 
 def split_group(
@@ -52,6 +56,7 @@ def split_group(
             group.rollout_logprobs[where],
             mask[where],
             float(advantage),
+            group.teacher_prompt_ids,
         )
         for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
         if mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
@@ -59,7 +64,8 @@ def split_group(
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Pack rollouts into a row. Consecutive rollouts of one prompt share it (`shares_prompts`)."""
+    """Pack rollouts into a row, and into one for the teacher if it has its own prompts. Consecutive
+    rollouts of one prompt share it (`shares_prompts`)."""
     groups: list[tuple[int, list[int]]] = []
     ids: list[Int32] = []
     positions: list[np.ndarray] = []
@@ -82,6 +88,10 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         start += num_completion
         previous = rollout
     completion_lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    for_teacher = None
+    if len(rollouts[0].teacher_prompt_ids):
+        own = [replace(r, prompt_ids=r.teacher_prompt_ids, teacher_prompt_ids=NO_IDS) for r in rollouts]
+        for_teacher = pack(own, shares_prompts=shares_prompts)
     advantages = np.array([rollout.advantage for rollout in rollouts], dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(ids).astype(np.int64),
@@ -93,6 +103,7 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         rollout_logprobs=np.concatenate([r.rollout_logprobs for r in rollouts]),
         loss_mask=np.concatenate([r.loss_mask for r in rollouts]),
         advantages=np.repeat(advantages, completion_lengths),
+        for_teacher=for_teacher,
     )
 
 
