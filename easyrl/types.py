@@ -3,7 +3,7 @@
 Plain data in NumPy arrays. Imports no torch.
 
 Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt,
-ΣR all completion tokens of a group.
+ΣR all completion tokens of a group, S segments of all its completions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,6 +105,10 @@ class Completion:
     is_sampled: Bool  # [R], False for inserted tokens, whose log-probability is 0
 
 
+def _no_tokens() -> Int32:
+    return np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The G scored rollouts of one prompt: what the ring buffer carries."""
@@ -122,6 +126,13 @@ class RolloutGroup:
     rewards: Float32  # [G]
     advantages: Float32  # [G]
     truncated: Bool  # [G], True where the completion was cut off
+    segment_lengths: Int32 = field(default_factory=_no_tokens)  # [S], positive
+    """Lengths of the segments that the completions consist of, in the order of the tokens. Those of
+    a completion add up to its length. Empty: every completion continues the prompt's end."""
+    segment_after: Int32 = field(default_factory=_no_tokens)  # [S]
+    """Index in `prompt_ids` followed by `completion_ids` of the token that each segment continues:
+    any before it, of the prompt or of its own completion; -1: it begins a context of its own."""
+    teacher_prompt_ids: Int32 = field(default_factory=_no_tokens)  # [P'], empty: `prompt_ids`
 
     @property
     def num_generations(self) -> int:
