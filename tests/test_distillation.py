@@ -21,7 +21,7 @@ from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import pack
 from mistakes import change_json
-from runs import SMALL, lines_of, succeed, summary_of
+from runs import SMALL, bits_of, lines_of, succeed, summary_of
 from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
 
 TEMPERATURE, WEIGHT, MIXTURE = 0.8, 0.7, 0.3
@@ -126,6 +126,20 @@ def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path
     sync, periodic, apart = (summary_of(tmp_path / name) for name in runs)
     assert sync["weights_sha256"] == periodic["weights_sha256"] != apart["weights_sha256"]
     of_one, _, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in runs)
+    for one, two in zip(of_one, of_two, strict=True):
+        assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.05
+        assert one["teacher/kl"] == pytest.approx(two["teacher/kl"], rel=0.05)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
+
+
+def test_the_policy_that_sees_more_teaches_itself_with_the_same_bits_under_both_schedules(tmp_path):
+    words = *SMALL, "--no-live", "--reward", "none", *OWN_PROMPT, "--iterations", "2"
+    runs = {"sync": (), "periodic": (), "apart": ("--train-devices", "cpu:2")}
+    for name, more in runs.items():
+        own = "--schedule", "periodic" if more else name, "--output", str(tmp_path / name)
+        succeed(*words, *own, *more, "runtime.deterministic=true")
+    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
+    of_one, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in ("sync", "apart"))
     for one, two in zip(of_one, of_two, strict=True):
         assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.05
         assert one["teacher/kl"] == pytest.approx(two["teacher/kl"], rel=0.05)

@@ -32,7 +32,7 @@ class Rollout:
     rollout_logprobs: Float32  # [R]
     loss_mask: Bool  # [R]
     advantage: float
-    teacher_prompt_ids: Int32 = field(default_factory=lambda: NO_IDS)  # [P'], of the teacher's own prompt
+    teacher_prompt_ids: Int32 = field(default_factory=lambda: NO_IDS)  # [P'], empty: the same
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Tokens that this rollout adds to a row that ends with `previous`."""
@@ -90,7 +90,10 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
     completion_lengths = [len(rollout.completion_ids) for rollout in rollouts]
     for_teacher = None
     if len(rollouts[0].teacher_prompt_ids):
-        own = [replace(r, prompt_ids=r.teacher_prompt_ids, teacher_prompt_ids=NO_IDS) for r in rollouts]
+        own = [
+            replace(each, prompt_ids=each.teacher_prompt_ids, teacher_prompt_ids=NO_IDS)
+            for each in rollouts
+        ]
         for_teacher = pack(own, shares_prompts=shares_prompts)
     advantages = np.array([rollout.advantage for rollout in rollouts], dtype=np.float32)
     return MicroBatch(
