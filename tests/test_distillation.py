@@ -141,7 +141,7 @@ def test_the_policy_that_sees_more_teaches_itself_with_the_same_bits_under_both_
     assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
     of_one, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in ("sync", "apart"))
     for one, two in zip(of_one, of_two, strict=True):
-        assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.05
+        assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.01
         assert one["teacher/kl"] == pytest.approx(two["teacher/kl"], rel=0.05)
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
 

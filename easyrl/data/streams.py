@@ -202,7 +202,7 @@ class DataSet:
                 number = int(_order(self.seed, epoch, length)[number])
             row = self.rows[number if self.kept is None else self.kept[number]]
         row = self.form.named(row)
-        of_teacher = self.teacher_form and self.teacher_form.content(row)
+        of_teacher = None if self.teacher_form is None else self.teacher_form.content(row)
         return Prompt(index, self.form.content(row), self.form.reward_columns(row), of_teacher)
 
     def examples(self) -> dict[str, str | Messages]:

@@ -185,22 +185,18 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_teacher(config: Config) -> None:
-    """Raise ConfigError for a teacher that is not there, has other tokens than the policy, too few
-    positions, too small a vocabulary or no use for its prompt, and for a run without rewards that
-    needs them."""
-    algorithm, prompt = config.algorithm, config.algorithm.teacher_prompt
+    """Raise ConfigError for a teacher that is not there, sees no more than the policy that it is,
+    has other tokens than the policy, too few positions or too small a vocabulary, and for a run
+    without rewards that needs them."""
+    algorithm = config.algorithm
     if config.reward.is_none and (algorithm.teacher is None or algorithm.dynamic_sampling):
-        is_alone = algorithm.teacher is not None
-        other = "algorithm.dynamic_sampling=false" if is_alone else "algorithm.teacher"
+        other = "algorithm.dynamic_sampling=false" if algorithm.teacher else TEACHER_KEY
         raise ConfigError(f"reward.functions: expected a reward (--reward) or {other}, got none")
-    if algorithm.teacher == POLICY and prompt is None:
+    if algorithm.teacher == POLICY and algorithm.teacher_prompt is None:
         raise ConfigError(
             f"{TEACHER_PROMPT_KEY}: expected a column or a template, because the policy is its own "
             "teacher (algorithm.teacher=policy) and would agree with itself, got null"
         )
-    if prompt is not None and (algorithm.teacher is None or config.rollout.has_environments):
-        why = "with environments or tools" if algorithm.teacher else "without algorithm.teacher"
-        raise ConfigError(f"{TEACHER_PROMPT_KEY}: expected null {why}, got {prompt!r}")
     path = algorithm.teacher_path
     if path is None:
         return
