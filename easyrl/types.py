@@ -77,8 +77,7 @@ class Prompt:
     content: str | Messages
     columns: Mapping[str, Any]
     """The other columns of the row, passed to the reward functions."""
-    teacher_content: str | Messages | None = None
-    """The teacher's own prompt (`algorithm.teacher_prompt`)."""
+    teacher_content: str | Messages | None = None  # its own prompt (`algorithm.teacher_prompt`)
 
     def references(self) -> dict[str, Any]:
         """Return the columns that are shown beside completions: all but long ones."""

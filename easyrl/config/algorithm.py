@@ -9,8 +9,7 @@ from easyrl.config.section import NAMES_FILES, Section
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 LOSS_KEY, TEACHER_KEY = "algorithm.loss_type", "algorithm.teacher"
 TEACHER_PROMPT_KEY = "algorithm.teacher_prompt"
-POLICY = "policy"
-"""As `algorithm.teacher`: the policy itself, with its current weights."""
+POLICY = "policy"  # as a teacher: the policy itself, with its current weights
 LOSS_FORMS = f"one of {', '.join(LOSS_TYPES)}, or file.py:function, or package.module:function"
 CISPO_EPSILON_HIGH = 5.0
 """Recommended by ScaleRL (arXiv 2510.13786)."""

@@ -58,10 +58,7 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
     is_trained = is_trained or len(names) > 1
     stream = PromptStream(
         {
-            name: replace(
-                _open(name, config, k, is_trained=is_trained),
-                teacher_form=_teacher_form(name, config, k),
-            )
+            name: _with_teacher(_open(name, config, k, is_trained=is_trained), config, k)
             for k, name in enumerate(names)
         },
         data.weights or [1.0] * len(names),
@@ -70,13 +67,14 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
     return stream
 
 
-def _teacher_form(name: str, config: Config, number: int) -> RowForm | None:
+def _with_teacher(dataset: DataSet, config: Config, number: int) -> DataSet:
     if (given := config.algorithm.teacher_prompt) is None:
-        return None
+        return dataset
     keys = "prompt_template", "prompt_column"
-    own = dict.fromkeys(keys) | {keys["{" not in given]: given}
+    own = dict.fromkeys(keys) | {keys["{" not in given]: given, "chat": dataset.form.is_chat}
     data = config.data.model_copy(update=own)
-    return RowForm(data, preset_of(name, data), number=number, key=TEACHER_PROMPT_KEY)
+    form = RowForm(data, None, number=number, key=TEACHER_PROMPT_KEY)
+    return replace(dataset, teacher_form=form)
 
 
 def _open(name: str, config: Config, number: int, *, is_trained: bool) -> DataSet:

@@ -37,8 +37,7 @@ RESERVED_COLUMNS = {
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 }
 """Arguments of a reward function that are not columns."""
-OF_TEACHER = " (algorithm.teacher_prompt)"
-"""End of the location of a teacher's prompt."""
+OF_TEACHER = " (algorithm.teacher_prompt)"  # ends the location of a teacher's prompt
 BLOCK = 1000  # prompts of a mixture in which each data set has its exact share
 SOURCE_COLUMN = "data_source"
 ENVIRONMENT_COLUMN = "environment"  # names the environment of a row, where there are several
@@ -57,8 +56,7 @@ class RowForm:
         key: str = "",
     ) -> None:
         """`environments`: their names. Where there are any, every prompt is a chat, and a row needs
-        no prompt. `number`: the data set's place in a mixture. `key`: the config's key that is
-        named in errors, by default that of `data` which applies."""
+        no prompt. `number`: the data set's place in a mixture. `key`: the one that errors name."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         columns, self.system_prompt = data.columns, data.system_prompt
