@@ -77,6 +77,7 @@ class Prompt:
     content: str | Messages
     columns: Mapping[str, Any]
     """The other columns of the row, passed to the reward functions."""
+    teacher_content: str | Messages | None = None  # its own prompt (`algorithm.teacher_prompt`)
 
     def references(self) -> dict[str, Any]:
         """Return the columns that are shown beside completions: all but long ones."""
@@ -174,6 +175,8 @@ class MicroBatch:
     rollout_logprobs: Float32  # [K]
     loss_mask: Bool  # [K]
     advantages: Float32  # [K], of the token's completion
+    for_teacher: MicroBatch | None = None
+    """The same completions behind the teacher's prompts; None: its prompts are the same."""
 
     @property
     def num_completions(self) -> int:

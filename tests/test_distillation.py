@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import load_config
+from easyrl.config.algorithm import POLICY
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.model import distillation
 from easyrl.model.attention import ATTENTION_NAME, register_attention
@@ -20,30 +21,32 @@ from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import pack
 from mistakes import change_json
-from runs import SMALL, lines_of, succeed, summary_of
+from runs import SMALL, bits_of, lines_of, succeed, summary_of
 from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
 
 TEMPERATURE, WEIGHT, MIXTURE = 0.8, 0.7, 0.3
 WORDS = (
-    "algorithm.teacher=any",
     f"algorithm.teacher_weight={WEIGHT}",
     f"rollout.temperature={TEMPERATURE}",
 )
+OWN_PROMPT = "algorithm.teacher=policy", "algorithm.teacher_prompt={answer};{prompt}"
 SIZES = {"hidden_size": 48, "intermediate_size": 40, "vocab_size": VOCABULARY + 7}
+
 """The teacher's: other widths, and a vocabulary that is padded further."""
+
+
+def probabilities(model, prompt_ids, completion_ids):
+    ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids])).long()
+    logits = model(input_ids=ids[None]).logits[0, len(prompt_ids) - 1 : -1, :VOCABULARY]
+    return (logits / TEMPERATURE).softmax(-1)
 
 
 def expected_loss(objective, rollout, student, teacher):
     """The loss of one completion by the formulas, in float64, without packing."""
-    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.completion_ids])).long()
-    start = len(rollout.prompt_ids)
-    p, q = (
-        (model(input_ids=ids[None]).logits[0, start - 1 : -1, :VOCABULARY] / TEMPERATURE).softmax(
-            -1
-        )
-        for model in (student, teacher)
-    )
-    q, chosen = q.detach(), ids[start:, None]
+    own = rollout.teacher_prompt_ids
+    p = probabilities(student, rollout.prompt_ids, rollout.completion_ids)
+    q = probabilities(teacher, own if len(own) else rollout.prompt_ids, rollout.completion_ids)
+    q, chosen = q.detach(), torch.from_numpy(rollout.completion_ids).long()[:, None]
     logprobs = p.log().gather(1, chosen)[:, 0]
     advantage = rollout.advantage
     if objective is None:
@@ -62,7 +65,15 @@ def expected_loss(objective, rollout, student, teacher):
 
 @pytest.mark.parametrize("num_rows", [3, 1000], ids=["chunks", "whole"])
 @pytest.mark.parametrize("objective", [None, 0, 1, MIXTURE])
-def test_gradients_are_those_of_a_plain_loop_over_sequences(objective, num_rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("any", 0), ("any", 5), (POLICY, 15)],
+    ids=["same prompt", "own prompt", "policy with own prompt"],
+)
+def test_gradients_are_those_of_a_plain_loop_over_sequences(
+    name, length, objective, num_rows, monkeypatch
+):
+    """`length`: tokens of the teacher's own prompt."""
     register_attention()
     chunk_bytes = num_rows * 2 * 4 * VOCABULARY
     monkeypatch.setattr(distillation, "CPU_CHUNK_BYTES", chunk_bytes)
@@ -71,13 +82,17 @@ def test_gradients_are_those_of_a_plain_loop_over_sequences(objective, num_rows,
         Policy(tiny_model("qwen3", ATTENTION_NAME), torch.device("cpu")),
         Policy(tiny_model("llama", ATTENTION_NAME, seed=2, **SIZES), torch.device("cpu")),
     ]
-    config = load_config(words=[*WORDS, f"algorithm.teacher_divergence={objective}"])
-    learner = Learner(policies[0], config, teacher=policies[1])
+    own = f"algorithm.teacher={name}", f"algorithm.teacher_divergence={objective}"
+    config = load_config(words=[*WORDS, *own])
+    learner = Learner(policies[0], config, teacher=policies[1] if name == "any" else None)
     rollouts = draw_rollouts(9, [4, 12, 7], VOCABULARY)
+    own_prompt = np.arange(length, dtype=np.int32) % VOCABULARY
+    rollouts = [replace(each, teacher_prompt_ids=own_prompt) for each in rollouts]
     rollouts[1:] = [replace(each, advantage=0.0) for each in rollouts[1:]]
     learner.accumulate(pack(rollouts))
     gradients = {n: p.grad.clone() for n, p in policies[0].model.named_parameters()}
     student, teacher = student.double(), teacher.double()
+    teacher = student if name == POLICY else teacher
     losses = [expected_loss(objective, rollout, student, teacher) for rollout in rollouts]
     sum(loss for loss, _ in losses).backward()
     expected = {n: p.grad for n, p in student.named_parameters()}
@@ -117,6 +132,20 @@ def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
 
 
+def test_the_policy_that_sees_more_teaches_itself_with_the_same_bits_under_both_schedules(tmp_path):
+    words = *SMALL, "--no-live", "--reward", "none", *OWN_PROMPT, "--iterations", "2"
+    runs = {"sync": (), "periodic": (), "apart": ("--train-devices", "cpu:2")}
+    for name, more in runs.items():
+        own = "--schedule", "periodic" if more else name, "--output", str(tmp_path / name)
+        succeed(*words, *own, *more, "runtime.deterministic=true")
+    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
+    of_one, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in ("sync", "apart"))
+    for one, two in zip(of_one, of_two, strict=True):
+        assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.01
+        assert one["teacher/kl"] == pytest.approx(two["teacher/kl"], rel=0.05)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
+
+
 def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
     recipe = Path(__file__).parent.parent / "configs" / "distill.yaml"
     assert load_config(recipe).reward.functions == ["none"]
@@ -144,6 +173,14 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
         (["algorithm.teacher=TEACHER"], "token 99 is None, got 'new' in '"),
         (["algorithm.teacher=FEWER"], "at least 99 with its padding, as the policy's, got 98"),
         (["algorithm.teacher=./nothing_here"], "algorithm.teacher: "),
+        (["algorithm.teacher_prompt={answer}"], "algorithm.teacher_prompt: expected null"),
+        (["algorithm.teacher=policy"], "algorithm.teacher_prompt: expected a column"),
+        (["algorithm.teacher=tiny", "algorithm.teacher_prompt=hint"], "teacher_prompt: expected a"),
+        (
+            [*OWN_PROMPT, "data.max_prompt_length=24"],
+            "(algorithm.teacher_prompt): expected at most 24 tokens (data.max_prompt_length), got ",
+        ),
+        ([*OWN_PROMPT, "--environment", "guess"], "algorithm.teacher_prompt: expected "),
         (["algorithm.teacher=tiny", "algorithm.teacher_divergence=kl"], "teacher_divergence"),
         (["algorithm.teacher=tiny", "algorithm.teacher_divergence=1.5"], "teacher_divergence"),
     ],

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import mmap
 import multiprocessing
 import os
 import re
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from easyrl import devices
+from easyrl.channels import weights
+from easyrl.channels.memory import anonymous_memory, mark_memory, open_memory
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
 from easyrl.runtime import launch
@@ -98,8 +101,10 @@ class Peer:
 
         WeightChannel._bounded = end
 
-    def join(self, store, rank, size, *, generation=0, memory=(), **changes):
-        """`memory`: functions that share and open the memory of the device of both ends."""
+    def join(self, store, rank, size, *, generation=0, memory=(), is_near=True, **changes):
+        """`memory`: functions that share and open the memory of the device of both ends. Unless
+        the sender `is_near`, its memory cannot be opened, as on another machine."""
+        weights.open_memory = open_memory if is_near else refuse
         if memory:
             devices.share_memory, devices.open_memory = memory
             changes["shared_device"] = "cpu"
@@ -108,6 +113,7 @@ class Peer:
         endpoint = replace(endpoint, **({"bucket_bytes": 512} | changes))
         self.is_cancelled, self.full = False, self.channel
         self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
+        assert self.channel._is_shared == (is_near and refuse not in memory)
         return self.channel.not_shared_reason
 
     def leave_temporary(self):
@@ -254,9 +260,10 @@ def assert_bounded(outcome, kinds, *words):
         assert re.search(word, str(error)), error
 
 
+@pytest.mark.parametrize("is_near", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [48, 37 * 19 * 4, 2**20])
-def test_all_receivers_get_the_senders_bytes(peers, bucket_bytes):
-    peers.join(3, bucket_bytes=bucket_bytes)
+def test_all_receivers_get_the_senders_bytes(peers, bucket_bytes, is_near):
+    peers.join(3, bucket_bytes=bucket_bytes, is_near=is_near)
     some = ["half", "scalar"]  # if only they have changed
     for version, names in enumerate((SHAPES, SHAPES, some, some, ["counts"], SHAPES)):
         num_bytes = sum(make_weights(version)[name].nbytes for name in names)
@@ -311,15 +318,18 @@ def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(peers):
     peers.kill(2)
 
 
+@pytest.mark.parametrize("is_near", [True, False])
 @pytest.mark.parametrize(("dead", "what", "size"), [
     (0, "bucket 7 of .*", 3),
     (1, "waiting for a version", 3),
     (1, "bucket 7 of .*", 4),
     (1, r"bucket (\d+) of \1", 3),
 ])  # fmt: skip
-def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers, dead, what, size):
+def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(
+    peers, dead, what, size, is_near
+):
     """Also of those that do not wait for the dead one. The sender gathers every weight once."""
-    store = peers.join(size, bucket_bytes=256)
+    store = peers.join(size, bucket_bytes=256, is_near=is_near)
     peers.command(dead, "end_at", what, signal.SIGKILL)
     peers.answer(dead)
     for number in range(size):
@@ -334,7 +344,7 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
         peers.command(0, "sizes_gathered")
         sizes = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
         assert peers.answer(0)[0] == sizes
-    peers.join(size, store, dead, generation=1)
+    peers.join(size, store, dead, generation=1, is_near=is_near)
     for version in (0, 1):
         peers.exchange(version, size, dead=dead)
 
@@ -390,3 +400,16 @@ def test_on_one_device_every_wait_is_bounded_too(peers):
     words = r"until bucket 1 of \d+ is read: .*waited 2\.\d s"
     assert_bounded(peers.answer(0), TimeoutError, words)
     peers.kill(1)
+
+
+def test_memory_is_opened_by_a_handle_of_this_machine_alone():
+    memory = mmap.mmap(fd := anonymous_memory(4096), 4096)
+    handle = mark_memory(memoryview(memory), fd)
+    opened = open_memory(handle)
+    memory[100] = 7
+    assert opened[100] == 7
+    mark_memory(memoryview(memory), fd)
+    for wrong in (handle, f"/proc/{os.getpid()}/fd/0 00", f"/proc/{2**30}/fd/1 00"):
+        with pytest.raises(RuntimeError):
+            open_memory(wrong)
+    os.close(fd)

@@ -7,14 +7,15 @@ Every arrow is a broadcast in which sender and receivers wait for each other, ea
 `timeout_seconds`. From names, shapes and dtypes every rank computes how weights are cut into
 buckets. Of a rank's two buckets one is broadcast while the other is filled or loaded.
 
-Where rollout and train worker share an accelerator, there is one bucket, memory of that device
-which both processes open. The process group, on the CPU, only signals whose turn it is:
+On the CPU of one machine the buckets are memory that all processes open, and where rollout and
+train worker share an accelerator there is one bucket, memory of that device. The process group, on
+the CPU, then only signals whose turn it is:
 
     train rank 0:  fill ─► "bucket n is filled" ──────────────────────────► fill …
-    rollout 1:             ──────────────────────► load ─► "bucket n is read"
+    rollout i:             ──────────────────────► load ─► "bucket n is read"
 
-Where the second process cannot open this memory (in some containers), buckets are broadcast on the
-CPU.
+Where another process cannot open this memory (on other machines, in some containers), buckets are
+broadcast on the CPU.
 
 A process group does not survive the death of a member. A failure closes the channel; what waits for
 this end then fails too, until all have ended. The living members then make a channel of the next
@@ -25,6 +26,7 @@ import contextlib
 import functools
 import json
 import math
+import mmap
 import threading
 import time
 from collections import deque
@@ -42,6 +44,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
+from easyrl.channels.memory import anonymous_memory, mark_memory, open_memory
 from easyrl.types import Weight, WeightPiece
 
 BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
@@ -133,8 +136,10 @@ class WeightChannel:
         self._bounded("making the process group", lambda: self._join(store))
         if endpoint.shared_device is not None:
             assert endpoint.world_size == 2, "one sender and one receiver share a device"
-            self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
-        self._is_shared = len(self._buckets) == 1
+            self._buckets = self._share_buckets(store, torch.device(endpoint.shared_device))
+        elif self._device.type == "cpu":
+            self._buckets = self._share_buckets(store, None)
+        self._is_shared = bool(self._buckets)
         if not self._is_shared:
             sizes = [self._bucket_bytes] * NUM_BUCKETS
             self._buckets = [
@@ -189,18 +194,17 @@ class WeightChannel:
         values = torch.empty(0)
         for number, pieces in enumerate(self._plan):
             self._wait_for_all_but(1)  # then the bucket before the last one is free
+            self._signal_read(number - len(self._buckets))
             for piece in pieces:
                 if piece.start == 0:
                     values = torch.empty(0)  # free this weight before the next is gathered
                     values = next(gathered).reshape(-1)
                 part = values[piece.start : piece.start + piece.count]
                 piece.view(self._bucket(number)).copy_(part)
-            if self._is_shared:
-                self._signal(f"{self._name_of(number)} is filled", root=0)
-                self._signal(f"{self._name_of(number)} is read", root=1)
-            else:
-                self._start(number)
+            self._start(number)
         self._wait_for_all_but(0)
+        for number in range(-len(self._buckets), 0):
+            self._signal_read(len(self._plan) + number)
         return sum(piece.num_bytes for pieces in self._plan for piece in pieces)
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
@@ -224,8 +228,7 @@ class WeightChannel:
             ahead += [self._expect_bucket(n) for n in range(number + len(ahead), end)]
             self._wait_for_all_but(len(ahead) - 1)
             yield from ahead.pop(0)
-            if self._is_shared:  # broadcasts need no reply: each rank has a copy
-                self._signal(f"{self._name_of(number)} is read", root=1)
+            self._signal_read(number)
 
     def _join(self, store: Any) -> None:
         """Make the process group once all ranks are there."""
@@ -249,12 +252,14 @@ class WeightChannel:
         self._poll(made.done)
         self._group, self._abort = made.result()
 
-    def _share_bucket(self, store: Any, device: torch.device) -> list[Tensor]:
-        """Return the bucket that both processes open, or none and set `not_shared_reason`."""
-        bucket, handle, reason = torch.empty(0), "", ""
+    def _share_buckets(self, store: Any, device: torch.device | None) -> list[Tensor]:
+        """Return the buckets that all processes open, on the CPU (None) or one on a device; or none
+        and, of a device, set `not_shared_reason`."""
+        memory, handle, reason = torch.empty(0), "", ""
+        size = -(-self._bucket_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
         def exchange(text: str, sender: int) -> str:
-            """Return the text of one rank on both."""
+            """Return the text of one rank on all."""
             key = f"bucket-{sender}"
             if self.rank == sender:
                 store.set(key, text)
@@ -262,21 +267,28 @@ class WeightChannel:
             return str(store.get(key).decode())
 
         try:
-            if self.rank == 0:
-                bucket = _shared_bucket(self._bucket_bytes, device)
-                handle = devices.share_memory(bucket)
-        except RuntimeError as error:
+            if self.rank == 0 and device is None:
+                memory, fd = _host_memory(NUM_BUCKETS * size)
+                handle = mark_memory(memory.numpy().data, fd)
+            elif device is not None and self.rank == 0:
+                memory = _shared_bucket(self._bucket_bytes, device)
+                handle = devices.share_memory(memory)
+        except (OSError, RuntimeError) as error:
             reason = str(error)
         handle = self._bounded("sharing a bucket", lambda: exchange(handle, 0))
         try:
-            if self.rank == 1 and handle:
-                bucket = devices.open_memory(handle, device)
+            if self.rank > 0 and handle and device is None:
+                memory = torch.frombuffer(open_memory(handle), dtype=torch.uint8)
+            elif device is not None and self.rank > 0 and handle:
+                memory = devices.open_memory(handle, device)
         except RuntimeError as error:
             reason = str(error)
-        reason = self._bounded("opening a bucket", lambda: exchange(reason, 1)) or reason
+        for rank in range(1, self._world_size):
+            own = partial(exchange, reason, rank)
+            reason = self._bounded("opening a bucket", own) or reason
         if handle and not reason:
-            return [bucket]
-        self.not_shared_reason = " ".join(reason.split())
+            return list(torch.split(memory, size))
+        self.not_shared_reason = None if device is None else " ".join(reason.split())
         return []
 
     def _bucket(self, number: int) -> Tensor:
@@ -284,20 +296,20 @@ class WeightChannel:
 
     def _expect_bucket(self, number: int) -> list[WeightPiece]:
         """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
-        if self._is_shared:
-            self._signal(f"{self._name_of(number)} is filled", root=0)
-        else:
-            self._start(number)
+        self._start(number)
         return [
             WeightPiece(piece.name, piece.start, piece.view(self._bucket(number)), piece.shape)
             for piece in self._plan[number]
         ]
 
-    def _signal(self, what: str, root: int) -> None:
-        """Signal from `root` to the others, once its copies are done on the device."""
-        if self.rank == root:
+    def _signal_read(self, number: int) -> None:
+        """Signal from all receivers that a shared bucket is read. Broadcasts need no reply: each
+        rank has a copy."""
+        if self._is_shared and number >= 0:
             devices.synchronize(self._buckets[0].device)
-        self.broadcast(torch.zeros(1, dtype=torch.uint8), f"until {what}", root)
+            for rank in range(1, self._world_size):
+                what = f"until {self._name_of(number)} is read"
+                self.broadcast(torch.zeros(1, dtype=torch.uint8), what, rank)
 
     def _name_of(self, number: int) -> str:
         return f"bucket {number + 1} of {len(self._plan)}"
@@ -307,9 +319,12 @@ class WeightChannel:
         self._bounded(what, lambda: self._await(self._begin(tensor, root)))
 
     def _start(self, number: int) -> None:
-        """Start to broadcast the content of a bucket."""
+        """Start to broadcast the content of a bucket, or that a shared one is filled."""
         last = self._plan[number][-1]
         content = self._bucket(number)[: last.offset + last.num_bytes]
+        if self._is_shared:
+            devices.synchronize(content.device)
+            content = torch.zeros(1, dtype=torch.uint8)
         work = self._bounded(self._name_of(number), lambda: self._begin(content, root=0))
         self._pending.append((number, work))
 
@@ -372,3 +387,10 @@ class WeightChannel:
 def _shared_bucket(num_bytes: int, device: torch.device) -> Tensor:
     """Return the bucket of all generations: torch does not free memory that it has shared."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def _host_memory(num_bytes: int) -> tuple[Tensor, int]:
+    """Return the buckets of all generations on the CPU, and their descriptor."""
+    fd = anonymous_memory(num_bytes)
+    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8), fd

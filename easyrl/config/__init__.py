@@ -117,6 +117,12 @@ class Config(Section):
                 "rollout.episode_timeout_seconds: expected null with runtime.deterministic, got "
                 f"{self.rollout.episode_timeout_seconds:g}"
             )
+        own_prompt, has_environments = self.algorithm.teacher_prompt, self.rollout.has_environments
+        if own_prompt is not None and (self.algorithm.teacher is None or has_environments):
+            problems.append(
+                "algorithm.teacher_prompt: expected null without algorithm.teacher, and with "
+                f"rollout.environment or rollout.tools, got {own_prompt!r}"
+            )
         if runtime.deterministic and self.train.compile:
             problems.append("train.compile: expected false with runtime.deterministic, got true")
         if problems:

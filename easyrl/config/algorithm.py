@@ -8,6 +8,8 @@ from easyrl.config.section import NAMES_FILES, Section
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 LOSS_KEY, TEACHER_KEY = "algorithm.loss_type", "algorithm.teacher"
+TEACHER_PROMPT_KEY = "algorithm.teacher_prompt"
+POLICY = "policy"  # as a teacher: the policy itself, with its current weights
 LOSS_FORMS = f"one of {', '.join(LOSS_TYPES)}, or file.py:function, or package.module:function"
 CISPO_EPSILON_HIGH = 5.0
 """Recommended by ScaleRL (arXiv 2510.13786)."""
@@ -47,7 +49,10 @@ class AlgorithmConfig(Section):
     teacher: Annotated[str | None, NAMES_FILES] = None
     """A model (folder or hub id) with the policy's tokens: it scores the policy's own completions,
     and the policy is trained to agree with it (docs/distillation.md). With `reward.functions=none`
-    it is the only signal."""
+    it is the only signal. `policy`: the policy itself, which sees `teacher_prompt`."""
+    teacher_prompt: str | None = Field(default=None, min_length=1)
+    """The teacher's own prompt: a column, or a template as in `data.prompt_template`:
+    "{question} The solution is {solution}". Null: the policy's prompt."""
     teacher_weight: float = Field(default=1.0, gt=0.0)
     """Weight of the teacher's term beside the rewards' advantages."""
     teacher_divergence: float | None = Field(default=None, ge=0.0, le=1.0)
@@ -73,6 +78,11 @@ class AlgorithmConfig(Section):
         if self.epsilon_high is not None:
             return self.epsilon_high
         return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
+
+    @property
+    def teacher_path(self) -> str | None:
+        """Folder or hub id of a teacher with weights of its own."""
+        return None if self.teacher == POLICY else self.teacher
 
     @property
     def trains_zero_advantages(self) -> bool:

@@ -21,12 +21,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
+from easyrl.config.algorithm import TEACHER_PROMPT_KEY
 from easyrl.config.hints import did_you_mean
 from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
@@ -56,11 +58,24 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
         )
     is_trained = is_trained or len(names) > 1
     stream = PromptStream(
-        {name: _open(name, config, k, is_trained=is_trained) for k, name in enumerate(names)},
+        {
+            name: _with_teacher(_open(name, config, k, is_trained=is_trained), config, k)
+            for k, name in enumerate(names)
+        },
         data.weights or [1.0] * len(names),
     )
     stream.examples()  # raises ConfigError for a row without a prompt
     return stream
+
+
+def _with_teacher(dataset: DataSet, config: Config, number: int) -> DataSet:
+    if (given := config.algorithm.teacher_prompt) is None:
+        return dataset
+    keys = "prompt_template", "prompt_column"
+    own = dict.fromkeys(keys) | {keys["{" not in given]: given, "chat": dataset.form.is_chat}
+    data = config.data.model_copy(update=own)
+    form = RowForm(data, None, number=number, key=TEACHER_PROMPT_KEY)
+    return replace(dataset, teacher_form=form)
 
 
 def _open(name: str, config: Config, number: int, *, is_trained: bool) -> DataSet:
@@ -210,7 +225,7 @@ def _csv_rows(lines: Iterable[str]) -> NumberedRows:
 def with_eval_data(config: Config) -> Config:
     """Return the config with `data` set to the evaluated problems, in the data's own order. A
     preset that `eval.dataset` names has its own prompts; others have those of `data`."""
-    changes: dict[str, Any] = {"data.shuffle": False}
+    changes: dict[str, Any] = {"data.shuffle": False, TEACHER_PROMPT_KEY: None}
     if config.eval.dataset is not None:
         changes |= {"data.dataset": config.eval.dataset, "data.weights": None}
         changes["data.options"] = {}

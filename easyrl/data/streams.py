@@ -37,6 +37,7 @@ RESERVED_COLUMNS = {
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 }
 """Arguments of a reward function that are not columns."""
+OF_TEACHER = " (algorithm.teacher_prompt)"  # ends the location of a teacher's prompt
 BLOCK = 1000  # prompts of a mixture in which each data set has its exact share
 SOURCE_COLUMN = "data_source"
 ENVIRONMENT_COLUMN = "environment"  # names the environment of a row, where there are several
@@ -52,9 +53,10 @@ class RowForm:
         preset: Preset | None,
         environments: Collection[str] = (),
         number: int = 0,
+        key: str = "",
     ) -> None:
         """`environments`: their names. Where there are any, every prompt is a chat, and a row needs
-        no prompt. `number`: the data set's place in a mixture."""
+        no prompt. `number`: the data set's place in a mixture. `key`: the one that errors name."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         columns, self.system_prompt = data.columns, data.system_prompt
@@ -67,14 +69,15 @@ class RowForm:
         if template is None and data.prompt_column is None:
             template = preset.prompt_template
         self.template = template or None
+        self.key = key or f"data.prompt_{'column' if self.template is None else 'template'}"
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(template or "")]
         except ValueError as error:
-            raise ConfigError(f"data.prompt_template: {error}; braces: {{{{ and }}}}") from None
+            raise ConfigError(f"{self.key}: {error}; braces: {{{{ and }}}}") from None
         used = [name for name in names if name is not None]
         if template and not (used or environments):
             raise ConfigError(
-                f"data.prompt_template: expected a column, as in {{question}}, got {template!r}: "
+                f"{self.key}: expected a column, as in {{question}}, got {template!r}: "
                 "all prompts would be the same; {{ and }} are braces"
             )
         self.prompt_columns = used if template else [self.prompt_column]
@@ -90,16 +93,15 @@ class RowForm:
         if reserved := sorted(RESERVED_COLUMNS & self.names.keys()):
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
-        key = "data.prompt_column" if self.template is None else "data.prompt_template"
         needed = [] if self.may_lack_prompt else self.prompt_columns
         own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
-        for key, name in own + [(key, name) for name in needed if name not in names]:
-            new = name if key.startswith("data.prompt") else key.removeprefix("data.columns.")
+        for key, name in own + [(self.key, name) for name in needed if name not in names]:
+            new = name if key == self.key else key.removeprefix("data.columns.")
             hint = f"; own names for each data set: 'data.columns=[{{}}, {{{new}: COLUMN}}]'"
             raise ConfigError(
                 f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
                 f"'{name}'"
-                + "; write braces as {{ and }}" * key.endswith("template")
+                + "; write braces as {{ and }}" * (key == self.key and self.template is not None)
                 + hint * self._is_mixed
             )
 
@@ -117,13 +119,13 @@ class RowForm:
             content = row[self.prompt_column]
         else:
             if lacking := [name for name in self.prompt_columns if is_missing(row[name])]:
-                raise ValueError(f"data.prompt_template: expected a value in column '{lacking[0]}'")
+                raise ValueError(f"{self.key}: expected a value in column '{lacking[0]}'")
             content = self.template.format_map(row)
         if isinstance(content, str) and content:
             if not self.is_chat:
                 return content
             content = [{"role": "user", "content": content}]
-        messages = read_messages(content, f"column '{self.prompt_column}' (data.prompt_column)")
+        messages = read_messages(content, f"column '{self.prompt_column}' ({self.key})")
         if self.system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
@@ -164,11 +166,13 @@ class DataSet:
     locations: Sequence[str] | None = None  # files and lines that the rows are from
     held_out: DataSet | None = None  # rows that are never trained
     kept: Sequence[int] | None = None  # rows that are not left out; None: all
+    teacher_form: RowForm | None = None  # of the teacher's prompts, if it has its own
 
     def __post_init__(self) -> None:
         if self.num_rows == 0:
             raise ConfigError(f"{KEY}: '{self.name}' has no rows")
-        self.form.check_columns(self.columns, self.name)
+        for form in filter(None, (self.form, self.teacher_form)):
+            form.check_columns(self.columns, self.name)
 
     @property
     def num_rows(self) -> int | None:
@@ -196,25 +200,30 @@ class DataSet:
                 number = int(_order(self.seed, epoch, length)[number])
             row = self.rows[number if self.kept is None else self.kept[number]]
         row = self.form.named(row)
-        return Prompt(index, self.form.content(row), self.form.reward_columns(row))
+        of_teacher = None if self.teacher_form is None else self.teacher_form.content(row)
+        return Prompt(index, self.form.content(row), self.form.reward_columns(row), of_teacher)
 
     def examples(self) -> dict[str, str | Messages]:
         """Return the prompts to check before a run, by their locations: those of all rows, or the
-        first generated ones, and the held-out ones. Raises ConfigError if a row has none."""
+        first generated ones, the teacher's (OF_TEACHER), and the held-out ones. Raises ConfigError
+        if a row has none."""
         rows = self.rows
+        forms = {"": self.form} | ({OF_TEACHER: self.teacher_form} if self.teacher_form else {})
         if callable(rows):
             rows = map(rows, range(NUM_TASK_EXAMPLES))
         elif not isinstance(rows, list):
-            needed = {*self.form.prompt_columns, ENVIRONMENT_COLUMN}
+            needed = {ENVIRONMENT_COLUMN}.union(*(form.prompt_columns for form in forms.values()))
             needed = {self.form.names.get(name, name) for name in needed}
             names = [*needed.intersection(rows.column_names)]
             rows = rows.select_columns(names).to_list() if names else [{}] * len(rows)
         found = {}
         for number, row in enumerate(rows):
-            try:
-                found[self.location(number)] = self.form.content(self.form.named(row))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"{self.location(number)}: {error}") from None
+            for what, form in forms.items():
+                location = self.location(number) + what
+                try:
+                    found[location] = form.content(form.named(row))
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(f"{location}: {error}") from None
         return found if self.held_out is None else found | self.held_out.examples()
 
     def without(self, examples: Collection[str]) -> DataSet:

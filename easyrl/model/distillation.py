@@ -1,7 +1,9 @@
 """The teacher of on-policy distillation (`algorithm.teacher`): it scores the student's own tokens.
 
-    packed row ─► teacher's layers ─► hidden [K, Ht] ─┐  a chunk of positions at a time
-               └► policy's layers ──► hidden [K, H] ──┴► both heads ─► both distributions
+    [P' | R1 | …] ─► teacher's layers ─► hidden [K, Ht] ─┐  a chunk of positions at a time
+    [P  | R1 | …] ─► policy's layers ──► hidden [K, H] ──┴► both heads ─► both distributions
+
+The teacher's prompt P' is the policy's P, or one of its own (`algorithm.teacher_prompt`).
 
 Both distributions are at the sampling temperature. Of a teacher that pads its vocabulary further
 the common part counts. Logits of both exist for a chunk alone, and again in its backward pass.
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from easyrl.algorithm.losses import TeacherScores
 from easyrl.config import Config
+from easyrl.config.algorithm import POLICY
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.logprobs import LEAST_LOGPROB, block_sums
 from easyrl.model.policy import Policy
@@ -31,14 +34,17 @@ from easyrl.model.sharding import TrainRanks
 
 
 class Teacher(nn.Module):
-    """A frozen model, sharded over the train ranks as the policy is."""
+    """A frozen model, sharded over the train ranks as the policy is; or the policy itself, which
+    the caller runs."""
 
     def __init__(self, teacher: Policy, config: Config, ranks: TrainRanks) -> None:
         super().__init__()
-        teacher.model.requires_grad_(False)
-        self.model = teacher.model
         self.policy = teacher
         self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
+        if config.algorithm.teacher == POLICY:
+            return
+        teacher.model.requires_grad_(False)
+        self.model = teacher.model
         if ranks.mesh is not None:
             own = copy.copy(ranks)  # whose parts are the teacher's
             own.keeps_gathered = False

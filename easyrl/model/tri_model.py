@@ -15,7 +15,7 @@ Shapes: T tokens of the packed row, K completion tokens in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from easyrl import devices
 from easyrl.algorithm.losses import TeacherScores
 from easyrl.config import Config
+from easyrl.config.algorithm import POLICY
 from easyrl.model.attention import AttentionLayout, PackedGroups
 from easyrl.model.distillation import Teacher
 from easyrl.model.logprobs import chunked_token_logprobs
@@ -49,7 +50,8 @@ class TriModel:
         self.policy = policy
         has_entropy_gradient = algorithm.entropy_coef > 0.0
         self._ranks = ranks or TrainRanks()
-        self._teacher = None if teacher is None else Teacher(teacher, config, self._ranks)
+        own = policy if algorithm.teacher == POLICY else teacher
+        self._teacher = None if own is None else Teacher(own, config, self._ranks)
         self._forward = _Forward(
             policy, self._teacher, config.rollout.temperature, has_entropy_gradient
         )
@@ -75,9 +77,16 @@ class TriModel:
         no step in this iteration."""
         assert policy_is_old or self.old is not None
         packed = self._packed(batch)
-        ref_logprobs = self._run_other(self._reference, packed)
-        old_logprobs = None if policy_is_old else self._run_other(self.old, packed)
-        of_teacher = None if self._teacher is None else self._teacher(*packed[:-1])
+        reference, old = self._reference, None if policy_is_old else self.old
+        ref_logprobs = None if reference is None else self._run_other(reference, packed)
+        old_logprobs = None if old is None else self._run_other(old, packed)
+        row = packed if batch.for_teacher is None else self._packed(batch.for_teacher)
+        if self._teacher is None:
+            of_teacher = None
+        elif self._teacher.policy is self.policy:
+            of_teacher = self._run_other(None, row, has_head=False)
+        else:
+            of_teacher = self._teacher(*row[:-1])
         logprobs, entropy, teacher = self._forward(*packed, of_teacher)
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
@@ -92,18 +101,21 @@ class TriModel:
 
     @torch.no_grad()
     def _run_other(
-        self, weights: OtherWeights | Adapter | None, packed: tuple[Any, ...]
-    ) -> Tensor | None:
-        if weights is None:
-            return None
+        self,
+        weights: OtherWeights | Adapter | None,
+        packed: tuple[Any, ...],
+        *,
+        has_head: bool = True,
+    ) -> Tensor:
+        """Run the module with these weights, None: its own. Without a head, return its inputs."""
         drops = isinstance(weights, OtherWeights) or not self._ranks.keeps_gathered
         if drops:
             self._ranks.drop_gathered()
-        with weights.in_place():
-            logprobs: Tensor = self._forward(*packed)[0]
+        with nullcontext() if weights is None else weights.in_place():
+            output: Tensor = self._forward(*packed, has_head=has_head)[0]
             if drops:
                 self._ranks.drop_gathered()
-        return logprobs
+        return output
 
     def finish_gradients(self, empty: MicroBatch) -> None:
         """Sum the gradients over the ranks if that is still to be done, in the backward pass of a
@@ -139,9 +151,13 @@ class _Forward(nn.Module):
         at: Tensor,
         targets: Tensor,
         of_teacher: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, TeacherScores | None]:
-        """`of_teacher`: what its `forward` returns."""
+        *,
+        has_head: bool = True,
+    ) -> tuple[Tensor, Tensor | None, TeacherScores | None]:
+        """`of_teacher`: the inputs of its head. Without a head, those of this one are returned."""
         hidden = self._policy.hidden_states(ids, positions, layout, at=at)
+        if not has_head:
+            return hidden, None, None
         logprobs, entropy = self._logprobs(hidden, targets)
         teacher = None
         if of_teacher is not None and self._distil is not None:

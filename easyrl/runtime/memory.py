@@ -211,7 +211,7 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
         ("old policy", trained * (train.updates_per_iteration > 1), "old"),
     ):
         (on_host if group in train.offload and not on_cpu else own)[what] = num_bytes
-    if (teacher := config.algorithm.teacher) is not None:
+    if (teacher := config.algorithm.teacher_path) is not None:
         num_weights = read_model_files(teacher, TEACHER_KEY).num_weights or 0
         own["teacher"] = dtype_bytes * num_weights // ranks
     saved = 3 * trained * (train.keep_checkpoints > 0)

@@ -382,6 +382,7 @@ def choose_engine(
 
 
 def ring_layout(config: Config, placement: Placement) -> RingLayout:
+    has_own_prompt = config.algorithm.teacher_prompt is not None
     return RingLayout(
         num_slots=config.ring_slots,
         num_generations=config.rollout.num_generations,
@@ -389,6 +390,7 @@ def ring_layout(config: Config, placement: Placement) -> RingLayout:
         max_completion_length=config.rollout.max_completion_length,
         num_owners=placement.max_rollout_workers + placement.train.count,
         num_groups=config.train.prompts_per_iteration,
+        max_teacher_prompt_length=config.data.max_prompt_length if has_own_prompt else 0,
     )
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
-from easyrl.config.algorithm import LOSS_KEY, TEACHER_KEY
+from easyrl.config.algorithm import LOSS_KEY, POLICY, TEACHER_KEY, TEACHER_PROMPT_KEY
 from easyrl.data import datasets
 from easyrl.data.chat import check_prompts, render_prompt
 from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable
 from easyrl.data.presets import PRESETS
-from easyrl.data.streams import PromptStream
+from easyrl.data.streams import OF_TEACHER, PromptStream
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interfaces
 from easyrl.environments.pool import check_environments
@@ -86,7 +86,8 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     check_open_files(config, num_rollout + placement.train.count)
     check_compiler(config, placement)
     loaded = load_prompt_tokenizer(config, prompts.examples(), tokenizer)
-    skipped = too_long_prompts(config, prompts.examples(), interfaces, loaded)
+    too_long = too_long_prompts(config, prompts.examples(), interfaces, loaded)
+    skipped = {location.removesuffix(OF_TEACHER) for location in too_long}
     prompts = prompts.without(skipped)
     notes = describe_prompts(config, prompts, interfaces, loaded)
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
@@ -115,8 +116,8 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         "eval.dataset": datasets.identity_of(datasets.problem_ids(held_out)),
         **identify_code(config),
     }
-    if config.algorithm.teacher is not None:
-        identity[TEACHER_KEY] = fingerprint(config.algorithm.teacher)
+    if config.algorithm.teacher_path is not None:
+        identity[TEACHER_KEY] = fingerprint(config.algorithm.teacher_path)
     if resume and (changed := differing(resume.state.identity, identity)):
         raise ConfigError(
             f"{', '.join(changed)}: the files have changed since the run in '{resume.folder}' "
@@ -184,12 +185,19 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_teacher(config: Config) -> None:
-    """Raise ConfigError for a teacher that is not there, has other tokens than the policy, too few
-    positions or too small a vocabulary, and for a run without rewards that needs them."""
-    path = config.algorithm.teacher
-    if config.reward.is_none and (path is None or config.algorithm.dynamic_sampling):
-        other = "algorithm.teacher" if path is None else "algorithm.dynamic_sampling=false"
+    """Raise ConfigError for a teacher that is not there, sees no more than the policy that it is,
+    has other tokens than the policy, too few positions or too small a vocabulary, and for a run
+    without rewards that needs them."""
+    algorithm = config.algorithm
+    if config.reward.is_none and (algorithm.teacher is None or algorithm.dynamic_sampling):
+        other = "algorithm.dynamic_sampling=false" if algorithm.teacher else TEACHER_KEY
         raise ConfigError(f"reward.functions: expected a reward (--reward) or {other}, got none")
+    if algorithm.teacher == POLICY and algorithm.teacher_prompt is None:
+        raise ConfigError(
+            f"{TEACHER_PROMPT_KEY}: expected a column or a template, because the policy is its own "
+            "teacher (algorithm.teacher=policy) and would agree with itself, got null"
+        )
+    path = algorithm.teacher_path
     if path is None:
         return
     check_positions(config, teacher := read_model_files(path, TEACHER_KEY))

@@ -14,7 +14,7 @@ R of a completion.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any, Self
 
@@ -25,6 +25,8 @@ from easyrl.types import Bool, Float32, Groups, Int32, MicroBatch, RolloutGroup
 Branches = Sequence[tuple[int, int]]
 """The tokens of `[P | R]` that do not continue the one before, each with the index of the token
 that it continues; -1: it begins a context of its own."""
+
+NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Rollout:
     loss_mask: Bool  # [R]
     advantage: float
     branches: Branches = ()
+    teacher_prompt_ids: Int32 = field(default_factory=lambda: NO_IDS)  # [P'], empty: the same
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Tokens that this rollout adds to a row that ends with `previous`."""
@@ -45,7 +48,8 @@ class Rollout:
         is_shared = has_prompt and shares_prompts
         if self.branches and not shares_prompts:
             return len(_lay_out([self], shares_prompts=False)[1])
-        return len(self.completion_ids) + (0 if is_shared else len(self.prompt_ids))
+        num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))  # both rows fit
+        return len(self.completion_ids) + (0 if is_shared else num_prompt)
 
 
 def split_group(
@@ -63,6 +67,7 @@ def split_group(
             mask[where],
             float(advantage),
             branches,
+            group.teacher_prompt_ids,
         )
         for where, advantage, branches in zip(
             group.completion_slices(), group.advantages, _branches(group), strict=True
@@ -159,7 +164,8 @@ def _groups_of(
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Pack rollouts into a row. Consecutive rollouts of one prompt share it (`shares_prompts`)."""
+    """Pack rollouts into a row, and into one for the teacher if it has its own prompts. Consecutive
+    rollouts of one prompt share it (`shares_prompts`)."""
     alike = [[*own] for _, own in groupby(rollouts, lambda rollout: rollout.prompt_index)]
     ids, positions, logits_at = list[Int32](), list[np.ndarray](), list[np.ndarray]()
     groups, start = list[Any](), 0
@@ -171,6 +177,13 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         logits_at.append(start + at)
         start += len(row)
     completion_lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    for_teacher = None
+    if len(rollouts[0].teacher_prompt_ids):
+        own = [
+            replace(each, prompt_ids=each.teacher_prompt_ids, teacher_prompt_ids=NO_IDS)
+            for each in rollouts
+        ]
+        for_teacher = pack(own, shares_prompts=shares_prompts)
     advantages = np.array([rollout.advantage for rollout in rollouts], dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(ids).astype(np.int64),
@@ -182,6 +195,7 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         rollout_logprobs=np.concatenate([r.rollout_logprobs for r in rollouts]),
         loss_mask=np.concatenate([r.loss_mask for r in rollouts]),
         advantages=np.repeat(advantages, completion_lengths),
+        for_teacher=for_teacher,
     )
 
 

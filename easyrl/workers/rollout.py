@@ -269,9 +269,11 @@ class RolloutWorker:
             if self.episodes is not None:
                 self.episodes.submit(key, prompt, num_generations)
                 continue
-            variables = self.config.data.chat_template_kwargs
-            prompt_ids = render_prompt(prompt.content, self.tokenizer, variables)
+            prompt_ids = self._render(prompt.content)
             self.engine.submit(GroupRequest(key, prompt_ids, num_generations))
+
+    def _render(self, content: str | Messages) -> list[int]:
+        return render_prompt(content, self.tokenizer, self.config.data.chat_template_kwargs)
 
     def _generate(self) -> None:
         started = self.timeline.begin("generate")
@@ -364,12 +366,15 @@ class RolloutWorker:
         has_equal_rewards = bool((trained_rewards == trained_rewards[0]).all())
         is_unwanted = is_skipped or (algorithm.dynamic_sampling and has_equal_rewards)
         is_rejected = is_unwanted and not self._is_last_round
+        content = own.prompt.teacher_content
+        of_teacher = [] if content is None else self._render(content)
         group = RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
             group_index=own.index,
             prompt_index=own.prompt.index,
             prompt_ids=np.array(own.prompt_ids, dtype=np.int32),
+            teacher_prompt_ids=np.array(of_teacher, dtype=np.int32),
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
             completion_ids=np.concatenate([completion.token_ids for completion in completions]),
             rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),

@@ -109,9 +109,9 @@ class TrainWorker:
             repeated = f"so the prompt is repeated for each completion: {slower}"
             self._report(events.Note(f"model.attention: {policy.no_packing_reason}, {repeated}"))
         teacher = None
-        if self.config.algorithm.teacher is not None:
+        if (path := self.config.algorithm.teacher_path) is not None:
             self.control.send(events.Starting("loading the teacher"))
-            teacher = self._load_policy(self.config.algorithm.teacher, model.dtype)
+            teacher = self._load_policy(path, model.dtype)
             policy.shares_prompts = policy.shares_prompts and teacher.shares_prompts
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
