@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from easyrl.config import ConfigError, load_config
 from easyrl.data.hub import resolve_model
 from easyrl.events import SaveCheckpoint
+from easyrl.model import checkpoint
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
 from easyrl.model.checkpoint_files import (
     checkpoints_in,
@@ -105,12 +106,20 @@ def save_and_read(folder, ranks):
     for path in ("file/1", "checkpoints/2"):
         saver.save(SaveCheckpoint(f"{folder}/{path}", int(path[-1]), {}), tensors)
     wait_until(lambda: len(saved) == 2)
+    with pytest.MonkeyPatch.context() as patch:  # one rank writes, and its disk fails
+        patch.setattr(checkpoint, "finish_file", refuse)
+        saver.save(SaveCheckpoint(f"{folder}/checkpoints/3", 3, {}), tensors)
+        wait_until(lambda: len(saved) == 3)
     return [bool(event.error) for event in saved]
+
+
+def refuse(path):
+    raise OSError("Input/output error")
 
 
 def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(ranks, tmp_path):
     (tmp_path / "file").touch()
-    assert ranks.each_does(partial(save_and_read, str(tmp_path))) == [[True, False]] * 2
+    assert ranks.each_does(partial(save_and_read, str(tmp_path))) == [[True, False, True]] * 2
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["2"]
     names = [file.name for file in sorted((tmp_path / "1").glob("*.safetensors"))]
     assert [name.split("-model")[0] for name in names] == ["shard-00001", "shard-00002"]

@@ -9,19 +9,23 @@ them: each rank writes its parts into its own safetensors files, and reads the p
 however many ranks have written. Everything else is JSON (`checkpoint_files`, which needs no torch).
 """
 
+import json
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import hf_storage
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from easyrl.model.checkpoint_files import FILE_BYTES
+from easyrl.model.checkpoint_files import FILE_BYTES, finish_file
 from easyrl.model.sharding import is_sharded, own_part
 
 # One rank is intended. Set globally: checkpoints are written in a thread, filters are global.
@@ -48,18 +52,46 @@ def copy_of_training(
     return earlier
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:
-    """Write the tensors to `folder`, which is created, and return when they are on the disk. All
-    ranks of `process_group` (None: there is one rank) call this together; if one fails, all do.
-    Raises OSError, or torch's wrapper of one."""
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None
+) -> dict[str, str]:
+    """Write the tensors to `folder`, which is created, and return the SHA-256 of this rank's files
+    when they are on the disk. All ranks of `process_group` (None: there is one rank) call this
+    together; if one fails, all do. Raises OSError, or torch's wrapper of one."""
     files: dict[str, int] = {}
     num_bytes = 0
     for name, tensor in tensors.items():
         files[name] = 1 + num_bytes // FILE_BYTES
         num_bytes += tensor.nbytes
     is_alone = process_group is None
-    writer = hf_storage.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    writer = _Writer(str(folder), files, save_distributed=True)
     save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=is_alone)
+    return writer.digests
+
+
+class _Writer(hf_storage.HuggingFaceStorageWriter):
+    """Write tensors from where they are: torch's writer copies a file three times in memory."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's files. Raises OSError, which torch passes on to all ranks."""
+        shard, numbers = plan.storage_data["shard_index"], self.fqn_to_index_mapping or {}
+        files: dict[Path, list[Any]] = {}
+        for item in plan.items:
+            name = f"shard-{shard:05d}-model-{numbers[item.index.fqn]:05d}.safetensors"
+            files.setdefault(Path(self.path, name), []).append(item)
+        with ThreadPoolExecutor(2) as threads:
+            finished = {}
+            for path, items in files.items():
+                tensors = {each.index.fqn: planner.resolve_data(each) for each in items}
+                starts = {each.index.fqn: [*each.tensor_data.chunk.offsets] for each in items}
+                parts = {fqn: {SAVED_OFFSETS_KEY: at} for fqn, at in starts.items()}
+                metadata = {CUSTOM_METADATA_KEY: json.dumps(parts), "format": "pt"}
+                save_file(tensors, path, metadata)
+                finished[path.name] = threads.submit(finish_file, path)  # meanwhile
+        self.digests = {name: each.result() for name, each in finished.items()}
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result([])
+        return done
 
 
 @torch.no_grad()

@@ -27,8 +27,8 @@ from typing import Any
 from easyrl.config import ConfigError, move_inputs
 from easyrl.formatting import printable
 
-FILE_BYTES = 2**30
-"""Approximate size of a safetensors file, which is assembled in memory before it is written."""
+FILE_BYTES = 2**28
+"""Approximate size of a safetensors file; one is put on the disk while the next is written."""
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder."""
 STATE = "state.json"
@@ -120,14 +120,15 @@ def unfinished_name(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED)
 
 
-def publish(path: Path, state: Mapping[str, Any]) -> None:
-    """Publish the checkpoint written to `unfinished_name(path)`, with `state` (for JSON)."""
+def publish(path: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
+    """Publish the checkpoint written to `unfinished_name(path)`, with `state` (for JSON). `known`:
+    SHA-256 of some of its files."""
     written = unfinished_name(path)
     files = sorted(written.iterdir())
     content = {
         "format": FORMAT,
         "files": {file.name: file.stat().st_size for file in files},
-        "sha256": {file.name: _sha256(file) for file in files},
+        "sha256": {file.name: (known or {}).get(file.name) or _sha256(file) for file in files},
         "state": state,
     }
     content[OWN_CHECKSUM] = _content_sha256(content)
@@ -171,6 +172,12 @@ def set_aside(path: Path) -> None:
     aside = path.with_name(path.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
+
+
+def finish_file(file: Path) -> str:
+    """Return the SHA-256 of a file once it is on the disk."""
+    _sync(file)
+    return _sha256(file)
 
 
 def _sha256(file: Path) -> str:

@@ -40,11 +40,10 @@ class CheckpointSaver:
         began = time.monotonic()
         error = ""
         try:
-            write_tensors(
-                checkpoint_files.unfinished_name(path), tensors, self._ranks.group_for_files
-            )
+            folder = checkpoint_files.unfinished_name(path)
+            digests = write_tensors(folder, tensors, self._ranks.group_for_files)
             if self._ranks.rank == 0:
-                checkpoint_files.publish(path, command.state)
+                checkpoint_files.publish(path, command.state, digests)
                 if command.best_version is not None:
                     checkpoint_files.name_best(path.parent, command.best_version)
                 checkpoint_files.keep_newest(path.parent, self._keep)
