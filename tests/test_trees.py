@@ -134,6 +134,10 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
         for path, is_trained, *of_token in zip(paths_of(group), mask, *values, strict=True):
             expected[(*ids[path], *of_token)] += is_trained
         num_prompt |= dict.fromkeys(group.advantages, len(group.prompt_ids))
+        for rollout in split_group(group):  # the budget counts what the row will hold
+            alone = pack([rollout], shares_prompts=shares_prompts)
+            num_tokens = rollout.num_tokens_behind(None, shares_prompts=shares_prompts)
+            assert num_tokens == len(alone.input_ids)
     for batch in batches_of(groups, config, num_ranks=num_ranks, shares_prompts=shares_prompts):
         sees, num_tokens = visible(batch), len(batch.input_ids)
         values = batch.loss_mask, batch.targets, batch.rollout_logprobs, batch.advantages
@@ -220,7 +224,10 @@ def test_packed_tree_has_the_gradients_of_each_branch_alone(family):
 def test_paths_have_these_gradients_too_where_prompts_are_not_shared(family):
     group, changes = group_of(FIRST, 7, EPISODES), UNSHARED.get(family, [{}])[0]
     batch = pack(split_group(group), shares_prompts=False)
-    assert all(not others for _, others in batch.groups)
+    paths = [*paths_of(group)]
+    continued = {token for path in paths for token in path[:-1]}
+    leaves = sorted(len(path) for path in paths if path[-1] not in continued)
+    assert sorted(batch.groups) == [(length, []) for length in leaves]
     expected = each_branch_alone(tiny_model(family, None, SPREAD, **changes).double(), group)
     model = tiny_model(family, None, SPREAD, **changes).double()
     got = as_packed(Policy(model, CPU, no_packing_reason="asked for"), batch)
