@@ -83,6 +83,19 @@ class Episodes:
     def has_work(self) -> bool:
         return bool(self._queue or self._groups)
 
+    @property
+    def wakers(self) -> list[Any]:
+        """Readable when `advance` has something to do."""
+        return list(self.pool.connections)
+
+    def close(self) -> None:
+        """End the processes of the environments."""
+        self.pool.close()
+
+    def take(self, finished: list[FinishedGroup]) -> list[FinishedGroup]:
+        """Take what the engine has finished; return the groups among it."""
+        return finished
+
     def submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         self._queue.append((key, prompt, num_generations))
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -49,6 +49,9 @@ from easyrl.workers.episodes import Episodes
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
+if TYPE_CHECKING:
+    from easyrl.workers.agents import AgentEpisodes
+
 TRAIN, EVALUATE = 0, 1
 Key = tuple[int, int, int]
 """(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): it seeds sampling."""
@@ -70,7 +73,7 @@ class _Group:
 
 
 class RolloutWorker:
-    episodes: Episodes | None = None  # with environments
+    episodes: "Episodes | AgentEpisodes | None" = None  # with environments or an agent
 
     def __init__(
         self, settings: WorkerSettings, port: RingPort | None, control: Connection
@@ -90,10 +93,14 @@ class RolloutWorker:
         # It starts meanwhile.
         of_models = settings.reward_environment
         self.reward_pool = RewardPool(self.config, settings.sources, report, of_models)
-        if self.config.rollout.has_environments:
-            self.episodes = Episodes(
-                self.config, settings.sources or {}, max_open_groups=settings.max_concurrent_groups
-            )
+        given, most = (self.config, settings.sources or {}), settings.max_concurrent_groups
+        if self.config.rollout.agent is not None:
+            from easyrl.workers.agents import AgentEpisodes  # needs the extra `agents`
+
+            self.episodes = AgentEpisodes(*given, max_open_groups=most, sampling=self.sampling)
+        elif self.config.rollout.has_environments:
+            self.episodes = Episodes(*given, max_open_groups=most)
+        if self.episodes is not None:
             self.episodes.pool.report = report
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after these processes: they may run on any core
@@ -118,9 +125,12 @@ class RolloutWorker:
 
     def _load(self) -> tuple[Any, Engine]:
         model, tokenizer = self.config.model, tokenizer_of(self.config)
+        longest, most = self.config.data.max_prompt_length, self.sampling.max_completion_length
+        is_agent = self.config.rollout.agent is not None  # branches have prompts of any length
         sampling = SamplingSettings(
-            max_prompt_length=self.config.data.max_prompt_length,
-            max_completion_length=self.sampling.max_completion_length,
+            max_prompt_length=longest + most * is_agent,
+            max_completion_length=most,
+            max_length=longest + most,
             temperature=self.sampling.temperature,
             top_k=self.sampling.top_k,
             top_p=self.sampling.top_p,
@@ -136,8 +146,8 @@ class RolloutWorker:
         if policy.no_packing_reason is not None:  # the train worker reports it
             if self.episodes is not None:
                 raise ConfigError(
-                    "rollout.environment: expected a model that the embedded engine or vLLM can "
-                    f"serve, got {model.path}: {policy.no_packing_reason}"
+                    f"{self.config.rollout.acts}: expected a model that the embedded engine or "
+                    f"vLLM can serve, got {model.path}: {policy.no_packing_reason}"
                 )
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
         num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
@@ -187,7 +197,7 @@ class RolloutWorker:
     def _close_pools(self) -> None:
         self.reward_pool.close()
         if self.episodes is not None:
-            self.episodes.pool.close()
+            self.episodes.close()
 
     def _wait_for_work(self) -> None:
         if self._deferred or (self.engine.can_step and not self._outbox):
@@ -195,7 +205,7 @@ class RolloutWorker:
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
         is_scoring, is_short = any(each.completions for each in self._groups.values()), False
         if self.episodes is not None:
-            wakers += self.episodes.pool.connections
+            wakers += self.episodes.wakers
             is_short = self.episodes.has_work  # `advance` looks for calls that take too long
         if self._outbox:
             assert self.port is not None
@@ -284,7 +294,7 @@ class RolloutWorker:
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
         kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
         self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
-        for request, completions in finished:
+        for request, completions in self.episodes.take(finished) if self.episodes else finished:
             self._score(request, completions)
 
     def _score(self, request: GroupRequest, completions: list[Completion]) -> None:

@@ -1,0 +1,147 @@
+"""The user's agent: a function or a command, called in the processes of environments (`host`).
+
+solve(row, client, base_url, api_key) -> number | {name: number} | None
+a command: {column} of its words is replaced; OPENAI_BASE_URL and OPENAI_API_KEY lead to the
+endpoint; its reward is in EASYRL_REWARD_FILE or in the last line of its output
+"""
+
+import contextlib
+import ctypes
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from string import Formatter
+from typing import Any
+
+from easyrl.config import Config, ConfigError
+from easyrl.rewards.loading import accepted_arguments
+from easyrl.user_code import load_function
+
+KEY = "rollout.agent (--agent)"
+FORMS = 'file.py:function, package.module:function, or a command, as in "python run.py {column}"'
+MODEL = "policy"
+"""Name of the model at the endpoint. Requests may have any."""
+LIBC = ctypes.CDLL(None)
+Value = tuple[float | None, dict[str, float]]
+"""An episode's reward, if there is one, and the named ones that it is the sum of."""
+
+
+class Agent:
+    """The agent of a process: call it with the arguments of an episode."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a function that cannot be loaded or asks for other arguments."""
+        spec = config.rollout.agent or ""
+        limit, grace = config.rollout.episode_timeout_seconds, config.rollout.tool_timeout_seconds
+        self.limit_seconds = None if limit is None else limit + grace
+        self.words = config.rollout.agent_words
+        self._clients: dict[str, Any] = {}  # by the name of the class
+        if self.words:
+            if shutil.which(self.words[0]) is None:
+                raise ConfigError(f"{KEY}: expected {FORMS}, got {spec!r}: no such program")
+            return
+        self._solve = load_function(spec, KEY, FORMS)
+        given = dict.fromkeys(("row", "client", "base_url", "api_key"))
+        try:
+            inspect.signature(self._solve).bind(**accepted_arguments(self._solve, given))
+        except TypeError as error:
+            raise ConfigError(f"{KEY}: '{spec}': {error}; it gets {', '.join(given)}") from None
+        has_client = "client" in inspect.signature(self._solve).parameters
+        self._kind = "AsyncOpenAI" if inspect.iscoroutinefunction(self._solve) else "OpenAI"
+        self._kind = self._kind if has_client else ""
+
+    def run(
+        self, row: Mapping[str, Any], base_url: str, api_key: str, awaited: Callable[[Any], Any]
+    ) -> Value:
+        """Run an episode. `awaited` returns the result of a coroutine. Raises what the agent
+        raises, and TypeError or ValueError for a result that is no reward."""
+        if self.words:
+            return self._execute(row, base_url, api_key)
+        given: dict[str, Any] = {"row": dict(row), "base_url": base_url, "api_key": api_key}
+        if self._kind:
+            given["client"] = self._client(base_url, api_key)
+        returned = self._solve(**accepted_arguments(self._solve, given))
+        if isinstance(returned, Awaitable):
+            returned = awaited(returned)
+        return as_value(returned)
+
+    def _client(self, base_url: str, api_key: str) -> Any:
+        import openai  # takes long
+
+        if self._kind not in self._clients:  # connections and certificates are shared
+            make = getattr(openai, self._kind)
+            self._clients[self._kind] = make(
+                base_url=base_url, api_key=api_key, timeout=None, max_retries=0
+            )
+        return self._clients[self._kind].with_options(base_url=base_url, api_key=api_key)
+
+    def _execute(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
+        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+            own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+            process = subprocess.Popen(
+                fill_in(self.words, row),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env={**os.environ, **own, "EASYRL_REWARD_FILE": file.name},
+                start_new_session=True,
+                preexec_fn=_die_with_thread,  # noqa: PLW1509  a call of C alone
+            )
+            try:
+                output, _ = process.communicate(timeout=self.limit_seconds)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+                process.wait()
+            if process.returncode:
+                raise RuntimeError(f"'{self.words[0]}' ended with code {process.returncode}")
+            lines = [file.read().strip(), *reversed(output.split("\n"))]
+        line = next(filter(None, map(str.strip, lines)), "null")
+        try:
+            return as_value(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise TypeError(f"in EASYRL_REWARD_FILE or the last line: {error}") from None
+
+
+def _die_with_thread() -> None:
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: threads of the host end with it
+
+
+def fill_in(words: list[str], row: Mapping[str, Any]) -> list[str]:
+    """Replace `{column}` in each word of a command. Raises ConfigError for an unknown column."""
+    texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in row.items()}
+    try:
+        return [Formatter().vformat(word, (), texts) for word in words]
+    except (LookupError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{KEY}: expected names of columns in braces ({', '.join(row)}; {{{{ and }}}} are "
+            f"braces), got {shlex.join(words)}: {error!r}"
+        ) from None
+
+
+def as_value(returned: Any) -> Value:
+    """Convert what an agent returned. Raises TypeError, or ValueError for NaN and infinity."""
+    if returned is None:
+        return None, {}
+    named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
+    try:
+        if isinstance(returned, str | bytes) or not all(isinstance(name, str) for name in named):
+            raise TypeError
+        numbers = {name: float(x) for name, x in named.items() if not isinstance(x, str)}
+        if len(numbers) < len(named) or not named:
+            raise TypeError
+    except TypeError:
+        raise TypeError(
+            f"expected a number, a mapping of names to numbers, or None, got {returned!r:.80}"
+        ) from None
+    if not all(map(math.isfinite, numbers.values())):
+        raise ValueError(f"expected finite numbers, got {returned!r:.80}")
+    return sum(numbers.values()), numbers if isinstance(returned, Mapping) else {}
