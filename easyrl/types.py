@@ -3,7 +3,7 @@
 Plain data in NumPy arrays. Imports no torch.
 
 Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt,
-ΣR all completion tokens of a group.
+ΣR all completion tokens of a group, S segments of all its completions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,6 +103,10 @@ class Completion:
     is_sampled: Bool  # [R], False for inserted tokens, whose log-probability is 0
 
 
+def _no_tokens() -> Int32:
+    return np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The G scored rollouts of one prompt: what the ring buffer carries."""
@@ -120,6 +124,13 @@ class RolloutGroup:
     rewards: Float32  # [G]
     advantages: Float32  # [G]
     truncated: Bool  # [G], True where the completion was cut off
+    segment_lengths: Int32 = field(default_factory=_no_tokens)  # [S], positive
+    """Lengths of the segments that the completions consist of, in the order of the tokens. Those of
+    a completion add up to its length. Empty: every completion continues the prompt's end."""
+    segment_after: Int32 = field(default_factory=_no_tokens)  # [S]
+    """Index in `prompt_ids` followed by `completion_ids` of the token that each segment continues:
+    any before it, of the prompt or of its own completion; -1: it begins a context of its own."""
+    teacher_prompt_ids: Int32 = field(default_factory=_no_tokens)  # [P'], empty: `prompt_ids`
 
     @property
     def num_generations(self) -> int:
@@ -143,16 +154,20 @@ class RolloutGroup:
         return mask
 
 
+Groups = Sequence[tuple[int, Sequence[int]] | tuple[int, Sequence[int], Sequence[int]]]
+"""Layout of a packed row. Of each group: the length of its prompt, the length of each completion
+(none: a whole sequence) and, if it is a deeper tree, what each of these continues: 0 the prompt, n
+the n-th of them. The order is depth-first: what continues a node stands right behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The input of one forward and backward: rollouts packed into one row (`workers.packing`).
     Shapes: T tokens of the row, K completion tokens in it, C completions."""
 
     input_ids: np.ndarray  # [T] int64
-    position_ids: np.ndarray  # [T] int64: every completion continues from its prompt's positions
-    groups: list[tuple[int, list[int]]]
-    """Layout of the row: for each group its prompt's length and its completions' lengths. Where
-    prompts are repeated, each sequence is (its length, [])."""
+    position_ids: np.ndarray  # [T] int64: in the sequence from the prompt's first token
+    groups: Groups
     logits_at: np.ndarray  # [K] int64: positions whose logits predict the completion tokens
     targets: np.ndarray  # [K] int64: the completion tokens
     completion_of_token: np.ndarray  # [K] int64 in 0..C-1

@@ -49,7 +49,7 @@ def zeroed(group, which):
 
 def make_ring(num_slots, num_owners=2, num_groups=64):
     limits = NUM_GENERATIONS, LONGEST_PROMPT, LONGEST_COMPLETION
-    return RingBuffer(RingLayout(num_slots, *limits, num_owners, num_groups))
+    return RingBuffer(RingLayout(num_slots, *limits, num_owners, num_groups, 5))
 
 
 def num_free(ring):

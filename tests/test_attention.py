@@ -142,15 +142,25 @@ def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch
     assert (output - expected).norm() < 0.003 * expected.norm()
 
 
-GROUPS = st.lists(
-    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=4
-)
+@st.composite
+def drawn_tree(draw):
+    """In depth-first order, a segment continues the one before it or one above that."""
+    lengths, above, parents = draw(st.lists(st.integers(1, 6), max_size=5)), [0], []
+    for number in range(len(lengths)):
+        above = above[: draw(st.integers(1, len(above)))]
+        parents.append(above[-1])
+        above.append(number + 1)
+    return draw(st.integers(1, 7)), lengths, parents
+
+
+PLAIN = st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), max_size=4))
+GROUPS = st.lists(PLAIN | drawn_tree(), min_size=1, max_size=4)
 WINDOWS = st.none() | st.integers(1, 14)
 
 
 def dense_mask(groups, window):
     """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
-    num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
+    num_tokens = sum(prompt + sum(completions) for prompt, completions, *_ in groups)
     indices = torch.arange(num_tokens)
     visible = FlexSharedPrompt(groups, CPU).visible(window)
     return visible(None, None, indices[:, None], indices[None, :])

@@ -50,7 +50,13 @@ FREE, WRITING, READY, READING = range(4)
 STATE_BITS = 2  # status word: owner << STATE_BITS | state
 
 SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
-DIMENSIONS = ("num_prompt_tokens", "num_generations", "num_completion_tokens")
+DIMENSIONS = (
+    "num_prompt_tokens",
+    "num_generations",
+    "num_completion_tokens",
+    "num_segments",
+    "num_teacher_prompt_tokens",
+)
 
 FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
 # The status is state and owner in one word: both change in one store.
@@ -65,6 +71,9 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
     ("rewards", np.float32, "num_generations"),
     ("advantages", np.float32, "num_generations"),
     ("truncated", np.bool_, "num_generations"),
+    ("segment_lengths", np.int32, "num_segments"),
+    ("segment_after", np.int32, "num_segments"),
+    ("teacher_prompt_ids", np.int32, "num_teacher_prompt_tokens"),
 )
 
 NEVER = -1
@@ -82,6 +91,8 @@ class RingLayout:
     max_completion_length: int  # in tokens, tool and environment tokens included
     num_owners: int  # owner ids of workers are 0 … num_owners − 1
     num_groups: int  # of an iteration: group indices are 0 … num_groups − 1
+    segments_per_completion: int = 0  # on average over a group; 0: all of them are plain
+    max_teacher_prompt_length: int = 0  # in tokens
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -90,6 +101,8 @@ class RingLayout:
             "num_prompt_tokens": self.max_prompt_length,
             "num_generations": self.num_generations,
             "num_completion_tokens": self.num_generations * self.max_completion_length,
+            "num_segments": self.num_generations * self.segments_per_completion,
+            "num_teacher_prompt_tokens": self.max_teacher_prompt_length,
         }
 
     def arrays(self) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
@@ -108,11 +121,13 @@ class RingLayout:
         return sum(_num_bytes(element, shape) for _, element, shape in self.arrays())
 
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
-        """Return the header's three lengths. Raises ValueError if the group does not fit a slot."""
+        """Return the header's lengths. Raises ValueError if the group does not fit a slot."""
         lengths = {
             "num_prompt_tokens": len(group.prompt_ids),
             "num_generations": group.num_generations,
             "num_completion_tokens": group.num_completion_tokens,
+            "num_segments": len(group.segment_lengths),
+            "num_teacher_prompt_tokens": len(group.teacher_prompt_ids),
         }
         for name, element, dimension in ARRAYS:
             array, length = getattr(group, name), lengths[dimension]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from easyrl import devices
-from easyrl.model.shared_prompt import Groups, LayerSettings, SharedPrompt
+from easyrl.model.shared_prompt import LayerSettings, SharedPrompt
+from easyrl.types import Groups
 
 ATTENTION_NAME = "easyrl"
 

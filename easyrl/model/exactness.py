@@ -27,13 +27,19 @@ from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, loadable_model
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
 from easyrl.model.files import PACKED_LAYERS, fingerprint
-from easyrl.model.shared_prompt import Groups, LayerSettings
+from easyrl.model.shared_prompt import LayerSettings
+from easyrl.types import Groups
 
-GROUPS = [(3, [2, 4]), (2, [3, 1])]
-"""The packed row of the check: for each group its P, and the R of each completion."""
-SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10, 14]]
+GROUPS: Groups = [(3, [2, 4]), (2, [3, 1, 2], [0, 1, 1])]
+"""The packed row of the check: a group, and a tree in which a completion branches."""
+SEQUENCES = [
+    [0, 1, 2, 3, 4],
+    [0, 1, 2, 5, 6, 7, 8],
+    [9, 10, 11, 12, 13, 14],
+    [9, 10, 11, 12, 13, 15, 16],
+]
 """The tokens of each of its sequences."""
-POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 2]
+POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 5, 6]
 NUM_DRAWS = 3
 """Rows of random tokens, one of which must agree: rounding may change a token's experts."""
 

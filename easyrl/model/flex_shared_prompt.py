@@ -19,13 +19,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from easyrl import devices
 from easyrl.model.attention import notes
-from easyrl.model.shared_prompt import Groups, LayerSettings
+from easyrl.model.shared_prompt import LayerSettings, segments_of
+from easyrl.types import Groups
 
 LARGE_HEAD_SIZE, LARGE_HEAD_BYTES = 128, 160 * 1024
 """Kernels for larger heads than this need about this much shared memory with torch's block sizes.
 Consumer cards (RTX 3090 to 5090), L4 and A10 have 99 KiB; A100 has 163, H100 227."""
-PROMPT = -1
-"""The segment number of a prompt; completions have theirs in the group."""
 
 
 class FlexSharedPrompt:
@@ -33,7 +32,7 @@ class FlexSharedPrompt:
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         tokens = torch.from_numpy(_describe_tokens(groups)).to(device)
-        self._group_of, self._segment_of, self._positions = tokens
+        self._ends, self._positions = tokens
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
 
@@ -57,12 +56,11 @@ class FlexSharedPrompt:
         return self._masks[window]
 
     def visible(self, window: int | None) -> Callable[[Any, Any, Any, Any], Any]:
-        """Return the mask: own completion and its group's prompt, not ahead, within the window."""
-        group_of, segment_of, positions = self._group_of, self._segment_of, self._positions
+        """Return the mask: of the same segment or of one above it, not ahead, in the window."""
+        ends, positions = self._ends, self._positions
 
         def mask(_batch: Any, _head: Any, q: Any, k: Any) -> Any:
-            is_own = (segment_of[k] == PROMPT) | (segment_of[k] == segment_of[q])
-            seen = (group_of[q] == group_of[k]) & is_own & (k <= q)
+            seen = (k <= q) & (q < ends[k])
             if window is not None:
                 seen = seen & (positions[q] - positions[k] < window)
             return seen
@@ -103,13 +101,11 @@ def _kernel_options(head_size: int, shared_memory_bytes: int) -> dict[str, Any]:
 
 
 def _describe_tokens(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return each token's group, segment (PROMPT or a completion) and position: [3, T]."""
+    """Return the end of the tokens that see each token, and each token's position: [2, T]."""
     columns = []
-    for number, (prompt_length, completion_lengths) in enumerate(groups):
-        for segment, length in ((PROMPT, prompt_length), *enumerate(completion_lengths)):
-            start = 0 if segment == PROMPT else prompt_length
-            positions = start + np.arange(length)
-            columns.append(np.stack(np.broadcast_arrays(number, segment, positions)))
+    for start, stop, end, position in segments_of(groups):
+        positions = position + np.arange(stop - start)
+        columns.append(np.stack(np.broadcast_arrays(end, positions)))
     return np.concatenate(columns, axis=1).astype(np.int32)
 
 

@@ -6,8 +6,12 @@ causally:
     own      every segment (a prompt or a completion) to itself, causally
     prompt   all completions of a group together to their prompt, whose keys are not copied
 
-A completion's softmax over both blocks is merged by their log-sum-exps. Kept for backward are the
-row's query, key and value, its output and log-sum-exp: no scores, no copies.
+Completions may branch too: a group is a tree of segments in depth-first order, so that the tokens
+below a segment stand right behind it. They attend to it together, as to a prompt. The cost follows
+the distinct tokens and the lengths of the paths to them.
+
+A token's softmax over its blocks is merged by their log-sum-exps. Kept for backward are the row's
+query, key and value, its output and log-sum-exp: no scores, no copies.
 
 A kernel takes many segments at once if they have one length. So segments of similar length are
 padded to the longest of them: a bucket. Wide buckets waste scores, many buckets waste calls.
@@ -19,10 +23,10 @@ and values), D head size; of a bucket: B segments, L the longest of them. "Token
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,11 +34,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from easyrl import devices
+from easyrl.types import Groups
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-Groups = Sequence[tuple[int, Sequence[int]]]
-"""P of each group, and R of each of its completions (none: a whole sequence)."""
 HIDDEN = -1e30
 """Added to hidden scores. Finite, because a query may have no visible key in a block."""
 
@@ -61,20 +64,42 @@ class Block:
     bias: Tensor | None  # [L, S] or [B, 1, L or 1, S], added to the scores
 
 
+class Segment(NamedTuple):
+    """A node of a group's tree: the tokens `start` to `stop` of the row."""
+
+    start: int
+    stop: int
+    end: int  # of the tokens below it, which start at `stop`
+    position: int  # of its first token
+
+
+def segments_of(groups: Groups) -> list[Segment]:
+    """Return the segments of a row in the order of its tokens."""
+    segments, start = list[Segment](), 0
+    for root, others, *parents in groups:
+        lengths, above = [root, *others], [-1, *(parents[0] if parents else [0] * len(others))]
+        positions, sizes = [0], [*lengths]
+        for parent in above[1:]:
+            positions.append(positions[parent] + lengths[parent])
+        for number in reversed(range(1, len(lengths))):
+            sizes[above[number]] += sizes[number]
+        for length, size, position in zip(lengths, sizes, positions, strict=True):
+            segments.append(Segment(start, start + length, start + size, position))
+            start += length
+    return segments
+
+
 class SharedPrompt:
     """The attention layout of one packed row."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        self._prompts: list[tuple[slice, slice, Sequence[int]]] = []  # with its completions
-        start = 0
-        for prompt_length, completion_lengths in groups:
-            prompt = slice(start, start + prompt_length)
-            start = prompt.stop + sum(completion_lengths)
-            if completion_lengths:
-                self._prompts.append((prompt, slice(prompt.stop, start), completion_lengths))
-        lengths = np.array([n for prompt, completions in groups for n in (prompt, *completions)])
-        segments = np.stack([lengths.cumsum() - lengths, lengths], axis=1)
-        self._buckets = make_buckets(segments, device)
+        segments = segments_of(groups)
+        self._shared = [each for each in segments if each.end > each.stop]
+        lengths = np.array([each.stop - each.start for each in segments])
+        starts = lengths.cumsum() - lengths
+        firsts = np.array([each.position for each in segments])
+        self._positions = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
+        self._buckets = make_buckets(np.stack([starts, lengths], axis=1), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
@@ -115,25 +140,26 @@ class SharedPrompt:
     def prompt_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> Iterator[tuple[slice, slice, Block]]:
-        """Yield blocks, each with the tokens of its queries and of its keys."""
+        """Yield a block for each segment and what is below it, with the tokens of its queries and
+        of its keys."""
         window = settings.sliding_window
-        for prompt, completions, lengths in self._prompts:
+        for start, stop, end, position in self._shared:
+            below, after = slice(stop, end), position + stop - start
             if window is None:
-                keys, bias = self._pad(prompt, query)
+                keys, bias = self._pad(slice(start, stop), query)
             else:
-                num_prompt = prompt.stop - prompt.start
-                first = max(0, num_prompt - window + 1)
-                if first == num_prompt:
+                first = max(position, after - window + 1)
+                if first == after:
                     continue
-                keys, bias = slice(prompt.start + first, prompt.stop), None
-                positions = num_prompt + np.concatenate([np.arange(n) for n in lengths])
+                keys, bias = slice(stop - (after - first), stop), None
+                positions = self._positions[below]
                 if positions.max() - first >= window:
-                    bias = self._bias(positions, np.arange(first, num_prompt), window, query)
-            cells = (x[None] for x in (query[completions], key[keys], value[keys]))
-            yield completions, keys, _block(*cells, is_causal=False, bias=bias)
+                    bias = self._bias(positions, np.arange(first, after), window, query)
+            cells = (x[None] for x in (query[below], key[keys], value[keys]))
+            yield below, keys, _block(*cells, is_causal=False, bias=bias)
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
-        """Extend a prompt's keys to a padded length; return the bias [1, S] that hides this."""
+        """Extend a segment's keys to a padded length; return the bias [1, S] that hides this."""
         length = keys.stop - keys.start
         width = padded_length(length)
         if width == length or keys.start + width > len(query):

@@ -197,7 +197,8 @@ class Rows:
             if len(self.rows) == max_rows:
                 return False
             self.rows.append([])
-            self._num_free, num_tokens = self.max_tokens, rollout.num_tokens_behind(None)
+            self._num_free = self.max_tokens
+            num_tokens = rollout.num_tokens_behind(None, shares_prompts=self.shares_prompts)
         self.rows[-1].append(rollout)
         self._num_free -= num_tokens
         self.num_tokens += num_tokens
@@ -216,7 +217,8 @@ def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
             refilled.add(rollout)
         return refilled.rows
 
-    longest = max(rollout.num_tokens_behind(None) for rollout in rollouts)
+    alone = partial(Rollout.num_tokens_behind, previous=None, shares_prompts=rows.shares_prompts)
+    longest = max(map(alone, rollouts))
     budgets = range(longest, max(longest, rows.max_tokens) + 1)  # the last one suffices
     best = bisect_left(budgets, True, key=lambda budget: len(filled(budget)) <= num_ranks)
     shares = filled(budgets[best])
