@@ -11,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from easyrl.config.eval import EvalConfig
 from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
+MAX_BRANCHES = 128
+"""Most token sequences of an agent's episode: it bounds what a group carries of them."""
 AGENT_FUNCTION = re.compile(r"\S+\.py|.*\.py:\w*|[\w.]+:\w*")
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from easyrl.agents.endpoint import Answer, ApiError, Choice, Endpoint, Request, message_of
 from easyrl.config import Config, ConfigError
-from easyrl.config.rollout import SamplingChoice
+from easyrl.config.rollout import MAX_BRANCHES, SamplingChoice
 from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.conversation import Conversations
@@ -43,8 +43,6 @@ from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
 
 Key = tuple[int, ...]
-MAX_SEQUENCES = 128
-"""Most sequences of an episode: a bound of the branches that its completion may have."""
 PREFIX_TOKENS = 256  # before an answer, that reading its calls may need
 
 
@@ -338,10 +336,8 @@ class AgentEpisodes:
                 f"{episode.num_tokens} before this request, which has {num_new} new ones",
                 "context_length_exceeded",
             )
-        if resumed is None and len(episode.sequences) + num > MAX_SEQUENCES:
-            raise ApiError(
-                f"expected at most {MAX_SEQUENCES} branches in an episode (MAX_SEQUENCES)"
-            )
+        if resumed is None and len(episode.sequences) + num > MAX_BRANCHES:
+            raise ApiError(f"expected at most {MAX_BRANCHES} branches in an episode (MAX_BRANCHES)")
         most = available if wanted is None else min(wanted, available)
         episode.num_requests += 1
         episode.num_tokens += num_new
@@ -505,9 +501,9 @@ class AgentEpisodes:
         """Join the tokens of an episode: of each sequence what it does not share."""
         reason: Literal["stop", "length"] = "length" if episode.limit == "length" else "stop"
         if not episode.sequences:  # one token, of no sequence
-            end = np.array([min(self._engine.end_tokens)], dtype=np.int32)
-            nothing = np.zeros(1, dtype=np.bool_)
-            return Completion(end, np.zeros(1, dtype=np.float32), reason, nothing)
+            end, one = min(self._engine.end_tokens), np.ones(1, dtype=np.int32)
+            zeros, masked = np.zeros(1, np.float32), np.zeros(1, np.bool_)
+            return Completion(end * one, zeros, reason, masked, one, (num_prompt - 1) * one)
         starts: dict[_Sequence, int] = {}
         length, lengths, after, parts = 0, [], [], []
 
@@ -531,7 +527,8 @@ class AgentEpisodes:
             lengths.append(len(own) + len(sampled.token_ids))
             length += lengths[-1]
         token_ids, logprobs, is_sampled = map(np.concatenate, zip(*parts, strict=True))
-        return Completion(token_ids, logprobs, reason, is_sampled)
+        segments = np.array(lengths, dtype=np.int32), np.array(after, dtype=np.int32)
+        return Completion(token_ids, logprobs, reason, is_sampled, *segments)
 
     def finish(self, key: Key, completions: list[Completion]) -> tuple[Any, list[Messages]]:
         """Return the prompt, and the answered part of each episode's last conversation."""

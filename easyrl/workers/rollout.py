@@ -40,6 +40,7 @@ from easyrl.types import (
     Completion,
     Float32,
     IndexedPrompt,
+    Int32,
     Messages,
     Prompt,
     RolloutGroup,
@@ -391,6 +392,8 @@ class RolloutWorker:
                 algorithm.advantage_estimator,
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
+            segment_lengths=np.concatenate([c.segment_lengths for c in completions]),
+            segment_after=_in_group(completions, len(own.prompt_ids)),
         )
         kept = self.config.output.samples
         is_sample = (kept is None or own.index < kept) and not is_rejected
@@ -459,8 +462,16 @@ class RolloutWorker:
 
 def checksum(completions: Sequence[Completion]) -> int:
     """Return the CRC-32 of a group's token ids and log-probabilities."""
-    arrays = (array for each in completions for array in (each.token_ids, each.logprobs))
+    names = "token_ids", "logprobs", "segment_lengths", "segment_after"
+    arrays = (getattr(each, name) for each in completions for name in names)
     return zlib.crc32(b"".join(array.tobytes() for array in arrays))
+
+
+def _in_group(completions: Sequence[Completion], num_prompt: int) -> Int32:
+    """Return `segment_after` of all completions, with indices in the group."""
+    starts = np.cumsum([0, *(len(each.token_ids) for each in completions)], dtype=np.int32)
+    pairs = zip(starts, (each.segment_after for each in completions), strict=False)
+    return np.concatenate([np.where(x < num_prompt, x, x + start) for start, x in pairs])
 
 
 def _as_text(content: str | Messages) -> str:
