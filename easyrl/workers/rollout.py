@@ -29,6 +29,7 @@ from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import SamplingSettings
+from easyrl.environments.pool import EnvironmentPool
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
@@ -94,15 +95,10 @@ class RolloutWorker:
         # It starts meanwhile.
         of_models = settings.reward_environment
         self.reward_pool = RewardPool(self.config, settings.sources, report, of_models)
-        given, most = (self.config, settings.sources or {}), settings.max_concurrent_groups
-        if self.config.rollout.agent is not None:
-            from easyrl.workers.agents import AgentEpisodes  # needs the extra `agents`
-
-            self.episodes = AgentEpisodes(*given, max_open_groups=most, sampling=self.sampling)
-        elif self.config.rollout.has_environments:
-            self.episodes = Episodes(*given, max_open_groups=most)
-        if self.episodes is not None:
-            self.episodes.pool.report = report
+        if self.config.rollout.has_environments:
+            pool = EnvironmentPool(self.config, settings.sources or {})
+            pool.report = report
+            self.episodes = self._make_episodes(pool, settings.max_concurrent_groups)
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after these processes: they may run on any core
         control.send(events.Starting("loading the model"))
@@ -110,7 +106,8 @@ class RolloutWorker:
             self.tokenizer, self.engine = self._load()
             self._decode = text_decoder(self.tokenizer)
             if self.episodes is not None:
-                self.episodes.bind(self.engine, self.tokenizer)
+                rows = settings.max_concurrent_groups * self.sampling.num_samples
+                self.episodes.bind(self.engine, self.tokenizer, rows)
         except BaseException:
             self._close_pools()
             raise
@@ -124,20 +121,19 @@ class RolloutWorker:
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
         """Groups for the ring, with their reports if these have not been sent."""
 
+    def _make_episodes(self, pool: EnvironmentPool, most: int) -> "Episodes | AgentEpisodes":
+        if self.config.rollout.agent is None:
+            return Episodes(self.config, pool, max_open_groups=most)
+        from easyrl.agents.endpoint import Endpoint  # of the extra `agents`
+        from easyrl.workers.agents import AgentEpisodes
+
+        endpoint = Endpoint(self.config, self.sampling)
+        return AgentEpisodes(self.config, pool, endpoint, max_open_groups=most)
+
     def _load(self) -> tuple[Any, Engine]:
         model, tokenizer = self.config.model, tokenizer_of(self.config)
-        longest, most = self.config.data.max_prompt_length, self.sampling.max_completion_length
-        is_agent = self.config.rollout.agent is not None  # branches have prompts of any length
-        sampling = SamplingSettings(
-            max_prompt_length=longest + most * is_agent,
-            max_completion_length=most,
-            max_length=longest + most,
-            temperature=self.sampling.temperature,
-            top_k=self.sampling.top_k,
-            top_p=self.sampling.top_p,
-            stop=self.config.rollout.stop,
-            seed=self.config.runtime.seed,
-        )
+        has_branches = self.config.rollout.agent is not None
+        sampling = sampling_settings(self.config, self.sampling, has_branches=has_branches)
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
         trusted, device = model.trust_remote_code, self.settings.device
@@ -458,6 +454,23 @@ class RolloutWorker:
             if not self.port.put(group, timeout_seconds=0.0):  # another worker was faster
                 return
             self._outbox.popleft()
+
+
+def sampling_settings(
+    config: Config, choice: SamplingChoice, *, has_branches: bool
+) -> SamplingSettings:
+    """Return the settings of an engine. `has_branches`: prompts may have what others sampled."""
+    longest, most = config.data.max_prompt_length, choice.max_completion_length
+    return SamplingSettings(
+        max_prompt_length=longest + most * has_branches,
+        max_completion_length=most,
+        max_length=longest + most,
+        temperature=choice.temperature,
+        top_k=choice.top_k,
+        top_p=choice.top_p,
+        stop=config.rollout.stop,
+        seed=config.runtime.seed,
+    )
 
 
 def checksum(completions: Sequence[Completion]) -> int:
