@@ -1,12 +1,15 @@
 """Agents: what they ask of the endpoint, and the tokens that are trained."""
 
 import asyncio
+import json
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,6 +27,7 @@ from easyrl.model.policy import Policy
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes
+from tool_models import chat_model
 
 KEY = (0, 0, 0)
 HELLO = [{"role": "user", "content": "0-99"}]
@@ -300,3 +304,176 @@ def test_requests_at_once_are_served_and_streams_and_choices_have_all_tokens():
         found = worker.run(solve)
         worker.check(found)
     assert found[KEY][3].scores == [[1.0]], found[KEY][3].errors
+
+
+def refused(ask, *arguments, **options):
+    """Return the code of a refusal, and the field that it names."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(*arguments, **options)
+    return caught.value.code, caught.value.param
+
+
+def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(worker):
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    fields = {
+        "logit_bias": {"5": 1},
+        "temperature": 0.2,
+        "top_p": 0.5,
+        "stop": ["x"],
+        "seed": 1,
+        "logprobs": True,
+        "response_format": {"type": "json_object"},
+        "n": 0,
+        "max_tokens": 0,
+        "tool_choice": "required",
+    }
+
+    def solve(client, base_url):
+        for name, value in fields.items():
+            assert refused(chat, client, HELLO, **{name: value})[1] == name
+        assert refused(chat, client, HELLO, extra_body={"best": 1})[1] == "best"
+        assert refused(chat, client, [{"role": "user", "content": [picture]}])[1] == "messages"
+        assert refused(chat, client, [*HELLO, said("5")])[1] == "messages"
+        assert refused(chat, client.with_options(api_key="other"), HELLO)[0] == "invalid_api_key"
+        assert refused(client.with_options(api_key="other").models.list)[0] == "invalid_api_key"
+        assert refused(client.embeddings.create, model="m", input="x")[0] is None
+        chat(client, HELLO, temperature=1.0, top_p=1, presence_penalty=0, max_tokens=2)
+        long = refused(chat, client, [asked("5" * 500)])
+        assert long[0] == "context_length_exceeded"
+        return 1.0
+
+    found = worker.run(solve)
+    worker.check(found)
+    _, completions, _, scored, _, columns = found[KEY]
+    assert scored.errors == [] and scored.scores == [[1.0, 1.0]]
+    assert {each.finish_reason for each in completions} == {"length"}
+    assert columns["ended_by"] == ["length"] * 2
+
+
+def test_other_sampling_settings_may_be_replaced_and_stop_strings_are_the_runs():
+    def solve(client):
+        text = chat(client, HELLO, temperature=0.2, tool_choice="required", stop="1")
+        messages = [*HELLO, said(text), asked("higher")]
+        chat(client, messages, stop=["1"])
+        return float("1" not in text)
+
+    words = "rollout.agent_sampling=ignore", "rollout.stop=['1']"
+    with closing(Worker("tiny-guess", *words, num=8)) as worker:
+        found = worker.run(solve)
+        worker.check(found)
+        notes = " ".join(worker.pool.notes)
+    assert "temperature" in notes and "tool_choice" in notes and len(worker.pool.notes) == 2
+    assert found[KEY][3].scores == [[1.0] * 8]
+    assert all(len(each.segment_lengths) == 1 for each in found[KEY][1])
+
+
+def test_every_end_of_an_agent_is_counted_and_the_run_continues():
+    def leave(client):
+        thread = threading.Thread(target=lambda: refused(chat, client, HELLO))
+        thread.start()
+        chat(client, [asked("3-4")], max_tokens=2)
+        raise RuntimeError("in the middle of a call")
+
+    def for_ever(client):
+        while True:
+            chat(client, HELLO, max_tokens=3)
+
+    ends = [
+        (lambda client: 0.5, 0.5, "answer"),
+        (for_ever, 0.0, "max_turns"),
+        (leave, 0.0, "error"),
+        (lambda client: "text", 0.0, "error"),
+        (lambda client: float("nan"), 0.0, "error"),
+        (lambda client: chat(client, HELLO) and None, None, "answer"),
+        (lambda client: {"a": 1, "b": chat(client, HELLO) == ""}, 1.0, "answer"),
+    ]
+    with closing(Worker("tiny-guess", "rollout.max_turns=5", max_open=2)) as worker:
+        found = worker.run(lambda client, row: ends[row["answer"]][0](client), num_groups=len(ends))
+        worker.check(found)
+    for index, (_, value, ended_by) in enumerate(ends):
+        _, completions, _, scored, metrics, columns = found[0, 0, index]
+        assert scored.scores == [[value]] and columns["ended_by"] == [ended_by]
+        assert bool(scored.errors) == (ended_by == "error")
+        assert metrics["episodes/without_requests"] == (not completions[0].is_sampled.any())
+    assert [*found[0, 0, 6][3].metrics] == ["rewards/a/mean", "rewards/b/mean"]
+
+
+def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_trained():
+    begun, told = [], []
+
+    def solve(client):
+        begun.append(client)
+        is_killed, text = len(begun) <= 2, chat(client, HELLO)
+        if is_killed:
+            raise HostKilled("killed")
+        told.append(text)
+        return 1.0
+
+    with closing(Worker("tiny-guess", num=2)) as worker:
+        found = worker.run(solve)
+        _, completions, answers, scored, _, _ = found[KEY]
+        decode = worker.tokenizer.decode
+        texts = [decode(each.token_ids[each.is_sampled][:-1].tolist()) for each in completions]
+    assert sorted(texts) == sorted(told) and len(begun) == 4
+    assert scored.scores == [[1.0, 1.0]] and [len(each) for each in answers] == [1, 1]
+
+
+def test_tools_are_called_through_the_client_and_their_results_continue_the_tokens(tmp_path):
+    calls = ['<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>']
+    model = chat_model(tmp_path / "model", calls)
+
+    async def solve(client):
+        messages, num_calls = [asked("2+3")], 0
+        for _ in range(6):
+            answer = await client.chat.completions.create(
+                model="m", messages=messages, tools=[TOOL], max_tokens=60
+            )
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                assert answer.choices[0].finish_reason == "tool_calls"
+                assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+                assert "tool_call" not in (message.content or "")
+                num_calls += 1
+                result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+                messages.append(result)
+            messages.append(asked("more"))
+        assert num_calls > 0
+        plain = [*messages[:1], said("no"), asked("x")]
+        answer = await client.chat.completions.create(
+            model="m", messages=plain, tools=[TOOL], tool_choice="none", max_tokens=60
+        )
+        assert not answer.choices[0].message.tool_calls
+        return 1.0
+
+    with closing(Worker(model, num=2, length=700)) as worker:
+        found = worker.run(solve)
+        worker.check(found)
+    assert found[KEY][3].errors == []
+    assert all(len(each.segment_lengths) == 2 for each in found[KEY][1])
+
+
+def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
+    def solve(client, row):
+        messages = list(HELLO)
+        for _ in range(3):
+            time.sleep(np.random.default_rng().random() / 100)
+            messages += [said(chat(client, messages)), asked("lower")]
+        chat(client, [asked("1-2"), said("1"), asked("higher")])
+        with ThreadPoolExecutor(2) as threads:  # not one at a time
+            asks = [threads.submit(chat, client, HELLO) for _ in range(2)]
+            errors = [each.exception() for each in asks]
+        assert sum(isinstance(error, openai.BadRequestError) for error in errors) == 1
+        return 1.0
+
+    results = []
+    for _ in range(2):
+        words = "runtime.deterministic=true"
+        with closing(Worker("tiny-guess", words, num=3, max_open=2)) as worker:
+            found = worker.run(solve, num_groups=3)
+            worker.check(found)
+            results.append(
+                [[*c.token_ids, *c.logprobs] for k in sorted(found) for c in found[k][1]]
+            )
+            assert all(of[3].errors == [] for of in found.values())
+    assert results[0] == results[1]

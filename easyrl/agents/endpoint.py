@@ -206,8 +206,8 @@ class Endpoint:
         elif choice not in ("auto", "none"):
             raise ValueError(f"tool_choice: expected 'auto' or 'none', got {choice!r:.80}")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        num = body.get("n") or 1
-        for name, value in (("max_tokens", 1 if limit is None else limit), ("n", num)):
+        num = 1 if body.get("n") is None else body["n"]
+        for name, value in (("n", num), ("max_tokens", 1 if limit is None else limit)):
             if type(value) is not int or value < 1 or num > MAX_CHOICES:
                 raise ValueError(f"{name}: expected a whole number from 1, got {value!r:.80}")
         messages = _read_chat(body.get("messages")) if is_chat else []
