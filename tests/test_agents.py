@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -27,6 +30,7 @@ from easyrl.model.policy import Policy
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes
+from runs import descendants, finish, lines_of, start, summary_of, wait_for_line
 from tool_models import chat_model
 
 KEY = (0, 0, 0)
@@ -161,9 +165,9 @@ class Worker:
         tokens = [*prompt_ids, *completion.token_ids.tolist()]
         starts = np.cumsum([0, *completion.segment_lengths])[:-1] + len(prompt_ids)
         before = [*range(-1, len(tokens) - 1)]
-        for start, after in zip(starts, completion.segment_after, strict=True):
-            assert after < start
-            before[start] = after
+        for first, after in zip(starts, completion.segment_after, strict=True):
+            assert after < first
+            before[first] = after
         paths = []
         for index, token in enumerate(tokens):
             paths.append(([] if before[index] < 0 else paths[before[index]]) + [token])
@@ -266,8 +270,8 @@ def test_suspended_sequences_make_room_for_others():
     def solve(client):
         texts = {}
         for _ in range(2):
-            for start in ("0-9", "1-8", "2-7", "3-6"):
-                messages = texts.setdefault(start, [asked(start)])
+            for prompt in ("0-9", "1-8", "2-7", "3-6"):
+                messages = texts.setdefault(prompt, [asked(prompt)])
                 messages += [said(chat(client, messages)), asked("lower")]
 
     with closing(Worker("tiny-guess", num=3, max_open=2, num_rows=2)) as worker:
@@ -477,3 +481,116 @@ def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
             )
             assert all(of[3].errors == [] for of in found.values())
     assert results[0] == results[1]
+
+
+PROGRAMS = Path(__file__).with_name("agent_programs.py")
+GUESS = (
+    *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
+    *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),
+    *("rollout.num_generations=4", "train.learning_rate=0.01"),
+)
+
+
+def on_policy(folder):
+    summary = summary_of(folder)
+    assert summary["groups_off_policy"] == 0
+    assert summary["sampling_logp_difference_max"] < 1e-4
+    return summary
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_agent_plays_as_an_environment_and_no_bit_depends_on_schedule_or_delays(tmp_path):
+    hashes = set()
+    for schedule, delays in (("sync", "0"), ("periodic", "0.02")):
+        run = tmp_path / schedule
+        words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "2", "--schedule", schedule)
+        more = ("--output", str(run), "runtime.deterministic=true")
+        code, out, err = finish(*GUESS, *words, *more, EASYRL_RANDOM_DELAYS=delays)
+        assert code == 0, out + err
+        hashes.add(on_policy(run)["weights_sha256"])
+    assert len(hashes) == 1
+    for sample in lines_of(run / "samples.jsonl"):
+        roles = [message["role"] for message in sample["messages"]]
+        assert roles[::2] == ["user"] * len(roles[::2]) and roles[1::2]
+        assert sample["ended_by"] in ("answer", "length") and "branches" not in sample
+        assert sample["reward"] == sample["rewards"]["agent"]
+
+
+@pytest.mark.long
+def test_an_agent_learns_as_the_environment_does(tmp_path):
+    words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "40", "rollout.num_generations=8")
+    words += ("train.learning_rate=0.0005", "rollout.max_completion_length=160")
+    code, out, err = finish(*GUESS, *words, "--output", str(tmp_path / "run"))
+    assert code == 0, out + err
+    on_policy(tmp_path / "run")
+    rewards = [line["reward"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+
+
+def test_killed_workers_and_agents_lose_no_group_and_nothing_is_trained_twice(tmp_path):
+    folder = tmp_path / "run"
+    words = (*GUESS, "--infer-devices", "cpu:2", "--agent", f"{PROGRAMS}:unlucky")
+    words += ("--iterations", "3", "--output", str(folder))
+    process = start(*words, AGENT_FOLDER=str(tmp_path), EASYRL_RANDOM_DELAYS="0.02")
+    try:
+        wait_for_line(process, "iteration 1/")
+        next(p for p in descendants(process.pid) if p.name() == "rollout-0").kill()
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+    finally:
+        process.kill()
+        process.communicate()
+    summary = on_policy(folder)
+    assert (summary["groups_trained"], summary["worker_restarts"]) == (18, 1)
+    assert (tmp_path / "killed").exists()
+
+
+def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):
+    agent = f"{sys.executable} {PROGRAMS} {{secret}}"
+    words = ("--model", "tiny-guess", "--dataset", "guess", "--agent", agent, "--no-live")
+    limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01", "--output", str(tmp_path))
+    subprocess.run([sys.executable, "-m", "easyrl", "eval", *words, *limits], check=True)
+    results = json.loads((tmp_path / "eval.json").read_text())
+    assert results["accuracy"] > 0.3 and results["rollout.agent"] == agent
+    samples = lines_of(tmp_path / "samples.jsonl")
+    assert all(line["messages"][0]["content"] == "0-99" for line in samples)
+
+
+def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def other(row): ...\nasync def wants(row, budget): ...\n")
+    cases = {
+        f"{own}:solve": "other",
+        str(own): "other",
+        f"{own}:wants": "budget",
+        "no-such-program {secret}": "no-such-program",
+        f"{sys.executable} {{secrets}}": "secret",
+        "python '": "rollout.agent",
+    }
+    for agent, word in cases.items():
+        code, _, err = finish(*GUESS, "--agent", agent, "--dry-run")
+        assert code == 2 and "rollout.agent" in err and word in err, err
+    code, _, err = finish(*GUESS, "--agent", f"{own}:other", "--environment", "guess", "--dry-run")
+    assert code == 2 and "rollout.environment" in err
+
+
+def test_the_endpoint_is_served_without_training_unless_its_port_is_taken():
+    command = [sys.executable, "-m", "easyrl", "agent", "serve", "--model", "tiny-guess"]
+    process = subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        url = ""
+        while "OPENAI_BASE_URL" not in url:
+            url = process.stderr.readline()
+        url = url.partition("OPENAI_BASE_URL=")[2].split()[0]
+        client = openai.OpenAI(base_url=url, api_key="any")
+        for key in ("one", "other"):
+            text = chat(client.with_options(api_key=key), HELLO)
+            assert text.strip().isdecimal()
+        port = url.rpartition(":")[2].partition("/")[0]
+        taken = subprocess.run(
+            [*command, "--port", port], capture_output=True, text=True, check=False
+        )
+        assert taken.returncode == 2 and "--port" in taken.stderr
+    finally:
+        process.kill()
+        process.communicate()
