@@ -403,9 +403,10 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
 
 
 def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_trained():
-    begun, told = [], []
+    begun, told, both = [], [], threading.Barrier(2)
 
     def solve(client):
+        both.wait()
         begun.append(client)
         is_killed, text = len(begun) <= 2, chat(client, HELLO)
         if is_killed:

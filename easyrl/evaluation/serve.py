@@ -6,6 +6,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 from easyrl.agents.endpoint import Endpoint, Request
@@ -24,16 +25,6 @@ from easyrl.workers.rollout import sampling_settings
 NUM_ROWS = 16  # requests at a time
 
 
-class _NoAgents:
-    """Stands for the processes of agents: these run elsewhere."""
-
-    connections, report = (), staticmethod(say)
-
-    def poll(self) -> None: ...
-    def loaded(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class _Requests(AgentEpisodes):
     """Every request, with any key, is an episode of its own."""
 
@@ -47,8 +38,9 @@ class _Requests(AgentEpisodes):
 
     def advance(self) -> list[Any]:
         finished = super().advance()
-        for episode in [each for each in self._episodes.values() if not each.is_asking]:
-            self._close(episode)
+        for episode in list(self._episodes.values()):
+            if not (episode.waiting or episode.answering):
+                self._close(episode)
         return finished
 
 
@@ -72,7 +64,8 @@ def serve(config: Config, port: int) -> None:
     policy.stop_at(tokenizer.eos_token_id)
     sampling = sampling_settings(config, choice, has_branches=True)
     engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=tokenizer)
-    requests = _Requests(config, _NoAgents(), endpoint, max_open_groups=0)  # type: ignore[arg-type]
+    no_agents: Any = SimpleNamespace(report=say, connections=(), poll=int, loaded=int)
+    requests = _Requests(config, no_agents, endpoint, max_open_groups=0)
     requests.bind(engine, tokenizer, NUM_ROWS)
     say(f"serving {config.model.path}: OPENAI_BASE_URL={endpoint.url} OPENAI_API_KEY=any")
     while True:

@@ -61,8 +61,8 @@ def show_samples(
             say_rich(Text(safe(str(texts[0]), MAX_TEXT) + "\n", style="dim"))
         say_rich(Text(safe(str(texts[1]), MAX_TEXT) + "\n"))
         for number, chat in enumerate(line.get("branches", ()), 1):  # of an agent's episode
-            lines = [f"branch {number}", *(f"{each['role']}: {each['content']}" for each in chat)]
-            say_rich(Text(safe("\n".join(lines), MAX_TEXT) + "\n", style="dim"))
+            text = "".join(f"\n{each['role']}: {each['content']}" for each in chat)
+            say_rich(Text(safe(f"branch {number}{text}\n", MAX_TEXT), style="dim"))
         before = prompt
     if before is None:
         raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")

@@ -55,10 +55,10 @@ class _Sequence:
     parent: "_Sequence | None"  # shares its first tokens; None: the group's prompt does
     num_shared: int
     num_prompt: int = 0  # tokens that the engine has got as its prompt
-    request: Request | None = None  # that it samples an answer for
+    request: Any = None  # that it samples an answer for
     num_reserved: int = 0  # most tokens of that answer
-    turn: Turn | None = None  # its newest, while it is suspended
-    completion: Completion | None = None  # since it has ended
+    turn: Any = None  # its newest, while it is suspended
+    completion: Any = None  # since it has ended
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +83,6 @@ class Episode:
     value: float | None = None
     parts: dict[str, float] = field(default_factory=dict)  # named rewards, whose sum is `value`
     error: str = ""
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether it waits for answers."""
-        return bool(self.waiting or self.answering)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +245,6 @@ class AgentEpisodes:
                 self._end_sequence(sequence)
 
     def _end_sequence(self, sequence: _Sequence) -> None:
-        assert sequence.turn is not None
         self._suspended.pop(sequence, None)
         self._engine.end(sequence.turn, "stop")
         self._num_live -= 1
@@ -264,7 +258,7 @@ class AgentEpisodes:
         episode = self._episodes.get(request.key)
         if episode is None:
             request.reply(no_episode())
-        elif self._config.runtime.deterministic and episode.is_asking:
+        elif self._config.runtime.deterministic and (episode.waiting or episode.answering):
             expected = "expected false, or one request of an episode at a time"
             request.reply(ApiError(f"runtime.deterministic: {expected}"))
         else:
@@ -279,39 +273,29 @@ class AgentEpisodes:
         if episode.num_reserved and (wanted is None or num * wanted > left):
             return False
         try:
-            self._check_limits(episode)
             ids = self._ids(episode, request)
-        except (ApiError, ConfigError) as error:
-            request.reply(error if isinstance(error, ApiError) else ApiError(str(error)))
+        except ConfigError as error:
+            request.reply(ApiError(str(error)))
             return True
         if episode.group.prompt_ids is None:
             episode.group.prompt_ids = ids[: self._config.data.max_prompt_length]
-        resumed = self._resumable(episode, ids) if num == 1 else None
         parent, num_shared = self._most_shared(episode, ids)
-        num_shared = num_shared if resumed is None else len(resumed.ids)
-        num_new = len(ids) - num_shared
-        available = (left - num_new) // num
+        is_resumed = num == 1 and self._is_resumable(parent, num_shared, len(ids))
+        available = (left - len(ids) + num_shared) // num
         if episode.num_reserved and wanted is not None and wanted > available:
             return False
-        if available < 1:
-            episode.limit = "length"
-            text = f"expected at most {most} tokens behind the prompt in an episode, all branches "
-            text += f"together (rollout.max_completion_length), got {episode.num_tokens} before "
-            text += f"this request, and {num_new} new ones in it"
-            request.reply(ApiError(text, "context_length_exceeded"))
-            return True
-        if resumed is None and len(episode.sequences) + num > MAX_BRANCHES:
-            text = f"expected at most {MAX_BRANCHES} branches in an episode (MAX_BRANCHES)"
-            request.reply(ApiError(text))
-            return True
         limit = min(wanted or available, available)
+        num_branches = len(episode.sequences) + num * (not is_resumed)
+        if refusal := self._refusal(episode, limit, num_branches):
+            request.reply(refusal)
+            return True
         episode.num_requests += 1
-        episode.num_tokens += num_new
+        episode.num_tokens += len(ids) - num_shared
         episode.num_reserved += num * limit
-        if resumed is not None and resumed.turn is not None:
-            del self._suspended[resumed]
-            self._engine.resume(resumed.turn, ids[num_shared:], limit)
-            resumed.ids, resumed.turn, sequences = ids, None, [resumed]
+        if parent is not None and is_resumed:
+            del self._suspended[parent]
+            self._engine.resume(parent.turn, ids[num_shared:], limit)
+            parent.ids, parent.turn, sequences = ids, None, [parent]
         else:
             first = _Sequence(episode, ids, parent, num_shared)
             others = [_Sequence(episode, [*ids], first, len(ids)) for _ in range(num - 1)]
@@ -323,16 +307,24 @@ class AgentEpisodes:
         episode.answering[request] = sequences
         return True
 
-    def _check_limits(self, episode: Episode) -> None:
-        rollout, limit = self._config.rollout, self._config.rollout.episode_timeout_seconds
+    def _refusal(self, episode: Episode, limit: int, num_branches: int) -> ApiError | None:
+        """Return an error for a request that is beyond a limit of its episode."""
+        rollout, seconds = self._config.rollout, self._config.rollout.episode_timeout_seconds
+        most = self._engine.sampling.max_completion_length
         if episode.num_requests >= rollout.max_turns:
             episode.limit = "max_turns"
-            expected = f"expected at most {rollout.max_turns} requests in an episode"
-            raise ApiError(f"rollout.max_turns: {expected}", "max_turns")
-        if limit is not None and time.monotonic() > episode.group.started + limit:
-            episode.limit = "time"
-            expected = f"expected an episode of at most {limit:g} s"
-            raise ApiError(f"rollout.episode_timeout_seconds: {expected}", "timeout")
+            return ApiError(f"expected at most {rollout.max_turns} requests (rollout.max_turns)")
+        if seconds is not None and time.monotonic() > episode.group.started + seconds:
+            episode.limit, key = "time", "rollout.episode_timeout_seconds"
+            return ApiError(f"expected an episode of at most {seconds:g} s ({key})")
+        if num_branches > MAX_BRANCHES:
+            return ApiError(f"expected at most {MAX_BRANCHES} branches (MAX_BRANCHES)")
+        if limit < 1:
+            episode.limit = "length"
+            text = f"expected at most {most} tokens behind an episode's prompt, all branches "
+            text += "together (rollout.max_completion_length), and more with this request"
+            return ApiError(text, "context_length_exceeded")
+        return None
 
     def _ids(self, episode: Episode, request: Request) -> list[int]:
         """Return the tokens of a request: those of the longest answered conversation that it
@@ -364,21 +356,17 @@ class AgentEpisodes:
                 return before + conversations.suffix(rest, before[-1])
         return conversations.prompt_ids(request.messages)
 
-    def _resumable(self, episode: Episode, ids: list[int]) -> _Sequence | None:
-        """Return a suspended sequence that the tokens continue."""
-        for sequence in episode.sequences:
-            if sequence in self._suspended and sequence.turn is not None:
-                length = len(sequence.ids)
-                fits = length < len(ids) < length + sequence.turn.num_left
-                if fits and ids[:length] == sequence.ids:
-                    return sequence
-        return None
+    def _is_resumable(self, parent: _Sequence | None, num_shared: int, length: int) -> bool:
+        """Whether so many tokens, of which a sequence shares the first ones, continue it."""
+        if parent is None or parent not in self._suspended or num_shared < len(parent.ids):
+            return False
+        return bool(num_shared < length < num_shared + parent.turn.num_left)
 
     def _most_shared(self, episode: Episode, ids: list[int]) -> tuple[_Sequence | None, int]:
         """Return what begins with most of the tokens, and with how many: the group's prompt (None),
-        or a sequence of the episode."""
+        or a sequence of the episode, if possible a suspended one."""
         found: tuple[_Sequence | None, int] = None, num_common(ids, episode.group.prompt_ids or [])
-        for sequence in episode.sequences:
+        for sequence in sorted(episode.sequences, key=lambda each: each not in self._suspended):
             if (number := num_common(ids, sequence.ids)) > found[1]:
                 found = sequence, number
         return found
@@ -402,7 +390,6 @@ class AgentEpisodes:
         """Take what a sequence has sampled; answer its request if it was the last."""
         sequence = self._sequences[turn.key, turn.sample_index]
         episode, request = sequence.episode, sequence.request
-        assert request is not None
         sequence.ids += turn.token_ids.tolist()
         sequence.turn = turn
         episode.num_tokens += len(turn.token_ids)
@@ -411,22 +398,19 @@ class AgentEpisodes:
             self._end_sequence(sequence)
             return
         self._suspended[sequence] = None
-        turns = [each.turn for each in episode.answering[request]]
-        if None in turns:
+        sequences = episode.answering[request]
+        if any(each.turn is None for each in sequences):
             return
-        sampled = sum(len(each.token_ids) for each in turns if each is not None)
-        sequences, prompt = episode.answering.pop(request), len(sequence.ids) - len(turn.token_ids)
+        del episode.answering[request]
+        prompt = len(sequence.ids) - len(turn.token_ids)
+        sampled = sum(len(each.turn.token_ids) for each in sequences)
         usage = {"prompt_tokens": prompt, "completion_tokens": sampled}
-        choices = [
-            {"index": n, "logprobs": None, **self._read(request, each)}
-            for n, each in enumerate(sequences)
-        ]
+        choices = [self._read(request, each) | {"index": n} for n, each in enumerate(sequences)]
         request.reply({"choices": choices, "usage": usage | {"total_tokens": prompt + sampled}})
 
     def _read(self, request: Request, sequence: _Sequence) -> dict[str, Any]:
         """Return an answer in OpenAI's form, and remember it: requests may continue it."""
         episode, turn = sequence.episode, sequence.turn
-        assert turn is not None
         tokens, length = turn.token_ids.tolist(), len(sequence.ids)
         stops = () if turn.is_cut else self._config.rollout.stop
         reason = "length" if turn.is_cut else "stop"
@@ -436,7 +420,7 @@ class AgentEpisodes:
             episode.texts.append((before + text, sequence, length))
             chat = [{"role": "user", "content": before}, {"role": "assistant", "content": text}]
             episode.conversations[_digest(before.encode(), chat[1])] = chat
-            return {"text": _before(text, stops), "finish_reason": reason}
+            return {"text": _before(text, stops), "logprobs": None, "finish_reason": reason}
         conversations = self._conversations(json.dumps(request.tools, sort_keys=True))
         prefix = sequence.ids[: length - len(tokens)][-PREFIX_TOKENS:]
         if request.reads_calls:
@@ -454,7 +438,8 @@ class AgentEpisodes:
         episode.recorded[digest] = sequence, length
         episode.conversations.pop(request.continued, None)
         episode.conversations[digest] = [*request.messages, message]
-        return {"message": message, "finish_reason": "tool_calls" if calls else reason}
+        reason = "tool_calls" if calls else reason
+        return {"message": message, "logprobs": None, "finish_reason": reason}
 
     # -- finished groups --------------------------------------------------------------------------
 
@@ -539,7 +524,6 @@ def _completion(episode: Episode, num_prompt: int, end_token: int) -> Completion
 
     for each in episode.sequences:
         sampled = each.completion
-        assert sampled is not None
         parts.append(masked(each.ids[each.num_shared : each.num_prompt]))
         parts.append((sampled.token_ids, sampled.logprobs, sampled.is_sampled))
         starts[each] = num_prompt + length - each.num_shared
@@ -548,8 +532,7 @@ def _completion(episode: Episode, num_prompt: int, end_token: int) -> Completion
         length += number
     if not segments:
         parts, segments = [masked([end_token])], [(1, num_prompt - 1)]
-    arrays = map(np.concatenate, zip(*parts, strict=True))
-    token_ids, logprobs, is_sampled = arrays
+    token_ids, logprobs, is_sampled = map(np.concatenate, zip(*parts, strict=True))
     lengths, after = np.array(segments, dtype=np.int32).T.copy()
     reason: Any = "length" if episode.limit == "length" else "stop"
     return Completion(token_ids, logprobs, reason, is_sampled, lengths, after)
