@@ -17,10 +17,12 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
 from string import Formatter
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.formatting import install_command
 from easyrl.rewards.loading import accepted_arguments
 from easyrl.user_code import load_function
 
@@ -39,6 +41,8 @@ class Agent:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for a function that cannot be loaded or asks for other arguments."""
         spec = config.rollout.agent or ""
+        if not all(map(find_spec, ("openai", "starlette", "uvicorn"))):
+            raise ConfigError(f"{KEY}: agents need more packages: {install_command('agents')}")
         limit, grace = config.rollout.episode_timeout_seconds, config.rollout.tool_timeout_seconds
         self.limit_seconds = None if limit is None else limit + grace
         self.words = config.rollout.agent_words

@@ -183,13 +183,15 @@ class AgentEpisodes:
                     self._end(episode)
                 while episode.waiting and self._serve(episode, episode.waiting[0]):
                     episode.waiting.popleft()
+        finished = [*map(self._finished, filter(_is_complete, self._groups.values()))]
+        if waits or not self._config.runtime.deterministic:
             while self._queue and self._num_open < self._max_open:
                 self._num_open += 1
                 self._start(self._queue.popleft())
         self._submit_new()
         while self._suspended and self._num_live > self._num_rows:
             self._end_sequence(next(iter(self._suspended)))
-        return [*map(self._finished, filter(_is_complete, self._groups.values()))]
+        return finished
 
     # -- the agent --------------------------------------------------------------------------------
 
@@ -445,6 +447,7 @@ class AgentEpisodes:
 
     def _finished(self, group: Group) -> FinishedGroup:
         group.is_finished = True
+        self._num_open -= 1
         end = min(self._engine.end_tokens)
         group.prompt_ids = group.prompt_ids or [end]
         completions = [_completion(each, len(group.prompt_ids), end) for each in group.episodes]
@@ -452,7 +455,6 @@ class AgentEpisodes:
 
     def finish(self, key: Key, completions: list[Completion]) -> tuple[Any, list[Messages]]:
         """Return the prompt, and each episode's last conversation from its first answer on."""
-        self._num_open -= 1
         group, answers = self._groups[key], list[Messages]()
         for episode in group.episodes:
             chat: Messages = [{"role": "assistant", "content": ""}]
