@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -43,8 +44,6 @@ class Agent:
         spec = config.rollout.agent or ""
         if not all(map(find_spec, ("openai", "starlette", "uvicorn"))):
             raise ConfigError(f"{KEY}: agents need more packages: {install_command('agents')}")
-        limit, grace = config.rollout.episode_timeout_seconds, config.rollout.tool_timeout_seconds
-        self.limit_seconds = None if limit is None else limit + grace
         self.words = config.rollout.agent_words
         self._clients: dict[str, Any] = {}  # by the name of the class
         if self.words:
@@ -87,30 +86,27 @@ class Agent:
         return self._clients[self._kind].with_options(base_url=base_url, api_key=api_key)
 
     def _execute(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
-        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
-            own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
-            process = subprocess.Popen(
-                fill_in(self.words, row),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                env={**os.environ, **own, "EASYRL_REWARD_FILE": file.name},
-                start_new_session=True,
-                preexec_fn=_die_with_thread,  # noqa: PLW1509  a call of C alone
-            )
-            try:
-                output, _ = process.communicate(timeout=self.limit_seconds)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also what it has started
-                process.wait()
-            if process.returncode:
-                raise RuntimeError(f"'{self.words[0]}' ended with code {process.returncode}")
-            lines = [file.read().strip(), *reversed(output.split("\n"))]
-        line = next(filter(None, map(str.strip, lines)), "null")
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        with tempfile.TemporaryDirectory() as folder:
+            reward, output = (Path(folder) / name for name in ("reward", "output"))
+            with output.open("wb") as stdout:
+                process = subprocess.Popen(
+                    fill_in(self.words, row),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    env={**os.environ, **own, "EASYRL_REWARD_FILE": str(reward)},
+                    start_new_session=True,
+                    preexec_fn=_die_with_thread,  # noqa: PLW1509  a call of C alone
+                )
+            code = process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has left
+            if code:
+                raise RuntimeError(f"'{self.words[0]}' ended with code {code}")
+            text = reward.read_text("utf-8") if reward.exists() else ""
+            text = text or output.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
         try:
-            return as_value(json.loads(line))
+            return as_value(json.loads(text.strip() or "null"))
         except (ValueError, TypeError) as error:
             raise TypeError(f"in EASYRL_REWARD_FILE or the last line: {error}") from None
 
