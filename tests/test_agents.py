@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,21 @@ class Threads:
 
     def run_agents(self, key, row, url, keys):
         self.url = url
-        return [self._threads.submit(self._run, row, url, each) for each in keys]
+        return [self._start(row, url, each) for each in keys]
+
+    def _start(self, *arguments):
+        future = Future()
+
+        def keep(done):
+            with suppress(InvalidStateError):  # it was given up
+                error = done.exception()
+                future.set_exception(error) if error else future.set_result(done.result())
+
+        self._threads.submit(self._run, *arguments).add_done_callback(keep)
+        return future
+
+    def give_up(self, future):
+        future.set_exception(TimeoutError())
 
     def _run(self, row, url, key):
         agent = Agent.__new__(Agent)
@@ -382,7 +396,13 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
         while True:
             chat(client, HELLO, max_tokens=3)
 
+    def regardless(client):
+        for _ in range(100):
+            with suppress(openai.APIStatusError):
+                chat(client, HELLO, max_tokens=3)
+
     ends = [
+        (regardless, 0.0, "max_turns"),
         (lambda client: 0.5, 0.5, "answer"),
         (for_ever, 0.0, "max_turns"),
         (leave, 0.0, "error"),
@@ -399,7 +419,7 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
         assert scored.scores == [[value]] and columns["ended_by"] == [ended_by]
         assert bool(scored.errors) == (ended_by == "error")
         assert metrics["episodes/without_requests"] == (not completions[0].is_sampled.any())
-    assert [*found[0, 0, 6][3].metrics] == ["rewards/a/mean", "rewards/b/mean"]
+    assert [*found[0, 0, 7][3].metrics] == ["rewards/a/mean", "rewards/b/mean"]
 
 
 def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_trained():

@@ -147,6 +147,13 @@ class EnvironmentPool:
         own = [(row, base_url, api_key) for api_key in api_keys]
         return [self._call(key, "run_agent", *each, limit=self._agent_seconds) for each in own]
 
+    def give_up(self, future: Future[Any]) -> None:
+        """Let a call fail that does not return, as one that takes too long."""
+        for host in self._hosts:
+            for number in [n for n, call in host.pending.items() if call.future is future]:
+                host.is_stuck = True
+                self._settle(host, number, TimeoutError("a call did not return"))
+
     def judge(self, key: Key, call: Call) -> Future[Any]:
         """Score a group by functions that need environments; with the arguments of `Scored`."""
         limit = self._config.reward.timeout_seconds or self._config.runtime.timeout_seconds

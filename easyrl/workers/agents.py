@@ -42,6 +42,8 @@ from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
 
 Key = tuple[int, ...]
+MAX_REFUSED = 16
+"""Requests beyond a limit after which an agent is given up: it may ask for ever."""
 PREFIX_TOKENS = 256
 """Tokens before an answer that reading its calls may need."""
 
@@ -78,7 +80,8 @@ class Episode:
     num_tokens: int = 0  # distinct ones behind the group's prompt
     num_reserved: int = 0  # most tokens that are being sampled
     num_calls: int = 0
-    limit: str = ""  # that a request was refused for
+    limit: str = ""  # that requests were refused for
+    num_refused: int = 0
     has_ended: bool = False
     value: float | None = None
     parts: dict[str, float] = field(default_factory=dict)  # named rewards, whose sum is `value`
@@ -179,6 +182,8 @@ class AgentEpisodes:
         waits = not self._engine.can_step and all(e.waiting or e.future.done() for e in going_on)
         if waits or not self._config.runtime.deterministic:
             for episode in going_on:
+                if episode.num_refused > MAX_REFUSED:
+                    self.pool.give_up(episode.future)
                 if episode.future.done():
                     self._end(episode)
                 while episode.waiting and self._serve(episode, episode.waiting[0]):
@@ -227,7 +232,7 @@ class AgentEpisodes:
         except CallFailed as error:
             episode.error = "" if episode.limit else str(error)
         except TimeoutError:
-            episode.limit = "time"
+            episode.limit = episode.limit or "time"
         except FAILURES as error:
             group.error = error
 
@@ -289,6 +294,7 @@ class AgentEpisodes:
         limit = min(wanted or available, available)
         num_branches = len(episode.sequences) + num * (not is_resumed)
         if refusal := self._refusal(episode, limit, num_branches):
+            episode.num_refused += 1
             request.reply(refusal)
             return True
         episode.num_requests += 1
@@ -320,6 +326,7 @@ class AgentEpisodes:
             episode.limit, key = "time", "rollout.episode_timeout_seconds"
             return ApiError(f"expected an episode of at most {seconds:g} s ({key})")
         if num_branches > MAX_BRANCHES:
+            episode.limit = "max_turns"
             return ApiError(f"expected at most {MAX_BRANCHES} branches (MAX_BRANCHES)")
         if limit < 1:
             episode.limit = "length"
