@@ -114,7 +114,8 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
             )
         if spec == "agent" and config.rollout.agent is None:
             raise ConfigError(f"{KEY}: 'agent' is the reward of rollout.agent (--agent), got none")
-        own = ["environments"] if config.rollout.has_environments else []
+        has_own = config.rollout.has_environments and config.rollout.agent is None
+        own = ["environments"] if has_own else []
         given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns, *own])
         try:
             inspect.signature(function).bind(**accepted_arguments(function, given))
