@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -141,13 +141,9 @@ class Endpoint:
 
     def take(self) -> list[Request]:
         """Return the requests since the last call."""
-        requests: list[Request] = []
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        with contextlib.suppress(Empty):
-            while True:
-                requests.append(self._requests.get_nowait())
-        return requests
+        return [self._requests.get() for _ in range(self._requests.qsize())]
 
     def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True

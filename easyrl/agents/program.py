@@ -132,16 +132,12 @@ def as_value(returned: Any) -> Value:
     if returned is None:
         return None, {}
     named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
-    try:
-        if isinstance(returned, str | bytes) or not all(isinstance(name, str) for name in named):
-            raise TypeError
-        numbers = {name: float(x) for name, x in named.items() if not isinstance(x, str)}
-        if len(numbers) < len(named) or not named:
-            raise TypeError
-    except TypeError:
-        raise TypeError(
-            f"expected a number, a mapping of names to numbers, or None, got {returned!r:.80}"
-        ) from None
+    problem = f"expected finite numbers by name, one number, or None, got {returned!r:.80}"
+    if not (named and all(isinstance(name, str) for name in named)):
+        raise TypeError(problem)
+    if not all(hasattr(value, "__float__") for value in named.values()):
+        raise TypeError(problem)
+    numbers = {name: float(value) for name, value in named.items()}
     if not all(map(math.isfinite, numbers.values())):
-        raise ValueError(f"expected finite numbers, got {returned!r:.80}")
+        raise ValueError(problem)
     return sum(numbers.values()), numbers if isinstance(returned, Mapping) else {}
