@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from easyrl.agents.endpoint import Endpoint
-from easyrl.agents.program import Agent
-from easyrl.config import load_config
+from easyrl.agents.program import Agent, fill_in
+from easyrl.config import ConfigError, load_config
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.hub import resolve_model
 from easyrl.engines.embedded import EmbeddedEngine
@@ -585,14 +585,16 @@ def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):
         str(own): "other",
         f"{own}:wants": "budget",
         "no-such-program {secret}": "no-such-program",
-        f"{sys.executable} {{secrets}}": "secret",
         "python '": "rollout.agent",
     }
     for agent, word in cases.items():
-        code, _, err = finish(*GUESS, "--agent", agent, "--dry-run")
-        assert code == 2 and "rollout.agent" in err and word in err, err
-    code, _, err = finish(*GUESS, "--agent", f"{own}:other", "--environment", "guess", "--dry-run")
-    assert code == 2 and "rollout.environment" in err
+        with pytest.raises(ConfigError, match=word):
+            Agent(load_config(None, {"rollout.agent": agent}))
+    with pytest.raises(ConfigError, match=r"rollout\.environment"):
+        load_config(None, {"rollout.agent": "own.py:solve", "rollout.environment": "guess"})
+    assert fill_in(["{a}", "-n={n}", "{{}}"], {"a": "b; c", "n": 1}) == ["b; c", "-n=1", "{}"]
+    code, out, err = finish(*GUESS, "--agent", f"{sys.executable} {{secrets}}", "--dry-run")
+    assert code == 2 and "rollout.agent" in out + err and "secret" in out + err
 
 
 def test_the_endpoint_is_served_without_training_unless_its_port_is_taken():
