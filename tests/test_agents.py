@@ -31,7 +31,7 @@ from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes
 from runs import descendants, finish, lines_of, start, summary_of, wait_for_line
-from tool_models import chat_model
+from tool_models import chat_model, example
 
 KEY = (0, 0, 0)
 HELLO = [{"role": "user", "content": "0-99"}]
@@ -150,12 +150,12 @@ class Worker:
         self.engine.close()
         self.episodes.close()
 
-    def run(self, solve, *, num_groups=1, seconds=60):
+    def run(self, solve, *, num_groups=1, seconds=60, **columns):
         """Return the finished groups of an agent, by their keys."""
         self.pool.solve = solve
         found, deadline = {}, time.monotonic() + seconds
         for index in range(num_groups):
-            prompt = Prompt(index, HELLO, {"answer": index})
+            prompt = Prompt(index, HELLO, {"answer": index, **columns})
             self.episodes.submit((0, 0, index), prompt, self.num)
         while len(found) < num_groups:
             assert time.monotonic() < deadline, "not in time"
@@ -478,6 +478,22 @@ def test_tools_are_called_through_the_client_and_their_results_continue_the_toke
     assert all(len(each.segment_lengths) == 2 for each in found[KEY][1])
 
 
+def test_the_examples_of_the_docs_run(tmp_path):
+    calls = ['<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>']
+    model = chat_model(tmp_path / "model", calls)
+    for name, columns in {
+        "calculator_agent.py": {"left": 2, "right": 3},
+        "debate_agent.py": {"question": "Is 3 more than 2?", "answer": "yes"},
+    }.items():
+        code = {}
+        exec(example(name, "agents.md"), code)
+        with closing(Worker(model, num=2, length=700)) as worker:
+            found = worker.run(code["solve"], **columns)
+            worker.check(found)
+        assert found[KEY][3].errors == [] and None not in found[KEY][3].scores[0]
+    assert all(len(each.segment_lengths) >= 2 for each in found[KEY][1])
+
+
 def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
     def solve(client, row):
         messages = list(HELLO)
@@ -534,7 +550,7 @@ def test_an_agent_plays_as_an_environment_and_no_bit_depends_on_schedule_or_dela
         roles = [message["role"] for message in sample["messages"]]
         assert roles[::2] == ["user"] * len(roles[::2]) and roles[1::2]
         assert sample["ended_by"] in ("answer", "length") and "branches" not in sample
-        assert sample["reward"] == sample["rewards"]["agent"]
+        assert sample["reward"] == pytest.approx(sample["rewards"]["agent"])
 
 
 @pytest.mark.long
