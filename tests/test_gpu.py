@@ -49,8 +49,9 @@ ANSWERS = (*SMALL, "rollout.max_completion_length=100")
 SHARED = ("--infer-devices", "0", "--train-devices", "0")
 FEW_LAYERS = QWEN3_06B | {"num_hidden_layers": 3, "vocab_size": 30_000}
 """78 million weights: norms that share a bucket, matrices that need none, one in several pieces."""
-GROUPS = [(70, [33, 200, 1]), (300, [5, 128]), (3, [9])]
-NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions in GROUPS)
+TREE = (40, [90, 130, 7, 60, 1, 33], [0, 1, 2, 1, 0, 5])
+GROUPS = [(70, [33, 200, 1]), (300, [5, 128]), TREE, (3, [9])]
+NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions, *_ in GROUPS)
 
 
 def run(folder: Path, *words: str, timeout: float = 240) -> str:

@@ -3,6 +3,7 @@
 Shapes: P prompt tokens of a group, ΣR its completion tokens.
 """
 
+import dataclasses
 from collections import Counter
 from contextlib import closing
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batches import config_of
+from test_batches import config_of, vars_of
 from test_losses import config_of as loss_config
 
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
@@ -146,6 +147,24 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
             prompts = {advantages: num_prompt[advantages] for advantages in batch.advantages}
             assert num_tokens <= len(batch.targets) + sum(prompts.values())
     assert +found == +expected
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+def test_turns_that_continue_each_other_are_packed_as_one_completion(shares_prompts):
+    group = make_group(FIRST)
+    num_prompt, ends = len(group.prompt_ids), np.cumsum(group.completion_lengths)
+    cuts = np.unique([*ends, *(ends - group.completion_lengths + 1)])
+    starts = np.array([0, *cuts[:-1]])
+    is_first = np.isin(starts, [0, *ends])
+    segments = {
+        "segment_lengths": np.diff(cuts, prepend=0).astype(np.int32),
+        "segment_after": (num_prompt + np.where(is_first, 0, starts) - 1).astype(np.int32),
+    }
+    turns = split_group(dataclasses.replace(group, **segments))
+    plain = vars_of(pack(split_group(group), shares_prompts=shares_prompts))
+    for name, value in vars_of(pack(turns, shares_prompts=shares_prompts)).items():
+        np.testing.assert_equal(value, plain[name])
+    assert len(cuts) > len(ends)
 
 
 # Three turns, of which the first two are edited later; a sub-agent with a context of its own, which

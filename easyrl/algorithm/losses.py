@@ -85,10 +85,11 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
         loss = sum over completions of (mean over the completion's tokens of l_t)   grpo
              = sum over tokens of l_t                                               the others
 
-    `w_t` corrects for the engine's numerics; `k3_t` estimates the KL divergence from the reference
-    (`kl_k3`). No sum and no mean includes masked tokens. A teacher with log-probabilities q_t adds
-    its divergence D_t (`easyrl.model.distillation`) or, without `teacher_divergence`,
-    teacher_weight (q_t - old_logprobs_t) to the advantage A of the token.
+    An agent's episode is one completion, which all its branches belong to; a token that they share
+    counts once. `w_t` corrects for the engine's numerics; `k3_t` estimates the KL divergence from
+    the reference (`kl_k3`). No sum and no mean includes masked tokens. A teacher with
+    log-probabilities q_t adds its divergence D_t (`easyrl.model.distillation`) or, without
+    `teacher_divergence`, teacher_weight (q_t - old_logprobs_t) to the advantage A of the token.
 
     Sources: the clipped surrogate and grpo's mean, GRPO (arXiv 2402.03300, equation 3); dapo
     (arXiv 2503.14476, section 3.3); dr_grpo (arXiv 2503.20783, section 3); cispo, MiniMax-M1
@@ -143,7 +144,8 @@ def loss_denominator(config: Config, *, num_completions: int, num_tokens: int) -
 
     `num_completions` counts all completions of the update's groups, `num_tokens` their unmasked
     tokens. Both include completions that are not computed because their advantage is 0. One that is
-    masked as a whole counts as a completion without tokens, as in TRL.
+    masked as a whole counts as a completion without tokens, as in TRL. An agent's episode counts as
+    one completion, whatever its branches, and each of its sampled tokens as one token.
 
         grpo           num_completions
         dapo, cispo    num_tokens (at least 1; if all are masked the gradient is 0)

@@ -2,9 +2,10 @@
 
     config: kinds of layers ─► class ─► each layer's attention arguments ─► logits, compared
 
-The last step is decisive: a packed row of two small groups through EasyRL's attention must give
-what each of its sequences gives alone through transformers' eager attention. A model that cannot
-share prompts runs as padded batches (`policy.real_tokens`); only a non-causal model is refused.
+The last step is decisive: a packed row of a small group and a small tree through EasyRL's attention
+must give what each of its sequences gives alone through transformers' eager attention. A model that
+cannot share prompts runs as padded batches (`policy.real_tokens`); only a non-causal model is
+refused.
 
 Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabulary.
 """
