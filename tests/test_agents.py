@@ -615,11 +615,9 @@ def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):
 
 def test_the_endpoint_is_served_without_training_unless_its_port_is_taken():
     command = [sys.executable, "-m", "easyrl", "agent", "serve", "--model", "tiny-guess"]
-    process = subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
-        url = ""
-        while "OPENAI_BASE_URL" not in url:
-            url = process.stderr.readline()
+        url = next(line for line in process.stdout if "OPENAI_BASE_URL" in line)
         url = url.partition("OPENAI_BASE_URL=")[2].split()[0]
         client = openai.OpenAI(base_url=url, api_key="any")
         for key in ("one", "other"):
