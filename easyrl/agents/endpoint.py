@@ -31,6 +31,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.chat import read_messages
 from easyrl.devices import LOOPBACK
+from easyrl.processes import raise_open_files
 from easyrl.types import Messages
 
 IGNORED = {
@@ -97,6 +98,7 @@ class Endpoint:
     def __init__(self, config: Config, sampling: SamplingChoice, port: int = 0) -> None:
         """`sampling`: of the engine; requests may also name that of `config`. `port`: 0: a free
         one. Raises ConfigError if it is taken."""
+        raise_open_files()
         self.keys: set[str] | None = set()
         rollout, of_run = config.rollout, SamplingChoice.of_training(config.rollout)
         stop, self._ignores = rollout.stop, rollout.agent_sampling == "ignore"

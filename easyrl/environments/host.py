@@ -28,7 +28,7 @@ from easyrl.agents.program import Agent, Value
 from easyrl.config import Config, ConfigError
 from easyrl.environments.loading import Environment, Interfaces, load_environments
 from easyrl.environments.tool_calls import BadCall, Calls
-from easyrl.processes import maybe_sleep, set_name
+from easyrl.processes import maybe_sleep, raise_open_files, set_name
 from easyrl.rewards import worker
 from easyrl.rewards.loading import accepted_arguments
 from easyrl.types import Messages
@@ -199,6 +199,7 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
     if config.rollout.agent is not None:
         num_threads = MAX_AGENTS
         threading.stack_size(AGENT_STACK_BYTES)
+        raise_open_files()
     with ThreadPoolExecutor(num_threads) as threads:
         answer(connection.recv())  # `load`, which all others need
         while request := connection.recv():
