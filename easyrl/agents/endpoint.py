@@ -119,6 +119,7 @@ class Endpoint:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, port))
+            listener.listen()
         except OSError as error:
             listener.close()
             raise ConfigError(f"--port: expected a free port, got {port}: {error}") from None
@@ -215,9 +216,10 @@ class Endpoint:
             raise ValueError(f"prompt: expected a text or its tokens, got {prompt!r:.80}")
         tools = [
             {"type": "function", "function": {"description": "", "parameters": {}} | function}
-            for function in (each["function"] for each in tools)
-            if isinstance(function["name"], str)
+            for function in (each.get("function") or {} for each in tools)
         ]
+        if not all(isinstance(each["function"].get("name"), str) for each in tools):
+            raise ValueError(f"tools: expected functions with names, got {body['tools']!r:.80}")
         return Request(key, messages, prompt, tools, choice != "none", num, limit, replaced)
 
 
