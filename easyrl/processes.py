@@ -5,6 +5,7 @@ import ctypes
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -111,6 +112,12 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
         for name in variables:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files as it may: each request of an agent is a connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def set_name(name: str) -> None:

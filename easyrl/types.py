@@ -93,6 +93,10 @@ IndexedPrompt = tuple[int, Prompt]
 """A group index (0 … prompts_per_iteration - 1) and the prompt of that group."""
 
 
+def _no_tokens() -> Int32:
+    return np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The tokens sampled for one prompt, once."""
@@ -102,10 +106,9 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     """`stop`: end token or stop string; `length`: cut off at the maximum length."""
     is_sampled: Bool  # [R], False for inserted tokens, whose log-probability is 0
-
-
-def _no_tokens() -> Int32:
-    return np.zeros(0, dtype=np.int32)
+    segment_lengths: Int32 = field(default_factory=_no_tokens)
+    segment_after: Int32 = field(default_factory=_no_tokens)
+    """Of an agent's episode: see `RolloutGroup`. Indices are in the prompt and this completion."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,9 @@ def chat_model(folder, calls=(), template=TEMPLATE):
     return str(folder)
 
 
-def example(name):
+def example(name, page="environments.md"):
     """Return the code of the page under the comment `# name`."""
-    page = Path(__file__).parent.parent / "docs" / "environments.md"
+    page = Path(__file__).parent.parent / "docs" / page
     found = re.search(rf"^```python\n(# {re.escape(name)}\n.*?)^```", page.read_text(), re.M | re.S)
     assert found is not None
     return found[1]

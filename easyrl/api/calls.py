@@ -105,6 +105,7 @@ def train(
     reward: Any = None,
     *,
     environment: Any = None,
+    agent: Any = None,
     config: StrPath | None = None,
     infer_devices: str | None = None,
     train_devices: str | None = None,
@@ -126,6 +127,7 @@ def train(
             `datasets.Dataset`.
         reward: A reward function, a name of one, or a list of them.
         environment: What the model acts in: a class, `file.py:Class`, or several by name.
+        agent: What calls the model: a function, `file.py:function`, or a command.
         config: YAML file with settings; the arguments win over it.
         output: The run folder.
         iterations: Iterations in all, resumed or not.
@@ -142,7 +144,7 @@ def train(
     with _call():
         resumed = None if resume is None else run_folder_of(resume)
         if resumed is not None:
-            config = config_file_of(resumed, config, output, dataset, reward, environment)
+            config = config_file_of(resumed, config, output, dataset, reward, environment, agent)
             options["output.dir"] = resumed
         resolved, inputs = _resolve(config, options, settings)
         if (restart := resolved.runtime.restart) != "never":
@@ -172,6 +174,7 @@ def evaluate(
     reward: Any = None,
     *,
     environment: Any = None,
+    agent: Any = None,
     config: StrPath | None = None,
     base: StrPath | None = None,
     num_samples: int | None = None,

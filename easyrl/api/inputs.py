@@ -30,6 +30,7 @@ DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
 CODE = {
     "reward.functions": ("rewards", "reward"),
     "rollout.environment": ("environments", "environment"),
+    "rollout.agent": ("agents", "agent"),
     "rollout.tools": ("tools", "rollout={'tools': …}"),
 }
 """The name of the file, and of the argument."""

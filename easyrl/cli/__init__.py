@@ -10,6 +10,7 @@ import typer
 
 from easyrl import __version__
 from easyrl.cli import tools
+from easyrl.cli.agent import serve
 from easyrl.cli.bench import bench
 from easyrl.cli.common import Commands, CommandWithSettings
 from easyrl.cli.eval import evaluate
@@ -58,6 +59,9 @@ app.command()(tools.export)
 app.command("config")(tools.print_config)
 app.command()(tools.plan)
 app.command()(bench)
+agent = typer.Typer(help="Tools for agents (docs/agents.md).", no_args_is_help=True)
+agent.command(cls=CommandWithSettings)(serve)
+app.add_typer(agent, name="agent")
 
 
 def main() -> None:

@@ -31,6 +31,10 @@ Environment = Annotated[
     str | None,
     Option(help="What the model acts in (docs/environments.md): guess, file.py:Class."),
 ]
+Agent = Annotated[
+    str | None,
+    Option(help="Program that calls the model (docs/agents.md): file.py:function, or a command."),
+]
 InferDevices = Annotated[
     str | None, Option(help="Devices that generate: 0-3, 0,2,5, cpu:2, ray:8 or ray:cpu:2.")
 ]

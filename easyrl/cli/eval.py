@@ -21,6 +21,7 @@ def evaluate(
     dataset: Annotated[str | None, Option(help="A preset, file, folder or hub id.")] = None,
     reward: common.Reward = None,
     environment: common.Environment = None,
+    agent: common.Agent = None,
     num_samples: Annotated[int | None, Option(help="Completions per problem.")] = None,
     engine: Annotated[str | None, Option(help="vllm or embedded.")] = None,
     infer_devices: common.InferDevices = None,

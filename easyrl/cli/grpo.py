@@ -35,6 +35,7 @@ def grpo(
     ] = None,
     reward: common.Reward = None,
     environment: common.Environment = None,
+    agent: common.Agent = None,
     infer_devices: common.InferDevices = None,
     train_devices: common.TrainDevices = None,
     spare_devices: Annotated[

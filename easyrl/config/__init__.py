@@ -146,6 +146,7 @@ OPTIONS = {
     "dataset": "data.dataset",
     "reward": "reward.functions",
     "environment": "rollout.environment",
+    "agent": "rollout.agent",
     "infer_devices": "devices.infer",
     "train_devices": "devices.train",
     "spare_devices": "devices.spare",

@@ -1,13 +1,19 @@
 """Section `rollout`, and the sampling settings of training and evaluations."""
 
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from easyrl.config.eval import EvalConfig
 from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
+
+MAX_BRANCHES = 128
+"""Most token sequences of an agent's episode: it bounds what a group carries of them."""
+AGENT_FUNCTION = re.compile(r"\S+\.py|.*\.py:\w*|[\w.]+:\w*")
 
 
 class RolloutConfig(Section):
@@ -49,6 +55,13 @@ class RolloutConfig(Section):
         default_factory=list
     )
     """Functions that the model may call, `file.py:function` or `package.module:function`."""
+    agent: Annotated[str | None, COMPARED, NAMES_FILES] = Field(default=None, min_length=1)
+    """Program that calls an OpenAI-compatible endpoint over the model (docs/agents.md):
+    `file.py:function`, `package.module:function`, or a command, as in "python run.py {column}".
+    Null: none."""
+    agent_sampling: Annotated[Literal["refuse", "ignore"], COMPARED] = "refuse"
+    """What follows where an agent asks for other sampling settings than the run's: an error, or a
+    note and the run's."""
     tool_format: Annotated[Literal["auto", "hermes", "llama3", "qwen3_coder"], COMPARED] = "auto"
     """Form of a tool call. `auto`: the tokenizer's `response_template`, or by its chat template."""
     max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)
@@ -65,10 +78,39 @@ class RolloutConfig(Section):
     """Calls that run at a time in each of these processes; one in deterministic runs. A tool that
     sets signal handlers (`signal.alarm`) needs 1."""
 
+    @model_validator(mode="after")
+    def _has_one_loop(self) -> Self:
+        if self.agent is not None and (self.environment is not None or self.tools):
+            raise ValueError(
+                "rollout.agent (--agent): expected neither rollout.environment nor rollout.tools "
+                f"with it, as an agent calls its own tools, got {self.agent!r}"
+            )
+        return self
+
+    @field_validator("agent")
+    @classmethod
+    def _has_words(cls, value: str | None) -> str | None:
+        try:
+            shlex.split(value or "")
+        except ValueError as error:
+            raise ValueError(f"expected a function or a command: {error}") from None
+        return value
+
+    @property
+    def agent_words(self) -> list[str]:
+        """The words of an agent that is a command; [] for a function."""
+        is_function = self.agent is None or AGENT_FUNCTION.fullmatch(self.agent)
+        return [] if is_function else shlex.split(self.agent or "")
+
+    @property
+    def acts(self) -> str:
+        """The key of what acts in episodes."""
+        return "rollout.environment" if self.agent is None else "rollout.agent"
+
     @property
     def has_environments(self) -> bool:
         """Whether completions are episodes of several turns."""
-        return self.environment is not None or bool(self.tools)
+        return self.environment is not None or bool(self.tools) or self.agent is not None
 
     @property
     def environments(self) -> dict[str, str | None]:

@@ -31,6 +31,9 @@ class GroupRequest:
     has_turns: bool = False  # a sequence that stops is suspended: see `Turn`
     first_tokens: Sequence[Sequence[int]] | None = None
     """[G]: inserted at the start of each completion, where there are any (with `has_turns`)."""
+    max_turn_tokens: int | None = None
+    """Most tokens of the first turn. With it sequences are suspended also where a turn is cut
+    off, so that all of them are ended by `Engine.end` (with `has_turns`)."""
 
     def limits(self, sampling: SamplingSettings) -> Sequence[int]:
         """Return the maximum tokens of each completion [G]."""
@@ -50,6 +53,7 @@ class Turn:
     sample_index: int
     token_ids: Int32  # [n], with the end token or stop string
     num_left: int  # most tokens that can follow, inserted ones included
+    is_cut: bool = False  # at its most tokens (`max_turn_tokens`)
 
 
 class Engine:
@@ -91,8 +95,9 @@ class Engine:
         turns, self._turns = self._turns, []
         return turns
 
-    def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
-        """Insert tokens, at least one and fewer than `turn.num_left`, and sample the next turn."""
+    def resume(self, turn: Turn, tokens: Sequence[int], max_turn_tokens: int | None = None) -> None:
+        """Insert tokens, at least one and fewer than `turn.num_left`, and sample the next turn.
+        `max_turn_tokens`: as in `GroupRequest`, and only if the request had it."""
         raise NotImplementedError
 
     def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:

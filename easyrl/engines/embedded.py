@@ -47,6 +47,7 @@ class _Sequence:
     first_logprob: float = 0.0
     inserted: Sequence[int] | None = None
     """Tokens to resume it with. A sequence that starts with inserted tokens has no first token."""
+    max_turn_tokens: int | None = None  # of its next turn
 
 
 class EmbeddedEngine(PolicyEngine):
@@ -89,9 +90,10 @@ class EmbeddedEngine(PolicyEngine):
         starts = (self._ready or self._waiting) and self.num_held < self.cache.num_rows
         return bool(self.num_active or starts or self._finished or self._rows_to_resume())
 
-    def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
+    def resume(self, turn: Turn, tokens: Sequence[int], max_turn_tokens: int | None = None) -> None:
         assert 0 < len(tokens) < turn.num_left
-        self._sequences[self._row_of(turn)].inserted = tokens
+        sequence = self._sequences[self._row_of(turn)]
+        sequence.inserted, sequence.max_turn_tokens = tokens, max_turn_tokens
 
     @torch.inference_mode()
     def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
@@ -152,7 +154,7 @@ class EmbeddedEngine(PolicyEngine):
             for name in ("count", "position", "cell"):
                 state[name] += len(inserted)
             state["turn_start"], state["state"] = state["count"], ACTIVE
-            end = int(state["count"])
+            state["limit"] = _turn_limit(sequence, end := int(state["count"]))
             state["tokens"][start:end] = inserted
             state["logprobs"][start:end], state["is_sampled"][start:end] = 0.0, False
             fed.append(state["tokens"][max(0, start - 1) : end])
@@ -186,6 +188,7 @@ class EmbeddedEngine(PolicyEngine):
             for i, limit in enumerate(request.limits(self.sampling)):
                 uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
                 starting.append(_Sequence(request, slot, i, limit, uniforms))
+                starting[-1].max_turn_tokens = request.max_turn_tokens
                 if request.first_tokens:
                     starting[-1].inserted = request.first_tokens[i]
         sampled = [sequence for sequence in starting if sequence.inserted is None]
@@ -247,17 +250,19 @@ class EmbeddedEngine(PolicyEngine):
                 stopped[i] = self._stop.is_complete(tokens[rows[i], : counts[i]])
         for i in np.flatnonzero(stopped | (counts >= self._rows["limit"][rows])):
             row = int(rows[i])
-            if stopped[i] and self._sequences[row].request.has_turns:
-                self._suspend_row(row)
+            request = self._sequences[row].request
+            if request.has_turns and (stopped[i] or request.max_turn_tokens is not None):
+                self._suspend_row(row, is_cut=not stopped[i])
             else:
                 self._end_row(row, "stop" if stopped[i] else "length")
 
-    def _suspend_row(self, row: int) -> None:
-        request, state = self._sequences[row].request, self._rows[row]
+    def _suspend_row(self, row: int, *, is_cut: bool) -> None:
+        sequence, state = self._sequences[row], self._rows[row]
         state["state"] = SUSPENDED
         tokens = state["tokens"][state["turn_start"] : state["count"]].copy()
-        num_left = int(state["limit"] - state["count"])
-        self._turns.append(Turn(request.key, self._sequences[row].sample_index, tokens, num_left))
+        num_left = sequence.limit - int(state["count"])
+        key, index = sequence.request.key, sequence.sample_index
+        self._turns.append(Turn(key, index, tokens, num_left, is_cut))
 
     def _row_of(self, turn: Turn) -> int:
         """Return the row of a suspended sequence."""
@@ -319,9 +324,15 @@ class EmbeddedEngine(PolicyEngine):
         state, self._sequences[row] = self._rows[row], sequence
         state["position"] = len(sequence.request.prompt_ids) - 1 + count
         state["slot"] = sequence.slot
-        state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
+        state["count"], state["limit"], state["turn_start"] = count, _turn_limit(sequence, 0), 0
         state["state"] = ACTIVE if count else SUSPENDED
         state["uniforms"][: sequence.limit] = sequence.uniforms
         state["tokens"][0] = sequence.first_token
         state["logprobs"][0] = sequence.first_logprob
         state["is_sampled"][:] = True
+
+
+def _turn_limit(sequence: _Sequence, start: int) -> int:
+    """Return the completion's length at which a turn that starts at `start` is cut off."""
+    most = sequence.max_turn_tokens
+    return sequence.limit if most is None else min(sequence.limit, start + most)

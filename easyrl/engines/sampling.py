@@ -36,11 +36,12 @@ class SamplingSettings:
     top_p: float = 1.0
     stop: Sequence[str] = ()
     seed: int = 0
+    max_length: int | None = None  # of prompt + completion; None: the sum of the longest ones
 
     @property
     def max_sequence_length(self) -> int:
         """Longest prompt + completion in tokens."""
-        return self.max_prompt_length + self.max_completion_length
+        return self.max_length or self.max_prompt_length + self.max_completion_length
 
     @property
     def truncates(self) -> bool:

@@ -17,7 +17,14 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt
 from easyrl.environments.loading import Interface
-from easyrl.environments.tool_calls import BadCall, Calls, ToolCall, detect_format, read_calls
+from easyrl.environments.tool_calls import (
+    BadCall,
+    Calls,
+    ToolCall,
+    detect_format,
+    read_calls,
+    without_calls,
+)
 from easyrl.types import Messages
 
 MARK = "zqxanswerqxz"
@@ -31,10 +38,16 @@ class Conversations:
     """Renders conversations with the tools of one environment."""
 
     def __init__(
-        self, config: Config, tokenizer: Any, interface: Interface, end_tokens: Collection[int]
+        self,
+        config: Config,
+        tokenizer: Any,
+        interface: Interface,
+        end_tokens: Collection[int],
+        *,
+        is_checked: bool = True,
     ) -> None:
-        """`end_tokens`: tokens that end an answer. Raises ConfigError if the chat template cannot
-        be used, or its calls have no known format."""
+        """`end_tokens`: tokens that end an answer; `is_checked`: by `check`. Raises ConfigError if
+        the chat template cannot be used, or its calls have no known format."""
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"rollout.environment: {NO_CHAT_TEMPLATE}")
         self._tokenizer, self._schemas = tokenizer, interface.schemas
@@ -48,8 +61,8 @@ class Conversations:
         has_own_format = getattr(tokenizer, "response_template", None) is not None
         if self._schemas and self._format == "auto" and not has_own_format:
             self._format = detect_format(str(tokenizer.chat_template))
-        if self._schemas or interface.is_game:
-            self._check(is_game=interface.is_game)
+        if is_checked and (self._schemas or interface.is_game):
+            self.check("user" if interface.is_game else "tool")
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""
@@ -78,10 +91,23 @@ class Conversations:
         except Exception as error:  # of the template's parser, on text that a model has written
             return [BadCall(f"the tool call cannot be read: {error!r:.200}")]
 
+    def read_answer(
+        self, token_ids: Sequence[int], prefix: Sequence[int]
+    ) -> tuple[str, list[ToolCall]]:
+        """Read a turn as `read_turn` does, with the text around its calls. Where none can be read,
+        all of it is text."""
+        text, found = self.read_turn(token_ids, prefix)
+        calls = [call for call in found if isinstance(call, ToolCall)]
+        if calls and self._format == "auto":
+            before = self._tokenizer.decode(list(prefix))
+            message = self._tokenizer.parse_response(text, prefix=before, tools=self._schemas)
+            return str(message.get("content") or ""), calls
+        return without_calls(text) if calls else text, calls
+
     def suffix(self, messages: Messages, last_token: int) -> list[int]:
-        """Return the tokens to insert behind an answer, before the next: those of `messages`, all
-        of tools or all of the user. `last_token`: of the answer; an answer that was ended by a stop
-        string gets its end token first. Raises ConfigError where the template refuses them."""
+        """Return the tokens to insert behind an answer, before the next: those of `messages`, of
+        tools and the user. `last_token`: of the answer; an answer that was ended by a stop string
+        gets its end token first. Raises ConfigError where the template refuses them."""
         suffix = self._suffix(json.dumps(messages))
         if last_token in self._end_tokens or not self._ends:
             return suffix
@@ -92,7 +118,7 @@ class Conversations:
         answer: dict[str, Any] = {"role": "assistant", "content": MARK}
         shown = messages
         if is_tool:
-            answer |= {"tool_calls": [self._call(str(messages[0]["name"]), MARK)]}
+            answer |= {"tool_calls": [self._call(str(messages[0].get("name", "f")), MARK)]}
             shown = [{**message, "tool_call_id": CALL_ID} for message in messages]
         talk = [{"role": "user", "content": "a"}, *earlier, answer, *shown]
         try:
@@ -115,15 +141,16 @@ class Conversations:
         function = {"name": name, "arguments": {"x": value}}
         return {"type": "function", "id": CALL_ID, "function": function}
 
-    def _check(self, *, is_game: bool) -> None:
-        """Raise ConfigError if the tokens behind an answer depend on earlier turns."""
+    def check(self, role: str) -> None:
+        """Raise ConfigError if the tokens of messages that begin with one of this role, behind an
+        answer, depend on earlier turns."""
         messages = [{"role": "user", "content": RESULT}]
         earlier: Messages = [
             {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c"},
         ]
-        if not is_game:
-            name = self._schemas[0]["function"]["name"]
+        if role == "tool":
+            name = self._schemas[0]["function"]["name"] if self._schemas else "f"
             messages = [{"role": "tool", "name": name, "content": RESULT}]
             call = {"role": "assistant", "content": "d", "tool_calls": [self._call(name, "e")]}
             earlier += [call, {**messages[0], "content": "f", "tool_call_id": CALL_ID}]

@@ -1,4 +1,4 @@
-"""A process that holds environments: all of a group are in the same one.
+"""A process that holds environments or runs agents: all of a group are in the same one.
 
     rollout worker ──(number, method, arguments)──► host: threads, and an event loop
                    ◄──JSON (number, kind, value)───
@@ -7,7 +7,8 @@
 
 Calls of different episodes run at the same time, at most `rollout.concurrent_calls`; coroutines run
 on one event loop. In deterministic runs calls run one after another, in the main thread, and
-Python's and NumPy's global random numbers belong to the episode whose call runs.
+Python's and NumPy's global random numbers belong to the episode whose call runs. Agents run all at
+the same time, in any case.
 """
 
 import asyncio
@@ -23,10 +24,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from easyrl.agents.program import Agent, Value
 from easyrl.config import Config, ConfigError
 from easyrl.environments.loading import Environment, Interfaces, load_environments
 from easyrl.environments.tool_calls import BadCall, Calls
-from easyrl.processes import maybe_sleep, set_name
+from easyrl.processes import maybe_sleep, raise_open_files, set_name
 from easyrl.rewards import worker
 from easyrl.rewards.loading import accepted_arguments
 from easyrl.types import Messages
@@ -34,7 +36,7 @@ from easyrl.user_code import user_traceback
 
 PROCESS_NAME = "easyrl-env"
 Key = tuple[int, ...]  # identifies a group
-
+MAX_AGENTS, AGENT_STACK_BYTES = 4096, 2**21  # threads of agents: 8 MiB each would be too much
 
 Request = tuple[int, str, tuple[Any, ...], bool]
 """Number, method of `Host`, arguments, and whether it is repeated: those that follow need it."""
@@ -76,6 +78,9 @@ class Host:
     def load(self, _: Key = (), with_schemas: bool = False) -> tuple[Interfaces, Sequence[int]]:
         """Load environments and reward functions; return the interfaces by name, and the numbers of
         the reward functions that need environments. Raises ConfigError."""
+        if self._config.rollout.agent is not None:
+            self._agent = Agent(self._config)
+            return {}, ()
         self._environments = load_environments(self._config, with_schemas=with_schemas)
         interfaces = {name: each.interface for name, each in self._environments.items()}
         self._spare = {name: [each.first] for name, each in self._environments.items()}
@@ -104,6 +109,11 @@ class Host:
         if not isinstance(observation, str | None):
             raise TypeError(f"reset: expected a string or None, got {observation!r:.80}")
         return observation
+
+    def run_agent(self, key: Key, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
+        """Run an episode of the agent."""
+        worker.BoundedOutput.begin_call()
+        return self._agent.run(row, base_url, api_key, self._awaited)
 
     def act(self, key: Key, index: int, calls: Calls | str) -> Acted:
         """Execute a turn's tool calls, or give the text of a turn to a game."""
@@ -186,6 +196,10 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
             send(number, "failed", user_traceback(error))
 
     num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
+    if config.rollout.agent is not None:
+        num_threads = MAX_AGENTS
+        threading.stack_size(AGENT_STACK_BYTES)
+        raise_open_files()
     with ThreadPoolExecutor(num_threads) as threads:
         answer(connection.recv())  # `load`, which all others need
         while request := connection.recv():

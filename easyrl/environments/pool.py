@@ -10,6 +10,7 @@ killed process are repeated in others, once. A process that ends otherwise ends 
 
 import contextlib
 import json
+import math
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
+from easyrl.agents.program import fill_in
 from easyrl.config import Config, ConfigError
 from easyrl.data.streams import ENVIRONMENT_COLUMN
 from easyrl.environments.host import Key, Request, serve
@@ -38,6 +40,10 @@ LOAD_SECONDS = 120.0
 
 class HostLost(RuntimeError):
     """The process of an environment has died."""
+
+
+class HostKilled(HostLost):
+    """The process of an agent was killed."""
 
 
 class CallFailed(RuntimeError):
@@ -82,6 +88,10 @@ class EnvironmentPool:
 
     def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
         self._config, self._sources = config, sources
+        rollout = config.rollout
+        limit = rollout.episode_timeout_seconds if rollout.agent is not None else 0.0
+        self._agent_seconds = math.inf if limit is None else limit + rollout.tool_timeout_seconds
+        self._silence_seconds = min(self._agent_seconds, limit or rollout.tool_timeout_seconds)
         self._context = get_context("spawn")
         self._hosts: list[_Host] = []
         self._groups: dict[Key, _Group] = {}
@@ -104,7 +114,7 @@ class EnvironmentPool:
         try:
             interfaces, reward_functions = self.wait_for(self._loaded)
         except FAILURES as error:
-            raise ConfigError(f"rollout.environment: cannot be loaded: {error}") from None
+            raise ConfigError(f"{self._config.rollout.acts}: cannot be loaded: {error}") from None
         self.forget(())
         return {key: Interface(*each) for key, each in interfaces.items()}, reward_functions
 
@@ -127,6 +137,22 @@ class EnvironmentPool:
     def act(self, key: Key, index: int, calls: Any) -> Future[Any]:
         """Send a turn's calls to its episode; the result has the arguments of `host.Acted`."""
         return self._call(key, "act", index, calls)
+
+    def run_agents(
+        self, key: Key, row: Mapping[str, Any], base_url: str, api_keys: Sequence[str]
+    ) -> list[Future[Any]]:
+        """Run a group's episodes of the agent, one for each key of the endpoint; the results have
+        the form of `program.Value`. They are not repeated: see `HostKilled`."""
+        self._open(key)
+        own = [(row, base_url, api_key) for api_key in api_keys]
+        return [self._call(key, "run_agent", *each, limit=self._agent_seconds) for each in own]
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Let a call fail that does not return, as one that takes too long."""
+        for host in self._hosts:
+            for number in [n for n, call in host.pending.items() if call.future is future]:
+                host.is_stuck = True
+                self._settle(host, number, TimeoutError("a call did not return"))
 
     def judge(self, key: Key, call: Call) -> Future[Any]:
         """Score a group by functions that need environments; with the arguments of `Scored`."""
@@ -192,7 +218,7 @@ class EnvironmentPool:
                 self._bury(host)
                 continue
             is_loading = any(call.method == "load" for call in host.pending.values())
-            limit = LOAD_SECONDS if is_loading else self._config.rollout.tool_timeout_seconds
+            limit = LOAD_SECONDS if is_loading else self._silence_seconds
             is_idle = all(call.started is None for call in host.pending.values())
             if host.pending and (is_idle or host.is_stuck) and now > host.last_heard + limit:
                 host.process.kill()
@@ -201,7 +227,8 @@ class EnvironmentPool:
                     host.is_stuck = True
                     if group := self._groups.get(call.arguments[0]):
                         group.calls.remove(call)
-                    key = "" if call.method == "load" else " (rollout.tool_timeout_seconds)"
+                    name = "episode" if call.method == "run_agent" else "tool"
+                    key = "" if call.method == "load" else f" (rollout.{name}_timeout_seconds)"
                     error = TimeoutError(f"a call took longer than {call.limit:g} s{key}")
                     self._settle(host, number, error)
 
@@ -234,10 +261,12 @@ class EnvironmentPool:
         self._end(host)
         code = host.process.exitcode
         if code == -signal.SIGKILL:
-            self.report("an environment's process was killed; its calls are repeated")
+            self.report("an environment's or agent's process was killed; its calls are repeated")
         for key in self._keys_of(host):
             group = self._groups[key]
-            if code == -signal.SIGKILL and (host.is_stuck or not group.is_repeated):
+            if code == -signal.SIGKILL and self._config.rollout.agent is not None:
+                self._lose(key, HostKilled("the agent's process was killed"))
+            elif code == -signal.SIGKILL and (host.is_stuck or not group.is_repeated):
                 group.is_repeated |= not host.is_stuck  # a call that hangs is not repeated
                 self._open(key)
             else:
@@ -280,6 +309,10 @@ def check_environments(config: Config, example: Prompt | None) -> tuple[Interfac
     pool = EnvironmentPool(config, {})
     try:
         interfaces, _ = pool.loaded()
+        if config.rollout.agent is not None:
+            if example is not None:
+                fill_in(config.rollout.agent_words, row_of(example, ""))
+            return {}, []
         if config.reward.check and example is not None:
             name = name_of(example, interfaces)
             (future,) = pool.start((0,), name, row_of(example, name), [0])

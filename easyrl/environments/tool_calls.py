@@ -75,6 +75,11 @@ def read_calls(text: str, tool_format: str, schemas: Sequence[dict[str, Any]]) -
     return calls
 
 
+def without_calls(text: str) -> str:
+    """Return the text of a turn around its calls."""
+    return CALLS_OR_THINKING.sub(lambda match: "" if match[1] else match[0], text).strip()
+
+
 def _read_json(text: str, _: Sequence[dict[str, Any]]) -> ToolCall:
     call = json.loads(text)
     arguments = call.get("arguments", call.get("parameters", {}))

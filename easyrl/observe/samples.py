@@ -18,7 +18,7 @@ SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
-LEFT_OUT = ("prompt", "completion", "problem", "rewards", "messages", "raw")
+LEFT_OUT = ("prompt", "completion", "problem", "rewards", "messages", "branches", "raw")
 
 
 def show_samples(
@@ -60,6 +60,9 @@ def show_samples(
         if prompt != before:
             say_rich(Text(safe(str(texts[0]), MAX_TEXT) + "\n", style="dim"))
         say_rich(Text(safe(str(texts[1]), MAX_TEXT) + "\n"))
+        for number, chat in enumerate(line.get("branches", ()), 1):  # of an agent's episode
+            text = "".join(f"\n{each['role']}: {each['content']}" for each in chat)
+            say_rich(Text(safe(f"branch {number}{text}\n", MAX_TEXT), style="dim"))
         before = prompt
     if before is None:
         raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")

@@ -145,6 +145,11 @@ def reasoning_gym(
     return scores
 
 
+def agent(completions: Completions, **_: Any) -> list[float | None]:
+    """Stand for what the agent returns, which the rollout worker knows."""
+    return [None] * len(completions)
+
+
 async def environment(environments: Sequence[Any], **_: Any) -> list[float | None]:
     """Score each episode by its environment's own `get_reward`; None where it has none."""
     scores = [getattr(each, "get_reward", lambda: None)() for each in environments]

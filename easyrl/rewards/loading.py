@@ -40,6 +40,7 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
     ),
     "environment": lambda config: functions.environment,
     "reasoning_gym": lambda config: functions.reasoning_gym,
+    "agent": lambda config: functions.agent,
 }
 """Each binds a function to its settings."""
 PER_COMPLETION = ("code", "math", "reasoning_gym")  # slow: each completion is a call of its own
@@ -50,9 +51,13 @@ MODELS = "easyrl.model.reward_model"
 
 
 def reward_specs(config: Config) -> list[str]:
-    """`reward.functions`, by default the environment's `get_reward` or the preset's reward."""
-    if config.reward.functions and not config.reward.is_none:
-        return list(config.reward.functions)
+    """`reward.functions`, by default the environment's `get_reward` or the preset's reward. What an
+    agent returns is a reward in any case, the first unless `reward.functions` names it."""
+    own = list(config.reward.functions or ()) * (not config.reward.is_none)
+    if config.rollout.agent is not None and "agent" not in own and not config.reward.is_none:
+        return ["agent", *own]
+    if own:
+        return own
     if config.rollout.environment is not None:
         return ["environment"]
     presets = [preset_of(name, config.data) for name in config.data.datasets]
@@ -88,7 +93,9 @@ def reward_names(config: Config) -> list[str]:
 
 def reward_weights(config: Config) -> list[float]:
     """One weight per function, by default 1."""
-    return config.reward.weights or [1.0] * len(reward_specs(config))
+    num_specs = len(reward_specs(config))
+    weights = config.reward.weights or [1.0] * num_specs
+    return [1.0] * (num_specs - len(weights)) + weights  # the agent's
 
 
 def needs_environments(function: RewardFunction) -> bool:
@@ -106,7 +113,10 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
                 f"{KEY}: 'environment' is the reward of an environment: expected "
                 "rollout.environment (--environment) too, as in --environment guess"
             )
-        own = ["environments"] if config.rollout.has_environments else []
+        if spec == "agent" and config.rollout.agent is None:
+            raise ConfigError(f"{KEY}: 'agent' is the reward of rollout.agent (--agent), got none")
+        has_own = config.rollout.has_environments and config.rollout.agent is None
+        own = ["environments"] if has_own else []
         given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns, *own])
         try:
             inspect.signature(function).bind(**accepted_arguments(function, given))
@@ -148,6 +158,7 @@ def code_of(config: Config) -> dict[str, list[str]]:
         "reward.functions": reward_specs(config),
         "rollout.environment": [*filter(None, config.rollout.environments.values())],
         "rollout.tools": config.rollout.tools,
+        "rollout.agent": [] if config.rollout.agent_words else [config.rollout.agent or ""],
         LOSS_KEY: [config.algorithm.loss_type],
     }
 

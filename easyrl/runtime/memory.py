@@ -153,6 +153,8 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     # training the last completions of as many groups again may be in flight.
     started = rows + max(1, rows // 4)
     groups = -(-started // (1 if config.train.eval_every else rollout.num_generations))
+    if rollout.agent is not None:  # branches are new prompts, of any length
+        prompt, groups = padded(config.max_sequence_length), started
     has_graphs = is_batched and not on_cpu and placement.accelerator != devices.ASCEND
     num_prompts = padded(min(started, 2 * groups), SLOT_STEP if has_graphs else 1)
     cached = rows * row + num_prompts * prompt

@@ -11,6 +11,7 @@ from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet, check_disjoint
+from easyrl.config.rollout import MAX_BRANCHES
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
 from easyrl.rewards.loading import reward_models
@@ -391,6 +392,7 @@ def ring_layout(config: Config, placement: Placement) -> RingLayout:
         num_owners=placement.max_rollout_workers + placement.train.count,
         num_groups=config.train.prompts_per_iteration,
         max_teacher_prompt_length=config.data.max_prompt_length if has_own_prompt else 0,
+        segments_per_completion=MAX_BRANCHES * (config.rollout.agent is not None),
     )
 
 

@@ -317,7 +317,7 @@ def check_engine(config: Config, placement: Placement, size: ModelSize | None) -
         )
     if size is not None and not (is_vllm or size.is_batched) and config.rollout.has_environments:
         raise ConfigError(
-            "rollout.environment: expected a model that the embedded engine or vLLM can serve, "
+            f"{config.rollout.acts}: expected a model that the embedded engine or vLLM can serve, "
             f"got '{path}', which has layers without attention to all tokens or a window"
         )
 
@@ -413,7 +413,7 @@ def too_long_prompts(
     """Check prompts by their locations as tokens of the model, the model's class on the way, and
     conversations with environments. Return the locations of those to skip. `tokenizer`: that of
     `load_prompt_tokenizer`."""
-    if tokenizer is None:
+    if tokenizer is None or config.rollout.agent is not None:  # it makes its own prompts
         return set()
     model_config = _model_config(config)
     skipped = check_prompts(examples, tokenizer, config, _longest_tools(interfaces))

@@ -198,7 +198,7 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
         given_anew |= {"data.columns"} if isinstance(run.data.columns, list) else set()
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
             given_anew |= {key for key in of_run if key.startswith(("data.", "reward.", "eval."))}
-            given_anew |= {"rollout.environment", "rollout.tools"}
+            given_anew |= {"rollout.environment", "rollout.tools", "rollout.agent"}
     if "reward.functions" in given:
         given_anew |= {"eval.correct_reward", *(key for key in of_run if key.startswith("reward."))}
     kept = {key: value for key, value in of_run.items() if key not in given_anew}

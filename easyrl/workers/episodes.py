@@ -13,7 +13,7 @@ long a tool takes.
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,17 +61,18 @@ class _Group:
 class Episodes:
     """The open groups of a rollout worker with environments."""
 
-    def __init__(self, config: Config, sources: Mapping[str, str], *, max_open_groups: int) -> None:
-        """`sources`: of the user's files; `max_open_groups`: generated at a time."""
+    def __init__(self, config: Config, pool: EnvironmentPool, *, max_open_groups: int) -> None:
+        """`pool`: of the environments; `max_open_groups`: generated at a time."""
         self._config, self._max_open = config, max_open_groups
-        self.pool = EnvironmentPool(config, sources)
+        self.pool = pool
         self._queue: deque[tuple[Key, Prompt, int]] = deque()
         self._groups: dict[Key, _Group] = {}
         self._failed: list[FinishedGroup] = []
         self._num_open = 0  # groups that are being generated
 
-    def bind(self, engine: Engine, tokenizer: Any) -> None:
-        """Use this engine, once the environments are loaded. Raises ConfigError."""
+    def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
+        """Use this engine, which keeps a row for each sequence, once the environments are loaded.
+        Raises ConfigError."""
         self._engine = engine
         self._interfaces, self._reward_functions = self.pool.loaded()
         self._conversations = {
@@ -82,6 +83,19 @@ class Episodes:
     @property
     def has_work(self) -> bool:
         return bool(self._queue or self._groups)
+
+    @property
+    def wakers(self) -> list[Any]:
+        """Readable when `advance` has something to do."""
+        return list(self.pool.connections)
+
+    def close(self) -> None:
+        """End the processes of the environments."""
+        self.pool.close()
+
+    def take(self, finished: list[FinishedGroup]) -> list[FinishedGroup]:
+        """Take what the engine has finished; return the groups among it."""
+        return finished
 
     def submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         self._queue.append((key, prompt, num_generations))

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import SamplingSettings
+from easyrl.environments.pool import EnvironmentPool
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
@@ -40,6 +41,7 @@ from easyrl.types import (
     Completion,
     Float32,
     IndexedPrompt,
+    Int32,
     Messages,
     Prompt,
     RolloutGroup,
@@ -48,6 +50,9 @@ from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.episodes import Episodes
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
+
+if TYPE_CHECKING:
+    from easyrl.workers.agents import AgentEpisodes
 
 TRAIN, EVALUATE = 0, 1
 Key = tuple[int, int, int]
@@ -70,7 +75,7 @@ class _Group:
 
 
 class RolloutWorker:
-    episodes: Episodes | None = None  # with environments
+    episodes: "Episodes | AgentEpisodes | None" = None  # with environments or an agent
 
     def __init__(
         self, settings: WorkerSettings, port: RingPort | None, control: Connection
@@ -91,10 +96,9 @@ class RolloutWorker:
         of_models = settings.reward_environment
         self.reward_pool = RewardPool(self.config, settings.sources, report, of_models)
         if self.config.rollout.has_environments:
-            self.episodes = Episodes(
-                self.config, settings.sources or {}, max_open_groups=settings.max_concurrent_groups
-            )
-            self.episodes.pool.report = report
+            pool = EnvironmentPool(self.config, settings.sources or {})
+            pool.report = report
+            self.episodes = self._make_episodes(pool, settings.max_concurrent_groups)
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after these processes: they may run on any core
         control.send(events.Starting("loading the model"))
@@ -102,7 +106,8 @@ class RolloutWorker:
             self.tokenizer, self.engine = self._load()
             self._decode = text_decoder(self.tokenizer)
             if self.episodes is not None:
-                self.episodes.bind(self.engine, self.tokenizer)
+                rows = settings.max_concurrent_groups * self.sampling.num_samples
+                self.episodes.bind(self.engine, self.tokenizer, rows)
         except BaseException:
             self._close_pools()
             raise
@@ -116,17 +121,19 @@ class RolloutWorker:
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
         """Groups for the ring, with their reports if these have not been sent."""
 
+    def _make_episodes(self, pool: EnvironmentPool, most: int) -> "Episodes | AgentEpisodes":
+        if self.config.rollout.agent is None:
+            return Episodes(self.config, pool, max_open_groups=most)
+        from easyrl.agents.endpoint import Endpoint  # of the extra `agents`
+        from easyrl.workers.agents import AgentEpisodes
+
+        endpoint = Endpoint(self.config, self.sampling)
+        return AgentEpisodes(self.config, pool, endpoint, max_open_groups=most)
+
     def _load(self) -> tuple[Any, Engine]:
         model, tokenizer = self.config.model, tokenizer_of(self.config)
-        sampling = SamplingSettings(
-            max_prompt_length=self.config.data.max_prompt_length,
-            max_completion_length=self.sampling.max_completion_length,
-            temperature=self.sampling.temperature,
-            top_k=self.sampling.top_k,
-            top_p=self.sampling.top_p,
-            stop=self.config.rollout.stop,
-            seed=self.config.runtime.seed,
-        )
+        has_branches = self.config.rollout.agent is not None
+        sampling = sampling_settings(self.config, self.sampling, has_branches=has_branches)
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
         trusted, device = model.trust_remote_code, self.settings.device
@@ -136,8 +143,8 @@ class RolloutWorker:
         if policy.no_packing_reason is not None:  # the train worker reports it
             if self.episodes is not None:
                 raise ConfigError(
-                    "rollout.environment: expected a model that the embedded engine or vLLM can "
-                    f"serve, got {model.path}: {policy.no_packing_reason}"
+                    f"{self.config.rollout.acts}: expected a model that the embedded engine or "
+                    f"vLLM can serve, got {model.path}: {policy.no_packing_reason}"
                 )
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
         num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
@@ -187,7 +194,7 @@ class RolloutWorker:
     def _close_pools(self) -> None:
         self.reward_pool.close()
         if self.episodes is not None:
-            self.episodes.pool.close()
+            self.episodes.close()
 
     def _wait_for_work(self) -> None:
         if self._deferred or (self.engine.can_step and not self._outbox):
@@ -195,7 +202,7 @@ class RolloutWorker:
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
         is_scoring, is_short = any(each.completions for each in self._groups.values()), False
         if self.episodes is not None:
-            wakers += self.episodes.pool.connections
+            wakers += self.episodes.wakers
             is_short = self.episodes.has_work  # `advance` looks for calls that take too long
         if self._outbox:
             assert self.port is not None
@@ -286,7 +293,7 @@ class RolloutWorker:
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
         kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
         self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
-        for request, completions in finished:
+        for request, completions in self.episodes.take(finished) if self.episodes else finished:
             self._score(request, completions)
 
     def _score(self, request: GroupRequest, completions: list[Completion]) -> None:
@@ -386,6 +393,8 @@ class RolloutWorker:
                 algorithm.advantage_estimator,
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
+            segment_lengths=np.concatenate([c.segment_lengths for c in completions]),
+            segment_after=_in_group(completions, len(own.prompt_ids)),
         )
         kept = self.config.output.samples
         is_sample = (kept is None or own.index < kept) and not is_rejected
@@ -452,10 +461,35 @@ class RolloutWorker:
             self._outbox.popleft()
 
 
+def sampling_settings(
+    config: Config, choice: SamplingChoice, *, has_branches: bool
+) -> SamplingSettings:
+    """Return the settings of an engine. `has_branches`: prompts may have what others sampled."""
+    longest, most = config.data.max_prompt_length, choice.max_completion_length
+    return SamplingSettings(
+        max_prompt_length=longest + most * has_branches,
+        max_completion_length=most,
+        max_length=longest + most,
+        temperature=choice.temperature,
+        top_k=choice.top_k,
+        top_p=choice.top_p,
+        stop=config.rollout.stop,
+        seed=config.runtime.seed,
+    )
+
+
 def checksum(completions: Sequence[Completion]) -> int:
     """Return the CRC-32 of a group's token ids and log-probabilities."""
-    arrays = (array for each in completions for array in (each.token_ids, each.logprobs))
+    names = "token_ids", "logprobs", "segment_lengths", "segment_after"
+    arrays = (getattr(each, name) for each in completions for name in names)
     return zlib.crc32(b"".join(array.tobytes() for array in arrays))
+
+
+def _in_group(completions: Sequence[Completion], num_prompt: int) -> Int32:
+    """Return `segment_after` of all completions, with indices in the group."""
+    starts = np.cumsum([0, *(len(each.token_ids) for each in completions)], dtype=np.int32)
+    pairs = zip(starts, (each.segment_after for each in completions), strict=False)
+    return np.concatenate([np.where(x < num_prompt, x, x + start) for start, x in pairs])
 
 
 def _as_text(content: str | Messages) -> str:

@@ -84,6 +84,7 @@ class _Sequence:
     request: GroupRequest
     sample_index: int
     limit: int
+    max_turn_tokens: int | None = None  # of its next turn
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
@@ -213,16 +214,19 @@ class VllmEngine(Engine):
         sequence.append(tokens, logprobs)
         self.num_completion_tokens += len(tokens)
         request, index = sequence.request, sequence.sample_index
-        if reason == "length" or not request.has_turns:
+        is_cut = reason == "length"
+        if not request.has_turns or (is_cut and request.max_turn_tokens is None):
             self._end_sequence(sequence, reason)
             return
         self._suspended[request.key, index] = sequence
         num_left = sequence.limit - len(sequence.token_ids)
-        self._turns.append(Turn(request.key, index, np.array(tokens, dtype=np.int32), num_left))
+        ids = np.array(tokens, dtype=np.int32)
+        self._turns.append(Turn(request.key, index, ids, num_left, is_cut))
 
-    def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
+    def resume(self, turn: Turn, tokens: Sequence[int], max_turn_tokens: int | None = None) -> None:
         assert 0 < len(tokens) < turn.num_left
         sequence = self._suspended.pop((turn.key, turn.sample_index))
+        sequence.max_turn_tokens = max_turn_tokens
         sequence.append(tokens)
         self._to_sample.append(sequence)
 
@@ -249,7 +253,8 @@ class VllmEngine(Engine):
             first_tokens = request.first_tokens or [()] * request.num_generations
             limits = request.limits(self.sampling)
             for index, (limit, tokens) in enumerate(zip(limits, first_tokens, strict=True)):
-                self._to_sample.append(_Sequence(request, index, limit))
+                most = request.max_turn_tokens
+                self._to_sample.append(_Sequence(request, index, limit, most))
                 self._to_sample[-1].append(tokens)
         self._waiting.clear()
         for each in self._to_sample:
@@ -262,7 +267,7 @@ class VllmEngine(Engine):
                 seed = _seed_of(self.sampling.seed, request.key) + each.sample_index
             parameters = SamplingParams(
                 **self._parameters,
-                max_tokens=each.limit - count,
+                max_tokens=min(each.limit - count, each.max_turn_tokens or each.limit),
                 seed=seed if self._is_deterministic else None,
             )
             prompt = {"prompt_token_ids": [*request.prompt_ids, *each.token_ids]}

@@ -1,0 +1,143 @@
+"""The user's agent: a function or a command, called in the processes of environments (`host`).
+
+solve(row, client, base_url, api_key) -> number | {name: number} | None
+a command: {column} of its words is replaced; OPENAI_BASE_URL and OPENAI_API_KEY lead to the
+endpoint; its reward is in EASYRL_REWARD_FILE or in the last line of its output
+"""
+
+import contextlib
+import ctypes
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from easyrl.config import Config, ConfigError
+from easyrl.formatting import install_command
+from easyrl.rewards.loading import accepted_arguments
+from easyrl.user_code import load_function
+
+KEY = "rollout.agent (--agent)"
+FORMS = 'file.py:function, package.module:function, or a command, as in "python run.py {column}"'
+MODEL = "policy"
+"""Name of the model at the endpoint. Requests may have any."""
+LIBC = ctypes.CDLL(None)
+Value = tuple[float | None, dict[str, float]]
+"""An episode's reward, if there is one, and the named ones that it is the sum of."""
+
+
+class Agent:
+    """The agent of a process: call it with the arguments of an episode."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a function that cannot be loaded or asks for other arguments."""
+        spec = config.rollout.agent or ""
+        if not all(map(find_spec, ("openai", "starlette", "uvicorn"))):
+            raise ConfigError(f"{KEY}: agents need more packages: {install_command('agents')}")
+        self.words = config.rollout.agent_words
+        self._clients: dict[str, Any] = {}  # by the name of the class
+        if self.words:
+            if shutil.which(self.words[0]) is None:
+                raise ConfigError(f"{KEY}: expected {FORMS}, got {spec!r}: no such program")
+            return
+        self._solve = load_function(spec, KEY, FORMS)
+        given = dict.fromkeys(("row", "client", "base_url", "api_key"))
+        try:
+            inspect.signature(self._solve).bind(**accepted_arguments(self._solve, given))
+        except TypeError as error:
+            raise ConfigError(f"{KEY}: '{spec}': {error}; it gets {', '.join(given)}") from None
+        has_client = "client" in inspect.signature(self._solve).parameters
+        self._kind = "AsyncOpenAI" if inspect.iscoroutinefunction(self._solve) else "OpenAI"
+        self._kind = self._kind if has_client else ""
+
+    def run(
+        self, row: Mapping[str, Any], base_url: str, api_key: str, awaited: Callable[[Any], Any]
+    ) -> Value:
+        """Run an episode. `awaited` returns the result of a coroutine. Raises what the agent
+        raises, and TypeError or ValueError for a result that is no reward."""
+        if self.words:
+            return self._execute(row, base_url, api_key)
+        given: dict[str, Any] = {"row": dict(row), "base_url": base_url, "api_key": api_key}
+        if self._kind:
+            given["client"] = self._client(base_url, api_key)
+        returned = self._solve(**accepted_arguments(self._solve, given))
+        if isinstance(returned, Awaitable):
+            returned = awaited(returned)
+        return as_value(returned)
+
+    def _client(self, base_url: str, api_key: str) -> Any:
+        import openai  # takes long
+
+        if self._kind not in self._clients:  # connections and certificates are shared
+            make = getattr(openai, self._kind)
+            self._clients[self._kind] = make(
+                base_url=base_url, api_key=api_key, timeout=None, max_retries=0
+            )
+        return self._clients[self._kind].with_options(base_url=base_url, api_key=api_key)
+
+    def _execute(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        with tempfile.TemporaryDirectory() as folder:
+            reward, output = (Path(folder) / name for name in ("reward", "output"))
+            with output.open("wb") as stdout:
+                process = subprocess.Popen(
+                    fill_in(self.words, row),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    env={**os.environ, **own, "EASYRL_REWARD_FILE": str(reward)},
+                    start_new_session=True,
+                    preexec_fn=_die_with_thread,  # noqa: PLW1509  a call of C alone
+                )
+            code = process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has left
+            if code:
+                raise RuntimeError(f"'{self.words[0]}' ended with code {code}")
+            text = reward.read_text("utf-8") if reward.exists() else ""
+            text = text or output.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
+        try:
+            return as_value(json.loads(text.strip() or "null"))
+        except (ValueError, TypeError) as error:
+            raise TypeError(f"in EASYRL_REWARD_FILE or the last line: {error}") from None
+
+
+def _die_with_thread() -> None:
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: threads of the host end with it
+
+
+def fill_in(words: list[str], row: Mapping[str, Any]) -> list[str]:
+    """Replace `{column}` in each word of a command. Raises ConfigError for an unknown column."""
+    texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in row.items()}
+    try:
+        return [Formatter().vformat(word, (), texts) for word in words]
+    except (LookupError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{KEY}: expected names of columns in braces ({', '.join(row)}; {{{{ and }}}} are "
+            f"braces), got {shlex.join(words)}: {error!r}"
+        ) from None
+
+
+def as_value(returned: Any) -> Value:
+    """Convert what an agent returned. Raises TypeError, or ValueError for NaN and infinity."""
+    if returned is None:
+        return None, {}
+    named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
+    problem = f"expected finite numbers by name, one number, or None, got {returned!r:.80}"
+    if not (named and all(isinstance(name, str) for name in named)):
+        raise TypeError(problem)
+    if not all(hasattr(value, "__float__") for value in named.values()):
+        raise TypeError(problem)
+    numbers = {name: float(value) for name, value in named.items()}
+    if not all(map(math.isfinite, numbers.values())):
+        raise ValueError(problem)
+    return sum(numbers.values()), numbers if isinstance(returned, Mapping) else {}

@@ -1,0 +1,76 @@
+"""`easyrl agent serve`: the endpoint that agents get, without training, to try one first."""
+
+import time
+from concurrent.futures import Future
+from itertools import count
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from easyrl.agents.endpoint import Endpoint, Request
+from easyrl.config import Config, ConfigError
+from easyrl.config.rollout import SamplingChoice
+from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.model.export import find_model
+from easyrl.model.files import load_tokenizer
+from easyrl.model.policy import Policy
+from easyrl.observe.text import say
+from easyrl.runtime.placement import place_evaluation
+from easyrl.types import Prompt
+from easyrl.workers.agents import AgentEpisodes, Episode, Group
+from easyrl.workers.rollout import sampling_settings
+
+NUM_ROWS = 16  # requests at a time
+
+
+class _Requests(AgentEpisodes):
+    """Every request, with any key, is an episode of its own."""
+
+    _numbers = count()
+
+    def _accept(self, request: Request) -> None:
+        request.key, prompt = str(number := next(self._numbers)), Prompt(0, "", {})
+        group = Group((number,), prompt, 1, started=time.monotonic())
+        self._episodes[request.key] = Episode(group, 0, request.key, Future())
+        super()._accept(request)
+
+    def advance(self) -> list[Any]:
+        finished = super().advance()
+        for episode in list(self._episodes.values()):
+            if not (episode.waiting or episode.answering):
+                self._close(episode)
+        return finished
+
+
+def serve(config: Config, port: int) -> None:
+    """Serve the model of a config on a device of its `devices.infer` until an interrupt. Raises
+    ConfigError."""
+    source, choice = find_model(config.model.path), SamplingChoice.of_training(config.rollout)
+    endpoint = Endpoint(config, choice, port)
+    endpoint.keys = None
+    placement, trust = place_evaluation(config, NUM_ROWS, 1), config.model.trust_remote_code
+    device = "cpu"
+    if placement.infer.kind != "cpu":
+        device = f"{placement.accelerator}:{placement.infer.indices[0]}"
+    with TemporaryDirectory() as scratch:
+        path = source.make(Path(scratch) / "model", trust=trust)
+        policy = Policy.load(path, device, trust_remote_code=trust, dtype=config.model.dtype)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    if policy.no_packing_reason is not None:
+        raise ConfigError(f"model.path: '{config.model.path}': {policy.no_packing_reason}")
+    tokenizer.chat_template = config.data.chat_template or tokenizer.chat_template
+    policy.stop_at(tokenizer.eos_token_id)
+    sampling = sampling_settings(config, choice, has_branches=True)
+    engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=tokenizer)
+    no_agents: Any = SimpleNamespace(report=say, connections=(), poll=int, loaded=int)
+    requests = _Requests(config, no_agents, endpoint, max_open_groups=0)
+    requests.bind(engine, tokenizer, NUM_ROWS)
+    say(f"serving {config.model.path}: OPENAI_BASE_URL={endpoint.url} OPENAI_API_KEY=any")
+    while True:
+        if engine.can_step:
+            requests.take(engine.step())
+        else:
+            wait(requests.wakers)
+        requests.advance()

@@ -1,0 +1,634 @@
+"""Agents: what they ask of the endpoint, and the tokens that are trained."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from easyrl.agents.endpoint import Endpoint
+from easyrl.agents.program import Agent, fill_in
+from easyrl.config import ConfigError, load_config
+from easyrl.config.rollout import SamplingChoice
+from easyrl.data.hub import resolve_model
+from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.sampling import SamplingSettings
+from easyrl.environments.pool import CallFailed, HostKilled
+from easyrl.model.files import tokenizer_of
+from easyrl.model.policy import Policy
+from easyrl.rewards.worker import Call, Scored
+from easyrl.types import Prompt
+from easyrl.workers.agents import AgentEpisodes
+from runs import descendants, finish, lines_of, start, summary_of, wait_for_line
+from tool_models import chat_model, example
+
+KEY = (0, 0, 0)
+HELLO = [{"role": "user", "content": "0-99"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+class Threads:
+    """Runs agents in threads of the test: the interface of `EnvironmentPool`."""
+
+    connections = ()
+
+    def __init__(self):
+        self._threads, self._clients = ThreadPoolExecutor(256), {}
+        self.solve = None  # the agent of a test
+        self.notes = []
+        self.report = self.notes.append
+
+    def loaded(self):
+        return {}, ()
+
+    def run_agents(self, key, row, url, keys):
+        self.url = url
+        return [self._start(row, url, each) for each in keys]
+
+    def _start(self, *arguments):
+        future = Future()
+
+        def keep(done):
+            with suppress(InvalidStateError):  # it was given up
+                error = done.exception()
+                future.set_exception(error) if error else future.set_result(done.result())
+
+        self._threads.submit(self._run, *arguments).add_done_callback(keep)
+        return future
+
+    def give_up(self, future):
+        future.set_exception(TimeoutError())
+
+    def _run(self, row, url, key):
+        agent = Agent.__new__(Agent)
+        agent.words, agent._clients, agent._solve = [], self._clients, self.solve
+        is_async = asyncio.iscoroutinefunction(agent._solve)
+        agent._kind = "AsyncOpenAI" if is_async else "OpenAI"
+        try:
+            return agent.run(row, url, key, asyncio.run)
+        except HostKilled:
+            raise
+        except Exception as error:
+            raise CallFailed(repr(error)) from error
+
+    def poll(self):
+        time.sleep(0.0002)  # the test's loop does not wait for anything
+
+    def forget(self, key):
+        pass
+
+    def close(self):
+        self._threads.shutdown(wait=False)
+
+
+class Recorder:
+    """Writes down what an engine samples, and behind which tokens."""
+
+    def __init__(self, engine):
+        self.sampled, self._known, self.most_rows = [], {}, 0
+        submit, resume, take_turns = engine.submit, engine.resume, engine.take_turns
+
+        def on_submit(request):
+            for index in range(request.num_generations):
+                self._known[request.key, index] = [*request.prompt_ids]
+            submit(request)
+
+        def on_resume(turn, tokens, most=None):
+            self._known[turn.key, turn.sample_index] += tokens
+            resume(turn, tokens, most)
+
+        def on_take():
+            turns = take_turns()
+            for turn in turns:
+                known, tokens = self._known[turn.key, turn.sample_index], turn.token_ids.tolist()
+                self.sampled.append((tuple(known), tuple(tokens)))
+                known += tokens
+            return turns
+
+        engine.submit, engine.resume, engine.take_turns = on_submit, on_resume, on_take
+
+
+class Worker:
+    """What a rollout worker does with groups, without a ring and rewards."""
+
+    def __init__(self, model, *words, length=120, num=1, max_open=1, num_rows=None):
+        settings = {"model.path": model, "rollout.agent": "own.py:solve"}
+        words = (f"rollout.max_completion_length={length}", "data.max_prompt_length=32", *words)
+        self.config = load_config(None, settings, words)
+        self.num, self.length = num, length
+        sampling = SamplingSettings(
+            max_prompt_length=32 + length,
+            max_completion_length=length,
+            max_length=32 + length,
+            stop=self.config.rollout.stop,
+            seed=3,
+        )
+        policy = Policy.load(model, "cpu", trust_remote_code=False, dtype="float32")
+        tokenizer = self.tokenizer = tokenizer_of(self.config)
+        policy.stop_at(tokenizer.eos_token_id)
+        rows = num_rows or max_open * num
+        self.engine = EmbeddedEngine(policy, sampling, num_rows=rows, tokenizer=tokenizer)
+        self.engine_log = Recorder(self.engine)
+        choice = SamplingChoice(num, length, 1.0)
+        endpoint = Endpoint(self.config, choice)
+        self.pool = Threads()
+        self.episodes = AgentEpisodes(self.config, self.pool, endpoint, max_open_groups=max_open)
+        self.episodes.bind(self.engine, tokenizer, rows)
+
+    def close(self):
+        self.engine.close()
+        self.episodes.close()
+
+    def run(self, solve, *, num_groups=1, seconds=60, **columns):
+        """Return the finished groups of an agent, by their keys."""
+        self.pool.solve = solve
+        found, deadline = {}, time.monotonic() + seconds
+        for index in range(num_groups):
+            prompt = Prompt(index, HELLO, {"answer": index, **columns})
+            self.episodes.submit((0, 0, index), prompt, self.num)
+        while len(found) < num_groups:
+            assert time.monotonic() < deadline, "not in time"
+            if self.engine.can_step:
+                assert self.episodes.take(self.engine.step()) == []
+            for request, completions in self.episodes.advance():
+                key = request.key
+                _, answers = self.episodes.finish(key, completions)
+                judged = self.episodes.judge(key, Call(HELLO, answers, [], {}))
+                error = None if judged is None else judged[1].exception()
+                scored = error or Scored(*judged[1].result())
+                found[key] = (request.prompt_ids, completions, answers, scored)
+                found[key] += self.episodes.forget(key)
+        assert not self.engine.has_work
+        assert not (self.episodes._sequences or self.episodes._episodes)
+        assert not self.episodes.endpoint.keys
+        return found
+
+    def paths(self, prompt_ids, completion):
+        """Yield the tokens up to each sampled token of a completion, by its segments."""
+        tokens = [*prompt_ids, *completion.token_ids.tolist()]
+        starts = np.cumsum([0, *completion.segment_lengths])[:-1] + len(prompt_ids)
+        before = [*range(-1, len(tokens) - 1)]
+        for first, after in zip(starts, completion.segment_after, strict=True):
+            assert after < first
+            before[first] = after
+        paths = []
+        for index, token in enumerate(tokens):
+            paths.append(([] if before[index] < 0 else paths[before[index]]) + [token])
+        for index, is_sampled in enumerate(completion.is_sampled, len(prompt_ids)):
+            if is_sampled:
+                yield paths[index], completion.logprobs[index - len(prompt_ids)]
+
+    def check(self, found):
+        """Each token that the engine has sampled is trained once, behind the same tokens, and has
+        the log-probability that transformers gives it."""
+        sampled = Counter()
+        for before, tokens in self.engine_log.sampled:
+            sampled.update((*before, *tokens[: n + 1]) for n in range(len(tokens)))
+        path = resolve_model(self.config.model.path)
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        trained, paths = Counter(), {}
+        for prompt_ids, completions, *_ in found.values():
+            assert 0 < len(prompt_ids) <= 32
+            for completion in completions:
+                assert len(completion.token_ids) <= self.length
+                assert sum(completion.segment_lengths) == len(completion.token_ids)
+                for path, logprob in self.paths(prompt_ids, completion):
+                    trained[tuple(path)] += 1
+                    paths[tuple(path)] = logprob
+        assert trained == sampled
+        for before, tokens in self.engine_log.sampled:
+            with torch.inference_mode():
+                scores = reference(torch.tensor([before + tokens])).logits[0].log_softmax(-1)
+            for index, token in enumerate(tokens):
+                found = paths[(*before, *tokens[: index + 1])]
+                expected = float(scores[len(before) + index - 1, token])
+                assert found == pytest.approx(expected, abs=1e-4)
+        return len(trained)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def worker():
+    with closing(Worker("tiny-guess", num=2)) as made:
+        yield made
+
+
+def chat(client, messages, **options):
+    answer = client.chat.completions.create(model="any", messages=messages, **options)
+    return answer.choices[0].message.content
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def asked(text):
+    return {"role": "user", "content": text}
+
+
+def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens(worker):
+    def solve(client, row):
+        messages = list(HELLO)
+        for _ in range(3):  # a conversation that goes on
+            messages += [said(chat(client, messages)), asked("higher")]
+        other = [*messages[:2], asked("lower")]  # another continuation of its first answer
+        other += [said(chat(client, other)), asked("higher")]
+        chat(client, other)
+        chat(client, [asked("0-99"), said("5"), asked("lower")])  # an answer that was edited
+        chat(client, [asked("7-8")])  # a sub-agent
+        chat(client, [asked("7-8"), said("7"), *messages[-2:]])  # a compacted history
+        last = chat(client, messages)  # the first conversation goes on
+        return {"turns": 8, "length": len(last) / 100}
+
+    found = worker.run(solve)
+    assert worker.check(found) > 20
+    _, completions, answers, scored, metrics, columns = found[KEY]
+    for completion, messages, branches in zip(
+        completions, answers, columns["branches"], strict=True
+    ):
+        assert len(completion.segment_lengths) >= 5
+        assert [each["role"] for each in messages] == ["assistant", "user"] * 3 + ["assistant"]
+        assert len(branches) == 4
+    assert metrics["episodes/turns"] == 9
+    assert scored.metrics["rewards/turns/mean"] == 8
+    assert scored.scores == [[pytest.approx(8 + len(a[-1]["content"]) / 100) for a in answers]]
+
+
+def test_a_continued_conversation_keeps_its_row_and_stores_no_token_twice(worker):
+    def solve(client):
+        messages = list(HELLO)
+        for _ in range(4):
+            messages += [said(chat(client, messages)), asked("higher")]
+
+    found = worker.run(solve)
+    worker.check(found)
+    assert all(len(each.segment_lengths) == 1 for each in found[KEY][1])
+
+
+def test_suspended_sequences_make_room_for_others():
+    def solve(client):
+        texts = {}
+        for _ in range(2):
+            for prompt in ("0-9", "1-8", "2-7", "3-6"):
+                messages = texts.setdefault(prompt, [asked(prompt)])
+                messages += [said(chat(client, messages)), asked("lower")]
+
+    with closing(Worker("tiny-guess", num=3, max_open=2, num_rows=2)) as worker:
+        found = worker.run(solve, num_groups=4)
+        worker.check(found)
+    assert all(each.is_sampled.any() for group in found.values() for each in group[1])
+
+
+def test_requests_at_once_are_served_and_streams_and_choices_have_all_tokens():
+    def solve(client):
+        with ThreadPoolExecutor(100) as threads:
+            own = list(threads.map(lambda n: chat(client, [asked(f"0-{n}")]), range(100)))
+        n = client.chat.completions.create(model="m", messages=HELLO, n=3, max_tokens=20)
+        parts = client.chat.completions.create(
+            model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = list(parts)
+        assert chunks[-1].usage.completion_tokens > 0 and chunks[-1].choices == []
+        text = "".join(each.choices[0].delta.content or "" for each in chunks[:-1])
+        whole = client.completions.create(model="m", prompt="0-5", max_tokens=3)
+        more = client.completions.create(
+            model="m", prompt=f"0-5{whole.choices[0].text}x", max_tokens=3
+        )
+        assert (more.usage.prompt_tokens, whole.usage.prompt_tokens) == (
+            4 + whole.usage.completion_tokens,
+            3,
+        )
+        assert [model.id for model in client.models.list()]
+        assert n.usage.completion_tokens >= 3 and len(n.choices) == 3
+        return float(len(own) == 100 and text.strip() != "")
+
+    words = "rollout.max_turns=200"
+    with closing(Worker("tiny-guess", words, num=1, length=1500)) as worker:
+        found = worker.run(solve)
+        worker.check(found)
+    assert found[KEY][3].scores == [[1.0]], found[KEY][3].errors
+
+
+def refused(ask, *arguments, **options):
+    """Return the code of a refusal, and the field that it names."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(*arguments, **options)
+    return caught.value.code, caught.value.param
+
+
+def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(worker):
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    fields = {
+        "logit_bias": {"5": 1},
+        "temperature": 0.2,
+        "top_p": 0.5,
+        "stop": ["x"],
+        "seed": 1,
+        "logprobs": True,
+        "response_format": {"type": "json_object"},
+        "n": 0,
+        "max_tokens": 0,
+        "tool_choice": "required",
+    }
+
+    def solve(client, base_url):
+        for name, value in fields.items():
+            assert refused(chat, client, HELLO, **{name: value})[1] == name
+        assert refused(chat, client, HELLO, tools=[{"type": "retrieval"}])[1] == "tools"
+        assert refused(chat, client, HELLO, extra_body={"best": 1})[1] == "best"
+        assert refused(chat, client, [{"role": "user", "content": [picture]}])[1] == "messages"
+        assert refused(chat, client, [*HELLO, said("5")])[1] == "messages"
+        assert refused(chat, client.with_options(api_key="other"), HELLO)[0] == "invalid_api_key"
+        assert refused(client.with_options(api_key="other").models.list)[0] == "invalid_api_key"
+        assert refused(client.embeddings.create, model="m", input="x")[0] is None
+        chat(client, HELLO, temperature=1.0, top_p=1, presence_penalty=0, max_tokens=2)
+        long = refused(chat, client, [asked("5" * 500)])
+        assert long[0] == "context_length_exceeded"
+        return 1.0
+
+    found = worker.run(solve)
+    worker.check(found)
+    _, completions, _, scored, _, columns = found[KEY]
+    assert scored.errors == [] and scored.scores == [[1.0, 1.0]]
+    assert {each.finish_reason for each in completions} == {"length"}
+    assert columns["ended_by"] == ["length"] * 2
+
+
+def test_other_sampling_settings_may_be_replaced_and_stop_strings_are_the_runs():
+    def solve(client):
+        text = chat(client, HELLO, temperature=0.2, tool_choice="required", stop="1")
+        messages = [*HELLO, said(text), asked("higher")]
+        chat(client, messages, stop=["1"])
+        return float("1" not in text)
+
+    words = "rollout.agent_sampling=ignore", "rollout.stop=['1']"
+    with closing(Worker("tiny-guess", *words, num=8)) as worker:
+        found = worker.run(solve)
+        worker.check(found)
+        notes = " ".join(worker.pool.notes)
+    assert "temperature" in notes and "tool_choice" in notes and len(worker.pool.notes) == 2
+    assert found[KEY][3].scores == [[1.0] * 8]
+    assert all(len(each.segment_lengths) == 1 for each in found[KEY][1])
+
+
+def test_every_end_of_an_agent_is_counted_and_the_run_continues():
+    def leave(client):
+        thread = threading.Thread(target=lambda: refused(chat, client, HELLO))
+        thread.start()
+        chat(client, [asked("3-4")], max_tokens=2)
+        raise RuntimeError("in the middle of a call")
+
+    def for_ever(client):
+        while True:
+            chat(client, HELLO, max_tokens=3)
+
+    def regardless(client):
+        for _ in range(100):
+            with suppress(openai.APIStatusError):
+                chat(client, HELLO, max_tokens=3)
+
+    ends = [
+        (regardless, 0.0, "max_turns"),
+        (lambda client: 0.5, 0.5, "answer"),
+        (for_ever, 0.0, "max_turns"),
+        (leave, 0.0, "error"),
+        (lambda client: "text", 0.0, "error"),
+        (lambda client: float("nan"), 0.0, "error"),
+        (lambda client: chat(client, HELLO) and None, None, "answer"),
+        (lambda client: {"a": 1, "b": chat(client, HELLO) == ""}, 1.0, "answer"),
+    ]
+    with closing(Worker("tiny-guess", "rollout.max_turns=5", max_open=2)) as worker:
+        found = worker.run(lambda client, row: ends[row["answer"]][0](client), num_groups=len(ends))
+        worker.check(found)
+    for index, (_, value, ended_by) in enumerate(ends):
+        _, completions, _, scored, metrics, columns = found[0, 0, index]
+        assert scored.scores == [[value]] and columns["ended_by"] == [ended_by]
+        assert bool(scored.errors) == (ended_by == "error")
+        assert metrics["episodes/without_requests"] == (not completions[0].is_sampled.any())
+    assert [*found[0, 0, 7][3].metrics] == ["rewards/a/mean", "rewards/b/mean"]
+
+
+def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_trained():
+    begun, told, both = [], [], threading.Barrier(2)
+
+    def solve(client):
+        both.wait()
+        begun.append(client)
+        is_killed, text = len(begun) <= 2, chat(client, HELLO)
+        if is_killed:
+            raise HostKilled("killed")
+        told.append(text)
+        return 1.0
+
+    with closing(Worker("tiny-guess", num=2)) as worker:
+        found = worker.run(solve)
+        _, completions, answers, scored, _, _ = found[KEY]
+        decode = worker.tokenizer.decode
+        texts = [decode(each.token_ids[each.is_sampled][:-1].tolist()) for each in completions]
+    assert sorted(texts) == sorted(told) and len(begun) == 4
+    assert scored.scores == [[1.0, 1.0]] and [len(each) for each in answers] == [1, 1]
+
+
+def test_tools_are_called_through_the_client_and_their_results_continue_the_tokens(tmp_path):
+    calls = ['<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>']
+    model = chat_model(tmp_path / "model", calls)
+
+    async def solve(client):
+        messages, num_calls = [asked("2+3")], 0
+        for _ in range(6):
+            answer = await client.chat.completions.create(
+                model="m", messages=messages, tools=[TOOL], max_tokens=60
+            )
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                assert answer.choices[0].finish_reason == "tool_calls"
+                assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+                assert "tool_call" not in (message.content or "")
+                num_calls += 1
+                result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+                messages.append(result)
+            messages.append(asked("more"))
+        assert num_calls > 0
+        plain = [*messages[:1], said("no"), asked("x")]
+        answer = await client.chat.completions.create(
+            model="m", messages=plain, tools=[TOOL], tool_choice="none", max_tokens=60
+        )
+        assert not answer.choices[0].message.tool_calls
+        return 1.0
+
+    with closing(Worker(model, num=2, length=700)) as worker:
+        found = worker.run(solve)
+        worker.check(found)
+    assert found[KEY][3].errors == []
+    assert all(len(each.segment_lengths) == 2 for each in found[KEY][1])
+
+
+def test_the_examples_of_the_docs_run(tmp_path):
+    calls = ['<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>']
+    model = chat_model(tmp_path / "model", calls)
+    for name, columns in {
+        "calculator_agent.py": {"left": 2, "right": 3},
+        "debate_agent.py": {"question": "Is 3 more than 2?", "answer": "yes"},
+    }.items():
+        code = {}
+        exec(example(name, "agents.md"), code)
+        with closing(Worker(model, num=2, length=700)) as worker:
+            found = worker.run(code["solve"], **columns)
+            worker.check(found)
+        assert found[KEY][3].errors == [] and None not in found[KEY][3].scores[0]
+    assert all(len(each.segment_lengths) >= 2 for each in found[KEY][1])
+
+
+def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
+    def solve(client, row):
+        messages = list(HELLO)
+        for _ in range(3):
+            time.sleep(np.random.default_rng().random() / 100)
+            messages += [said(chat(client, messages)), asked("lower")]
+        chat(client, [asked("1-2"), said("1"), asked("higher")])
+        with ThreadPoolExecutor(2) as threads:  # not one at a time
+            asks = [threads.submit(chat, client, HELLO) for _ in range(2)]
+            errors = [each.exception() for each in asks]
+        assert sum(isinstance(error, openai.BadRequestError) for error in errors) == 1
+        return 1.0
+
+    results = []
+    for _ in range(2):
+        words = "runtime.deterministic=true"
+        with closing(Worker("tiny-guess", words, num=3, max_open=2)) as worker:
+            found = worker.run(solve, num_groups=3)
+            worker.check(found)
+            results.append(
+                [[*c.token_ids, *c.logprobs] for k in sorted(found) for c in found[k][1]]
+            )
+            assert all(of[3].errors == [] for of in found.values())
+    assert results[0] == results[1]
+
+
+PROGRAMS = Path(__file__).with_name("agent_programs.py")
+GUESS = (
+    *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
+    *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),
+    *("rollout.num_generations=4", "train.learning_rate=0.01"),
+)
+
+
+def on_policy(folder):
+    summary = summary_of(folder)
+    assert summary["groups_off_policy"] == 0
+    assert summary["sampling_logp_difference_max"] < 1e-4
+    return summary
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_agent_plays_as_an_environment_and_no_bit_depends_on_schedule_or_delays(tmp_path):
+    hashes = set()
+    for schedule, delays in (("sync", "0"), ("periodic", "0.02")):
+        run = tmp_path / schedule
+        words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "2", "--schedule", schedule)
+        more = ("--output", str(run), "runtime.deterministic=true")
+        code, out, err = finish(*GUESS, *words, *more, EASYRL_RANDOM_DELAYS=delays)
+        assert code == 0, out + err
+        hashes.add(on_policy(run)["weights_sha256"])
+    assert len(hashes) == 1
+    for sample in lines_of(run / "samples.jsonl"):
+        roles = [message["role"] for message in sample["messages"]]
+        assert roles[::2] == ["user"] * len(roles[::2]) and roles[1::2]
+        assert sample["ended_by"] in ("answer", "length") and "branches" not in sample
+        assert sample["reward"] == pytest.approx(sample["rewards"]["agent"])
+
+
+@pytest.mark.long
+def test_an_agent_learns_as_the_environment_does(tmp_path):
+    words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "40", "rollout.num_generations=8")
+    words += ("train.learning_rate=0.0005", "rollout.max_completion_length=160")
+    code, out, err = finish(*GUESS, *words, "--output", str(tmp_path / "run"))
+    assert code == 0, out + err
+    on_policy(tmp_path / "run")
+    rewards = [line["reward"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+
+
+def test_killed_workers_and_agents_lose_no_group_and_nothing_is_trained_twice(tmp_path):
+    folder = tmp_path / "run"
+    words = (*GUESS, "--infer-devices", "cpu:2", "--agent", f"{PROGRAMS}:unlucky")
+    words += ("--iterations", "3", "--output", str(folder))
+    process = start(*words, AGENT_FOLDER=str(tmp_path), EASYRL_RANDOM_DELAYS="0.02")
+    try:
+        wait_for_line(process, "iteration 1/")
+        next(p for p in descendants(process.pid) if p.name() == "rollout-0").kill()
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+    finally:
+        process.kill()
+        process.communicate()
+    summary = on_policy(folder)
+    assert (summary["groups_trained"], summary["worker_restarts"]) == (18, 1)
+    assert (tmp_path / "killed").exists()
+
+
+def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):
+    agent = f"{sys.executable} {PROGRAMS} {{secret}}"
+    words = ("--model", "tiny-guess", "--dataset", "guess", "--agent", agent, "--no-live")
+    limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01", "--output", str(tmp_path))
+    subprocess.run([sys.executable, "-m", "easyrl", "eval", *words, *limits], check=True)
+    results = json.loads((tmp_path / "eval.json").read_text())
+    assert results["accuracy"] > 0.3 and results["rollout.agent"] == agent
+    samples = lines_of(tmp_path / "samples.jsonl")
+    assert all(line["messages"][0]["content"] == "0-99" for line in samples)
+
+
+def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def other(row): ...\nasync def wants(row, budget): ...\n")
+    cases = {
+        f"{own}:solve": "other",
+        str(own): "other",
+        f"{own}:wants": "budget",
+        "no-such-program {secret}": "no-such-program",
+        "python '": "rollout.agent",
+    }
+    for agent, word in cases.items():
+        with pytest.raises(ConfigError, match=word):
+            Agent(load_config(None, {"rollout.agent": agent}))
+    with pytest.raises(ConfigError, match=r"rollout\.environment"):
+        load_config(None, {"rollout.agent": "own.py:solve", "rollout.environment": "guess"})
+    assert fill_in(["{a}", "-n={n}", "{{}}"], {"a": "b; c", "n": 1}) == ["b; c", "-n=1", "{}"]
+    code, out, err = finish(*GUESS, "--agent", f"{sys.executable} {{secrets}}", "--dry-run")
+    assert code == 2 and "rollout.agent" in out + err and "secret" in out + err
+
+
+def test_the_endpoint_is_served_without_training_unless_its_port_is_taken():
+    command = [sys.executable, "-m", "easyrl", "agent", "serve", "--model", "tiny-guess"]
+    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        url = next(line for line in process.stdout if "OPENAI_BASE_URL" in line)
+        url = url.partition("OPENAI_BASE_URL=")[2].split()[0]
+        client = openai.OpenAI(base_url=url, api_key="any")
+        for key in ("one", "other"):
+            text = chat(client.with_options(api_key=key), HELLO)
+            assert text.strip().isdecimal()
+        port = url.rpartition(":")[2].partition("/")[0]
+        taken = subprocess.run(
+            [*command, "--port", port], capture_output=True, text=True, check=False
+        )
+        assert taken.returncode == 2 and "--port" in taken.stderr
+    finally:
+        process.kill()
+        process.communicate()
