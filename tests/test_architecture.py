@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from easyrl.formatting import EXTRAS
 
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 LAYERS = (
@@ -60,6 +67,19 @@ def test_modules_import_from_their_own_or_lower_layers_and_torch_where_tensors_a
             if first == "easyrl" and rest:
                 assert LAYER_OF[rest[0]] <= LAYER_OF[module[0]], f"{module} imports {rest}"
             assert first != "torch" or module[0] not in NO_TORCH, module
+
+
+def test_the_core_has_the_libraries_that_are_used_and_no_others() -> None:
+    file = PACKAGE.parent / "pyproject.toml"
+    project = tomllib.loads(file.read_text())["project"]
+    core = {Requirement(line).name for line in project["dependencies"]}
+    assert len(core) <= 12 and EXTRAS.keys() <= project["optional-dependencies"].keys()
+    modules = {name[0] for tree in TREES.values() for name in imports_of(tree)}
+    ours = {"easyrl", "easyrl_train", "benchmarks", *sys.stdlib_module_names}
+    optional = {*EXTRAS.values(), "jinja2", "markupsafe", "accelerate", "torch_npu", "vllm_ascend"}
+    distributions = packages_distributions()
+    used = {distributions.get(name, [name])[0] for name in modules - ours - optional}
+    assert {name.lower() for name in used} == core
 
 
 def changes_in_asserts(tree: ast.Module) -> list[str]:

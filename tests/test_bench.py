@@ -1,7 +1,6 @@
 """The benchmarks on small sizes: they measure what their figures' names say."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,12 +70,10 @@ def test_loop_measures_both_schedules():
         (["--infer-devices", "gpu"], "devices.infer"),
         (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
         (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
-        ([], "easyrl-train[peer]"),
     ],
 )
 def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, named):
-    find_spec = str if words else lambda name: None  # installed or not
-    monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
+    monkeypatch.setattr(peer, "require", lambda *extra: None)
     result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
     assert result.exit_code == 2 and named in result.stderr, result.output
 

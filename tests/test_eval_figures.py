@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from easyrl.evaluation.figures import paired, pass_at_k
 from easyrl.runtime.metrics import is_correct, mean_and_error
@@ -50,6 +51,21 @@ def test_paired_test_counts_all_sign_flips(samples):
         assert result["test"].endswith("exact")
         assert result["p_value"] == pytest.approx(by_enumeration(first, second))
         assert paired(second, first)["p_value"] == pytest.approx(result["p_value"])
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_p_values_are_those_of_scipy(samples):
+    rng = np.random.default_rng(3)
+    for bound in (0.5, 0.42):
+        first, second = rng.random((300, samples)) < 0.5, rng.random((300, samples)) < bound
+        result, differences = paired(first, second), first.mean(axis=1) - second.mean(axis=1)
+        drawn = {"permutation_type": "samples", "n_resamples": 9999, "rng": 1}
+        test = stats.permutation_test((differences[differences != 0],), np.sum, **drawn)
+        assert result["p_value"] == pytest.approx(test.pvalue, abs=0.02)
+        if samples == 1:
+            better, worse = result["num_better"], result["num_worse"]
+            exact = stats.binomtest(better, better + worse).pvalue
+            assert result["p_value"] == pytest.approx(exact, rel=1e-12)
 
 
 def test_reward_just_below_the_bound_by_rounding_is_correct():

@@ -49,12 +49,6 @@ def test_ray_devices_that_do_not_fit_are_refused(place, words, named):
         place(*words, resources=resources)
 
 
-def test_without_ray_installed_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"easyrl-train\[ray\]"):
-        connect(load_config(words=["devices.infer=ray:1"]), 1)
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "no.such.host.invalid:6379"])
 def test_an_address_without_a_cluster_is_named(address):
     started = time.monotonic()

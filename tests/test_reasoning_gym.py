@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from easyrl.config import ConfigError, load_config
-from easyrl.data import reasoning_gym
 from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
 from easyrl.data.reasoning_gym import ReasoningGym, library_data
 from easyrl.rewards import functions
@@ -19,7 +18,7 @@ FEW = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 """Options of `chain_sum` with 200 different problems."""
 IN_ANOTHER_PROCESS = """
 import json, sys
-from easyrl.data.reasoning_gym import ReasoningGym
+from easyrl.data.reasoning_gym import ReasoningGym, library_data
 for name in sys.argv[1:]:
     print(json.dumps(ReasoningGym(name, "{}", 1).train_row(3, 5), sort_keys=True))
 """
@@ -92,7 +91,7 @@ def test_wrong_tasks_and_options_are_named(names, options, key, word):
 
 
 def test_the_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"easyrl-train\[reasoning-gym\]"):
         library_data("chain_sum", '{"min_terms": 2}', 3)
 

@@ -1,4 +1,4 @@
-"""Installed: as a wheel, which has all files that the demo needs, and as a clone by its path."""
+"""Installed: as a wheel, with the core's dependencies alone, and as a clone by its path."""
 
 import os
 import shutil
@@ -23,12 +23,14 @@ def call(*command, cwd):
     )
 
 
-def install(folder, *words):
+def install(folder, *words, has_dependencies=False):
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    done = call(*PIP, "--python", venv, "install", "--no-deps", "--no-index", *words, cwd=folder)
+    if has_dependencies:  # those of this environment
+        (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+        words = "--no-deps", "--no-index", *words
+    done = call(*PIP, "--python", venv, "install", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return packages
 
@@ -38,7 +40,8 @@ def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(tmp_path
     clone = tmp_path / "easyrl"
     ignored = shutil.ignore_patterns(".*", "tests", "docs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, clone, ignore=ignored)
-    packages = install(tmp_path, "--no-build-isolation", "--editable", clone)
+    words = "--no-build-isolation", "--editable", clone
+    packages = install(tmp_path, *words, has_dependencies=True)
     bin_ = tmp_path / "venv" / "bin"
     found = call(bin_ / "python", "-c", "import easyrl as e; print(e.__file__)", cwd=tmp_path)
     assert found.stdout.strip() == str(clone / "easyrl" / "__init__.py"), found.stderr
@@ -57,21 +60,34 @@ def test_install_commands_name_our_distribution():
 
 
 @pytest.mark.long
-def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path):
+def test_commands_run_from_the_wheel_with_the_dependencies_of_the_core(tmp_path):
     sources = tmp_path / "sources"  # setuptools writes beside them
     subprocess.run(["git", "clone", "--quiet", ROOT, sources], check=True)
     done = call(*PIP, "wheel", "--no-deps", "--wheel-dir", tmp_path, sources, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("easyrl_train-*.whl")
-    packages = install(tmp_path, wheel)
+    packages = install(tmp_path, "--constraint", ROOT / "constraints.txt", wheel)
+    assert not (packages / "matplotlib").exists() and not (packages / "datasets").exists()
     bin_ = tmp_path / "venv" / "bin"
     found = call(bin_ / "python", "-c", "import easyrl; print(easyrl.__file__)", cwd=tmp_path)
     assert str(packages) in found.stdout, found.stderr
     assert not (packages / "benchmarks").exists()
-    words = "--output", "run", "--iterations", "2", *SMALL
-    done = call(bin_ / "easyrl", "grpo", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert summary_of(tmp_path / "run")["policy_version"] == 2
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    data = "--dataset", "rows.jsonl", "--reward", "exact_match"
+    for command in (
+        ("grpo", "--output", "run", "--iterations", "3", *SMALL),
+        ("plan", "run", "--devices", "8"),
+        ("grpo", "--resume", "run", "--iterations", "4"),
+        ("grpo", "--model", "run/model", *data, "--output", "own", "--iterations", "1", *SMALL),
+        ("eval", "--model", "own", "--output", "eval", "data.num_held_out=4"),
+        ("samples", "run"),
+        ("report", "run", "--csv"),
+        ("doctor",),
+    ):
+        done = call(bin_ / "easyrl", *command, cwd=tmp_path)
+        assert done.returncode == 0, (command, done.stderr)
+    assert summary_of(tmp_path / "run")["policy_version"] == 4
+    assert "missing: " in done.stdout and "report" in done.stdout
 
 
 def test_hadolint_finds_nothing():

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
-from easyrl.formatting import install_command
+from easyrl.formatting import require
 from easyrl.processes import die_with_parent, num_cores
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.self_test_part import random_model
@@ -139,9 +139,8 @@ def run(
         )
     settings = {name: peer_settings(ROWS[name], placement) for name in names}
     on_cpu = placement.train.kind == "cpu"
-    for package, extra in (("trl", "peer"),) if on_cpu else (("trl", "peer"), ("vllm", "vllm")):
-        if util.find_spec(package) is None:
-            raise ConfigError(f"bench peer: expected {package}, got none: {install_command(extra)}")
+    for extra in ("peer",) if on_cpu else ("peer", "vllm"):
+        require(extra, "bench peer")
     flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
     for name in names:
         work = ROWS[name]

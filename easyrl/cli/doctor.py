@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
@@ -19,6 +20,7 @@ from packaging.version import Version
 from easyrl import devices
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.engines.vllm import platforms
+from easyrl.formatting import EXTRAS, install_command
 from easyrl.processes import num_cores
 from easyrl.rewards import sandbox
 from easyrl.runtime import self_test
@@ -75,6 +77,9 @@ def check() -> Iterator[Line]:
         text, remedy = "none, but kernels for GPUs need one", "apt install gcc"
         yield Line("C compiler", "warning", text, remedy)
     yield _vllm(kind)
+    missing = sorted(name for name, module in EXTRAS.items() if find_spec(module) is None)
+    text = f"missing: {', '.join(missing)} (to install: {install_command('NAME')})"
+    yield Line("extras", "ok", text if missing else "all are installed")
     yield Line("memory", "ok", f"{_size(available_memory_bytes())}, {num_cores()} CPU cores")
     if len(lines) > 1 or platforms.vllm_version() is not None:
         free, remedy = shutil.disk_usage("/dev/shm").free, "docker run --shm-size=8g"

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from easyrl.cli.common import ConfigFile, Force, NoLive, check_new, command, echo
-from easyrl.formatting import ConfigError
+from easyrl.formatting import ConfigError, require
 
 
 @command
@@ -192,6 +192,8 @@ def report(
     """Write one HTML page about runs: curves, timeline, samples, settings. It needs no network."""
     from easyrl.observe.history import read_histories, to_csv
 
+    if not csv:
+        require("report", "easyrl report")
     runs = read_histories(folders)
     file = _new_file(folders, output, "report.html", force=force)
     if csv:
@@ -223,6 +225,7 @@ def plot(
     """Draw reward and held-out accuracy of runs into one picture."""
     from easyrl.observe.history import read_histories
 
+    require("report", "easyrl plot")
     runs = read_histories(folders)
     file = _new_file(folders, output, "curve.svg", force=force)
     from easyrl.observe.plots import draw_results  # with matplotlib: later than errors

@@ -32,6 +32,7 @@ from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
+from easyrl.formatting import require
 from easyrl.types import Prompt
 
 NumberedRows = Iterator[tuple[int, dict[str, Any]]]
@@ -130,13 +131,15 @@ def open_hub(name: str) -> Any:
     return _load(
         name,
         lambda datasets: datasets.load_dataset(repository, subset or None, split=split or "train"),
-        is_reachable=reach_hub(),
+        is_on_hub=True,
     )
 
 
-def _load(name: str, load: Callable[[Any], Any], *, is_reachable: bool = True) -> Any:
-    """Load rows with `datasets`, without progress bars. Unless the hub `is_reachable`, load them
+def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> Any:
+    """Load rows with `datasets`, without progress bars. Where the hub cannot be reached, load them
     from the cache: its clients would retry for half a minute."""
+    require("datasets", f"{KEY}: '{name}'")
+    is_reachable = not is_on_hub or reach_hub()
     import datasets
     from huggingface_hub import constants
 

@@ -17,7 +17,6 @@ import threading
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -25,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from easyrl.config import ConfigError
 from easyrl.data.tasks import Task
-from easyrl.formatting import install_command
+from easyrl.formatting import require
 
 SIZE = 10_000  # rows of the few tasks that make all of them at once
 PROGRAM = "import sys; sys.path[:] = {}; from easyrl.data.reasoning_gym import serve; serve()"
@@ -36,8 +35,7 @@ _lock = threading.Lock()  # of the generator's pipes
 def library_data(name: str, options: str, size: int = 1) -> Any:
     """Return the library's data set of a task; `options` are JSON. Raises ConfigError."""
     source = f"data.dataset (--dataset): 'reasoning_gym:{name}'"
-    if find_spec("reasoning_gym") is None:
-        raise ConfigError(f"{source} needs reasoning-gym: {install_command('reasoning-gym')}")
+    require("reasoning-gym", source)
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:

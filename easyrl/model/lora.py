@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
-from easyrl.formatting import install_command
+from easyrl.formatting import require
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
@@ -37,8 +36,7 @@ def check_lora(lora: LoraConfig, path: str, model: Any) -> int:
     """Count the elements that would be trained in the model of `path`, which may be on torch's
     `meta` device. Raises ConfigError if the layers or peft are missing."""
     assert lora.rank is not None
-    if not find_spec("peft"):
-        raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")
+    require("lora", "model.lora.rank: LoRA")
     shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
     return lora.rank * sum(map(sum, shapes))
 

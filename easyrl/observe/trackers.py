@@ -7,7 +7,6 @@ stops the run. To add a tracker, write a function that starts it and returns how
 and name it in TRACKERS and in `OutputConfig.log_to` (config/runtime.py).
 """
 
-import importlib.util
 import math
 import queue
 import threading
@@ -16,9 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config
 from easyrl.events import Event, Note
-from easyrl.formatting import install_command
+from easyrl.formatting import require
 
 PROJECT = "easyrl"
 END_SECONDS = 10.0  # longest wait for trackers to send the rest when the run ends
@@ -84,11 +83,7 @@ class Trackers:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError if a tracker of `output.log_to` is not installed."""
         for name in config.output.log_to:
-            if importlib.util.find_spec(name) is None:
-                raise ConfigError(
-                    f"output.log_to: '{name}' is not installed; install it with "
-                    f"{install_command(name)}, or remove it from output.log_to"
-                )
+            require(name, f"output.log_to: '{name}'")
         self._trackers: dict[str, Tracker] = {}
         self._queue: queue.SimpleQueue[tuple[Values | None, int]] = queue.SimpleQueue()
         """(values, step); at the end (None, exit code)"""

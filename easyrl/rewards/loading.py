@@ -16,6 +16,7 @@ from easyrl.config.hints import did_you_mean
 from easyrl.data.hub import is_hub_id
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
+from easyrl.formatting import EXTRAS, require
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction
@@ -133,6 +134,8 @@ def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
 def load_reward(spec: str, config: Config) -> RewardFunction:
     """Load the function of one entry of `reward.functions`."""
     if spec in BUILT_IN:
+        if spec in EXTRAS:
+            require(spec, f"{KEY}: '{spec}'")
         return BUILT_IN[spec](config)
     if is_model(spec):
         return functools.partial(importlib.import_module(MODELS).score, config, spec)

@@ -5,7 +5,6 @@ Imports ray where it is used: this module is imported only for `ray:` devices.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import platform
@@ -20,7 +19,7 @@ from easyrl import __version__
 from easyrl.config import Config, ConfigError
 from easyrl.devices import RAY_RESOURCES
 from easyrl.engines.vllm.platforms import package_version
-from easyrl.formatting import counted, install_command
+from easyrl.formatting import counted, require
 from easyrl.processes import num_cores
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class Resources:
 def connect(config: Config, num_workers: int) -> Resources:
     """Connect to the cluster, or start one on this machine for `num_workers`, and return what it
     has. Raises ConfigError without Ray, or without a cluster at the address."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"devices: ray: devices need Ray: {install_command('ray')}")
+    require("ray", "devices: a device set of Ray (ray:)")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # or a lost node is 20 lines of output
     import ray
     from ray.exceptions import RayError
