@@ -171,8 +171,7 @@ MISTAKES = {
     "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
     "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
     # the ring, memory, the disk
-    "rollout.max_completion_length=20000000 train.max_tokens_per_micro_batch=60000000 "
-    "train.prompts_per_iteration=4000": "rollout.ring_slots",
+    "rollout.num_generations=100000 train.prompts_per_iteration=4000": "rollout.ring_slots",
     "train.keep_checkpoints=100000000": "train.keep_checkpoints",
     "--output FOLDER/taken": "--output",
     # resuming

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
-from easyrl.runtime import placement
+from easyrl.runtime import placement, preflight
 from easyrl.runtime.ray import cluster
 from runs import lines_of, wait_until, wait_until_gone
 
@@ -61,9 +62,11 @@ def test_a_command_exists_and_its_run_would_be_placed(words, monkeypatch):
 
     def place(config, *_, **__):
         placed.append(placement.resolve_placement(config))
-        return 0
+        return SimpleNamespace(would_start=True)
 
-    monkeypatch.setattr(importlib.import_module("easyrl.cli.grpo"), "_print_plan", place)
+    monkeypatch.setattr(preflight, "make_plan", place)
+    command = importlib.import_module("easyrl.cli.grpo")
+    monkeypatch.setattr(command, "_print_plan", lambda *_, **__: None)
     if words[0] == "grpo":
         result = CliRunner().invoke(app, [*words, "--dry-run"])
         assert result.exit_code == 0, result.output

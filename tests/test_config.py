@@ -19,8 +19,9 @@ from easyrl.config import (
     to_arguments,
     to_commented_yaml,
 )
-from easyrl.config.devices import check_disjoint, parse_device_set
+from easyrl.config.devices import parse_device_set
 from easyrl.config.hints import INSTEAD, SYNONYMS
+from easyrl.runtime.placement import check_disjoint
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.model.export import find_model
-from easyrl.runtime.run import start_from
+from easyrl.runtime.resume import start_from
 from runs import SMALL, finish, lines_of, summary_of
 
 TINY = (*SMALL, "train.iterations=2", "data.num_held_out=0")

@@ -57,16 +57,6 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypa
     assert sorted(folder.rglob("*")) == there
 
 
-def test_limit_of_open_files_is_named_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda _: (32, 32))
-    with pytest.raises(ConfigError, match=r"devices.*ulimit -n \d+"):
-        run.run(config_of(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
-    with pytest.raises(Started):
-        run.run(config_of(tmp_path / "run"))
-
-
 @pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset", "reward.functions"])
 def test_changed_rows_and_rewards_are_refused(tmp_path, changed):
     files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}

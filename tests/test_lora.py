@@ -17,6 +17,7 @@ from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint
+from easyrl.model.files import meta_model
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import TriModel
@@ -168,7 +169,7 @@ def test_initial_adapters_change_nothing_depend_on_the_seed_and_have_the_expecte
         assert policy.weights_sha256() == before
         found.append(torch.cat([weight.flatten() for weight in policy.trained_parameters()]))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    assert check_lora(LORA, "tiny", AutoConfig.from_pretrained(TINY)) == len(found[0])
+    assert check_lora(LORA, "tiny", meta_model(AutoConfig.from_pretrained(TINY))) == len(found[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

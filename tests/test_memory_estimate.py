@@ -30,8 +30,7 @@ from easyrl.model.policy import Policy
 from easyrl.runtime import memory
 from easyrl.runtime.memory import check_memory, estimate_memory, memory_budgets
 from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
-from easyrl.runtime.plan import make_plan
-from easyrl.runtime.preflight import check_run
+from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import Rollout, pack
 from runs import command, workers

@@ -21,8 +21,7 @@ from easyrl.evaluation.command import check_evaluation
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, read_model_files
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import find_resume, with_absolute_paths
-from easyrl.runtime.run import start_from
+from easyrl.runtime.resume import find_resume, start_from, with_absolute_paths
 from mistakes import TINY, make_run
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")

@@ -104,10 +104,10 @@ import sys
 from easyrl.config import load_config
 from easyrl.runtime.memory import estimate_memory, use_memory
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.preflight import count_trained, read_model_files, read_model_size
+from easyrl.runtime.preflight import measure_model
 config = load_config(words=sys.argv[1:])
 placement = resolve_placement(config)
-size = read_model_size(config, read_model_files(config.model.path), count_trained(config))
+size = measure_model(config).size
 for part in estimate_memory(use_memory(config, placement, size), placement, size):
     if part.memory != "cpu" and part.what != "driver, communication":
         print(part.process, part.num_bytes)

@@ -20,7 +20,7 @@ from easyrl.rewards.pool import RewardPool
 from easyrl.rewards.worker import Call
 from easyrl.runtime.memory import estimate_memory, memory_budgets
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.preflight import identify_code, read_model_size
+from easyrl.runtime.preflight import identify_code, measure_model
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.types import Prompt
 from mistakes import change_json
@@ -167,7 +167,7 @@ def test_memory_is_counted_on_a_device_of_its_own_or_with_what_else_is_there(mod
         flags = {"reward.functions": [path, str(models / "two")]}
         config = load_config(None, flags, ["reward.model_label=0", *words])
         placement = resolve_placement(config, gpus)
-        size = read_model_size(config, read_model_files(config.model.path), None)
+        size = measure_model(config).size
         parts = estimate_memory(config, placement, size)
         found = {part.what: part for part in parts if part.process.startswith("reward models")}
         assert found["reward models"].memory in {"cpu", *memory_budgets(placement)}

@@ -170,9 +170,9 @@ class Loss(NamedTuple):
 
 def load_loss(config: Config) -> Loss:
     """Return the built-in loss, or load and try the user's. Raises ConfigError if it fails."""
+    tiny = _zero_masked(_tiny_inputs(config))
     if not config.algorithm.has_own_loss:
-        metrics = policy_loss(_tiny_inputs(config), config).metrics
-        return Loss(policy_loss, loss_denominator, metrics.keys())
+        return Loss(policy_loss, loss_denominator, policy_loss(tiny, config).metrics.keys())
     spec = config.algorithm.loss_type
     loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
     num_arguments = max(1, len(inspect.signature(loss).parameters))  # inputs and config, or inputs
@@ -186,7 +186,7 @@ def load_loss(config: Config) -> Loss:
         return LossOutputs(outputs.loss, metrics)
 
     try:
-        outputs = loss(*(_zero_masked(_tiny_inputs(config)), config)[:num_arguments])
+        outputs = loss(*(tiny, config)[:num_arguments])
         divisor = float(denominator(config, num_completions=2, num_tokens=5))
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,10 @@ def train(
             *others, view = make_observers(stored, live=False)
 
             def observe(event: events.Event) -> events.Note | None:
-                if isinstance(event, events.RunEnded):  # an exception says why a run failed
+                if isinstance(event, events.RunEnded):
                     ends.append(event)
-                    event = events.RunEnded(
-                        event.exit_code, "" if event.exit_code else event.message
-                    )
+                    if event.exit_code:  # an exception says why the run failed
+                        event = replace(event, message="")
                 return view(event) if progress else None
 
             run(stored, [*others, observe], resumed)

@@ -15,6 +15,7 @@ from easyrl.formatting import ConfigError
 
 if TYPE_CHECKING:
     from easyrl.config import Config
+    from easyrl.runtime.preflight import Plan
 
 NOTHING_FITS = (
     "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
@@ -78,7 +79,14 @@ def grpo(
         settings["output.dir"] = str(resume)
     resolved = load_config(config, settings, words)
     if dry_run:
-        return _print_plan(resolved, assume, config, resume, full=full)
+        from easyrl.devices import parse_assumed
+        from easyrl.runtime.preflight import make_plan
+
+        assumed = None if assume is None else parse_assumed(assume)
+        with redirect_stdout(sys.stderr):  # what the user's loss prints
+            plan = make_plan(resolved, assumed, is_resumed=resume is not None)
+        _print_plan(plan, resolved, config, is_resumed=resume is not None, full=full)
+        return 0 if plan.would_start else common.USER_ERROR
 
     def start(config: Config, resume: Path | None) -> int:
         from easyrl.observe.observers import make_observers
@@ -94,34 +102,27 @@ def grpo(
 
 
 def _print_plan(
-    config: Config, assume: str | None, file: Path | None, resume: Path | None, *, full: bool
-) -> int:
-    """Print a config file with the plan in comments. `file`: the one that the config is from."""
+    plan: Plan, given: Config, file: Path | None, *, is_resumed: bool, full: bool
+) -> None:
+    """Print a config file with the plan in comments. `given`: the config that is from `file`."""
     from easyrl.config import change_config, load_config, to_arguments, to_commented_yaml
-    from easyrl.devices import parse_assumed
-    from easyrl.runtime.plan import make_plan
     from easyrl.runtime.resume import with_absolute_paths
-    from easyrl.runtime.run import start_from
 
-    assumed = None if assume is None else parse_assumed(assume)
-    resolved = with_absolute_paths(config, is_resumed=resume is not None)
-    planned = resolved if resume else start_from(resolved)[0]
-    with redirect_stdout(sys.stderr):  # what the user's loss prints
-        plan, has_lora = make_plan(planned, assumed), config.model.lora.rank is not None
+    resolved = with_absolute_paths(given, is_resumed=is_resumed)
+    has_lora = given.model.lora.rank is not None
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
     common.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
     lines = plan.text.splitlines()
-    if plan.changes and resume is None:
+    if plan.changes and not is_resumed:
         start = ["--config", str(file)] if file else []
-        words = to_arguments(change_config(config, plan.changes), load_config(file))
+        words = to_arguments(change_config(given, plan.changes), load_config(file))
         command = shlex.join(["easyrl", "grpo", *start, *words])
         host = f"{plan.host_bytes / 2**30:,.0f} GiB of the host's memory"
         lines += ["", f"a command that fits, by the same estimate, with {host}:", command]
         if "train.offload" in plan.changes and not has_lora:
             lines.append("LoRA needs much less (model.lora.rank=16)")
-    elif plan.is_tight and not plan.changes and assumed is not None:
+    elif plan.is_tight and not plan.changes and plan.is_assumed:
         lines += ["", NOTHING_FITS + ("" if has_lora else ", or LoRA (model.lora.rank)")]
     for line in lines:  # comments: the whole output is a config file
         common.echo(f"# {line}".rstrip())
-    return 0 if plan.would_start else common.USER_ERROR

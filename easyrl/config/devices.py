@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from easyrl.config.section import MAY_CHANGE, Section
-from easyrl.formatting import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +101,6 @@ class DevicesConfig(Section):
         """`infer`, `train` and `spare`, parsed."""
         texts = (self.infer, self.train, self.spare)
         return [None if text is None else parse_device_set(text) for text in texts]
-
-
-def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
-    """Refuse sets that overlap, except one single accelerator given to both (they share it)."""
-    are_accelerators = infer.kind == train.kind == "accelerator"
-    is_shared = infer == train and infer.count == 1
-    if are_accelerators and not is_shared and set(infer.indices) & set(train.indices):
-        raise ConfigError(
-            "devices.train (--train-devices): expected other devices than devices.infer "
-            f"(--infer-devices), or one single accelerator for both, got '{train}' and '{infer}'"
-        )
 
 
 def count_devices(names: Iterable[str]) -> int:

@@ -1,10 +1,9 @@
 """Section `reward`."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from easyrl.config.section import AS_LIST, COMPARED, MAY_CHANGE, NAMES_FILES, Section
 
@@ -27,9 +26,7 @@ class JudgeConfig(Section):
     """The model's name on the server."""
     key_variable: Annotated[str | None, MAY_CHANGE] = None
     """Name of the environment variable that holds the server's key; null: none is sent."""
-    template: Annotated[
-        str | None, COMPARED, AfterValidator(lambda path: path and str(Path(path).absolute()))
-    ] = None
+    template: Annotated[str | None, COMPARED, NAMES_FILES] = None
     """A text file with the question, in which `{prompt}`, `{completion}` and any column, as
     `{answer}`, are replaced; null: it asks for a score from 0 to 10."""
     mode: Annotated[Literal["single", "listwise"], COMPARED] = "single"

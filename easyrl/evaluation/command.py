@@ -28,7 +28,7 @@ from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.model.export import ModelSource, find_model
-from easyrl.model.files import ModelFiles, model_size, read_model_files
+from easyrl.model.files import ModelFiles, check_positions, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
 from easyrl.runtime import preflight
@@ -80,18 +80,18 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
         "train.max_tokens_per_micro_batch": None,
     }
     sampled = change_config(config, changes)
-    preflight.check_positions(sampled, files, section="eval")
-    interfaces, warnings = preflight.check_functions(sampled, next(iter(problems.values())))
+    check_positions(sampled, files, section="eval")
+    example = next(iter(problems.values()))
+    interfaces, warnings = preflight.check_functions(sampled, example, is_trained=False)
     for warning in warnings:
         say(warning)
     with_base = change_config(config, {"model.path": source.base})
     prompts = preflight.short_problems(with_base, problems, interfaces, source.tokenizer)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
-    preflight.check_open_files(config, placement.num_rollout_workers)
     placement = _fit_memory(sampled, placement, files, sampling.num_samples)
     num_skipped = len(problems) - len(prompts)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))
-    values = by_name(config.model_dump(mode="json"))
+    values, digests = by_name(config.model_dump(mode="json")), preflight.identify_code(config)
     settings = {
         "model": source.path,
         "model_identity": source.identity(),
@@ -103,11 +103,7 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
         **asdict(sampling),
         "engine": placement.engine.name,
         **{key: values[key] for key in keys_marked(COMPARED, PROMPT_FORM)},
-        **{
-            f"{key}_identity": v
-            for key, v in preflight.identify_code(config).items()
-            if key != LOSS_KEY
-        },
+        **{f"{key}_identity": digests[key] for key in digests if key != LOSS_KEY},
     }
     home = json.dumps(f"{config.output.dir}/")[:-1]  # inputs of Python, in a folder that may move
     settings = json.loads(json.dumps(settings).replace(home, '"'))

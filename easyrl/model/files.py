@@ -150,6 +150,18 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
     return longest
 
 
+def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:
+    """Raise ConfigError if sequences may be longer than the model's positions. `section`: that of
+    the `max_completion_length` that applies."""
+    positions = max_positions(model.config)
+    if positions is not None and config.max_sequence_length > positions:
+        raise ConfigError(
+            f"data.max_prompt_length + {section}.max_completion_length: expected at most "
+            f"{positions} (by the config.json of {model.path}), got "
+            f"{config.data.max_prompt_length} + {config.rollout.max_completion_length}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """The sizes of a model that memory follows from."""
@@ -248,6 +260,12 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
         f"{KEY}: '{path}' is of type '{config.model_type}', which is not a causal language model "
         "in transformers; use another one, or set model.trust_remote_code=true to use its own code"
     )
+
+
+def model_config_of(config: Config) -> Any:
+    """Transformers' configuration of `model.path`."""
+    quieten_transformers()
+    return load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def load_part(auto_class: Any, what: str, path: str, key: str = KEY, **options: Any) -> Any:

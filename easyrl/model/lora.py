@@ -25,7 +25,6 @@ from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.formatting import require
-from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
@@ -33,12 +32,11 @@ PARTS = (".lora_A", ".lora_B", ".lora_scaling")
 """The ends of the names of an adapter's parts, in the order in which they are sent."""
 
 
-def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
-    """Count the elements that would be trained in the model of `path`. Raises ConfigError if the
-    layers or peft are missing."""
+def check_lora(lora: LoraConfig, path: str, model: Any) -> int:
+    """Count the elements that would be trained in the model of `path`, which may be on torch's
+    `meta` device. Raises ConfigError if the layers or peft are missing."""
     assert lora.rank is not None
     require("lora", "model.lora.rank: LoRA")
-    model = meta_model(config, trust_remote_code=trust_remote_code)
     shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
     return lora.rank * sum(map(sum, shapes))
 

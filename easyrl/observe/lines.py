@@ -181,10 +181,9 @@ def result_rows(
         yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
     if (calls := summary.get("judge_calls")) is not None:
         text = f"{calls:,.0f} calls, {summary['judge_retries']:,.0f} of them retries; "
-        text += f"{summary['judge_cache_hits']:,.0f} answers from the cache"
-        seconds = summary["judge_seconds"]
-        text += f"; {summary['judge_tokens']:,.0f} tokens"
-        yield "judge", f"{text}, {seconds:,.0f} s of requests, added"
+        text += f"{summary['judge_cache_hits']:,.0f} answers from the cache; "
+        text += f"{summary['judge_tokens']:,.0f} tokens"
+        yield "judge", f"{text}, {summary['judge_seconds']:,.0f} s of requests, added"
     counts = {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
     if problems := problems_in(counts):
         yield "warning", ", ".join(problems)
@@ -215,16 +214,9 @@ def _balance(
             text += "; a higher train.prompts_per_iteration raises it"
     yield "overlap", text
     if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
+        hint = f"; for a better split: easyrl plan RUN --devices {len(devices)}"
         text = f"rollout workers busy {infer:.0%}, trainer {train:.0%}"
-        yield (
-            "balance",
-            text
-            + (
-                f"; for a better split: easyrl plan RUN --devices {len(devices)}"
-                if len(devices) > 2
-                else ""
-            ),
-        )
+        yield "balance", text + hint * (len(devices) > 2)
 
 
 def status_table(status: Mapping[str, Any]) -> RenderableType:

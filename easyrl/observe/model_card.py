@@ -20,7 +20,7 @@ from easyrl.model.export import find_model
 from easyrl.observe.history import History, read_history
 from easyrl.rewards.loading import reward_specs
 
-PATHS = sorted({*keys_marked(NAMES_FILES), "reward.judge.template"})
+PATHS = keys_marked(NAMES_FILES)
 RESULTS = ("reward", "held-out accuracy")
 
 

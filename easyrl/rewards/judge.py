@@ -238,9 +238,7 @@ class Judge:
             scores = [float(value) for value in found]
             if len(scores) == size and all(low <= score <= high for score in scores):
                 return [(score - low) / (high - low) for score in scores]
-        rule = (
-            f"pattern {settings.pattern}" if settings.field is None else f"field {settings.field}"
-        )
+        rule = f"field {settings.field}" if settings.field else f"pattern {settings.pattern}"
         problem = f"expected {size} of {low:g} to {high:g} by reward.judge.{rule}, got {found}"
         raise self._error(f"{problem} in the answer {answer!r}", "judge_unreadable")
 

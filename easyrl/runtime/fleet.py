@@ -471,14 +471,13 @@ def worker_settings(
     others.setdefault("device_indices", () if is_cpu else placement.indices_of(role, number))
     return WorkerSettings(
         name=f"{role}-{number}",
-        owner_id=number if is_rollout else placement.max_rollout_workers + number,
+        owner_id=owner_id_of(placement, role, number),
         config=config,
         device="cpu" if is_cpu else f"{placement.accelerator}:0",
         weights_cross_on_cpu=placement.weights_cross_on_cpu,
         num_threads=placement.num_threads,
         max_concurrent_groups=placement.max_concurrent_groups,
         engine=placement.engine.name,
-        tensor_parallel_size=placement.engine.tensor_parallel_size,
         reward_environment=placement.reward_environment if is_rollout else {},
         memory_fraction=placement.memory_fraction(role),
         cores=placement.cores_of(role, number),

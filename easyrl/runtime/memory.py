@@ -383,6 +383,23 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:,.0f} MiB"
 
 
+class Estimate(NamedTuple):
+    """The memory of a run, with what fits where its settings leave a choice."""
+
+    config: Config
+    parts: Sequence[Part]  # empty if the model's sizes are unknown
+    budgets: Mapping[str, float]
+    held: str  # by other programs
+
+
+def estimate_run(config: Config, placement: Placement, size: ModelSize | None) -> Estimate:
+    """Choose what fits, and estimate every process; from what the devices have free now."""
+    devices.memory_in_use.cache_clear()
+    config = use_memory(config, placement, size)
+    parts = [] if size is None else estimate_memory(config, placement, size)
+    return Estimate(config, parts, memory_budgets(placement), held_by_others(placement))
+
+
 # -- settings that fit -----------------------------------------------------------------------------
 
 

@@ -41,8 +41,7 @@ class Placement:
     engine: EngineChoice = EngineChoice()
     infer_memory_fraction: float = 0.5
     """The rollout worker's fraction of the memory of a shared accelerator."""
-    cores: tuple[tuple[int, ...], ...] = ()
-    """The CPU cores of each worker, rollout workers first; empty where workers run on any core."""
+    has_own_cores: bool = False  # each worker; else they run on any core
     lends_cores: bool = False
     """Whether workers use the cores of waiting workers of the other role (vLLM only lends its)."""
     spare: tuple[int, ...] = ()  # indices of `devices.spare`; on the CPU they follow `infer`
@@ -101,10 +100,11 @@ class Placement:
 
     def cores_of(self, role: str, number: int) -> tuple[int, ...]:
         """The CPU cores of a worker; empty: it runs on any core, as one that was added later."""
-        if number >= self.num_workers(role):
+        if number >= self.num_workers(role) or not self.has_own_cores:
             return ()
         first = 0 if role == "rollout" else self.num_rollout_workers
-        return self.cores[first + number] if self.cores else ()
+        cores = split_cores(self.num_rollout_workers + self.train.count)
+        return cores[first + number] if cores else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,17 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
     return replace(placement, max_concurrent_groups=in_flight, most_rollout_workers=None)
 
 
+def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
+    """Refuse sets that overlap, except one single accelerator given to both (they share it)."""
+    are_accelerators = infer.kind == train.kind == "accelerator"
+    is_shared = infer == train and infer.count == 1
+    if are_accelerators and not is_shared and set(infer.indices) & set(train.indices):
+        raise ConfigError(
+            "devices.train (--train-devices): expected other devices than devices.infer "
+            f"(--infer-devices), or one single accelerator for both, got '{train}' and '{infer}'"
+        )
+
+
 def _find_machine(
     config: Config, used: Sequence[DeviceSet | None], spare: DeviceSet | None = None
 ) -> _Machine:
@@ -233,7 +244,10 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
     has_own_cores = config.devices.threads is None and is_on_cpu and cluster is None
     num_threads = max(1, num_cores() // num_workers)
     if cluster is not None:
-        num_threads = cluster.num_threads(max(num_workers, 0 if is_on_cpu else machine.count))
+        # The most with which all workers fit the nodes.
+        count, nodes = max(num_workers, 0 if is_on_cpu else machine.count), cluster.num_cpus
+        most = range(max(nodes, default=1), 0, -1)
+        num_threads = next((n for n in most if sum(c // n for c in nodes) >= count), 1)
     can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
     lends_cores = can_lend and num_workers <= num_cores()
     borrows = lends_cores and engine.name == "embedded"
@@ -249,7 +263,7 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
         ),
         engine=engine,
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
-        cores=split_cores(num_workers) if has_own_cores else (),
+        has_own_cores=has_own_cores,
         lends_cores=lends_cores,
         most_rollout_workers=config.devices.max_rollout_workers,
         num_accelerators=machine.count,

@@ -1,9 +1,12 @@
-"""Resolve and check a run before anything is started: model files, data, rewards, devices, prompts,
-memory, disk. Fast checks come first. Nothing is written, no weights are loaded. Raises ConfigError.
+"""Resolve and check a run before anything is started; nothing is written, no weights are loaded.
+
+    config ─► model, data, functions, devices ─► prompts as tokens ─► memory, disk ─► Preflight
+           └► devices, model ─► memory ─► data, functions ─► Plan, which `--dry-run` prints
+
+Each stage has a typed result: `Measured`, `PromptStream`, `Interfaces`, `Placement`, `Estimate`.
 """
 
 import os
-import resource
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,10 +17,10 @@ from typing import Any
 
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
-from easyrl.config.algorithm import LOSS_KEY, POLICY, TEACHER_KEY, TEACHER_PROMPT_KEY
+from easyrl.config.algorithm import POLICY, TEACHER_KEY, TEACHER_PROMPT_KEY
 from easyrl.data import datasets
 from easyrl.data.chat import check_prompts, render_prompt
-from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable
+from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable, describe_model
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import OF_TEACHER, PromptStream
 from easyrl.environments.conversation import Conversations
@@ -28,26 +31,23 @@ from easyrl.model.files import (
     FLOAT_BYTES,
     ModelFiles,
     ModelSize,
+    check_positions,
     fingerprint,
     load_eos_token_ids,
-    load_model_config,
     load_tokenizer,
-    max_positions,
-    meta_model,
-    model_size,
-    quieten_transformers,
+    model_config_of,
     read_model_files,
     tokenizer_of,
 )
+from easyrl.model.measure import Measured, measure_model
 from easyrl.model.reward_model import check_reward_models
 from easyrl.rewards.loading import digest_code, reward_models
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
-from easyrl.runtime.placement import Placement, resolve_placement
-from easyrl.runtime.resume import Resume, differing
+from easyrl.runtime.placement import Placement, describe, resolve_placement
+from easyrl.runtime.resume import Resume, differing, start_from
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
-from easyrl.user_code import load_function
 
 SHOWN_CHARACTERS = 1000
 LOPSIDED = 8
@@ -62,8 +62,7 @@ class Preflight:
     prompts: PromptStream  # without those that `data.long_prompts` skips
     num_prompts_skipped: int
     placement: Placement
-    num_weights: int | None  # of the model; None: unknown
-    num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
+    model: Measured
     identity: Mapping[str, Any]
     """Digests of model, data and held-out problems; those of a resumed run must be the same."""
     held_out: Sequence[Prompt]  # problems that accuracy is measured on; may be empty
@@ -76,14 +75,11 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     `tokenizer`: the model's tokenizer, where it is not in `model.path`."""
     if resume is None:
         refuse_existing(folder_of(config))
-    files = read_model_files(config.model.path)
+    _check_teacher(config)
+    model = measure_model(config)
     prompts = datasets.open_prompts(config)
     interfaces, warnings = check_functions(config, prompts.prompt(0))
-    _check_loss(config)
-    _check_teacher(config)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
-    num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
-    check_open_files(config, num_rollout + placement.train.count)
     check_compiler(config, placement)
     loaded = load_prompt_tokenizer(config, prompts.examples(), tokenizer)
     too_long = too_long_prompts(config, prompts.examples(), interfaces, loaded)
@@ -91,25 +87,20 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     prompts = prompts.without(skipped)
     notes = describe_prompts(config, prompts, interfaces, loaded)
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
-    num_trained = count_trained(config)
-    size = read_model_size(config, files, num_trained)
-    check_engine(config, placement, size)
-    config = memory.use_memory(config, placement, size)
-    parts = [] if size is None else memory.estimate_memory(config, placement, size)
-    devices.memory_in_use.cache_clear()
-    budgets = memory.memory_budgets(placement)
+    check_engine(config, placement, model.size)
     warnings += [*of_eval, *choice_warnings(config, placement), *peer_warnings(placement)]
+    estimate = memory.estimate_run(config, placement, model.size)
+    config = estimate.config
     try:
-        warnings += memory.check_memory(parts, budgets, memory.held_by_others(placement))
+        warnings += memory.check_memory(*estimate[1:])
     except ConfigError as error:
-        raise ConfigError(f"{error}{_what_fits(config, placement, size)}") from None
-    check_positions(config, files)
+        raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
     # A resumed run has its checkpoints already; those of adapters are small.
     has_checkpoint = resume is not None and resume.checkpoint is not None
-    is_small = has_checkpoint or num_trained is not None
+    is_small = has_checkpoint or model.num_trained is not None
     num_kept = config.train.keep_checkpoints
     num_kept += num_kept > 0 and config.train.eval_every > 0  # the best one
-    check_disk(folder_of(config), files, 0 if is_small else num_kept)
+    check_disk(folder_of(config), model.files, 0 if is_small else num_kept)
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
@@ -128,8 +119,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         prompts,
         len(skipped),
         placement,
-        files.num_weights,
-        num_trained,
+        model,
         identity,
         held_out,
         notes,
@@ -137,10 +127,59 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do and need."""
+
+    text: str
+    would_start: bool
+    is_tight: bool  # some memory may not suffice, or surely does not
+    changes: Mapping[str, Any]  # settings with which everything fits; empty if there are none
+    host_bytes: int  # that all processes need with the changes
+    is_assumed: bool  # by `--assume`
+
+
+def make_plan(
+    config: Config, assumed: devices.AssumedDevices | None = None, *, is_resumed: bool = False
+) -> Plan:
+    """Plan a run for what this machine has, or for `assumed` accelerators. Nothing is started, and
+    no weights are read. Raises ConfigError for devices that are missing."""
+    placement = resolve_placement(config, assumed)
+    lines = [describe(placement), *never_run(placement), ""]
+    warnings, size = choice_warnings(config, placement), None
+    is_refused = is_tight = False
+    try:
+        config, _ = start_from(config, is_resumed=is_resumed)
+        size = measure_model(config, is_whole=False).size
+        check_engine(config, placement, size)
+        estimate = memory.estimate_run(config, placement, size)
+        config = estimate.config
+        if size is None:
+            path = config.model.path
+            lines.append(f"memory: unknown, as the config.json of '{path}' gives no sizes")
+        else:
+            lines.append(memory.memory_table(estimate.parts, estimate.budgets))
+        is_tight = True  # if the next line raises
+        tight = memory.check_memory(*estimate[1:])
+        is_tight, warnings = bool(tight), warnings + tight
+        # Last: what is known of the memory is shown first.
+        warnings += check_inputs(config)
+    except ConfigError as refused:
+        warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
+    changes, host_bytes = None, 0
+    if size is not None and is_tight and placement.accelerator != "cpu":
+        changes = memory.propose_changes(config, placement, size)
+        if changes is not None:
+            changed = change_config(config, changes)
+            parts = memory.estimate_memory(changed, resolve_placement(changed, assumed), size)
+            host_bytes = memory.bytes_by_memory(parts)["cpu"]
+    text = "\n".join([describe_model(config.model.path), *lines, *warnings])
+    return Plan(text, not is_refused, is_tight, changes or {}, host_bytes, assumed is not None)
+
+
 def check_inputs(config: Config) -> list[str]:
     """Make the checks of a start that need no weights, and describe the prompts; with warnings.
     Data or a tokenizer on a hub that cannot be reached is not checked. Raises ConfigError."""
-    _check_loss(config)
     try:
         _check_teacher(config)
         prompts = datasets.open_prompts(config)
@@ -160,12 +199,19 @@ def check_inputs(config: Config) -> list[str]:
         return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
 
 
-def check_functions(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:
-    """Load rewards and environments and try them on a prompt, if there is one; with warnings."""
+def check_functions(
+    config: Config, example: Prompt | None, *, is_trained: bool = True
+) -> tuple[Interfaces, list[str]]:
+    """Load the user's loss, rewards and environments, and try them on a prompt, if there is one;
+    with warnings. `is_trained`: not by `easyrl eval`, which needs no loss."""
+    interfaces, warnings = check_environments(config, example)
     check_reward_models(config, example)
-    warnings = try_rewards(config, example)
-    interfaces, of_environments = check_environments(config, example)
-    return interfaces, warnings + of_environments
+    warnings = try_rewards(config, example) + warnings
+    if is_trained and config.algorithm.has_own_loss:
+        from easyrl.algorithm.losses import load_loss
+
+        load_loss(config)
+    return interfaces, warnings
 
 
 def identify_code(config: Config) -> dict[str, str]:
@@ -173,15 +219,6 @@ def identify_code(config: Config) -> dict[str, str]:
     digests, key = digest_code(config), "reward.functions"
     digests[key] = " ".join([digests[key], *map(fingerprint, reward_models(config))]).strip()
     return digests
-
-
-def _check_loss(config: Config) -> None:
-    """Load and try a loss of the user's own."""
-    if config.algorithm.has_own_loss:
-        load_function(config.algorithm.loss_type, LOSS_KEY)  # a typo is reported before torch loads
-        from easyrl.algorithm.losses import load_loss
-
-        load_loss(config)
 
 
 def _check_teacher(config: Config) -> None:
@@ -220,17 +257,20 @@ def _check_teacher(config: Config) -> None:
         raise ConfigError(f"{TEACHER_KEY}: {expected}, got {sizes[1]} in '{path}'")
 
 
-def check_open_files(config: Config, num_workers: int) -> None:
-    """Raise ConfigError if the limit of open files is too low, by a rough count of the pipes of the
-    controller, of a train worker's connections and of a rollout worker's reward processes."""
-    needed = 64 + 16 * num_workers + 4 * config.reward.num_workers
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise ConfigError(
-            "devices.infer, devices.train, devices.max_rollout_workers: "
-            f"{num_workers} workers need a limit of {needed} open files or more, got {limit}; "
-            f"raise it (ulimit -n {needed}), or use fewer workers"
-        )
+def never_run(placement: Placement) -> list[str]:
+    """Name what of a plan has never run on real hardware (README, "What has run where")."""
+    kind, sets = placement.accelerator, (placement.infer, placement.train)
+    used = {index for each in sets if each.kind == "accelerator" for index in each.indices}
+    is_vllm = placement.engine.name == "vllm" and placement.infer.kind == "accelerator"
+    parts = {
+        "Ascend NPUs": kind == devices.ASCEND and bool(used),
+        "several accelerators": len(used) > 1,
+        "vLLM on accelerators": is_vllm,
+        "Ray with accelerators or over several machines": placement.is_ray,
+    }
+    found = [part for part, is_planned in parts.items() if is_planned]
+    text = f"never run on real hardware so far: {', '.join(found)} (README, What has run where)"
+    return [text] * bool(found)
 
 
 def check_compiler(config: Config, placement: Placement) -> None:
@@ -295,18 +335,6 @@ def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> 
     return f"; this fits, by estimate: {shlex.join(words)}"
 
 
-def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:
-    """Raise ConfigError if sequences may be longer than the model's positions. `section`: that of
-    the `max_completion_length` that applies."""
-    positions = max_positions(model.config)
-    if positions is not None and config.max_sequence_length > positions:
-        raise ConfigError(
-            f"data.max_prompt_length + {section}.max_completion_length: expected at most "
-            f"{positions} (by the config.json of {model.path}), got "
-            f"{config.data.max_prompt_length} + {config.rollout.max_completion_length}"
-        )
-
-
 def check_engine(config: Config, placement: Placement, size: ModelSize | None) -> None:
     """Raise ConfigError for a model that the engine would refuse once it has started."""
     path, is_vllm = config.model.path, placement.engine.name == "vllm"
@@ -339,18 +367,6 @@ def choice_warnings(config: Config, placement: Placement) -> list[str]:
         advice = f"a short run, then easyrl plan RUN --devices {infer + train}"
         warnings.append(f"warning: {text}; to find the fastest split: {advice}")
     return warnings
-
-
-def read_model_size(config: Config, files: ModelFiles, num_trained: int | None) -> ModelSize | None:
-    """None if the model's configuration does not have the usual names. A model that is not
-    downloaded yet is counted by its configuration."""
-    model_config, num_weights = files.config, files.num_weights
-    if num_weights is None:
-        full_config = _model_config(config)
-        model = meta_model(full_config, trust_remote_code=config.model.trust_remote_code)
-        num_weights = sum(weight.numel() for weight in model.parameters())
-        model_config = full_config.to_dict()
-    return model_size(model_config, num_weights, num_trained)
 
 
 def _held_out(
@@ -415,7 +431,7 @@ def too_long_prompts(
     `load_prompt_tokenizer`."""
     if tokenizer is None or config.rollout.agent is not None:  # it makes its own prompts
         return set()
-    model_config = _model_config(config)
+    model_config = model_config_of(config)
     skipped = check_prompts(examples, tokenizer, config, _longest_tools(interfaces))
     for interface in interfaces.values():
         end_tokens = {*load_eos_token_ids(config.model.path, model_config), tokenizer.eos_token_id}
@@ -452,19 +468,3 @@ def _longest_tools(interfaces: Interfaces) -> list[Any]:
     """The longest description of tools that prompts have."""
     schemas = [each.schemas for each in interfaces.values()]
     return max(schemas, key=lambda each: len(str(each)), default=[])
-
-
-def count_trained(config: Config) -> int | None:
-    """Elements of LoRA's adapters, checked (`check_lora`); None without LoRA."""
-    model = config.model
-    if model.lora.rank is None:
-        return None
-    from easyrl.model.lora import check_lora
-
-    trusts = model.trust_remote_code
-    return check_lora(model.lora, model.path, _model_config(config), trust_remote_code=trusts)
-
-
-def _model_config(config: Config) -> Any:
-    quieten_transformers()
-    return load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)

@@ -17,16 +17,34 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
-from easyrl.config import Config, by_name, change_config, keys_marked, load_config, to_arguments
-from easyrl.config.algorithm import LOSS_KEY
-from easyrl.config.section import MAY_CHANGE, NAMES_FILES
+from easyrl.config import (
+    Config,
+    by_name,
+    change_config,
+    keys_marked,
+    load_config,
+    make_paths_absolute,
+    to_arguments,
+)
+from easyrl.config.algorithm import LOSS_KEY, LOSS_TYPES
+from easyrl.config.section import MAY_CHANGE
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
+from easyrl.environments.loading import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from easyrl.formatting import ConfigError, counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, newest_checkpoint
-from easyrl.model.export import run_of
+from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.rewards.loading import BUILT_IN, reward_specs, reward_weights
 from easyrl.runtime import run_folder
+
+NAMES: dict[str, Container[str]] = {
+    "data.dataset": PRESETS,
+    "eval.dataset": PRESETS,
+    "reward.functions": BUILT_IN,
+    "rollout.environment": BUILT_IN_ENVIRONMENTS,
+    LOSS_KEY: LOSS_TYPES,
+}
+"""By keys that may name files: names that mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,29 +247,25 @@ def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
     return join(["easyrl", "grpo", "--config", str(file), *words])
 
 
-def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
-    """Return the config with absolute paths of the files and folders that it names, so that the run
-    can be resumed from any folder. A folder wins over a built-in model of the same name, but not in
-    the config of a resumed run, whose folders are absolute paths already."""
-    keys = {*keys_marked(NAMES_FILES)}
-    if not config.algorithm.has_own_loss:
-        keys.remove(LOSS_KEY)
-    if is_resumed and config.model.path in BUILT_IN_MODELS:
-        keys.remove("model.path")
-    values = by_name(config.model_dump(include={key.partition(".")[0] for key in keys}))
-    named = {"reward.functions": BUILT_IN}
-    changes = {key: _absolute(values[key], named.get(key, PRESETS)) for key in keys}
-    return change_config(config, changes)
+def with_absolute_paths(
+    config: Config, changes: Mapping[str, Any] | None = None, *, is_resumed: bool = False
+) -> Config:
+    """Return the config with `changes`, and absolute paths of the files and folders that it names,
+    so that the run can be resumed from any folder. A folder wins over a built-in model of the same
+    name, but not in the config of a resumed run, whose folders are absolute paths already."""
+    names = NAMES | ({"model.path": BUILT_IN_MODELS} if is_resumed else {})
+    return make_paths_absolute(config, names, changes or {})
 
 
-def _absolute(value: Any, names: Container[str]) -> Any:
-    """Make paths and `file.py:function` absolute; symbolic links are kept, as they may change.
-    `names` are those of no files."""
-    if isinstance(value, dict):
-        return {name: _absolute(each, names) for name, each in value.items()}
-    if not isinstance(value, str):
-        return [_absolute(each, names) for each in value] if value else value
-    file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
-    path = Path(file).expanduser()
-    is_path = path.exists() and value not in names
-    return f"{path.absolute()}{colon}{function}" if is_path else value
+def start_from(config: Config, *, is_resumed: bool = False) -> tuple[Config, ModelSource | None]:
+    """Replace a run, a checkpoint or an adapter as `model.path` by its model, or the model that it
+    was trained from, unless the config is that of a resumed run; and make paths absolute. The
+    learning rate is by default that of the run."""
+    folder, changes = Path(config.model.path).expanduser().absolute(), dict[str, Any]()
+    source = find_model(str(folder)) if folder.is_dir() and not is_resumed else None
+    if source is not None:
+        changes["model.path"], run = source.base, run_of(str(folder))
+        if run is not None and run.model.lora.rank is None and config.model.lora.rank is None:
+            changes["train.learning_rate"] = config.train.learning_rate or run.learning_rate
+    is_resolved = is_resumed or source is not None
+    return with_absolute_paths(config, changes, is_resumed=is_resolved), source

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from easyrl import events
 from easyrl.config import INPUTS, Config, change_config
-from easyrl.data.hub import BUILT_IN_MODELS, describe_model
+from easyrl.data.hub import describe_model
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
-from easyrl.model.export import ModelSource, find_model, run_of
+from easyrl.model.export import ModelSource
 from easyrl.model.files import fingerprint
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime import run_folder, self_test, supervisor
@@ -21,7 +21,7 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
-from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
+from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
 
 
 @supervisor.signals_as_interrupts()
@@ -82,19 +82,6 @@ def _open_folder(config: Config, resumed: Resume | None) -> run_folder.RunFolder
     for each in (folder.path, folder.checkpoints):
         discard_unfinished(each)
     return folder
-
-
-def start_from(config: Config) -> tuple[Config, ModelSource | None]:
-    """Replace a run, a checkpoint or an adapter as `model.path` by its model, or the model that it
-    was trained from. The learning rate is by default that of the run."""
-    path = config.model.path
-    if path in BUILT_IN_MODELS or not Path(path).expanduser().is_dir():
-        return config, None
-    source, run = find_model(path), run_of(path)
-    if run is not None and run.model.lora.rank is None and config.model.lora.rank is None:
-        rate = config.train.learning_rate or run.learning_rate
-        config = change_config(config, {"train.learning_rate": rate})
-    return change_config(config, {"model.path": source.base}), source
 
 
 def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
@@ -179,10 +166,10 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
             f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="
             f"{config.data.max_prompt_length}), left: {checked.prompts.epoch_length}"
         )
-    if (trained := checked.num_trained) is not None:
+    if (trained := checked.model.num_trained) is not None:
         share = ""
-        if checked.num_weights is not None:
-            total = checked.num_weights + trained
+        if checked.model.files.num_weights is not None:
+            total = checked.model.files.num_weights + trained
             share = f" of {total:,} ({trained / total:.1%})"
         rank = config.model.lora.rank
         notes.append(f"LoRA of rank {rank}: trains {trained:,} weights{share}, the base is frozen")

@@ -164,7 +164,7 @@ class RolloutWorker:
             num_generations=self.sampling.num_samples,
             memory_fraction=settings.memory_fraction or own_fraction,
             is_device_shared=settings.memory_fraction is not None,
-            tensor_parallel_size=settings.tensor_parallel_size,
+            tensor_parallel_size=self.config.rollout.tensor_parallel_size,
             log_file=settings.log_file,
             is_deterministic=self.config.runtime.deterministic,
             number=settings.owner_id,

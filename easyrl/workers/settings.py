@@ -39,7 +39,6 @@ class WorkerSettings:
     num_train_ranks: int = 1
     engine: Literal["embedded", "vllm"] = "embedded"  # of the rollout workers
     sampling: SamplingChoice | None = None  # None: as in section `rollout`, for training
-    tensor_parallel_size: int = 1  # devices of one engine; each is a rank of the weight channel
     pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint

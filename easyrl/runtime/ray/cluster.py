@@ -40,12 +40,6 @@ class Resources:
     num_cpus: tuple[int, ...]  # of each node
     text: str = ""  # its nodes
 
-    def num_threads(self, num_workers: int) -> int:
-        """The most CPUs of each worker with which all of them fit the nodes."""
-        best = max(self.num_cpus, default=1)
-        fits = (n for n in range(best, 0, -1) if sum(c // n for c in self.num_cpus) >= num_workers)
-        return next(fits, 1)
-
 
 def connect(config: Config, num_workers: int) -> Resources:
     """Connect to the cluster, or start one on this machine for `num_workers`, and return what it
