@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
-from easyrl.config.devices import DeviceSet, check_disjoint
+from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import MAX_BRANCHES
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
