@@ -12,10 +12,10 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from easyrl import events, user_code
 from easyrl.api.inputs import Inputs
@@ -38,6 +38,17 @@ from easyrl.runtime.run_folder import (
 from easyrl.runtime.supervisor import FINISHED, SIGNALLED, USER_ERROR
 
 StrPath = str | os.PathLike[str]
+
+
+class Rows(Protocol):
+    """A `datasets.Dataset`."""
+
+    column_names: list[str]
+
+
+Dataset = StrPath | Sequence[StrPath] | Sequence[Mapping[str, Any]] | Rows
+Reward = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | Mapping[str, Any]
+Environment = str | type | Mapping[str, str | type]
 
 
 class Results:
@@ -101,10 +112,10 @@ class Evaluation(Results):
 
 def train(
     model: StrPath | Mapping[str, Any] | None = None,
-    dataset: Any = None,
-    reward: Any = None,
+    dataset: Dataset | None = None,
+    reward: Reward | None = None,
     *,
-    environment: Any = None,
+    environment: Environment | None = None,
     config: StrPath | None = None,
     infer_devices: str | None = None,
     train_devices: str | None = None,
@@ -168,10 +179,10 @@ def train(
 
 def evaluate(
     model: StrPath | Mapping[str, Any] | None = None,
-    dataset: Any = None,
-    reward: Any = None,
+    dataset: Dataset | None = None,
+    reward: Reward | None = None,
     *,
-    environment: Any = None,
+    environment: Environment | None = None,
     config: StrPath | None = None,
     base: StrPath | None = None,
     num_samples: int | None = None,
