@@ -18,7 +18,7 @@ SHORT = {
     "train.max_tokens_per_micro_batch": "micro-batches",
     "rollout.max_concurrent_groups": "groups in flight",
     "train.offload": "offloading",
-    "rollout.memory_fraction": "another `rollout.memory_fraction`",
+    "rollout.memory_fraction": "another memory share",
     "rollout.engine": "vLLM",
     "rollout.tensor_parallel_size": "engines over several devices",
     "devices.infer": "",  # another split, which the next key says
@@ -35,7 +35,8 @@ with only its `config.json`:
 Below are groups of 8 completions of 1,024 tokens and prompts of 512, in bfloat16. One device
 generates and trains; of several the last one trains, unless more train devices are named. **fits**:
 as it is. Otherwise the settings that the command proposes to change: smaller micro-batches, fewer
-groups in flight, activation checkpointing, offloading to the host's memory, more train devices.
+groups in flight, activation checkpointing, offloading to the host's memory, more train devices,
+another share of the device for the engine (`rollout.memory_fraction`).
 **–**: nothing that it tries is enough.
 
 | model | trained |{"".join(f" {each} |" for each in DEVICES)}

@@ -80,7 +80,10 @@ def test_the_python_versions_that_are_tested_are_those_that_are_named():
     assert project["requires-python"] == f">={versions[0]}"
 
 
-def test_forms_and_the_citation_are_read():
+def test_forms_citation_and_hooks_are_read():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pinned = (ROOT / "constraints.txt").read_text()
+    assert f"\nruff=={hooks[0]['rev'].removeprefix('v')}\n" in pinned
     for file in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml"):
         form = yaml.safe_load(file.read_text())
         assert file.stem == "config" or (form["name"] and form["description"] and form["body"])
