@@ -70,7 +70,12 @@ def _commands() -> Iterator[str]:
         yield f"\n## {panel}\n"
         for name, command in group.commands.items():
             if command.rich_help_panel == panel:
-                title = f"easyrl {name}"
-                text = get_docs_for_click(obj=command, ctx=context, name=name, title=title)
+                text = get_docs_for_click(
+                    obj=command,
+                    ctx=context,
+                    name=name,
+                    call_prefix="easyrl",
+                    title=f"easyrl {name}",
+                )
                 text = re.sub(r"\(docs/((\w+)\.md)\)", r"([\2](\1))", text)
                 yield re.sub(r"\n\* `--help`.*|\*\*Usage\*\*:\n", "", f"##{text}")
