@@ -11,7 +11,9 @@
 # Start it with --shm-size=8g (or --ipc=host): several devices, and vLLM's processes, communicate
 # through /dev/shm, which has 64 MB in a container by default. Check with `easyrl doctor`.
 #
-#   docker run --rm --shm-size=8g -v "$PWD:/work" easyrl grpo              # GPUs: also --gpus all
+#   docker run --rm --shm-size=8g --user "$(id -u):$(id -g)" -v "$PWD:/work" easyrl grpo
+#                                                                          # GPUs: also --gpus all
+# Runs as the user that `--user` names: files in the mounted folder are then yours.
 
 # A Debian or Ubuntu image, with CUDA or CANN for accelerators. If it has no Python, Python is
 # installed from its packages; 3.11 or newer is needed.
@@ -62,6 +64,7 @@ FROM base
 LABEL org.opencontainers.image.title="EasyRL" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.description="Reinforcement learning of language models; run it with --shm-size=8g or --ipc=host"
+# Used without `--user`.
 ARG USER_ID=10001
 COPY --from=build /opt/easyrl /opt/easyrl
 # CANN's script sets the paths of Ascend's libraries.
@@ -76,9 +79,22 @@ RUN printf '%s\n' '#!/bin/bash' \
  && chmod 755 /usr/local/bin/easyrl \
  && if [ -e /opt/easyrl/bin/ray ]; then ln -s /opt/easyrl/bin/ray /usr/local/bin/ray; fi \
  && useradd --create-home --uid "$USER_ID" easyrl \
- && install --directory --owner=easyrl /work
+ && install --directory --mode=1777 /work /home/any
+# A user without an entry in /etc/passwd has no home: caches of models and of the exactness check.
+ENV HOME=/home/any USER=easyrl
+# The controller of a run holds its folder open, and writes events of its workers or, if there are
+# none, warnings. Containers of other commands are healthy.
+# hadolint ignore=SC2016
+RUN printf '%s\n' '#!/bin/bash' \
+      'for folder in /proc/[0-9]*/fd/*/; do' \
+      '  if [ -S "$folder/control.sock" ] && [ -e "$folder/trace.json" ]; then' \
+      '    seconds=$(( $(date +%s) - $(stat -c %Y "$folder/trace.json") ))' \
+      '    if [ "$seconds" -gt 1800 ]; then echo "no event for $seconds s"; exit 1; fi' \
+      '  fi' \
+      'done' > /usr/local/bin/easyrl-healthy \
+ && chmod 755 /usr/local/bin/easyrl-healthy
 WORKDIR /work
 USER ${USER_ID}
-HEALTHCHECK --interval=5m --timeout=1m --start-period=1m CMD ["easyrl", "doctor"]
+HEALTHCHECK --interval=1m --timeout=10s --start-period=1m CMD ["easyrl-healthy"]
 ENTRYPOINT ["easyrl"]
 CMD ["--help"]

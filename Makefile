@@ -12,6 +12,8 @@
 # make test-pretended    whole runs on a pretended accelerator; no accelerator is needed
 # make test-gpu     on a machine with NVIDIA GPUs: the GPU tests, figures in build/gpu-*.json, and
 #                   some of them beside the expected ones (docs/devices.md)
+# make docs         build the site into build/site, and check its links and anchors
+# make dist         build and check what is published, in dist/
 # make clean        remove what these have created
 
 PYTHON ?= python3
@@ -30,7 +32,7 @@ TESTS := -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder \
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: install demo check test test-vllm test-vllm-long test-long test-real test-lowest test-newest \
-  test-wheel test-gpu test-gpu-compile test-pretended clean
+  test-wheel test-gpu test-gpu-compile test-pretended docs dist clean
 
 install: $(VENV)/installed
 
@@ -112,6 +114,22 @@ test-newest: $(NEWEST_VENV)/installed
 
 test-wheel: $(VENV)/test-installed
 	$(BIN)/python -m pytest -m long tests/test_wheel.py
+
+$(VENV)/docs-installed: pyproject.toml constraints.txt | $(BIN)/python
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $@ $(VENV)/installed
+
+docs: $(VENV)/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/release-installed: pyproject.toml constraints.txt | $(BIN)/python
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[release]'
+	@touch $@ $(VENV)/installed
+
+dist: $(VENV)/release-installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 # torch's version of Triton, without torch: its wheel contains a compiler for NVIDIA's GPUs.
 TRITON := build/triton

@@ -7,7 +7,15 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Exits if the package `easyrl` is another project's."""
+    """Run the command line. Exits where nothing of it would work: on another system, with an older
+    Python, or if the package `easyrl` is another project's."""
+    if sys.platform != "linux":
+        sys.exit(
+            f"easyrl: expected Linux, got {sys.platform}: use a Linux machine, container or "
+            "WSL 2 (docs/install.md)"
+        )
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"easyrl: expected Python 3.11 or newer, got {sys.version.split()[0]}")
     try:
         from easyrl import DISTRIBUTION  # noqa: F401
     except ImportError as error:

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 DISTRIBUTION = "easyrl-train"
 """Name on the package index, where `easyrl` is another project."""
 __version__ = "0.2.0.dev0"
-__all__ = ["Evaluation", "Run", "__version__", "evaluate", "train"]
+__all__ = ["Config", "ConfigError", "Evaluation", "LossInputs", "LossOutputs", "Run", "__version__"]
+__all__ += ["evaluate", "train"]
 
 if TYPE_CHECKING:
+    from easyrl.algorithm.losses import LossInputs, LossOutputs
     from easyrl.api.calls import Evaluation, Run, evaluate, train
+    from easyrl.config import Config, ConfigError
 
 
 def __getattr__(name: str) -> Any:
     """Load the Python interface on first use: `import easyrl` imports no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'easyrl' has no attribute '{name}'")
-    return getattr(import_module("easyrl.api.calls"), name)
+    module = "algorithm.losses" if name.startswith("Loss") else "api.calls"
+    return getattr(import_module(f"easyrl.{module}"), name)

@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 import easyrl
+import easyrl_train
 from easyrl import cli
 from easyrl.config import ConfigError, load_config, options_by_key, to_commented_yaml
 from easyrl.runtime.launch import _describe
@@ -68,8 +69,12 @@ def test_help_is_quick_and_neither_it_nor_a_runs_controller_imports_torch(tmp_pa
     assert python("-c", program) == "[]\n"
 
 
-def test_module_runs_like_the_console_script():
-    assert python("-m", "easyrl", "--version") == f"easyrl {easyrl.__version__}\n"
+def test_module_runs_like_the_console_script_and_prints_versions():
+    first, *others = python("-m", "easyrl", "--version").splitlines()
+    assert first == f"easyrl {easyrl.__version__}"
+    assert dict(line.split(" ", 1) for line in others).keys() == {
+        *("Python", "torch", "transformers", "vllm", "accelerators:")
+    }
     result = call("train", "--model", "tiny")  # another trainer's name of the command
     assert result.exit_code == 2 and "easyrl grpo" in result.output
 
@@ -97,6 +102,30 @@ def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     assert result.exit_code == code and "\x1b" not in result.stderr
     assert isinstance(result.exception, type(error) if code == 1 else SystemExit)
     assert of_worker.is_user_error == (code == 2) and bool(of_worker.traceback) != (code == 2)
+
+
+def test_debug_shows_the_traceback_of_a_mistake():
+    plain, debug = call("config", "train.lr"), call("--debug", "config", "train.lr")
+    assert plain.exit_code == debug.exit_code == 2
+    assert "Traceback" not in plain.stderr and debug.stderr.endswith(plain.stderr)
+    assert "Traceback" in debug.stderr
+
+
+def test_another_system_is_named_before_anything_is_imported(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SystemExit, match="expected Linux, got darwin"):
+        easyrl_train.main()
+
+
+def test_import_loads_no_torch_and_public_names_are_loaded_on_first_use():
+    program = (
+        "import sys, easyrl\n"
+        "found = lambda: sorted({'torch', 'typer', 'pydantic'} & set(sys.modules))\n"
+        "before = found()\n"
+        "for name in easyrl.__all__: getattr(easyrl, name)\n"
+        "print(before, issubclass(easyrl.ConfigError, ValueError), easyrl.Config().runtime.seed)"
+    )
+    assert python("-c", program) == "[] True 0\n"
 
 
 def test_a_dry_run_prints_no_escapes_of_a_name():

@@ -1,34 +1,26 @@
-"""The commands of README.md and docs/*.md run, made small.
-
-A block is fenced as bash, or indented and begins with `easyrl`. A block under a line
-`<!-- not run: reason -->` is left out, as are benchmarks and commands for numbered devices.
+"""The commands of README.md and docs/*.md run, made small (`pages.py`). Left out are also
+benchmarks and commands for numbered devices.
 """
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EASYRL = """#!/bin/bash
-# `easyrl`, with runs of two short iterations
-words=("$@")
-case "$1 $*" in
-  grpo*--dry-run*|grpo*--help*) ;;
-  grpo*--resume*) words+=(--iterations 2 --no-live) ;;
-  grpo*) words+=(--iterations 2 --no-live train.prompts_per_iteration=2 rollout.num_generations=2
-    rollout.max_completion_length=8 data.num_held_out=2 data.max_prompt_length=32) ;;
-  eval*) words+=(--no-live data.num_held_out=2 eval.max_completion_length=8) ;;
-  watch*) words+=(--no-live) ;;
-esac
-exec "$PYTHON" -m easyrl "${words[@]}"
-"""
+from pages import ROOT, blocks, make_tools, run_block
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHORTER = {
+    "grpo*--dry-run*|grpo*--help*": "",
+    "grpo*--resume*": "--iterations 2 --no-live",
+    "grpo*": "--iterations 2 --no-live train.prompts_per_iteration=2 rollout.num_generations=2 "
+    "rollout.max_completion_length=8 data.num_held_out=2 data.max_prompt_length=32",
+    "eval*": "--no-live data.num_held_out=2 eval.max_completion_length=8",
+    "watch*": "--no-live",
+}
+"""Runs of two short iterations."""
 REWARDS = """
 def score(prompts, completions, completion_ids, answer, **columns):
     return [float(right in text) for text, right in zip(completions, answer)]
@@ -45,20 +37,10 @@ PAIRS = re.findall(
 )
 
 
-def blocks(page):
-    left_out = r"<!-- not run:.*?-->\n(?:```bash\n.*?```|(?:    [^\n]*\n)+)"
-    text = re.sub(left_out, "", page.read_text(), flags=re.DOTALL)
-    block = r"^```bash\n(.*?)^```|((?:^    easyrl [^\n]*\n(?:^     [^\n]*\n)*)+)"
-    for fenced, indented in re.findall(block, text, flags=re.DOTALL | re.MULTILINE):
-        if fenced:
-            yield fenced
-            continue
-        for command in indented.replace("\\\n", " ").splitlines():
-            yield re.sub(r"\s+#.*", "", command).strip()
-
-
 COMMANDS = [
-    (page, [block for block in blocks(page) if not SKIPPED.search(block)]) for page in PAGES
+    (page, [block for block in blocks(page) if not SKIPPED.search(block)])
+    for page in PAGES
+    if page.parent.name != "tutorials"  # test_tutorials.py runs these
 ]
 
 
@@ -66,33 +48,11 @@ COMMANDS = [
 def finished_run(tmp_path_factory):
     """A folder with what the pages take for granted: a run, data and a reward."""
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "bin").mkdir()
-    for name, program in (("easyrl", EASYRL), ("python", '#!/bin/bash\nexec "$PYTHON" "$@"\n')):
-        (folder / "bin" / name).write_text(program)
-        (folder / "bin" / name).chmod(0o755)
+    make_tools(folder / "bin", SHORTER)
     (folder / "data.jsonl").write_text('{"prompt": "17+58=", "answer": "75"}\n')
     (folder / "my_rewards.py").write_text(REWARDS)
-    run("easyrl grpo --output RUN", folder, folder)
+    run_block("easyrl grpo --output RUN", folder, folder / "bin")
     return folder
-
-
-def run(code, folder, tools):
-    environment = {
-        **os.environ,
-        "PATH": f"{tools / 'bin'}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", code],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, f"{code}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.mark.long
@@ -106,7 +66,7 @@ def test_commands_of_a_page_run(page, commands, finished_run, tmp_path):
     for name in ("data.jsonl", "my_rewards.py"):
         shutil.copy(finished_run / name, tmp_path / name)
     for command in commands:
-        run(command, tmp_path, finished_run)
+        run_block(command, tmp_path, finished_run / "bin")
 
 
 def test_links_lead_somewhere_and_files_that_the_design_names_exist():
@@ -114,6 +74,7 @@ def test_links_lead_somewhere_and_files_that_the_design_names_exist():
         text = page.read_text()
         headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+        text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
         for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
             file, _, anchor = target.partition("#")
             assert (page.parent / file).exists() if file else anchor in anchors, target

@@ -66,8 +66,11 @@ def test_commands_run_from_the_wheel_with_the_dependencies_of_the_core(tmp_path)
     done = call(*PIP, "wheel", "--no-deps", "--wheel-dir", tmp_path, sources, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("easyrl_train-*.whl")
+    assert wheel.name.startswith(f"easyrl_train-{easyrl.__version__}-")
     packages = install(tmp_path, "--constraint", ROOT / "constraints.txt", wheel)
     assert not (packages / "matplotlib").exists() and not (packages / "datasets").exists()
+    metadata = next(packages.glob("easyrl_train-*.dist-info")) / "METADATA"
+    assert "Classifier: Operating System :: POSIX :: Linux" in metadata.read_text()
     bin_ = tmp_path / "venv" / "bin"
     found = call(bin_ / "python", "-c", "import easyrl; print(easyrl.__file__)", cwd=tmp_path)
     assert str(packages) in found.stdout, found.stderr

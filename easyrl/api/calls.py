@@ -12,11 +12,11 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from easyrl import events, user_code
 from easyrl.api.inputs import Inputs
@@ -39,6 +39,17 @@ from easyrl.runtime.run_folder import (
 from easyrl.runtime.supervisor import FINISHED, SIGNALLED, USER_ERROR
 
 StrPath = str | os.PathLike[str]
+
+
+class Rows(Protocol):
+    """A `datasets.Dataset`."""
+
+    column_names: list[str]
+
+
+Dataset = StrPath | Sequence[StrPath] | Sequence[Mapping[str, Any]] | Rows
+Reward = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | Mapping[str, Any]
+Environment = str | type | Mapping[str, str | type]
 
 
 class Results:
@@ -102,11 +113,11 @@ class Evaluation(Results):
 
 def train(
     model: StrPath | Mapping[str, Any] | None = None,
-    dataset: Any = None,
-    reward: Any = None,
+    dataset: Dataset | None = None,
+    reward: Reward | None = None,
     *,
-    environment: Any = None,
-    agent: Any = None,
+    environment: Environment | None = None,
+    agent: str | Callable[..., Any] | None = None,
     config: StrPath | None = None,
     infer_devices: str | None = None,
     train_devices: str | None = None,
@@ -170,11 +181,11 @@ def train(
 
 def evaluate(
     model: StrPath | Mapping[str, Any] | None = None,
-    dataset: Any = None,
-    reward: Any = None,
+    dataset: Dataset | None = None,
+    reward: Reward | None = None,
     *,
-    environment: Any = None,
-    agent: Any = None,
+    environment: Environment | None = None,
+    agent: str | Callable[..., Any] | None = None,
     config: StrPath | None = None,
     base: StrPath | None = None,
     num_samples: int | None = None,

@@ -4,32 +4,52 @@ Modules heavier than Typer are imported inside the commands, so that `--help` is
 """
 
 import os
+import platform
 from typing import Annotated
 
 import typer
 
-from easyrl import __version__
-from easyrl.cli import tools
+from easyrl import __version__, devices
+from easyrl.cli import common, tools
 from easyrl.cli.agent import serve
 from easyrl.cli.bench import bench
-from easyrl.cli.common import Commands, CommandWithSettings
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
-from easyrl.devices import NO_AUTOLOAD
 
 app = typer.Typer(
     name="easyrl",
-    cls=Commands,
+    cls=common.Commands,
     help="Strictly on-policy reinforcement learning of language models, at asynchronous speed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+PANELS = {
+    "Train and evaluate": (grpo, evaluate, tools.export),
+    "Look at runs": (tools.watch, tools.samples, tools.report, tools.plot),
+    "Control a live run": (tools.status, tools.scale, tools.stop),
+    "Plan and check": (tools.print_config, tools.doctor, tools.plan, bench),
+}
+NAMES = {evaluate: "eval", tools.print_config: "config"}
+for panel, functions in PANELS.items():
+    for each in functions:
+        kind = common.CommandWithSettings if each in (grpo, evaluate) else None
+        app.command(NAMES.get(each), cls=kind, rich_help_panel=panel)(each)
+agent = typer.Typer(help="Tools for agents (docs/agents.md).", no_args_is_help=True)
+agent.command(cls=common.CommandWithSettings)(serve)
+app.add_typer(agent, name="agent", rich_help_panel="Plan and check")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"easyrl {__version__}")
+        from easyrl.engines.vllm.platforms import package_version, vllm_version
+
+        versions = {name: package_version(name) for name in ("torch", "transformers")}
+        versions = {"Python": platform.python_version(), **versions, "vllm": vllm_version()}
+        nodes = {kind: devices.num_device_nodes(kind) for kind in devices.VISIBLE_DEVICES}
+        found = ", ".join(f"{number} {kind}" for kind, number in nodes.items() if number)
+        lines = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
+        typer.echo("\n".join([f"easyrl {__version__}", *lines, f"accelerators: {found or 'none'}"]))
         raise typer.Exit
 
 
@@ -37,37 +57,16 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    pass
-
-
-app.command(cls=CommandWithSettings)(grpo)
-app.command("eval", cls=CommandWithSettings)(evaluate)
-app.command()(tools.samples)
-app.command()(tools.watch)
-app.command()(tools.report)
-app.command()(tools.plot)
-app.command()(tools.status)
-app.command()(tools.scale)
-app.command()(tools.stop)
-app.command()(tools.doctor)
-app.command()(tools.export)
-app.command("config")(tools.print_config)
-app.command()(tools.plan)
-app.command()(bench)
-agent = typer.Typer(help="Tools for agents (docs/agents.md).", no_args_is_help=True)
-agent.command(cls=CommandWithSettings)(serve)
-app.add_typer(agent, name="agent")
+    common.shows_tracebacks = debug
 
 
 def main() -> None:
     """The console script."""
-    for name, value in NO_AUTOLOAD.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(devices.NO_AUTOLOAD | dict(os.environ))
     # A closed standard stream (`2>&-`) is opened: the next file would get its number, and receive
     # what this process and the workers print.
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from easyrl.formatting import ConfigError, printable
 
+shows_tracebacks = False
+"""The option --debug."""
 USER_ERROR = 2
 """Exit code of errors that the user can fix, Typer's usage errors included."""
 
@@ -96,6 +99,8 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         try:
             code = function(*arguments, **options)
         except ConfigError as error:
+            if shows_tracebacks:
+                echo(traceback.format_exc(), err=True)
             echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
             code = USER_ERROR
         except KeyboardInterrupt as stop:

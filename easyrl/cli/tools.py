@@ -20,13 +20,9 @@ def samples(
     *,
     min_reward: Annotated[float | None, Option(help="With at least this reward.")] = None,
     max_reward: Annotated[float | None, Option(help="With at most this reward.")] = None,
-    iteration: Annotated[
-        str | None, Option(metavar="N", help="Only these iterations: 3 or 3-5.")
-    ] = None,
+    iteration: Annotated[str | None, Option(metavar="N", help="Only of these: 3 or 3-5.")] = None,
     limit: Annotated[int | None, Option(min=1, help="At most this many.")] = None,
-    raw: Annotated[
-        bool, Option("--raw", help="As the model sees them: chat template, special tokens.")
-    ] = False,
+    raw: Annotated[bool, Option("--raw", help="With chat template and special tokens.")] = False,
 ) -> None:
     """Print prompts, completions, rewards and advantages."""
     from easyrl.observe.samples import show_samples
@@ -34,9 +30,12 @@ def samples(
     show_samples(folder, min_reward, max_reward, iteration, limit, is_raw=raw)
 
 
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")]
+
+
 @command
 def watch(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    folder: RunFolder,
     no_live: NoLive = False,
 ) -> int:
     """Show the live view of a running or finished run, from its folder."""
@@ -56,9 +55,7 @@ def export(
     *,
     push: Annotated[
         str | None,
-        Option(
-            metavar="OWNER/NAME", help="Publish it, with a model card, on the Hugging Face hub."
-        ),
+        Option(metavar="OWNER/NAME", help="Publish it, with a model card, on the hub."),
     ] = None,
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
@@ -118,9 +115,7 @@ def print_config(
 @command
 def doctor(
     json: Annotated[bool, Option("--json", help="Print the lines as JSON.")] = False,
-    test: Annotated[
-        bool, Option("--test", help="Also test the devices, in about two minutes.")
-    ] = False,
+    test: Annotated[bool, Option("--test", help="Also test devices: two minutes.")] = False,
 ) -> int:
     """Check what EasyRL can use on this machine, and how to fix the rest."""
     from easyrl.cli.doctor import run_doctor
@@ -128,12 +123,9 @@ def doctor(
     return run_doctor(as_json=json, has_test=test)
 
 
-LiveRun = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a live run.")]
-
-
 @command
 def status(
-    folder: LiveRun,
+    folder: RunFolder,
     as_json: Annotated[bool, Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show the workers of a live run, and which side waits for the other."""
@@ -150,7 +142,7 @@ def status(
 
 @command
 def scale(
-    folder: LiveRun,
+    folder: RunFolder,
     infer_devices: Annotated[
         str, Option(help="Devices that shall generate from now on: 0-5, 0,2,5, cpu:2 or ray:8.")
     ],
@@ -162,7 +154,7 @@ def scale(
 
 
 @command
-def stop(folder: LiveRun) -> None:
+def stop(folder: RunFolder) -> None:
     """Stop a live run after its last complete iteration, with a checkpoint to resume from."""
     from easyrl.runtime.control import request
     from easyrl.runtime.run_folder import is_locked, resume_hint
@@ -175,18 +167,16 @@ def stop(folder: LiveRun) -> None:
 
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The run folders.")]
+NewFile = Annotated[
+    Path | None, Option("--output", "-o", metavar="FILE", help="Default: in RUN, of one run.")
+]
 
 
 @command
 def report(
     folders: Runs,
-    output: Annotated[
-        Path | None,
-        Option("--output", "-o", metavar="FILE", help="Default: report.html, of one run in RUN."),
-    ] = None,
-    csv: Annotated[
-        bool, Option("--csv", help="The metrics of all iterations as CSV, to FILE or the screen.")
-    ] = False,
+    output: NewFile = None,
+    csv: Annotated[bool, Option("--csv", help="All metrics, as CSV, to FILE or here.")] = False,
     force: Force = False,
 ) -> None:
     """Write one HTML page about runs: curves, timeline, samples, settings. It needs no network."""
@@ -211,18 +201,10 @@ def report(
 @command
 def plot(
     folders: Runs,
-    output: Annotated[
-        Path | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Ends in .svg or .png. Default: curve.svg, of one run in RUN.",
-        ),
-    ] = None,
+    output: NewFile = None,
     force: Force = False,
 ) -> None:
-    """Draw reward and held-out accuracy of runs into one picture."""
+    """Draw reward and held-out accuracy of runs into one picture (.svg or .png)."""
     from easyrl.observe.history import read_histories
 
     require("report", "easyrl plot")
@@ -249,7 +231,7 @@ def _write(file: Path, content: bytes) -> None:
 
 @command
 def plan(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    folder: RunFolder,
     *,
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
     file: Annotated[
@@ -257,8 +239,7 @@ def plan(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Predict tokens per second of every split of N devices into engines and trainers, from the
-    busy times of a run (docs/devices.md)."""
+    """Predict the speed of every split of N devices, from the busy times of a run."""
     check_new("--json", file, force=force)
     from easyrl.observe.splits import flags_of, measure, predict_splits, to_text
 
