@@ -330,6 +330,13 @@ def test_stop_string_is_found_with_the_token_that_completes_it(tokens, stops):
     assert next(found, None) == first_stop(bytes_tokenizer(), tokens, stops)
 
 
+def test_whole_rows_without_a_cache_are_reported_once():
+    notes, engine = [], make_engine("recurrent_gemma")
+    engine.report = notes.append
+    run(engine, requests(draw_prompts(3), 2))
+    assert len(notes) == 1
+
+
 @BOTH
 def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
     stops, tokenizer = ["a", "é", "cd", "\n", "j", "p"], bytes_tokenizer()

@@ -59,6 +59,8 @@ class Turn:
 class Engine:
     """Base of all engines."""
 
+    report: Callable[[str], None] = staticmethod(print)  # called where a slower way is taken
+
     def __init__(self, sampling: SamplingSettings) -> None:
         self.sampling = sampling
         self.num_prompt_tokens = 0  # prefilled so far

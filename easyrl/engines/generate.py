@@ -31,6 +31,8 @@ CACHE_TOLERANCE = 3.0
 class GenerateEngine(PolicyEngine):
     """Engine that generates one group at a time (see `engines.base.Engine`)."""
 
+    _has_reported = False
+
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
         if not self._waiting:
@@ -40,6 +42,9 @@ class GenerateEngine(PolicyEngine):
         with suppress(Exception):  # any: what a cache needs depends on the model's code
             completions = self._generate(request, use_cache=True)
         if not completions or not self._is_exact(request, completions):
+            if not self._has_reported:
+                self.report("the model's cache fails: whole rows are computed, exact but slower")
+                self._has_reported = True
             completions = self._generate(request, use_cache=False)
         self.num_prompt_tokens += len(request.prompt_ids)
         self.num_completion_tokens += sum(len(c.token_ids) for c in completions)

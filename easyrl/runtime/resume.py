@@ -26,7 +26,7 @@ from easyrl.config import (
     make_paths_absolute,
     to_arguments,
 )
-from easyrl.config.algorithm import LOSS_KEY, LOSS_TYPES
+from easyrl.config.algorithm import LOSS_KEY, LOSS_TYPES, POLICY, TEACHER_KEY
 from easyrl.config.section import MAY_CHANGE
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
@@ -43,6 +43,7 @@ NAMES: dict[str, Container[str]] = {
     "reward.functions": BUILT_IN,
     "rollout.environment": BUILT_IN_ENVIRONMENTS,
     LOSS_KEY: LOSS_TYPES,
+    TEACHER_KEY: (POLICY,),
 }
 """By keys that may name files: names that mean something else."""
 

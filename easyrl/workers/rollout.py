@@ -104,6 +104,7 @@ class RolloutWorker:
         control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()
+            self.engine.report = report
             self._decode = text_decoder(self.tokenizer)
             if self.episodes is not None:
                 rows = settings.max_concurrent_groups * self.sampling.num_samples
