@@ -556,7 +556,7 @@ def test_an_agent_plays_as_an_environment_and_no_bit_depends_on_schedule_or_dela
 
 @pytest.mark.long
 def test_an_agent_learns_as_the_environment_does(tmp_path):
-    words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "40", "rollout.num_generations=8")
+    words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "60", "rollout.num_generations=8")
     words += ("train.learning_rate=0.0005", "rollout.max_completion_length=160")
     code, out, err = finish(*GUESS, *words, "--output", str(tmp_path / "run"))
     assert code == 0, out + err
