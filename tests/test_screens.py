@@ -158,12 +158,13 @@ def test_samples_and_report(folder):
     first |= {"reward": 1.0, "rewards": {"right": 1.0, "brief": 0.5}, "truncated": False}
     first |= {"advantage": 0.5, "answer": "x" * 99 + "7", "\x1b]0;evil\x07\n": "\x9b2J", "[/x]": 7}
     second = first | {"prompt_index": 1, "prompt": "1+1=", "sample": 1, "length": 7, "reward": None}
+    chat = [{"role": "user", "content": "<b>and?"}, {"role": "assistant", "content": HOSTILE}]
     lines = [
         first,
         first | {"completion": f"<b>6</b>\n{HOSTILE}"},
         first,
         first | {"rewards": {"right": 1.0, "brief": 0.25}, "truncated": True},
-        second | {"problem": "a"},
+        second | {"problem": "a", "branches": [chat, chat[1:]]},
     ]
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [METRICS, {**METRICS, "iteration": 2, "policy_version": 2, "reward": 0.75}]

@@ -11,7 +11,7 @@ from easyrl import __version__
 from easyrl.config import KEYS, Config
 from easyrl.observe import plots
 from easyrl.observe.history import History, worst_to_best
-from easyrl.observe.samples import Line, columns_of
+from easyrl.observe.samples import Line, branches_of, columns_of
 from easyrl.observe.text import safe, shown
 
 SIZE = 4.2, 2.4  # of a figure, in inches
@@ -32,6 +32,7 @@ def to_page(runs: Sequence[History]) -> str:
     rows = dict.fromkeys(name for overview in overviews for name in overview)
     return template.render(
         version=__version__,
+        branches_of=branches_of,
         runs=runs,
         colours=plots.COLOURS * len(runs),
         overview={name: [each.get(name, "") for each in overviews] for name in rows},

@@ -60,12 +60,20 @@ def show_samples(
         if prompt != before:
             say_rich(Text(safe(str(texts[0]), MAX_TEXT) + "\n", style="dim"))
         say_rich(Text(safe(str(texts[1]), MAX_TEXT) + "\n"))
-        for number, chat in enumerate(line.get("branches", ()), 1):  # of an agent's episode
-            text = "".join(f"\n{each['role']}: {each['content']}" for each in chat)
-            say_rich(Text(safe(f"branch {number}{text}\n", MAX_TEXT), style="dim"))
+        for text in branches_of(line):
+            say_rich(Text(safe(f"{text}\n", MAX_TEXT), style="dim"))
         before = prompt
     if before is None:
         raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")
+
+
+def branches_of(line: Line) -> list[str]:
+    """Return the other conversations of an agent's episode as texts."""
+    chats = enumerate(line.get("branches", ()), 1)
+    return [
+        "\n".join([f"branch {n}", *(f"{each['role']}: {each['content']}" for each in chat)])
+        for n, chat in chats
+    ]
 
 
 def _prompt(line: Line) -> tuple[Any, Any]:
