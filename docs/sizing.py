@@ -55,7 +55,7 @@ def cell(folder: str, devices: str, *, lora: bool) -> str:
     """Return whether it fits, or what has to change."""
     from easyrl.config import load_config
     from easyrl.devices import parse_assumed
-    from easyrl.runtime.plan import make_plan
+    from easyrl.runtime.preflight import make_plan
 
     words = [*WORDS.split(), f"model.path={folder}", *(["model.lora.rank=16"] if lora else [])]
     if "x" not in devices:

@@ -5,7 +5,7 @@ import importlib.util
 from easyrl import DISTRIBUTION
 
 EXTRAS = {"judge": "httpx2", "lora": "peft", "math": "math_verify", "peer": "trl"}
-EXTRAS |= {"reasoning-gym": "reasoning_gym", "report": "matplotlib"}
+EXTRAS |= {"agents": "uvicorn", "reasoning-gym": "reasoning_gym", "report": "matplotlib"}
 EXTRAS |= {name: name for name in ("datasets", "ray", "tensorboard", "trackio", "vllm", "wandb")}
 """Optional dependencies of pyproject.toml, and a module that each installs."""
 

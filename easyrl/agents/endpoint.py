@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class Endpoint:
         one. Raises ConfigError if it is taken."""
         raise_open_files()
         self.keys: set[str] | None = set()
+        self.refused: Counter[str] = Counter()  # requests that could not be read, by key
         rollout, of_run = config.rollout, SamplingChoice.of_training(config.rollout)
         stop, self._ignores = rollout.stop, rollout.agent_sampling == "ignore"
         self._sampling: dict[str, list[Any]] = {
@@ -167,8 +169,11 @@ class Endpoint:
         try:
             body = json.loads(await http.body())
             request = self._read(key, body, is_chat=is_chat)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ApiError(str(error) or "expected a JSON object") from None
+        except (ApiError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if self.keys is not None:
+                self.refused[key] += 1
+            text = str(error) or "expected a JSON object"
+            raise (error if isinstance(error, ApiError) else ApiError(text)) from None
         self._requests.put(request)
         os.eventfd_write(self._wake_fd, 1)
         answer = await asyncio.wrap_future(request.answer)

@@ -17,13 +17,13 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.formatting import install_command
+from easyrl.devices import LOOPBACK
+from easyrl.formatting import require
 from easyrl.rewards.loading import accepted_arguments
 from easyrl.user_code import load_function
 
@@ -42,8 +42,9 @@ class Agent:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for a function that cannot be loaded or asks for other arguments."""
         spec = config.rollout.agent or ""
-        if not all(map(find_spec, ("openai", "starlette", "uvicorn"))):
-            raise ConfigError(f"{KEY}: agents need more packages: {install_command('agents')}")
+        require("agents", KEY)
+        for name in ("NO_PROXY", "no_proxy"):  # of this process and its commands
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
         self.words = config.rollout.agent_words
         self._clients: dict[str, Any] = {}  # by the name of the class
         if self.words:
@@ -78,7 +79,8 @@ class Agent:
     def _client(self, base_url: str, api_key: str) -> Any:
         import openai  # takes long
 
-        if self._kind not in self._clients:  # connections and certificates are shared
+        # Connections and certificates are shared by the episodes.
+        if self._kind not in self._clients or self._clients[self._kind].is_closed():
             make = getattr(openai, self._kind)
             self._clients[self._kind] = make(
                 base_url=base_url, api_key=api_key, timeout=None, max_retries=0

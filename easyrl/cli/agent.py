@@ -20,6 +20,9 @@ def serve(
 ) -> None:
     """Serve the OpenAI-compatible endpoint that agents get in a run (docs/agents.md)."""
     from easyrl.config import load_config, options_by_key
+    from easyrl.formatting import require
+
+    require("agents", "easyrl agent serve")
     from easyrl.evaluation.serve import serve
     from easyrl.runtime.resume import settings_to_evaluate
 

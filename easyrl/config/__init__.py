@@ -9,6 +9,7 @@ A `Config` is checked when it is made. The docstrings of the keys are the commen
 """
 
 import json
+import os
 import re
 import textwrap
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -232,7 +233,8 @@ def make_paths_absolute(
             return [absolute(each, names) for each in value] if value else value
         file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
         path = Path(file).expanduser()
-        is_path = path.exists() and value not in names
+        # (`Path.exists` raises for a long name, as a command may be.)
+        is_path = os.path.exists(path) and value not in names  # noqa: PTH110
         return f"{path.absolute()}{colon}{function}" if is_path else value
 
     values = {k: changes.get(k, attrgetter(k)(config)) for k in keys_marked(Mark.NAMES_FILES)}

@@ -108,12 +108,11 @@ class Conversations:
         """Return the tokens to insert behind an answer, before the next: those of `messages`, of
         tools and the user. `last_token`: of the answer; an answer that was ended by a stop string
         gets its end token first. Raises ConfigError where the template refuses them."""
-        suffix = self._suffix(json.dumps(messages))
-        if last_token in self._end_tokens or not self._ends:
-            return suffix
-        return [min(self._end_tokens), *suffix]
+        end, suffix = self._suffix(json.dumps(messages))
+        return suffix if last_token in self._end_tokens or not self._ends else [end, *suffix]
 
-    def _render_suffix(self, messages: Messages, earlier: Messages) -> list[int]:
+    def _render_suffix(self, messages: Messages, earlier: Messages) -> tuple[int, list[int]]:
+        """Return the token with which the template ends an answer, and those behind it."""
         is_tool = messages[0]["role"] == "tool"
         answer: dict[str, Any] = {"role": "assistant", "content": MARK}
         shown = messages
@@ -129,13 +128,14 @@ class Conversations:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise ConfigError(f"{KEY}: the chat template refuses {shown}: {reason}") from error
         behind = text.rpartition(MARK)[2]
-        found = [behind.index(end) + len(end) for end in self._ends if end in behind]
-        at = min(found, default=0)
+        ends = zip(sorted(self._end_tokens), self._ends, strict=True)
+        found = [(behind.index(end) + len(end), token) for token, end in ends if end in behind]
+        at, end_token = min(found, default=(0, min(self._end_tokens, default=0)))
         first = str(messages[0]["content"])
         if is_tool and (not found or (first == RESULT and RESULT not in behind[at:])):
             raise ConfigError(f"{KEY}: the chat template writes no end token behind a tool call")
         ids: list[int] = self._tokenizer(behind[at:], add_special_tokens=False)["input_ids"]
-        return ids
+        return end_token, ids
 
     def _call(self, name: str, value: str) -> dict[str, Any]:
         function = {"name": name, "arguments": {"x": value}}
@@ -156,7 +156,7 @@ class Conversations:
             earlier += [call, {**messages[0], "content": "f", "tool_call_id": CALL_ID}]
         short, long = (self._render_suffix(messages, each) for each in ([], earlier))
         if short != long:
-            shown = [self._tokenizer.decode(ids) for ids in (short, long)]
+            shown = [self._tokenizer.decode(ids) for _, ids in (short, long)]
             raise ConfigError(
                 f"{KEY}: expected a template that writes the same behind every answer, got "
                 f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one"

@@ -11,6 +11,7 @@ killed process are repeated in others, once. A process that ends otherwise ends 
 import contextlib
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -220,7 +222,8 @@ class EnvironmentPool:
             is_loading = any(call.method == "load" for call in host.pending.values())
             limit = LOAD_SECONDS if is_loading else self._silence_seconds
             is_idle = all(call.started is None for call in host.pending.values())
-            if host.pending and (is_idle or host.is_stuck) and now > host.last_heard + limit:
+            is_stuck = host.is_stuck and self._agent_seconds < math.inf  # else silence is normal
+            if host.pending and (is_idle or is_stuck) and now > host.last_heard + limit:
                 host.process.kill()
             for number, call in list(host.pending.items()):
                 if now > (call.started or now) + call.limit:
@@ -281,6 +284,11 @@ class EnvironmentPool:
 
     def _end(self, host: _Host) -> None:
         self._hosts = [each for each in self._hosts if each is not host]
+        for file in Path(f"/proc/{host.process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # agents that are commands lead process groups
+                for pid in map(int, file.read_text().split()):
+                    if os.getpgid(pid) == pid:
+                        os.killpg(pid, signal.SIGKILL)
         host.process.kill()
         host.process.join()
         host.requests.put(None)

@@ -192,7 +192,8 @@ def check_inputs(config: Config) -> list[str]:
                 raise ConfigError("the model's folder has no tokenizer")
         except ConfigError as error:  # in a plan the model need not be here
             return [f"first prompt: not shown: {error}", *warnings]
-        if tokenizer is not None and config.data.long_prompts == "stop":
+        is_checked = config.data.long_prompts == "stop" and config.rollout.agent is None
+        if tokenizer is not None and is_checked:
             check_prompts(first, tokenizer, config, _longest_tools(interfaces))
         return [*describe_prompts(config, prompts, interfaces, tokenizer), *warnings]
     except HubUnreachable as error:
@@ -450,6 +451,8 @@ def describe_prompts(
         epochs = train.iterations * train.prompts_per_iteration / num_rows
         rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epochs in {train.iterations} "
         rows += "iterations"
+    if config.rollout.agent is not None:
+        return [f"{rows}; the agent writes what the model sees"]
     ids: Sequence[Any] = str(content)
     text, tools = str(content), _longest_tools(interfaces)
     if tokenizer is not None:

@@ -114,7 +114,7 @@ def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
     if any(each is not None for each in given):
         raise ConfigError(
             "resume (--resume): expected neither config (--config), output (--output), dataset, "
-            "reward nor environment: a resumed run keeps its folder and the settings in it"
+            "reward, environment nor agent: a resumed run keeps its folder and the settings in it"
         )
     if not file.is_file():
         raise ConfigError(f"resume (--resume): expected a run folder, but there is no {file}")

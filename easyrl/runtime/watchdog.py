@@ -21,6 +21,7 @@ from easyrl.runtime.supervisor import Worker
 
 TICK_SECONDS = 1.0
 WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
+MAX_PAUSE_SECONDS = 900.0  # between two warnings: the image's health check reads them
 STACKS_SECONDS = 1.0  # for the workers to write their stacks
 
 
@@ -72,7 +73,7 @@ class Watchdog:
             return stall
         if self._quiet < self._due:
             return ""
-        self._due *= 2
+        self._due = min(2 * self._due, self._due + MAX_PAUSE_SECONDS)
         states = ", ".join(self._describe(name) for name in self._states)
         return f"no event from any worker for {self._quiet:.0f} s: {states}"
 

@@ -82,6 +82,7 @@ class Episode:
     num_calls: int = 0
     limit: str = ""  # that requests were refused for
     num_refused: int = 0
+    is_cut: bool = False  # an answer, where the tokens of the episode ended
     has_ended: bool = False
     value: float | None = None
     parts: dict[str, float] = field(default_factory=dict)  # named rewards, whose sum is `value`
@@ -179,11 +180,13 @@ class AgentEpisodes:
         for request in self.endpoint.take():
             self._accept(request)
         going_on = list(self._episodes.values())
+        for episode in going_on:
+            refused = episode.num_refused + self.endpoint.refused[episode.key]
+            if refused > MAX_REFUSED and not episode.future.done():
+                self.pool.give_up(episode.future)
         waits = not self._engine.can_step and all(e.waiting or e.future.done() for e in going_on)
         if waits or not self._config.runtime.deterministic:
             for episode in going_on:
-                if episode.num_refused > MAX_REFUSED:
-                    self.pool.give_up(episode.future)
                 if episode.future.done():
                     self._end(episode)
                 while episode.waiting and self._serve(episode, episode.waiting[0]):
@@ -244,6 +247,7 @@ class AgentEpisodes:
         self._episodes.pop(episode.key, None)
         if self.endpoint.keys is not None:
             self.endpoint.keys.discard(episode.key)
+        self.endpoint.refused.pop(episode.key, None)
         for request in [*episode.waiting, *episode.answering]:
             request.reply(no_episode())
         episode.waiting.clear()
@@ -281,7 +285,8 @@ class AgentEpisodes:
             return False
         try:
             ids = self._ids(episode, request)
-        except ConfigError as error:
+        except (ValueError, TypeError) as error:  # also of the tokenizer and the template
+            episode.num_refused += 1
             request.reply(ApiError(str(error)))
             return True
         if episode.group.prompt_ids is None:
@@ -407,6 +412,8 @@ class AgentEpisodes:
             self._end_sequence(sequence)
             return
         self._suspended[sequence] = None
+        wanted = request.max_tokens
+        episode.is_cut |= turn.is_cut and (wanted is None or len(turn.token_ids) < wanted)
         sequences = episode.answering[request]
         if any(each.turn is None for each in sequences):
             return
@@ -428,7 +435,9 @@ class AgentEpisodes:
             before = given if isinstance(given, str) else self._decode(given)
             episode.texts.append((before + text, sequence, length))
             chat = [{"role": "user", "content": before}, {"role": "assistant", "content": text}]
-            episode.conversations[_digest(before.encode(), chat[1])] = chat
+            digest = _digest(before.encode(), chat[1])
+            episode.conversations.pop(digest, None)  # the newest is the last
+            episode.conversations[digest] = chat
             return {"text": _before(text, stops), "logprobs": None, "finish_reason": reason}
         conversations = self._conversations(json.dumps(request.tools, sort_keys=True))
         prefix = sequence.ids[: length - len(tokens)][-PREFIX_TOKENS:]
@@ -445,7 +454,8 @@ class AgentEpisodes:
         episode.num_calls += len(calls)
         digest = _digest(request.digest, message)
         episode.recorded[digest] = sequence, length
-        episode.conversations.pop(request.continued, None)
+        for each in (request.continued, digest):  # the newest is the last
+            episode.conversations.pop(each, None)
         episode.conversations[digest] = [*request.messages, message]
         reason = "tool_calls" if calls else reason
         return {"message": message, "logprobs": None, "finish_reason": reason}
@@ -543,7 +553,7 @@ def _completion(episode: Episode, num_prompt: int, end_token: int) -> Completion
         parts, segments = [masked([end_token])], [(1, num_prompt - 1)]
     token_ids, logprobs, is_sampled = map(np.concatenate, zip(*parts, strict=True))
     lengths, after = np.array(segments, dtype=np.int32).T.copy()
-    reason: Any = "length" if episode.limit == "length" else "stop"
+    reason: Any = "length" if episode.is_cut or episode.limit == "length" else "stop"
     return Completion(token_ids, logprobs, reason, is_sampled, lengths, after)
 
 
