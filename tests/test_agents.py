@@ -388,8 +388,11 @@ def test_other_sampling_settings_may_be_replaced_and_stop_strings_are_the_runs()
 
 def test_every_end_of_an_agent_is_counted_and_the_run_continues():
     def leave(client):
-        thread = threading.Thread(target=lambda: refused(chat, client, HELLO))
-        thread.start()
+        def ask():
+            with suppress(openai.APIStatusError):  # it is answered, or refused after the end
+                chat(client, HELLO)
+
+        threading.Thread(target=ask).start()
         chat(client, [asked("3-4")], max_tokens=2)
         raise RuntimeError("in the middle of a call")
 
@@ -402,6 +405,18 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
             with suppress(openai.APIStatusError):
                 chat(client, HELLO, max_tokens=3)
 
+    def insistent(client):
+        while True:
+            with suppress(openai.BadRequestError):
+                chat(client, HELLO, temperature=0.2)
+
+    def careless(client):
+        call = {"type": "function", "function": {"name": "f", "arguments": '"a"'}}
+        result = {"role": "tool", "tool_call_id": "a", "content": "1"}
+        with suppress(openai.APIStatusError):
+            chat(client, [*HELLO, said(None) | {"tool_calls": [{"id": "a", **call}]}, result])
+        return 0.25
+
     ends = [
         (regardless, 0.0, "max_turns"),
         (lambda client: 0.5, 0.5, "answer"),
@@ -411,6 +426,8 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
         (lambda client: float("nan"), 0.0, "error"),
         (lambda client: chat(client, HELLO) and None, None, "answer"),
         (lambda client: {"a": 1, "b": chat(client, HELLO) == ""}, 1.0, "answer"),
+        (insistent, 0.0, "time"),
+        (careless, 0.25, "answer"),
     ]
     with closing(Worker("tiny-guess", "rollout.max_turns=5", max_open=2)) as worker:
         found = worker.run(lambda client, row: ends[row["answer"]][0](client), num_groups=len(ends))
@@ -421,6 +438,13 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
         assert bool(scored.errors) == (ended_by == "error")
         assert metrics["episodes/without_requests"] == (not completions[0].is_sampled.any())
     assert [*found[0, 0, 7][3].metrics] == ["rewards/a/mean", "rewards/b/mean"]
+
+
+def test_an_answer_that_ends_with_the_tokens_of_its_episode_is_truncated():
+    with closing(Worker("tiny-guess", length=1)) as worker:
+        found = worker.run(lambda client: len(chat(client, HELLO)))
+        (completion,) = found[KEY][1]
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 1
 
 
 def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_trained():
