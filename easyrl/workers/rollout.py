@@ -376,6 +376,11 @@ class RolloutWorker:
         is_rejected = is_unwanted and not self._is_last_round
         content = own.prompt.teacher_content
         of_teacher = [] if content is None else self._render(content)
+        if len(of_teacher) > (longest := self.config.data.max_prompt_length):
+            raise ConfigError(
+                f"data.max_prompt_length: expected prompts of the teacher of at most {longest} "
+                f"tokens, got {len(of_teacher)} in prompt {own.prompt.index}"
+            )
         group = RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
