@@ -17,7 +17,6 @@ import psutil
 import pytest
 import typer
 import yaml
-from test_readme import EASYRL
 from typer.testing import CliRunner
 
 from easyrl.cli import app
@@ -104,6 +103,14 @@ def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
     assert set(yaml.safe_load(JOB["spec"]["runtimeEnvYAML"])) == {"env_vars"}
 
 
+EASYRL = """#!/bin/bash
+words=("$@")
+case "$1" in
+  grpo) words+=(--iterations 2 --no-live train.prompts_per_iteration=2 rollout.num_generations=2
+    rollout.max_completion_length=8 data.num_held_out=2 data.max_prompt_length=32) ;;
+esac
+exec "$PYTHON" -m easyrl "${words[@]}"
+"""
 SRUN = """#!/bin/bash
 # Every node is this machine.
 while [[ "$1" == --* ]]; do shift; done
