@@ -88,7 +88,7 @@ def bits_of(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return summary_of(folder)["weights_sha256"], metrics
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 120) -> None:
+def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 240) -> None:
     """Read the run's output up to a line that contains this text."""
     assert process.stdout is not None
     deadline = time.monotonic() + timeout

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -104,9 +105,11 @@ def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(mo
                 pool.submit(key, Call("1+1=", texts, [[5], [6, 7]], {}))
             scored = finished(pool, 3)
             assert all(not each.errors and each.scores == expected for each in scored), scored
-            children = psutil.Process().children(recursive=True)
-            maps = {child: str(child.memory_maps()) for child in children}
-            (loaded,) = (child for child in children if "libtorch" in maps[child])
+            maps = {}
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    maps[child] = str(child.memory_maps())
+            (loaded,) = (child for child, files in maps.items() if "libtorch" in files)
             loaded.kill()
         assert reports
     finally:
