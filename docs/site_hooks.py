@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: text from code and README, and files outside of docs/.
+"""Hooks of mkdocs: add text from code and README, and files outside docs/, to the site.
 
 <!-- README: Heading -->   in a page: that section of the README
 <!-- commands -->          in a page: every command, from its help text
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 COPIED = re.compile(r"\]\((?:\.\./)+((?:configs|examples)/[\w./-]+)\)")
 LINKS = {"README.md#what-has-run-where": "hardware.md", "docs/": "", "configs": "settings.md"}
-"""Of a page in the root, and where they lead on the site."""
+"""Links of the pages in the repository's root, and where they lead on the site."""
 
 
 def on_files(files: Files, config: Any) -> Files:

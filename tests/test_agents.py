@@ -120,7 +120,7 @@ class Recorder:
 
 
 class Worker:
-    """What a rollout worker does with groups, without a ring and rewards."""
+    """Generate groups as a rollout worker does, without a ring and rewards."""
 
     def __init__(self, model, *words, length=120, num=1, max_open=1, num_rows=None):
         settings = {"model.path": model, "rollout.agent": "own.py:solve"}

@@ -235,7 +235,7 @@ def test_paths_have_these_gradients_too_where_prompts_are_not_shared(family):
 
 
 RATIOS = {0: 1.1, 1: 1.2, 3: 1.0, 5: 0.9, 6: 1.0, 7: 1.0}
-"""Of the sampled tokens: five in the three branches of the first episode, one in the second."""
+"""Ratios of the sampled tokens: five in the first episode's three branches, one in the second."""
 OF_FIRST = 1.1 + 1.2 + 1.0 + 0.9 + 1.0
 AS_SEQUENCE = (1.1 * 1.2 * 0.9) ** (1 / 5)
 

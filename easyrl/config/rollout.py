@@ -60,8 +60,8 @@ class RolloutConfig(Section):
     `file.py:function`, `package.module:function`, or a command, as in "python run.py {column}".
     Null: none."""
     agent_sampling: Annotated[Literal["refuse", "ignore"], COMPARED] = "refuse"
-    """What follows where an agent asks for other sampling settings than the run's: an error, or a
-    note and the run's."""
+    """How to answer an agent that asks for other sampling settings than the run's. `refuse`: with
+    an error; `ignore`: sample with the run's settings, and report it once."""
     tool_format: Annotated[Literal["auto", "hermes", "llama3", "qwen3_coder"], COMPARED] = "auto"
     """Form of a tool call. `auto`: the tokenizer's `response_template`, or by its chat template."""
     max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)

@@ -1,4 +1,4 @@
-"""What a start needs to know of the policy before any weights are loaded."""
+"""Measure the policy before any weights are loaded: its size, and what LoRA trains of it."""
 
 from typing import NamedTuple
 

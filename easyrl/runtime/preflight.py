@@ -129,7 +129,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would do and need."""
+    """Description of a run that is not started: its devices, memory and data."""
 
     text: str
     would_start: bool
