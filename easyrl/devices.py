@@ -278,7 +278,6 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queued work."""
     import torch
 
     if device.type != "cpu":

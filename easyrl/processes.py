@@ -35,7 +35,6 @@ def num_cores() -> int:
 
 
 def allowed_cores() -> frozenset[int]:
-    """The cores this process may run on."""
     return frozenset(os.sched_getaffinity(0))
 
 

@@ -56,22 +56,17 @@ NEVER_SECONDS = 10**6  # the server closes no connection of an agent that does s
 
 
 class ApiError(Exception):
-    """A request is refused."""
-
     def __init__(self, message: str, code: str = "invalid_value", status: int = 400) -> None:
         super().__init__(message)
         self.code, self.status = code, status
 
 
 def no_episode() -> ApiError:
-    """The error for a key of no episode."""
     return ApiError("expected the key of an episode that has not ended", "invalid_api_key", 401)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request that has been read."""
-
     key: str  # of its episode
     messages: Messages  # [] in a text completion
     prompt: str | list[int]  # of a text completion
@@ -145,7 +140,6 @@ class Endpoint:
         return self._wake_fd
 
     def take(self) -> list[Request]:
-        """Return the requests since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         return [self._requests.get() for _ in range(self._requests.qsize())]

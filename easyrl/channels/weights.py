@@ -231,7 +231,6 @@ class WeightChannel:
             self._signal_read(number)
 
     def _join(self, store: Any) -> None:
-        """Make the process group once all ranks are there."""
         store.set(f"rank-{self.rank}", "ready")
         keys = [f"rank-{rank}" for rank in range(self._world_size)]
         self._poll(lambda: store.check(keys))
@@ -340,8 +339,6 @@ class WeightChannel:
             self._bounded(self._name_of(number), partial(self._await, work))
 
     def _await(self, work: Any) -> None:
-        """Wait until a broadcast has ended on this rank."""
-
         def is_completed() -> bool:
             if self._device.type == "cpu":
                 with contextlib.suppress(RuntimeError):  # not yet; an error is raised below again

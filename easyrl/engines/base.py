@@ -57,8 +57,6 @@ class Turn:
 
 
 class Engine:
-    """Base of all engines."""
-
     report: Callable[[str], None] = staticmethod(print)  # called where a slower way is taken
 
     def __init__(self, sampling: SamplingSettings) -> None:
@@ -164,6 +162,5 @@ class PolicyEngine(Engine):
         self.load_weights(self._channel.receive(policy_version))
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Overwrite weights piece by piece."""
         self._check_idle()
         self.policy.load_weights(pieces)

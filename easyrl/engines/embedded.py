@@ -231,7 +231,6 @@ class EmbeddedEngine(PolicyEngine):
         )
 
     def _advance(self, tokens: Int32, logprobs: Float32) -> None:
-        """Store the sampled token of every active row and end the rows that are complete."""
         rows, active = np.arange(self.num_active), self._rows[: self.num_active]
         active["tokens"][rows, active["count"]] = tokens
         active["logprobs"][rows, active["count"]] = logprobs
@@ -242,7 +241,6 @@ class EmbeddedEngine(PolicyEngine):
         self._arrange()
 
     def _stop_complete(self, rows: Ints) -> None:
-        """Stop those rows whose newest token ends a completion or a turn."""
         counts, tokens = self._rows["count"][rows], self._rows["tokens"]
         stopped = np.isin(tokens[rows, counts - 1], self._eos)
         if self._stop is not None:
@@ -265,7 +263,6 @@ class EmbeddedEngine(PolicyEngine):
         self._turns.append(Turn(key, index, tokens, num_left, is_cut))
 
     def _row_of(self, turn: Turn) -> int:
-        """Return the row of a suspended sequence."""
         suspended = enumerate(self._sequences[self.num_active : self.num_held], self.num_active)
         wanted = turn.key, turn.sample_index
         return next(row for row, of in suspended if (of.request.key, of.sample_index) == wanted)
@@ -333,6 +330,5 @@ class EmbeddedEngine(PolicyEngine):
 
 
 def _turn_limit(sequence: _Sequence, start: int) -> int:
-    """Return the completion's length at which a turn that starts at `start` is cut off."""
     most = sequence.max_turn_tokens
     return sequence.limit if most is None else min(sequence.limit, start + most)

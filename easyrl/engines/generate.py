@@ -80,7 +80,6 @@ class GenerateEngine(PolicyEngine):
         ]
 
     def _is_stopped(self, tokens: Int32) -> bool:
-        """Return whether the newest token ends the completion."""
         is_end = int(tokens[-1]) in self.policy.eos_token_ids
         return is_end or (self._stop is not None and self._stop.is_complete(tokens))
 

@@ -111,7 +111,6 @@ class Host:
         return observation
 
     def run_agent(self, key: Key, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
-        """Run an episode of the agent."""
         worker.BoundedOutput.begin_call()
         return self._agent.run(row, base_url, api_key, self._awaited)
 
@@ -166,7 +165,6 @@ class Host:
 
 
 def _exchange_random_states(states: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Set the states of Python's and NumPy's global random numbers; return those before."""
     before = random.getstate(), np.random.get_state()
     random.setstate(states[0])
     np.random.set_state(states[1])

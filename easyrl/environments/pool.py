@@ -162,7 +162,6 @@ class EnvironmentPool:
         return self._call(key, "judge", call, limit=limit)
 
     def forget(self, key: Key) -> None:
-        """End a group."""
         if group := self._groups.pop(key, None):
             self._send(group.host, _Call("forget", (key,), float("inf")))
             if group.host.is_stuck and not self._keys_of(group.host):
@@ -341,7 +340,6 @@ def check_environments(config: Config, example: Prompt | None) -> tuple[Interfac
 
 
 def name_of(prompt: Prompt, interfaces: Interfaces) -> str:
-    """Return the name of a prompt's environment."""
     return "" if "" in interfaces else str(prompt.columns[ENVIRONMENT_COLUMN])
 
 

@@ -65,7 +65,6 @@ class EvalFolder:
         return answers
 
     def close(self) -> None:
-        """Release the lock."""
         os.close(self._lock)
 
     def append(self, problem: str, lines: Lines) -> None:

@@ -41,7 +41,6 @@ class EvalView:
             say(f"{num_done} of them are already answered")
 
     def observe(self, event: Event) -> None:
-        """Show what the workers report."""
         match event:
             case events.FromWorker(_, _, events.Starting(what)):
                 say_once(self._shown, what, what)

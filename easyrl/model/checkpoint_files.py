@@ -191,7 +191,6 @@ def _content_sha256(content: Mapping[str, Any]) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Return when a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

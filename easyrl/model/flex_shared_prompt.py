@@ -111,5 +111,4 @@ def _describe_tokens(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile once per process, on first use."""
     return torch.compile(function, dynamic=True)

@@ -160,7 +160,6 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
-    """Return the names of the layers to adapt."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()

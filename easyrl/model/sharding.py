@@ -101,7 +101,6 @@ class TrainRanks:
             part.reshard()
 
     def reduce(self, values: Sequence[float], operation: Any = dist.ReduceOp.SUM) -> list[float]:
-        """Reduce each value over the ranks."""
         if self.size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)

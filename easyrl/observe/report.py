@@ -22,7 +22,6 @@ MAX_MESSAGES = 30
 
 
 def to_page(runs: Sequence[History]) -> str:
-    """Return the page."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

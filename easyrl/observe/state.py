@@ -162,7 +162,6 @@ class RunState:
 
     @property
     def num_done(self) -> int:
-        """Finished iterations."""
         return max(self.lines, default=0)
 
     @property

@@ -217,7 +217,6 @@ def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[Ren
 
 
 def _progress(state: RunState, run: events.RunStarted, now: float) -> RenderableType:
-    """Current work of the run, its progress, its time, and the time left."""
     train, right, style = run.config.train, clock(now - run.started), "bold"
     done, total = state.num_done, train.iterations
     if state.ended is not None:
@@ -292,7 +291,6 @@ def _lane(
 
 
 def _rewards(state: RunState, width: int) -> Text:
-    """The newest reward and all rewards as bars; the first held-out accuracy, all, and the last."""
     rewards = [line["reward"] for line in state.lines.values()]
     accuracies = list(state.accuracies.values())
     text, accuracy = f"reward {shown(rewards[-1], '.3f')} ", ""
@@ -319,7 +317,6 @@ def _bars(found: Sequence[float | None], width: int) -> str:
 
 
 def _figures(state: RunState, width: int) -> list[Text]:
-    """Figures of the newest iteration and the mean of each reward function, on lines that fit."""
     metrics = state.lines[state.num_done]
     figures = {name: (metrics.get(key), spec) for name, (key, spec) in FIGURES.items()}
     for key, value in metrics.items():

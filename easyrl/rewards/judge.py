@@ -269,7 +269,6 @@ class Judge:
 
 
 def _lock(file: int) -> bool:
-    """Lock the file, unless another process has."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

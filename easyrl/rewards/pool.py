@@ -155,7 +155,6 @@ class RewardPool:
             self._wake_fd = -1
 
     def _start_pools(self) -> None:
-        """Start the processes of functions, then that of reward models, where there are any."""
         config, models = self._config, self._models
         self._pools: list[ProcessPool] = []
         self._ready: list[Future[Any]] = []
@@ -290,7 +289,6 @@ def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[flo
 
 
 def _open_pool(num_workers: int, *arguments: Any) -> ProcessPool:
-    """Return a pool whose processes begin with `worker.start` of these arguments."""
     context = get_context("spawn")
     return ProcessPool(num_workers, initializer=start, initargs=arguments, context=context)
 

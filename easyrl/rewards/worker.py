@@ -272,8 +272,6 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
 
 
 async def _await_all(returned: Iterable[Any]) -> list[Any]:
-    """Await what is awaitable, all together."""
-
     async def value_of(value: Any) -> Any:
         BoundedOutput.begin_call()  # each task has a context of its own
         return await value if inspect.isawaitable(value) else value

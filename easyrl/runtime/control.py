@@ -62,7 +62,6 @@ class ControlSocket:
         return ready
 
     def serve(self) -> None:
-        """Answer one client that has connected."""
         with contextlib.suppress(OSError):  # it sends nothing, or does not wait for the reply
             client, _ = self._listener.accept()
             with client:

@@ -317,7 +317,6 @@ class Controller:
         return train.keep_checkpoints > 0 and (is_due or is_best)
 
     def _save_boundary(self) -> None:
-        """Request a checkpoint of the last iteration boundary."""
         if self._is_writing:
             note = "training waits until the previous checkpoint is written (train.save_every)"
             self.notify(events.Note(note))

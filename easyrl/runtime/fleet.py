@@ -236,7 +236,6 @@ class Fleet:
         self._needed = self.train
 
     def _hand_out(self) -> None:
-        """Send the workers that can work their next groups."""
         if self.ledger is not None:
             working = {worker.name: worker for worker in self.rollout if worker.state == "working"}
             for name, command in self.ledger.take([*working]).items():
@@ -348,7 +347,6 @@ class Fleet:
         self._awaited = {*self.train, *members}
 
     def _admit(self) -> None:
-        """Send the policy to the next worker that is ready, if there are groups left."""
         ready = [worker for worker in self.rollout if worker.state == "ready"]
         has_groups = self.ledger is not None and not self.ledger.is_complete
         if self._awaited or not ready or not has_groups or self._needed is not None:

@@ -28,7 +28,6 @@ from easyrl.workers.settings import WorkerSettings
 
 
 def worker_main(settings: WorkerSettings, ring: RingBuffer | None, control: Connection) -> None:
-    """Entry point of a rollout or train worker."""
     role = settings.name.partition("-")[0]
     port = None if ring is None else ring.attach(settings.owner_id)
     run_worker(f"easyrl.workers.{role}", f"{role.capitalize()}Worker", settings, port, control)

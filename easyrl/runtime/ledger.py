@@ -80,7 +80,6 @@ class Ledger:
     max_replacements: int = 0  # how many times a group is replaced at most
 
     def __post_init__(self) -> None:
-        """Begin the first round."""
         placement, rollout = self.placement, self.config.rollout
         numbers = range(self.config.runtime.deterministic * placement.num_rollout_workers)
         self._fixed_workers = [f"rollout-{number}" for number in numbers]

@@ -274,7 +274,6 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
 
 
 def _reward_device(config: Config) -> list[DeviceSet]:
-    """The accelerator of the reward models, if there are any on one."""
     index = config.reward.model_device
     if index == "cpu" or not reward_models(config):
         return []

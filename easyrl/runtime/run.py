@@ -73,7 +73,6 @@ def run(
 
 
 def _open_folder(config: Config, resumed: Resume | None) -> run_folder.RunFolder:
-    """Create the run folder, or clean up that of a resumed run."""
     if resumed is None:
         return run_folder.RunFolder(config)
     folder = run_folder.RunFolder(config, resumed.lock, resumed.state.file_sizes)
@@ -131,7 +130,6 @@ def _train(controller: Controller) -> events.RunEnded:
 
 
 def _announce(controller: Controller) -> None:
-    """Send the first events of a run."""
     config, checked, resumed = controller.config, controller.checked, controller.resumed
     found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
@@ -153,7 +151,6 @@ def _announce(controller: Controller) -> None:
 
 
 def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
-    """Notes and warnings for the user, printed before the run."""
     config = checked.config
     notes = [] if resumed is None else [resumed.describe(config)]
     rewards = ", ".join(reward_names(config))

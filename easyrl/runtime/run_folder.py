@@ -76,7 +76,6 @@ class RunFolder:
             raise _unusable(self.path, error) from None
 
     def close(self) -> None:
-        """Unlock the folder."""
         os.close(self._lock)
 
     def file_sizes(self) -> dict[str, int]:
@@ -161,7 +160,6 @@ def write_whole(file: IO[bytes], content: bytes) -> None:
 
 
 def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, Any]:
-    """A line of `samples.jsonl`."""
     line = {
         "iteration": group.iteration,
         "prompt_index": group.prompt_index,

@@ -95,7 +95,6 @@ def check_devices(kind: str, indices: Sequence[int]) -> Iterator[Result]:
 
 
 def _cache_file(kind: str, indices: Sequence[int]) -> Path:
-    """Return the file of results for these devices and versions."""
     names = [(index, devices.device_label(kind, index)) for index in indices]
     packages = [package_version(name) for name in ("torch", DISTRIBUTION, "vllm")]
     drivers = [file.read_text() for file in DRIVERS if file.is_file()]

@@ -139,7 +139,6 @@ def packed(
 
 
 def _backward(logprobs: Tensor, weights: Tensor, model: Any) -> Result:
-    """Add the gradients of the weighted sum to the model's."""
     (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
     return Result(logprobs.detach(), {n: p.grad for n, p in model.named_parameters()})
 

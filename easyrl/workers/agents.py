@@ -156,7 +156,6 @@ class AgentEpisodes:
         return [*self.pool.connections, self.endpoint.fileno()]
 
     def close(self) -> None:
-        """End the agents and the endpoint."""
         self.pool.close()
         self.endpoint.close()
 
@@ -218,7 +217,6 @@ class AgentEpisodes:
         self._episodes |= {each.key: each for each in group.episodes}
 
     def _end(self, episode: Episode) -> None:
-        """End an episode whose agent has returned or failed, unless its group has begun again."""
         if episode.has_ended:
             return
         self._close(episode)
@@ -240,7 +238,6 @@ class AgentEpisodes:
             group.error = error
 
     def _close(self, episode: Episode) -> None:
-        """Refuse further requests of an episode, and end its sequences."""
         if episode.has_ended:
             return
         episode.has_ended = True

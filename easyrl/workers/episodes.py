@@ -90,7 +90,6 @@ class Episodes:
         return list(self.pool.connections)
 
     def close(self) -> None:
-        """End the processes of the environments."""
         self.pool.close()
 
     def take(self, finished: list[FinishedGroup]) -> list[FinishedGroup]:
@@ -130,7 +129,6 @@ class Episodes:
         self._groups[key] = _Group(prompt, name, episodes, resets, time.monotonic())
 
     def _begin(self, key: Key, group: _Group) -> None:
-        """Submit a group whose environments have been reset."""
         resets, group.resets = group.resets, []
         try:
             observations = [future.result() for future in resets]
@@ -173,7 +171,6 @@ class Episodes:
             )
 
     def _send(self, turn: Turn) -> None:
-        """Read a turn and send its calls to the environment, or end the episode."""
         group = self._groups[turn.key]
         episode = group.episodes[turn.sample_index]
         interface = self._interfaces[group.environment]
@@ -201,7 +198,6 @@ class Episodes:
         return calls
 
     def _hand_over(self) -> None:
-        """Hand the answers of environments to the engine."""
         for key, group in list(self._groups.items()):
             if group.resets and all(future.done() for future in group.resets):
                 self._begin(key, group)

@@ -118,7 +118,6 @@ class Learner:
         self._largest_difference = torch.maximum(self._largest_difference, difference.max())
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
-        """Move a micro-batch to the device and compute the log-probabilities that are needed."""
         logprobs, entropy, old_logprobs, ref_logprobs, teacher = self.tri_model.logprobs(
             batch, policy_is_old=not self._updates
         )

@@ -172,7 +172,6 @@ class RolloutWorker:
         )
 
     def run(self) -> None:
-        """Obey commands and roll out until `Stop`."""
         try:
             while True:
                 self._wait_for_work()

@@ -135,7 +135,6 @@ class TrainWorker:
         )
 
     def run(self) -> None:
-        """Obey commands until `Stop`."""
         while not isinstance(command := self._next_command(), events.Stop):
             with self.ranks.naming_failures():
                 self._obey(command)
@@ -150,7 +149,6 @@ class TrainWorker:
         return command
 
     def _dispatch(self, message: Any) -> None:
-        """Send `message` to all other ranks (rank 0)."""
         for pipe in self.settings.pipes:
             pipe.send(message)
 
@@ -187,7 +185,6 @@ class TrainWorker:
                 self._report(self._save(Path(folder)))
 
     def _report(self, event: events.WorkerEvent) -> None:
-        """Send an event once for all ranks."""
         if self.is_first_rank:
             self._send(event)
 
@@ -377,7 +374,6 @@ class TrainWorker:
         self._check_commands()
 
     def _check_commands(self) -> None:
-        """Obey the commands that arrived during an iteration."""
         while self._deferred or self.control.poll():
             self._obey_early(self._take_command())
 

@@ -244,7 +244,6 @@ class VllmEngine(Engine):
             self.num_prompt_tokens += len(sequence.request.prompt_ids)
 
     async def _start_waiting(self) -> None:
-        """Hand all waiting sequences over to vLLM, in order."""
         if self._is_deterministic:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             # It would depend on earlier prompts, which a worker's replacement has not seen.

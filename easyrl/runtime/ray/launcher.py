@@ -187,7 +187,6 @@ class RayLauncher:
             remove_placement_group(self._group)
 
     def _bundle(self, role: str) -> dict[str, float]:
-        """The resources of a worker's actor."""
         placement = self._placement
         if placement.infer.kind == "cpu":
             return {"CPU": placement.num_threads}
@@ -347,8 +346,6 @@ class RayLauncher:
 
 
 def _pass_commands(control: Connection, host: Host) -> None:
-    """Send the controller's commands to the worker, until the pipe is closed."""
-
     def after_call(done: Any) -> None:
         if done.exception() is not None:  # the command may be lost
             # In this thread, Ray's own, `ray.kill` would wait for itself.
