@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-DISTRIBUTION = "easyrl-train"
-"""Name on the package index, where `easyrl` is another project."""
+DISTRIBUTION = "easyrl-train"  # name on the package index, where `easyrl` is another project
 __version__ = "0.2.0.dev0"
 __all__ = ["Config", "ConfigError", "Evaluation", "LossInputs", "LossOutputs", "Run", "__version__"]
 __all__ += ["evaluate", "train"]

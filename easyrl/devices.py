@@ -38,13 +38,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ASCEND = "npu"
-"""torch's name for Ascend's accelerators."""
+ASCEND = "npu"  # torch's name for Ascend's accelerators
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Kind of accelerator -> environment variable that restricts what a process sees."""
-RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
-"""Kind of accelerator -> Ray's name of it."""
+RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # kind of accelerator -> Ray's name of it
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported, which otherwise fails where torch_npu is installed without Ascend's
 libraries. `load_backend` loads the backend that is needed."""

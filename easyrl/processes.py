@@ -13,11 +13,10 @@ from pathlib import Path
 
 # -- CPU cores ------------------------------------------------------------------------------------
 
-CPU_QUOTAS = (
+CPU_QUOTAS = (  # files with a container's CPU quota
     ("/sys/fs/cgroup/cpu.max",),  # cgroup v2: "quota period", or "max period"
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),  # v1
 )
-"""Files with a container's CPU quota."""
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 

@@ -29,10 +29,8 @@ Bool = npt.NDArray[np.bool_]
 
 FLOAT = re.compile(r"-?\d+(?:\.0|(?:\.\d+)?e[-+]\d+)")
 """`18.0` and `1e-05`, as Python writes a number, and pandas to a CSV file."""
-MAX_REFERENCE = 2000
-"""Longest column that is written to samples.jsonl, in characters of JSON."""
-Messages = list[dict[str, Any]]
-"""A chat: `[{"role": "user", "content": "..."}]`."""
+MAX_REFERENCE = 2000  # longest column that is written to samples.jsonl, in characters of JSON
+Messages = list[dict[str, Any]]  # a chat: `[{"role": "user", "content": "..."}]`
 
 
 def text_of(completion: str | Messages) -> str:
@@ -72,11 +70,9 @@ class BrokenInvariant(RuntimeError):
 class Prompt:
     """One row of the data set, at its index in the run's stream of prompts."""
 
-    index: int
-    """Index in the stream, counted over the whole run. It seeds sampling."""
+    index: int  # in the stream, counted over the whole run; it seeds sampling
     content: str | Messages
-    columns: Mapping[str, Any]
-    """The other columns of the row, passed to the reward functions."""
+    columns: Mapping[str, Any]  # the other columns of the row, passed to the reward functions
     teacher_content: str | Messages | None = None  # its own prompt (`algorithm.teacher_prompt`)
 
     def references(self) -> dict[str, Any]:
@@ -192,10 +188,8 @@ class Weight:
     """A weight of the model, under the name and shape that checkpoints and engines use."""
 
     name: str
-    reference: Tensor
-    """Reference tensor that gives shape and dtype."""
-    materialize: Callable[[], Tensor]
-    """Return the weight: the stored tensor, or one computed now."""
+    reference: Tensor  # gives shape and dtype
+    materialize: Callable[[], Tensor]  # returns the weight: the stored tensor, or one computed now
     is_trained: bool
 
     @classmethod
@@ -211,5 +205,4 @@ class WeightPiece:
     name: str
     start: int
     values: Tensor  # [n], valid until the next piece is read
-    shape: tuple[int, ...] = ()
-    """Shape of the whole weight."""
+    shape: tuple[int, ...] = ()  # of the whole weight

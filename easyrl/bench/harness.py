@@ -28,8 +28,7 @@ from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
 from easyrl.types import Messages
 
 T = TypeVar("T")
-Row = dict[str, Any]
-"""Figures by name."""
+Row = dict[str, Any]  # figures by name
 
 QWEN3_06B = {
     "vocab_size": 151936,

@@ -18,8 +18,7 @@ from safetensors.numpy import load, save
 from easyrl.channels.ring_buffer import ARRAYS, FIELDS, RingLayout
 from easyrl.types import RolloutGroup
 
-MAX_UNACKNOWLEDGED = 4
-"""Groups of one worker that are on their way. More do not speed it up."""
+MAX_UNACKNOWLEDGED = 4  # groups of one worker that are on their way; more do not speed it up
 TOKEN = b"\x01"
 
 

@@ -47,8 +47,7 @@ from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import anonymous_memory, mark_memory, open_memory
 from easyrl.types import Weight, WeightPiece
 
-BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
-"""Busy-poll for this long, then sleep between polls."""
+BUSY_SECONDS, REST_SECONDS = 0.05, 0.001  # busy-poll for this long, then sleep between polls
 ALIGNMENT_BYTES = 16
 
 

@@ -14,10 +14,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from easyrl.formatting import ConfigError, printable
 
-shows_tracebacks = False
-"""The option --debug."""
-USER_ERROR = 2
-"""Exit code of errors that the user can fix, Typer's usage errors included."""
+shows_tracebacks = False  # the option --debug
+USER_ERROR = 2  # exit code of errors that the user can fix, Typer's usage errors included
 
 ConfigFile = Annotated[
     Path | None, Option("--config", metavar="FILE.yaml", help="YAML file, as `config` prints it.")

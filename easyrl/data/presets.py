@@ -100,7 +100,6 @@ PRESETS: Mapping[str, Preset] = {
         MATH_500, held_out="HuggingFaceH4/aime_2024", sampling={**REASONING, "num_samples": 64}
     ),
 }
-"""All presets by name."""
 TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.rows]
 """Presets that can be trained on."""
 

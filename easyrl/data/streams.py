@@ -33,10 +33,9 @@ KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]
 NUM_DIGESTED = 100_000  # most rows that a fingerprint reads (half a second)
 NUM_TASK_EXAMPLES = 256  # generated training prompts that are checked before a run
-RESERVED_COLUMNS = {
+RESERVED_COLUMNS = {  # arguments of a reward function that are not columns
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 }
-"""Arguments of a reward function that are not columns."""
 OF_TEACHER = " (algorithm.teacher_prompt)"  # ends the location of a teacher's prompt
 BLOCK = 1000  # prompts of a mixture in which each data set has its exact share
 SOURCE_COLUMN = "data_source"

@@ -7,8 +7,7 @@ COPIED_TOKENS = 64
 """Longest prompt that is copied to each of its rows: measured on one core, demo's model."""
 CELLS = 16
 """Rows and prompts take a multiple of this many tokens in the KV cache: kernels are faster then."""
-SLOT_STEP = 4
-"""Prompts are allocated in multiples of this many where steps are captured as graphs."""
+SLOT_STEP = 4  # prompts are allocated in multiples of this many where steps are captured as graphs
 
 
 def padded(number: int, step: int = CELLS) -> int:

@@ -26,8 +26,7 @@ from easyrl.model.exactness import RecordingLayout
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 
-TOLERANCE = 1e-4
-"""Largest difference of logits, relative to the largest logit: rounding in float32."""
+TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
 CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2
 """Tokens of each row of the check, at first and with new weights."""
 

@@ -24,8 +24,7 @@ from easyrl.types import Completion, Int32
 
 CACHES = ("past_key_values", "cache_params")
 """Names of the cache among the outputs of models, and their arguments."""
-CACHE_TOLERANCE = 3.0
-"""Largest gap in nats with and without a cache, times sqrt(eps) of the dtype."""
+CACHE_TOLERANCE = 3.0  # largest gap in nats with and without a cache, times sqrt(eps) of the dtype
 
 
 class GenerateEngine(PolicyEngine):

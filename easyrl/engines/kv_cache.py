@@ -30,8 +30,7 @@ from easyrl.model.shared_prompt import HIDDEN, Block, LayerSettings, SharedPromp
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 KeysValues = tuple[Tensor, Tensor]
 
-BUCKET_STEP = 64
-"""Rows are sorted by their cells in steps of this many (`length_class`)."""
+BUCKET_STEP = 64  # rows are sorted by their cells in steps of this many (`length_class`)
 BUCKET_NUMBERS = 40_000
 """Cost of another bucket, in elements of keys (cells x heads x head size), on one core."""
 

@@ -32,18 +32,14 @@ from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 from easyrl.types import Float64
 
-ROW_STEP, CELL_STEP, PROMPT_STEP = 8, 128, 256
-"""B, L, C and P are rounded up to multiples of these."""
-CAPTURED_AT = 3
-"""A step is captured when its sizes occur for the third time."""
+ROW_STEP, CELL_STEP, PROMPT_STEP = 8, 128, 256  # B, L, C and P are rounded up to multiples of these
+CAPTURED_AT = 3  # a step is captured when its sizes occur for the third time
 MAX_PADDING = 2**26
 """Elements of keys, in a layer, by which rows may be padded in a step with a graph. Reading them
 takes an H100 0.1 ms, an RTX 4090 0.3 ms, and launching a layer's kernels 0.3 ms (calculated)."""
-MAX_GRAPHS = 100
-"""Bounds the memory of kernels' arguments, which torch does not count."""
+MAX_GRAPHS = 100  # bounds the memory of kernels' arguments, which torch does not count
 
-Drawn = tuple[Tensor, Tensor]
-"""Tokens [B] and their log-probabilities [B]."""
+Drawn = tuple[Tensor, Tensor]  # tokens [B] and their log-probabilities [B]
 
 
 class _Sizes(NamedTuple):

@@ -21,14 +21,13 @@ KEY = "rollout.tool_format"
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-CALLS_OR_THINKING = re.compile(
+CALLS_OR_THINKING = re.compile(  # calls are group 1
     r"\A(?:(?!<think>).)*?</think>"  # the prompt opened it
     r"|(<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)"
     r"|\A\s*(?:<\|python_tag\|>\s*)?\{.*)"  # arguments may contain such tags
     r"|<think>.*?(?:</think>|\Z)",
     re.DOTALL,
 )
-"""Calls are group 1."""
 
 
 class ToolCall(NamedTuple):
@@ -105,9 +104,8 @@ def _read_qwen3_coder(call: tuple[str, str], schemas: Sequence[dict[str, Any]]) 
     return ToolCall(name, arguments)
 
 
-FORMATS = {
+FORMATS = {  # by name; of a template that shows several signs, the first format
     "qwen3_coder": Format("<function=", FUNCTION.findall, _read_qwen3_coder),
     "hermes": Format("<tool_call>", HERMES.findall, _read_json),
     "llama3": Format('"parameters": ', _split_llama3, _read_json),
 }
-"""By name; of a template that shows several signs, the first format."""

@@ -24,12 +24,10 @@ from easyrl.types import Groups
 
 ATTENTION_NAME = "easyrl"
 
-SMALLEST_FLEX_HEAD_SIZE = 16
-"""The smallest that FlexAttention's kernels support."""
+SMALLEST_FLEX_HEAD_SIZE = 16  # the smallest that FlexAttention's kernels support
 
 
-notes: list[str] = []
-"""For the user, until a worker reports them."""
+notes: list[str] = []  # for the user, until a worker reports them
 
 
 class UnservableLayer(Exception):

@@ -29,13 +29,11 @@ from easyrl.formatting import printable
 
 FILE_BYTES = 2**28
 """Approximate size of a safetensors file; one is put on the disk while the next is written."""
-CHECKPOINTS = "checkpoints"
-"""Name of the folder in a run folder."""
+CHECKPOINTS = "checkpoints"  # name of the folder in a run folder
 STATE = "state.json"
 BEST = "best"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
-FORMAT = 1
-"""Format of state.json; incremented by changes that older versions cannot read."""
+FORMAT = 1  # format of state.json; incremented by changes that older versions cannot read
 OWN_CHECKSUM = "content_sha256"
 PROGRESS_SECONDS = 5.0  # between reports while checksums are computed
 

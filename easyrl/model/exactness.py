@@ -33,13 +33,12 @@ from easyrl.types import Groups
 
 GROUPS: Groups = [(3, [2, 4]), (2, [3, 1, 2], [0, 1, 1])]
 """The packed row of the check: a group, and a tree in which a completion branches."""
-SEQUENCES = [
+SEQUENCES = [  # the tokens of each of its sequences
     [0, 1, 2, 3, 4],
     [0, 1, 2, 5, 6, 7, 8],
     [9, 10, 11, 12, 13, 14],
     [9, 10, 11, 12, 13, 15, 16],
 ]
-"""The tokens of each of its sequences."""
 POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 5, 6]
 NUM_DRAWS = 3
 """Rows of random tokens, one of which must agree: rounding may change a token's experts."""

@@ -30,8 +30,7 @@ from easyrl.model import files
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, find_checkpoint
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
-ADAPTER = "adapter"
-"""Name of the adapter's folder beside a LoRA run's `model/`."""
+ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
 REMOVED = "was removed by its run meanwhile; for a newer one start the command again"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -21,8 +21,7 @@ PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types that EasyRL's attention supports."""
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
-NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
-"""The samples of a weights file that its fingerprint hashes."""
+NUM_SAMPLES, SAMPLE_BYTES = 32, 4096  # the samples of a weights file that its fingerprint hashes
 FLOAT_BYTES = 4
 NARROW_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

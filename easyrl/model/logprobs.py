@@ -23,8 +23,7 @@ from easyrl.model.policy import Policy
 
 LEAST_LOGPROB = -1e30
 """Log-probability of a token of probability 0: finite, so that 0 times it is 0."""
-BLOCK = 128
-"""Tokens of the vocabulary that are summed first."""
+BLOCK = 128  # tokens of the vocabulary that are summed first
 
 
 def chunked_token_logprobs(

@@ -20,14 +20,13 @@ MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
 ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
 STARTING = "starting the process"
 GROUPS_SHOWN = 20  # at most, with a completion each
-PROBLEMS = {
+PROBLEMS = {  # counts of problems: name -> (what is counted, what happened to it)
     "reward_errors": ("reward call", "failed"),
     "groups_skipped": ("group", "skipped"),
     "groups_not_replaced": ("group", "without advantages"),
     "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
     "worker_restarts": ("rollout worker", "replaced"),  # in the summary
 }
-"""Counts of problems: name -> (what is counted, what happened to it)."""
 
 
 def problems_in(counts: Mapping[str, Any]) -> list[str]:

@@ -42,7 +42,7 @@ from easyrl.runtime.metrics import overlap
 REFRESHES_PER_SECOND = 2
 LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
 LAST_PICTURE_LINES, LEAST_PICTURE_LINES = 22, 5
-FIGURES = {
+FIGURES = {  # figures of the newest iteration, if the run has them: name -> (metric, format)
     "length": ("completions/mean_length", ".1f"),
     "entropy": ("entropy", ".3f"),
     "KL": ("kl", ".4f"),
@@ -50,7 +50,6 @@ FIGURES = {
     "cut off": ("completions/clipped_ratio", ".0%"),
     "no spread": ("frac_reward_zero_std", ".0%"),
 }
-"""Figures of the newest iteration, if the run has them: name -> (metric, format)."""
 NOTEBOOK_SIZE = 110, 22
 NOTEBOOK_HTML = (
     "<pre style='background: {background}; color: {foreground}; padding: 1em; line-height: 1.2; "

@@ -46,8 +46,7 @@ PROGRAM_FAULT = 99
 # Rights of Landlock.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15  # truncate, ioctl
-NUM_RIGHTS = (13, 14, 15, 15, 16)
-"""Rights to files in the versions 1 to 5 of the interface."""
+NUM_RIGHTS = (13, 14, 15, 15, 16)  # rights to files in the versions 1 to 5 of the interface
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 
 libc = ctypes.CDLL(None, use_errno=True)

@@ -29,17 +29,15 @@ NUMBER = re.compile(
     r"|\.\d+)(?:[eE][+-]?\d+)?(?:/0*[1-9]\d*)?))"
 )
 """`18`, `-3.5`, `1,234.50`, `2e3`, `3/4`; of `7-5` 7 and 5. Times and dates have no group 1."""
-MARK = re.compile(
+MARK = re.compile(  # `\boxed{18}`, or `#### 18`, which is not a heading of Markdown
     r"\\boxed\{((?>[^{}]+|\{(?>[^{}]+|\{[^{}]*\})*\})*)"
     r"|####[\s*]*(?!\d+[.):][^\S\n]*[A-Za-z])((?=-?\.?\d)[^\n(]*|\Z)"
 )
-"""`\boxed{18}`, or `#### 18`, which is not a heading of Markdown."""
 FRACTION = re.compile(r"(?<!\d)\\[dt]?frac *(?:\{(\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))(?!\d)")
 r"""`\frac{1}{2}`, or `\frac12`; `\frac123` is (1/2) 3."""
-WRAPPING = re.compile(
+WRAPPING = re.compile(  # LaTeX around a number, and spaces between thousands
     r"\\(boxed|mbox|(text|math)(bf|it|rm)?)\b|\\[,!% ]|[{}\u202f\u2009]|\^\{?\\circ"
 )
-"""LaTeX around a number, and spaces between thousands."""
 EXPRESSION = re.compile(r"[\\^_+*×÷√²³½]")
 
 

@@ -51,8 +51,7 @@ from easyrl.workers.settings import WorkerSettings
 
 COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
 """Keys of each of `workers` in the reply to `easyrl status`."""
-MAX_FAILURES = 3
-"""Exchanges in a row that may fail although nobody died."""
+MAX_FAILURES = 3  # exchanges in a row that may fail although nobody died
 
 
 class Fleet:

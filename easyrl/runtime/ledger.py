@@ -89,8 +89,7 @@ class Ledger:
         """Groups that a worker may have at a time."""
         self.round = -1
         self.trained: events.IterationTrained | None = None
-        self.groups: dict[int, Group] = {}
-        """By prompt index, in ascending order."""
+        self.groups: dict[int, Group] = {}  # by prompt index, in ascending order
         self._begin_round(range(self.num_groups))
 
     def _begin_round(self, indices: Sequence[int]) -> None:

@@ -26,8 +26,7 @@ LAST_ITERATIONS = 5
 NO_LEARNING_ITERATIONS = 3
 """A run that is at an extreme for this many iterations in a row gets a warning."""
 EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
-BALANCED_ITERATIONS = 3
-"""`Balance` looks at the last iterations."""
+BALANCED_ITERATIONS = 3  # `Balance` looks at the last iterations
 TOLERANCE = 1e-6
 """A reward that is below the bound by less than this is correct: rewards are sums in float32."""
 

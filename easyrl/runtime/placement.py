@@ -19,8 +19,7 @@ from easyrl.rewards.loading import reward_models
 if TYPE_CHECKING:
     from easyrl.runtime.ray.cluster import Resources
 
-ROWS_OF_EVALUATION = 128
-"""Sequences in flight per engine in an evaluation."""
+ROWS_OF_EVALUATION = 128  # sequences in flight per engine in an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class EngineChoice:
 class Placement:
     infer: DeviceSet
     train: DeviceSet
-    accelerator: str
-    """Kind of the accelerators in torch; "cpu" where there is none."""
+    accelerator: str  # kind of the accelerators in torch; "cpu" where there is none
     num_threads: int  # of each worker
     max_concurrent_groups: int  # of each rollout worker
     engine: EngineChoice = EngineChoice()

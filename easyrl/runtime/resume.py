@@ -37,7 +37,7 @@ from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.rewards.loading import BUILT_IN, reward_specs, reward_weights
 from easyrl.runtime import run_folder
 
-NAMES: dict[str, Container[str]] = {
+NAMES: dict[str, Container[str]] = {  # by keys that may name files: names that mean something else
     "data.dataset": PRESETS,
     "eval.dataset": PRESETS,
     "reward.functions": BUILT_IN,
@@ -45,7 +45,6 @@ NAMES: dict[str, Container[str]] = {
     LOSS_KEY: LOSS_TYPES,
     TEACHER_KEY: (POLICY,),
 }
-"""By keys that may name files: names that mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +52,14 @@ class SavedState:
     """State that the controller saves with each checkpoint and resumes from."""
 
     policy_version: int = 0
-    num_iterations: int = 0
-    """Completed iterations."""
+    num_iterations: int = 0  # completed iterations
     config: Mapping[str, Any] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Fingerprints of the model, the data and the held-out problems (`preflight`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
     held_out_reward_before: float | None = None
-    wall_seconds: float = 0.0
-    """Time of the commands so far."""
+    wall_seconds: float = 0.0  # time of the commands so far
     file_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the growing files of the run folder: what follows is discarded on resume."""
 
@@ -72,14 +69,11 @@ class Resume:
     """A run folder to resume in, and the checkpoint to resume from."""
 
     folder: Path
-    lock: int
-    """Descriptor of the folder; no other run can write to it while this is open."""
+    lock: int  # descriptor of the folder; no other run can write to it while this is open
     checkpoint: Path | None
     """None: the run ended before its first checkpoint and starts from the beginning."""
-    state: SavedState
-    """State of that checkpoint, or of a new run."""
-    damaged: Mapping[Path, str]
-    """Newer checkpoints that cannot be read, with the error of each."""
+    state: SavedState  # of that checkpoint, or of a new run
+    damaged: Mapping[Path, str]  # newer checkpoints that cannot be read, with the error of each
     is_finished: bool
     """The run has all its iterations and its final model. Its checkpoints are not verified."""
 

@@ -46,8 +46,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-GROUPS, HEAD_SIZES = ((20, [5, 25]), (200, [40, 130, 77])), (64, 128)
-"""P and each R of a group."""
+GROUPS, HEAD_SIZES = ((20, [5, 25]), (200, [40, 130, 77])), (64, 128)  # P and each R of a group
 SIZE = SMALL | {"num_hidden_layers": 2}
 MAX_LOGPROB_ERROR, MAX_GRAD_ERROR = 0.05, 0.1
 """Largest errors against float64 that pass. In bfloat16 on a CPU they are 0.007 and 0.023."""

@@ -39,14 +39,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
 MERGE_SECONDS = 0.5
 """Signals in this time count once: with `runtime.restart` the parent passes on what both get."""
-FINISHED, FAILED, USER_ERROR = 0, 1, 2
-"""Exit codes of a command."""
+FINISHED, FAILED, USER_ERROR = 0, 1, 2  # exit codes of a command
 SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
-PENDING = "pending"
-"""Device of a worker that waits for a place on a cluster."""
-WorkerState = Literal["starting", "ready", "joining", "working", "leaving", "lost"]
-"""See `fleet`."""
+PENDING = "pending"  # device of a worker that waits for a place on a cluster
+WorkerState = Literal["starting", "ready", "joining", "working", "leaving", "lost"]  # see `fleet`
 NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
     "starting": ("ready", "working", "leaving", "lost"),  # working: no exchange in `easyrl eval`
     "ready": ("joining", "working", "leaving", "lost"),
@@ -117,8 +114,7 @@ class Worker:
     name: str
     process: Any  # a multiprocessing.Process, or a `ray.launcher.RemoteProcess`
     control: Connection
-    errors: IO[bytes] | None = None
-    """The process's standard error until its log is open."""
+    errors: IO[bytes] | None = None  # the process's standard error until its log is open
     is_open: bool = True
     kill_reason: str = ""  # set by `kill`
     state: WorkerState = "starting"

@@ -19,8 +19,7 @@ from multiprocessing.sharedctypes import RawArray
 
 from easyrl.processes import pin
 
-IdleBoard = Array[c_bool]
-"""Whether each worker is idle, in memory that spawned workers share."""
+IdleBoard = Array[c_bool]  # whether each worker is idle, in memory that spawned workers share
 
 
 def make_idle_board(num_workers: int) -> IdleBoard:

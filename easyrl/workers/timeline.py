@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from easyrl.events import Activity, Span, SpanKind, UnderWay
 
 REPORT_SECONDS = 0.25
-MERGE_SECONDS = 0.002
-"""Spans of one kind with a smaller gap are merged."""
+MERGE_SECONDS = 0.002  # spans of one kind with a smaller gap are merged
 
 
 class Timeline:

@@ -66,8 +66,7 @@ POLL_SECONDS = 0.1
 """Interval of the check whether vLLM's processes are alive, during a call into them."""
 GRACE_SECONDS = 3.0
 """Added to the bound of a weight update: the weight channel's own timeout has a better message."""
-SHUTDOWN_SECONDS = 1.0
-"""Grace period for vLLM's processes; then they are killed."""
+SHUTDOWN_SECONDS = 1.0  # grace period for vLLM's processes; then they are killed
 EXTENSION = f"{WORKER}.WorkerExtension"
 COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
 """From vLLM 0.32 on each completion names the weight versions of its tokens."""

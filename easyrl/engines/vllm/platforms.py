@@ -18,14 +18,12 @@ from easyrl.formatting import install_command
 from easyrl.model.files import DTYPE_BYTES, ModelSize, model_size, read_model_files
 
 WORKER = "easyrl.engines.vllm.worker"
-BACKEND = "easyrl_buckets"
-"""Name under which `worker` registers its weight transfer."""
+BACKEND = "easyrl_buckets"  # name under which `worker` registers its weight transfer
 BLOCK_TOKENS = 32
 """Tokens per block of the KV cache on the CPU. A group shares its prompt's whole blocks."""
 EXTRA_CACHE_BYTES, DEFAULT_CACHE_BYTES = 16 * 2**20, 2**30
 """Added to the computed size of the KV cache; its size if it cannot be computed."""
-STEP_FRACTION = 0.15
-"""Part of vLLM's memory on a shared device for activations and captured graphs."""
+STEP_FRACTION = 0.15  # part of vLLM's memory on a shared device for activations and captured graphs
 
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)

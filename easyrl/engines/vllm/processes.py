@@ -21,8 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-FOLDER = "VLLM_RPC_BASE_PATH"
-"""Variable that names the folder of vLLM's sockets."""
+FOLDER = "VLLM_RPC_BASE_PATH"  # variable that names the folder of vLLM's sockets
 MAX_FOLDER_BYTES = 107 - 37
 """Longest path of a Unix socket, without vLLM's socket name and the slash."""
 POLL_SECONDS = 0.05

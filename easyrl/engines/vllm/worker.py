@@ -51,10 +51,8 @@ from easyrl.engines.vllm.processes import FOLDER, cancel_file
 from easyrl.processes import die_with_parent
 from easyrl.types import WeightPiece
 
-MAX_COLUMNS = 256
-"""Number of columns of a packed weight that are compared."""
-CHUNK_ELEMENTS = 2**24
-"""Number of elements that are summed at a time."""
+MAX_COLUMNS = 256  # number of columns of a packed weight that are compared
+CHUNK_ELEMENTS = 2**24  # number of elements that are summed at a time
 _INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 # -- executors ------------------------------------------------------------------------------------

@@ -55,8 +55,7 @@ remote: Any = ray.remote
 actor_of: Any = remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retries=0)
 
 
-Host: TypeAlias = Any
-"""Ray's handle of a `WorkerHost`."""
+Host: TypeAlias = Any  # Ray's handle of a `WorkerHost`
 
 
 def query(host: Host, what: str, *arguments: Any) -> Any:
