@@ -11,8 +11,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-# -- CPU cores ------------------------------------------------------------------------------------
-
 CPU_QUOTAS = (  # files with a container's CPU quota
     ("/sys/fs/cgroup/cpu.max",),  # cgroup v2: "quota period", or "max period"
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),  # v1
@@ -79,8 +77,6 @@ UNGUARDED_MESSAGE = (
     'calls of easyrl under `if __name__ == "__main__":`, in a file (no program from standard input)'
 )
 
-
-# -- parent and child -----------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl.h
 

@@ -187,9 +187,6 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
     return num_tokens / figures["seconds"], num_tokens / work.num_completions
 
 
-# -- TRL ------------------------------------------------------------------------------------------
-
-
 def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
     """Return the settings to measure. Raises ConfigError if completions cannot be divided."""
     if placement.train.kind == "cpu":

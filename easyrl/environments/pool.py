@@ -127,8 +127,6 @@ class EnvironmentPool:
             self.poll()
         return future.result()
 
-    # -- groups -----------------------------------------------------------------------------------
-
     def start(
         self, key: Key, name: str, row: Mapping[str, Any], seeds: Sequence[int]
     ) -> list[Future[str | None]]:
@@ -200,8 +198,6 @@ class EnvironmentPool:
         number, call.started = next(self._numbers), None
         host.pending[number] = call
         host.requests.put((number, call.method, call.arguments, call.future.done()))
-
-    # -- answers ----------------------------------------------------------------------------------
 
     @property
     def connections(self) -> list[Connection]:
@@ -303,9 +299,6 @@ def _send_all(requests: SimpleQueue[Request | None], connection: Connection) -> 
     with contextlib.suppress(OSError):  # the process has ended
         while (request := requests.get()) is not None:
             connection.send(request)
-
-
-# -- before a run ---------------------------------------------------------------------------------
 
 
 def check_environments(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:

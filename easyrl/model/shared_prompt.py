@@ -315,8 +315,6 @@ def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Ten
     logsumexp.copy_(whole)
 
 
-# -- buckets ---------------------------------------------------------------------------------------
-
 BUCKET_SCORES = 8000
 """Cost of another bucket, in padded scores. Measured with the demo's model on one core: a bucket's
 calls take as long as this many scores of 4 heads, forward and backward."""

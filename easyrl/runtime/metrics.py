@@ -217,9 +217,6 @@ def overlap(lines: Collection[Mapping[str, Any]]) -> float:
     return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
 
 
-# -- balance --------------------------------------------------------------------------------------
-
-
 class Balance:
     """Measure which side waits for the other, over the last iterations without their evaluations:
 
@@ -260,9 +257,6 @@ class Balance:
         if train == 0.0:
             return None
         return min(max(1, math.ceil(engines / train - 0.25)), self._max_engines)
-
-
-# -- evaluations ----------------------------------------------------------------------------------
 
 
 def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:

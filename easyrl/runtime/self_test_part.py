@@ -66,9 +66,6 @@ def random_model(size: Mapping[str, Any], **more: Any) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**size, **more, max_position_embeddings=4096))
 
 
-# -- attention ------------------------------------------------------------------------------------
-
-
 def check_attention(words: Sequence[str]) -> None:
     """Compare short and long packed rows, forward and backward, with each sequence alone."""
     kind, mode = devices.accelerator()[0], load_config(None, {}, words).model.attention
@@ -151,9 +148,6 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
         for name, g in expected.gradients.items()
     )
     return float((result.logprobs.double() - expected.logprobs).abs().max()), max(of_gradients)
-
-
-# -- weights --------------------------------------------------------------------------------------
 
 
 def check_weights(infer: str, train: str) -> None:
@@ -245,9 +239,6 @@ class Member:
             bits = weight.detach().to(self.dtype).cpu().view(-1).view(torch.uint8)
             digest.update(name.encode() + bits.numpy().tobytes())
         return digest.hexdigest()
-
-
-# -- a run ----------------------------------------------------------------------------------------
 
 
 def check_run(infer: str, train: str, engine: str, words: Sequence[str]) -> None:

@@ -55,8 +55,6 @@ MAX_COLUMNS = 256  # number of columns of a packed weight that are compared
 CHUNK_ELEMENTS = 2**24  # number of elements that are summed at a time
 _INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
-# -- executors ------------------------------------------------------------------------------------
-
 
 class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     """Run the model in the process of vLLM's scheduler, also on CPUs."""
@@ -89,9 +87,6 @@ def _tied_to_rollout_worker() -> Iterator[None]:
         signal.signal(signum, signal.SIG_IGN)
     yield
     multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
-
-
-# -- weight transfer ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -240,9 +235,6 @@ def whole_weights(
         if end == len(values):
             yield piece.name, values.view(piece.shape)
         os.utime(os.environ[FOLDER])  # shows the rollout worker that this rank does not hang
-
-
-# -- checksums ------------------------------------------------------------------------------------
 
 
 def checksum(values: Tensor) -> int:
