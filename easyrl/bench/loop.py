@@ -1,8 +1,7 @@
 """Whole runs on random models of real shapes: how well a machine's devices are used.
 
-The shapes of Qwen3-0.6B and Qwen3-1.7B in bfloat16 on accelerators, a small one in float32 on the
-CPU. Weights are random, prompts are digits, rewards follow from the tokens. Lengths are geometric,
-as in training. The learning rate is 0, so that every iteration does the same work.
+Prompts are digits, rewards follow from the tokens, lengths are geometric as in training, and the
+learning rate is 0, so that every iteration does the same work.
 
     periodic    the share of the time in which each group, and both, were busy
     sync        training alone, even on a shared device: MFU, the operations that forward and

@@ -1,14 +1,7 @@
-"""Whole iterations of EasyRL against TRL's GRPO trainer on the same work.
+"""Whole iterations of EasyRL against TRL's GRPO trainer on the same work (docs/benchmarks.md).
 
-Both get the same model, prompts, reward function, precision, cores and number of prompts,
-completions and updates (one per iteration, on-policy). Both sample from the whole distribution at
-temperature 1. Models are random and prompts are digits. One of the 99 tokens ends a completion, so
-lengths are geometric up to the cap. The learning rate is 0: every iteration does the same work. The
-rows `smollm2` take a chat model instead (`--model`), ask it for sums, and train it a little.
-
-EasyRL runs with its defaults, TRL in a process of its own with the settings below, in turns. On
-NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with several devices,
-also on devices of its own.
+TRL runs in a process of its own; the two take turns. Models are random and prompts are digits, but
+in the rows `smollm2`, which ask a chat model for sums and train it a little.
 """
 
 import json

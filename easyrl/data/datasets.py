@@ -6,11 +6,7 @@
     save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
     hub id, a preset's rows    ─┘
 
-Errors in the data are found when it is opened, within seconds also where the hub does not answer.
-An evaluation's problems are
-
-    eval.dataset          all of its rows, or a preset's held-out problems
-    else data.dataset     the preset's held-out problems; in `easyrl eval` else all of its rows
+An evaluation takes held-out problems where a preset has them, else all rows (docs/evaluation.md).
 """
 
 import csv

@@ -1,13 +1,6 @@
 """Predict the throughput of every split of devices from the metrics of a run (`easyrl plan`).
 
-Under periodic asynchrony (arXiv 2511.18871) training runs while the rest is being generated. From
-an iteration of a run with `e` engines and `t` trainers, one with E and T takes about
-
-    max(generating · e / E, training · t / T) + weights + rest
-
-`generating` and `training` are the mean busy seconds of an engine and of the train worker,
-`weights` those of the exchange, and `rest` what the three do not explain of the measured iteration.
-With `runtime.schedule=sync` nothing overlaps: the sum in place of the maximum.
+docs/devices.md ("The fastest split of the devices") has the formula and what it leaves out.
 """
 
 from collections.abc import Sequence

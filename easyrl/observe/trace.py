@@ -1,13 +1,9 @@
-"""`trace.json`: the events of a run in Chrome's format (ui.perfetto.dev).
+"""`trace.json`: the events of a run in Chrome's format (docs/watching.md, "Trace").
 
     a run's events ──TraceWriter──► trace.json ──RunFiles──► events ──► the same views as in the run
 
-    process 0            controller: iterations, evaluations
-    process 1, 2, …      one per worker: its own work, rewards being scored, its events
-
-One JSON object per line. `args` is the event itself. Names and spans are for the picture
-only. Times are Unix microseconds; those inside of an event are its own. The list has no end, which
-the format allows: a killed run leaves a valid trace, and a resumed run continues it.
+Process 0 is the controller. Names and spans are for the picture only. Times are Unix microseconds;
+those inside of an event (`args`) are its own.
 """
 
 import json

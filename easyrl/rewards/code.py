@@ -2,16 +2,8 @@
 
     completion ──► its last ```python block ──► sandbox ──► outputs ──► compared here ──► score
 
-The column `tests` has one of the forms in which data sets keep tests:
-
-    "assert add(1, 2) == 3"                       Python, or a list of it (MBPP, KodCode, ...)
-    "def check(candidate): ..."                   with a column entry_point (HumanEval)
-    {"inputs": ["1 2"], "outputs": ["3"]}         standard input and output (APPS, TACO, PRIME);
-                                                  with fn_name: arguments and return values
-    [{"input": "1 2", "output": "3", ...}, ...]   the same, one by one (LiveCodeBench, DeepCoder)
-
-The last two may be JSON in a string. Their expected outputs never enter the sandbox. Python tests
-run there in a process of their own, which the program cannot reach.
+docs/rewards.md lists the forms of the column `tests`. Expected outputs never enter the sandbox;
+Python tests run there in a process of their own, which the program cannot reach.
 """
 
 import ast

@@ -5,14 +5,12 @@
       fileno() readable  ◄────── eventfd ──────  scores, or errors
       finished()  ──► [(key, Scored(scores, errors, ...))]
 
-A group is one call for the user's functions and the cheap built-in ones, one for `judge`, and one
-per completion for `code`, `math` and `reasoning_gym`. Only `close` blocks. The processes import no
-torch and end with the rollout worker. All reward models are in one more process, which does; a
-group is one call for them, too.
+A group is one call for the user's functions and the cheap built-in ones, one for `judge`, one for
+the reward models, and one per completion for `code`, `math` and `reasoning_gym`. Only `close`
+blocks. The processes of functions import no torch, and all end with the rollout worker.
 
-A call that raises, exceeds its timeout or ends its process fails alone. A call whose process is
-killed is repeated once. A pool that breaks (a process killed between two calls) is replaced, and
-its calls are repeated: call `finished` at least every POLL_SECONDS while groups are being scored.
+A pool that breaks (a process killed between two calls) is replaced, and its calls are repeated:
+call `finished` at least every POLL_SECONDS while groups are being scored.
 """
 
 import contextlib

@@ -1,13 +1,8 @@
-"""Run a program with its tests in a sandbox: bubblewrap, or resource limits alone.
+"""Run a program with its tests in a sandbox (docs/rewards.md, "The sandbox").
 
     run(job) ── job ──► [bwrap ──►] python -c code_runner ── fork per test ──► the program
        ▲                                   │
        └──────────── outputs ──────────────┘
-
-`bwrap`: namespaces of its own (files, processes, network, IPC), a read-only view of the system and
-of this Python environment, /tmp in memory, an empty environment, no capabilities, limits.
-`limits`: limits of resources and system calls, an empty environment, a temporary folder and
-Landlock; the container around it is the sandbox.
 
 As root, the program runs as another user, since Linux does not apply process limits to root. Each
 reward process has a user number of its own and runs one program at a time. Uses nothing but the
