@@ -31,7 +31,7 @@ from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, check_positions, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
-from easyrl.runtime import preflight
+from easyrl.runtime import preflight, supervisor
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.ledger import ledger_of_evaluation
@@ -39,16 +39,6 @@ from easyrl.runtime.memory import check_memory, estimate_memory, fits, memory_bu
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
-from easyrl.runtime.supervisor import (
-    FAILED,
-    FINISHED,
-    SIGNALLED,
-    USER_ERROR,
-    Interrupted,
-    Supervisor,
-    WorkerFailure,
-    signals_as_interrupts,
-)
 from easyrl.types import Prompt
 
 
@@ -138,7 +128,7 @@ def evaluate(
 
     `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
     """
-    with signals_as_interrupts():
+    with supervisor.signals_as_interrupts():
         compared = None if other is None else read_evaluation(other)
         plan = check_evaluation(with_absolute_paths(config), base)
         with closing(EvalFolder(plan.config, plan.settings)) as folder:
@@ -155,13 +145,14 @@ def evaluate(
                 show_results(folder.path, results)
                 if other is not None and compared is not None:
                     _compare(folder, results, compared, other)
-                return events.RunEnded(FINISHED, "")
-            except Interrupted as stop:
-                exit_code = SIGNALLED + stop.signum
+                return events.RunEnded(supervisor.FINISHED, "")
+            except supervisor.Interrupted as stop:
+                exit_code = supervisor.SIGNALLED + stop.signum
                 message = f"stopped by {stop}: {len(answers)} of {num} problems are answered"
-            except (WorkerFailure, OSError) as error:  # OSError: a full disk
-                is_user_error = isinstance(error, WorkerFailure) and error.is_user_error
-                exit_code, message = USER_ERROR if is_user_error else FAILED, str(error)
+            except (supervisor.WorkerFailure, OSError) as error:  # OSError: a full disk
+                exit_code, message = supervisor.FAILED, str(error)
+                if isinstance(error, supervisor.WorkerFailure) and error.is_user_error:
+                    exit_code = supervisor.USER_ERROR
             resume = f"To continue: the same command with --output {quote(str(folder.path))}"
             return events.RunEnded(exit_code, f"{message}\n{resume}")
 
@@ -196,11 +187,11 @@ def answers_of_workers(
     config, placement = change_config(plan.worker_config, {"model.path": model}), plan.placement
     num_samples = plan.sampling.num_samples
     launcher = make_launcher(config, placement, view.observe)
-    with launcher, Supervisor() as supervisor:
+    with launcher, supervisor.Supervisor() as watching:
         fleet = Fleet(
             config,
             placement,
-            supervisor,
+            watching,
             launcher,
             log_of=lambda worker: folder.path / "logs" / f"{worker}.log",
             notify=view.observe,
