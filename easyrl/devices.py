@@ -57,10 +57,8 @@ SURVIVE_BACKEND_ERRORS = {f"{name}_ASYNC_ERROR_HANDLING": "0" for name in ("TORC
 NO_DUMPS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 """Set before any group is made: by default torch ends every process minutes after a broadcast has
 failed, to write a dump, and dropping its group blocks for a minute."""
-NO_PEER_ACCESS = "NCCL_P2P_DISABLE=1"
-"""Environment variable: GPUs copy to each other through the host's memory."""
-DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Also set for deterministic runs."""
+NO_PEER_ACCESS = "NCCL_P2P_DISABLE=1"  # variable: GPUs copy to each other through the host's memory
+DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # also for deterministic runs
 
 KNOWN_GIB = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0, "l4": 22.0, "l40s": 44.0}
 KNOWN_GIB |= {"t4": 14.0, "3090": 23.5, "4090": 23.5, "5090": 31.0, "910b": 60.0}

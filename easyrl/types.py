@@ -114,8 +114,7 @@ class RolloutGroup:
 
     iteration: int
     policy_version: int
-    group_index: int
-    """Index in the iteration, from 0. It orders groups. A replacement keeps the group's index."""
+    group_index: int  # in the iteration, from 0; it orders groups; a replacement keeps it
     prompt_index: int
     prompt_ids: Int32  # [P]
     completion_lengths: Int32  # [G]

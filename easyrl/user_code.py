@@ -23,8 +23,7 @@ from easyrl.formatting import ConfigError
 PACKAGE = Path(__file__).parent.parent
 FORMS = "file.py:function or package.module:function"
 Kind = Literal["function", "class"]
-sources: dict[str, str] = {}
-"""Source by path of the files that are loaded as they were at the start of the run."""
+sources: dict[str, str] = {}  # by path, of the files that are loaded as they were at the start
 
 
 def load_function(

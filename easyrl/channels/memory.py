@@ -1,5 +1,4 @@
-"""Memory from the operating system: shared memory without a name, how much is available, and kills
-for lack of it."""
+"""Shared memory without a name, how much memory is available, and kills for lack of it."""
 
 import fcntl
 import mmap

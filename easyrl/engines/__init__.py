@@ -1,10 +1,8 @@
 """Token ids in, completions out: an engine knows no reward and no task. The sizes of the embedded
 engine are here for the memory estimate, which imports no torch."""
 
-MAX_PREFILL_TOKENS = 2048
-"""Prompt tokens per step, unless one prompt is longer: bounds a step's delay."""
-COPIED_TOKENS = 64
-"""Longest prompt that is copied to each of its rows: measured on one core, demo's model."""
+MAX_PREFILL_TOKENS = 2048  # per step, unless one prompt is longer: bounds a step's delay
+COPIED_TOKENS = 64  # longest prompt that is copied to its rows: measured on one core, demo's model
 CELLS = 16
 """Rows and prompts take a multiple of this many tokens in the KV cache: kernels are faster then."""
 SLOT_STEP = 4  # prompts are allocated in multiples of this many where steps are captured as graphs

@@ -41,8 +41,7 @@ class GroupRequest:
         return [min(sampling.max_completion_length, left)] * self.num_generations
 
 
-FinishedGroup = tuple[GroupRequest, list[Completion]]
-"""A request and its completions [G], in sample order."""
+FinishedGroup = tuple[GroupRequest, list[Completion]]  # with completions [G] in sample order
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +122,11 @@ class Engine:
         return finished
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
-        """Join this weight channel with one rank per device. Waits end when `is_cancelled()` is
-        true."""
+        """Join this weight channel, one rank per device. Waits end once `is_cancelled()`."""
         raise NotImplementedError
 
     def receive_weights(self, policy_version: int) -> None:
-        """Receive weights. Raises RuntimeError while sequences are in flight. After OSError,
-        rejoin."""
+        """Receive weights. Raises RuntimeError with sequences in flight. After OSError, rejoin."""
         raise NotImplementedError
 
     def _check_idle(self) -> None:

@@ -27,13 +27,11 @@ from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
-CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2
-"""Tokens of each row of the check, at first and with new weights."""
+CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
 
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
-    """Return a decoder for sequences of up to `max_length` tokens, or None if it would not be
-    exact."""
+    """Return a decoder for sequences of up to `max_length` tokens, or None if it is not exact."""
     parameters = list(policy.model.parameters())
     is_float32_on_cpu = all(p.dtype == torch.float32 and p.is_cpu for p in parameters)
     if not is_float32_on_cpu or policy.no_packing_reason is not None:
@@ -46,8 +44,7 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
 
 
 class _Product:
-    """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes the weight of RMSNorm
-    `norm`."""
+    """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes RMSNorm `norm`'s weight."""
 
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
         weight = torch.cat([layer.weight for layer in layers])
@@ -165,8 +162,7 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
-        """Compare logits of random tokens at the first and last positions. Logits of 0 prove
-        nothing."""
+        """Compare logits of random tokens at the first and last positions. Zeros prove nothing."""
         longest = len(self._tables[0])
         first = torch.arange(min(longest, num_tokens))
         positions = torch.cat([first, first + longest - len(first)])

@@ -174,8 +174,7 @@ class StepLayout:
 
 
 class RowTokens:
-    """Attention of T new tokens of rows to their rows, in which they are stored, and to the prompts
-    of their groups."""
+    """Attention of T new tokens, stored in their rows, to these rows and their groups' prompts."""
 
     def __init__(
         self,

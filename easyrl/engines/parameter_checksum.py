@@ -33,8 +33,7 @@ class ChecksumVerifier:
         """By parameter: its last sums, and whether they differed at the first update."""
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
-        """Raise RuntimeError if a parameter is not what was sent. `ranks`: each rank's
-        checksums."""
+        """Raise RuntimeError if a parameter is not what was sent. `ranks`: checksums of each."""
         stale = [
             parts[0].parameter for parts in zip(*ranks, strict=True) if not self._is_current(parts)
         ]

@@ -94,8 +94,7 @@ class Conversations:
     def read_answer(
         self, token_ids: Sequence[int], prefix: Sequence[int]
     ) -> tuple[str, list[ToolCall]]:
-        """Read a turn as `read_turn` does, with the text around its calls. Where none can be read,
-        all of it is text."""
+        """Return the text of a turn around its calls, and these; all of it if none can be read."""
         text, found = self.read_turn(token_ids, prefix)
         calls = [call for call in found if isinstance(call, ToolCall)]
         if calls and self._format == "auto":

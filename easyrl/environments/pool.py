@@ -36,8 +36,7 @@ from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call
 from easyrl.types import Prompt
 
-LOAD_SECONDS = 120.0
-"""Longest time that a process takes to start and to load environments and rewards."""
+LOAD_SECONDS = 120.0  # longest time to start a process and load environments and rewards
 
 
 class HostLost(RuntimeError):
@@ -52,8 +51,7 @@ class CallFailed(RuntimeError):
     """A call raised an error; the message has its traceback."""
 
 
-FAILURES = (HostLost, CallFailed, GroupLost, TimeoutError)
-"""Exceptions that the result of a call may raise."""
+FAILURES = (HostLost, CallFailed, GroupLost, TimeoutError)  # what the result of a call may raise
 
 
 @dataclass(slots=True, eq=False)

@@ -45,8 +45,7 @@ class _Requests(AgentEpisodes):
 
 
 def serve(config: Config, port: int) -> None:
-    """Serve the model of a config on a device of its `devices.infer` until an interrupt. Raises
-    ConfigError."""
+    """Serve a config's model on one of `devices.infer` until interrupted. Raises ConfigError."""
     source, choice = find_model(config.model.path), SamplingChoice.of_training(config.rollout)
     endpoint = Endpoint(config, choice, port)
     endpoint.keys = None

@@ -31,8 +31,7 @@ notes: list[str] = []  # for the user, until a worker reports them
 
 
 class UnservableLayer(Exception):
-    """EasyRL's attention cannot compute a layer exactly; the message is a clause with the
-    reason."""
+    """EasyRL's attention cannot compute a layer exactly; the message is a clause why."""
 
 
 class AttentionLayout(Protocol):

@@ -27,8 +27,7 @@ from typing import Any
 from easyrl.config import ConfigError, move_inputs
 from easyrl.formatting import printable
 
-FILE_BYTES = 2**28
-"""Approximate size of a safetensors file; one is put on the disk while the next is written."""
+FILE_BYTES = 2**28  # of a safetensors file, roughly; one is synced while the next is written
 CHECKPOINTS = "checkpoints"  # name of the folder in a run folder
 STATE = "state.json"
 BEST = "best"

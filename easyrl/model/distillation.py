@@ -34,8 +34,7 @@ from easyrl.model.sharding import TrainRanks
 
 
 class Teacher(nn.Module):
-    """A frozen model, sharded over the train ranks as the policy is; or the policy itself, which
-    the caller runs."""
+    """A frozen model, sharded as the policy is; or the policy itself, which the caller runs."""
 
     def __init__(self, teacher: Policy, config: Config, ranks: TrainRanks) -> None:
         super().__init__()

@@ -40,8 +40,7 @@ SEQUENCES = [  # the tokens of each of its sequences
     [9, 10, 11, 12, 13, 15, 16],
 ]
 POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 5, 6]
-NUM_DRAWS = 3
-"""Rows of random tokens, one of which must agree: rounding may change a token's experts."""
+NUM_DRAWS = 3  # rows of random tokens; one must agree, since rounding may change a token's experts
 
 
 def checked_once(path: str, check: Callable[[], Any]) -> Any:

@@ -17,8 +17,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.data.hub import FORMS, KEY, loadable_model, model_config_from_hub, resolve_model
 
 SAFETENSORS = "model.safetensors"
-PACKED_LAYERS = ("full_attention", "sliding_attention")
-"""Layer types that EasyRL's attention supports."""
+PACKED_LAYERS = ("full_attention", "sliding_attention")  # that EasyRL's attention supports
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096  # the samples of a weights file that its fingerprint hashes
@@ -37,8 +36,7 @@ class ModelFiles:
     path: str
     config: dict[str, Any]  # the content of `config.json`
     num_weights: int | None  # elements of all weights, tied ones once; None if unknown
-    stored_dtype: str
-    """torch's name of the dtype of all weights; float32 if they differ, or if it is unknown."""
+    stored_dtype: str  # torch's name of all weights' dtype; float32 if they differ or it is unknown
 
 
 def read_model_files(path: str, key: str = KEY, *, is_whole: bool = True) -> ModelFiles:

@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.policy import Policy
 
-LEAST_LOGPROB = -1e30
-"""Log-probability of a token of probability 0: finite, so that 0 times it is 0."""
+LEAST_LOGPROB = -1e30  # of a token of probability 0: finite, so that 0 times it is 0
 BLOCK = 128  # tokens of the vocabulary that are summed first
 
 

@@ -107,8 +107,7 @@ class Adapter:
             yield
 
     def save(self, folder: Path, *, is_writer: bool = True) -> None:
-        """Write them in peft's format. All ranks call this together, and one of them
-        `is_writer`."""
+        """Write them in peft's format. All ranks call this together; one of them `is_writer`."""
         state = {}
         for name, parameter in self._peft.named_parameters():
             if parameter.requires_grad:

@@ -39,10 +39,8 @@ class TrainRanks:
     rank, size = 0, 1
     device = torch.device("cpu")
     mesh: DeviceMesh | None = None  # None: models stay whole
-    group_for_files: dist.ProcessGroup | None = None
-    """The process group for checkpoints; None: this rank is alone."""
-    keeps_gathered = False
-    """Whether weights stay gathered until the update ends. Set before `shard`."""
+    group_for_files: dist.ProcessGroup | None = None  # for checkpoints; None: this rank is alone
+    keeps_gathered = False  # weights stay gathered until the update ends; set before `shard`
     _parts: Sequence[Any] = ()  # the sharded modules
     _timeout_seconds = 0.0
 

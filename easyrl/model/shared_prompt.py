@@ -38,8 +38,7 @@ from easyrl.types import Groups
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-HIDDEN = -1e30
-"""Added to hidden scores. Finite, because a query may have no visible key in a block."""
+HIDDEN = -1e30  # added to hidden scores; finite, as a query may have no visible key in a block
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,7 @@ RESULTS = ('"type": "IterationFinished"', '"type": "Evaluated"', '"type": "Note"
 
 
 def encode(value: Any) -> Any:
-    """Return a message as JSON: the name of its type, and its fields without those that have their
-    default. Texts are shortened."""
+    """Return a message as JSON: type, and fields that differ from the default; texts shortened."""
     match value:
         case Message():
             kind = type(value)

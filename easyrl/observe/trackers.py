@@ -22,8 +22,7 @@ from easyrl.formatting import require
 PROJECT = "easyrl"
 END_SECONDS = 10.0  # longest wait for trackers to send the rest when the run ends
 Values = dict[str, float]
-Tracker = tuple[Callable[..., Any], Callable[[int], Any]]
-"""log(values, step=…) and finish(exit_code)"""
+Tracker = tuple[Callable[..., Any], Callable[[int], Any]]  # log(values, step=…), finish(exit_code)
 
 
 def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:

@@ -190,8 +190,7 @@ def _same_word(word: str, wanted: str) -> bool:
 
 
 def same_value(output: str, expected: Any) -> bool:
-    """Compare a return value, as JSON, with the expected one. APPS wraps that in a list of one, but
-    not everywhere."""
+    """Compare a return value, as JSON, with the expected one, which APPS may wrap in a list."""
     try:
         value = json.loads(output)
     except (ValueError, RecursionError):

@@ -99,8 +99,7 @@ def reward_weights(config: Config) -> list[float]:
 
 
 def needs_environments(function: RewardFunction) -> bool:
-    """Return whether the function names `environments` among its parameters, and so is called where
-    these are."""
+    """Return whether a function has a parameter `environments`: it is called where these are."""
     return "environments" in inspect.signature(function).parameters
 
 

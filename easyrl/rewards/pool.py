@@ -38,8 +38,7 @@ from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
 from easyrl.types import Float32, Prompt
 
 POLL_SECONDS = 1.0
-CHECK_SECONDS = 10.0
-"""Longest time of a function's check, with the time that its file takes to load."""
+CHECK_SECONDS = 10.0  # longest check of a function, with the time that its file takes to load
 STUCK_SECONDS = 15.0
 """Longest time in which calls wait and none runs: processes that are replaced take seconds."""
 MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group

@@ -36,8 +36,7 @@ SYSTEM_FILES = (
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 TMP_BYTES = 128 << 20
-TOTAL_BYTES = 4 << 30
-"""Memory of all processes and files in memory of a program, where a cgroup can bound it."""
+TOTAL_BYTES = 4 << 30  # of a program's processes and files in memory, where a cgroup can bound it
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",

@@ -34,8 +34,7 @@ from easyrl.types import Messages, Prompt
 from easyrl.user_code import user_traceback
 
 MAX_SCORE = 1e30  # scores are summed with weights in float32, whose largest number is about 3e38
-MAX_OUTPUT_CHARACTERS = 2**24
-"""Most that a function may print in a call, so that endless output fills no disk."""
+MAX_OUTPUT_CHARACTERS = 2**24  # of a function in a call, so that endless output fills no disk
 MAX_DUMMIES = 8
 NEEDS_MESSAGES = (
     "reads chat messages (completion[0]['content']), but the prompts of the data are strings: set "

@@ -55,8 +55,7 @@ MAX_FAILURES = 3  # exchanges in a row that may fail although nobody died
 
 
 class Fleet:
-    ledger: Ledger | None = None
-    """The groups that are handed out now: of an iteration or an evaluation."""
+    ledger: Ledger | None = None  # the groups handed out now: of an iteration or an evaluation
 
     def __init__(
         self,

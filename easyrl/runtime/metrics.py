@@ -23,12 +23,10 @@ from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
 """`reward_first` and `reward_last` are means over this many, in a run of at least twice as many."""
-NO_LEARNING_ITERATIONS = 3
-"""A run that is at an extreme for this many iterations in a row gets a warning."""
+NO_LEARNING_ITERATIONS = 3  # a run at an extreme for this many in a row gets a warning
 EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
 BALANCED_ITERATIONS = 3  # `Balance` looks at the last iterations
-TOLERANCE = 1e-6
-"""A reward that is below the bound by less than this is correct: rewards are sums in float32."""
+TOLERANCE = 1e-6  # a reward this little below the bound is correct: rewards are sums in float32
 
 
 def iteration_metrics(

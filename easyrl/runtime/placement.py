@@ -37,8 +37,7 @@ class Placement:
     num_threads: int  # of each worker
     max_concurrent_groups: int  # of each rollout worker
     engine: EngineChoice = EngineChoice()
-    infer_memory_fraction: float = 0.5
-    """The rollout worker's fraction of the memory of a shared accelerator."""
+    infer_memory_fraction: float = 0.5  # the rollout worker's part of a shared accelerator's memory
     has_own_cores: bool = False  # each worker; else they run on any core
     lends_cores: bool = False
     """Whether workers use the cores of waiting workers of the other role (vLLM only lends its)."""

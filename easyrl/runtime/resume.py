@@ -70,12 +70,10 @@ class Resume:
 
     folder: Path
     lock: int  # descriptor of the folder; no other run can write to it while this is open
-    checkpoint: Path | None
-    """None: the run ended before its first checkpoint and starts from the beginning."""
+    checkpoint: Path | None  # None: the run ended before its first one and starts at the beginning
     state: SavedState  # of that checkpoint, or of a new run
     damaged: Mapping[Path, str]  # newer checkpoints that cannot be read, with the error of each
-    is_finished: bool
-    """The run has all its iterations and its final model. Its checkpoints are not verified."""
+    is_finished: bool  # has all iterations and the final model; checkpoints are not verified
 
     def describe(self, config: Config) -> str:
         """Return what the run resumes from, what it skips and which settings of the training have
@@ -117,8 +115,7 @@ def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
 
 def find_resume(config: Config, folder: Path | None) -> Resume | None:
     """Find what to resume from; None if a new run starts in a new folder. Raises ConfigError if
-    `folder` (`--resume`) has no complete checkpoint, is in use, or is of a run with other
-    settings."""
+    `folder` (`--resume`) has no complete checkpoint, is in use, or has other settings."""
     is_auto = folder is None
     if folder is None:
         folder = run_folder.folder_of(config)

@@ -100,8 +100,7 @@ class Episodes:
         self._queue.append((key, prompt, num_generations))
 
     def advance(self) -> list[FinishedGroup]:
-        """Start groups, exchange turns and answers; return groups that have failed at their
-        start."""
+        """Start groups, exchange turns and answers; return groups that failed at their start."""
         for turn in self._engine.take_turns():
             self._send(turn)
         self.pool.poll()

@@ -237,8 +237,7 @@ class TrainWorker:
     def _broadcast(
         self, channel: WeightChannel | None, version: int, *, only_trained: bool = False
     ) -> str:
-        """Send the weights, or gather the same ones on other ranks; return a failed channel's
-        error."""
+        """Send the weights, or gather them too on other ranks; return a failed channel's error."""
         policy, merge = self.learner.policy, self.settings.engine == "vllm"
         weights = policy.weights(only_trained=only_trained, merge=merge)
         # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.

@@ -60,18 +60,15 @@ from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import maybe_sleep
 from easyrl.types import Completion
 
-STEP_SECONDS = 0.02
-"""Longest time that `step` waits for a group: the rollout worker has other work too."""
-POLL_SECONDS = 0.1
-"""Interval of the check whether vLLM's processes are alive, during a call into them."""
+STEP_SECONDS = 0.02  # longest wait of `step` for a group: the rollout worker has other work too
+POLL_SECONDS = 0.1  # between checks, during a call into vLLM's processes, whether these are alive
 GRACE_SECONDS = 3.0
 """Added to the bound of a weight update: the weight channel's own timeout has a better message."""
 SHUTDOWN_SECONDS = 1.0  # grace period for vLLM's processes; then they are killed
 EXTENSION = f"{WORKER}.WorkerExtension"
 COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
 """From vLLM 0.32 on each completion names the weight versions of its tokens."""
-LEAST_FRACTION = 0.01
-"""vLLM wants this part to be free, and does not use it if the cache's size is given."""
+LEAST_FRACTION = 0.01  # vLLM wants this part free, and does not use it if the cache's size is given
 USE_EMBEDDED = "use rollout.engine=embedded"
 T = TypeVar("T")
 

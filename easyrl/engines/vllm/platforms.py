@@ -26,8 +26,7 @@ EXTRA_CACHE_BYTES, DEFAULT_CACHE_BYTES = 16 * 2**20, 2**30
 STEP_FRACTION = 0.15  # part of vLLM's memory on a shared device for activations and captured graphs
 
 VLLM = SpecifierSet(">=0.28,<0.34")
-VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)
-"""The same bounds as in pyproject.toml."""
+VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)  # as in pyproject.toml
 INSTALL_ASCEND = "install it as docs/ascend.md of EasyRL says"
 # vLLM's CPU build installs these three for CUDA: importing transformers' models then fails.
 UNINSTALL_BROKEN = "pip uninstall -y torchvision torchaudio torchcodec"

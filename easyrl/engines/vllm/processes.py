@@ -22,11 +22,9 @@ import time
 from pathlib import Path
 
 FOLDER = "VLLM_RPC_BASE_PATH"  # variable that names the folder of vLLM's sockets
-MAX_FOLDER_BYTES = 107 - 37
-"""Longest path of a Unix socket, without vLLM's socket name and the slash."""
+MAX_FOLDER_BYTES = 107 - 37  # longest path of a Unix socket, without vLLM's socket name and slash
 POLL_SECONDS = 0.05
-KILL_SECONDS = 30.0
-"""Give up on a process that has not ended this long after SIGKILL: it hangs in a driver."""
+KILL_SECONDS = 30.0  # then give up on a process that SIGKILL has not ended: it hangs in a driver
 
 
 class Cleanup:

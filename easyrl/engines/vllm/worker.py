@@ -79,8 +79,7 @@ class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
 @contextmanager
 def _tied_to_rollout_worker() -> Iterator[None]:
     """End with the rollout worker, ignore a terminal's signals, and create temporary files in the
-    folder that `processes.Cleanup` removes. At the end remove the names of locks, which are all
-    open."""
+    folder that `processes.Cleanup` removes. At the end remove the names of locks (all are open)."""
     die_with_parent()
     tempfile.tempdir = os.environ[FOLDER]
     for signum in (signal.SIGINT, signal.SIGHUP):  # the controller handles them

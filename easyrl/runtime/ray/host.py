@@ -40,8 +40,7 @@ from easyrl.runtime.launch import with_environment, worker_main
 from easyrl.runtime.ray.cluster import versions
 from easyrl.workers.settings import WorkerSettings
 
-GROUPS = {"deliver": 1, "put": 1, "query": 1}
-"""Ray's concurrency groups: threads for each kind of call."""
+GROUPS = {"deliver": 1, "put": 1, "query": 1}  # Ray's concurrency groups: threads by kind of call
 RETRY_SECONDS = 1.0
 
 
