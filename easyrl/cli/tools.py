@@ -224,6 +224,7 @@ def _new_file(folders: list[Path], output: Path | None, name: str, *, force: boo
 
 
 def _write(file: Path, content: bytes) -> None:
+    """Write the file and print its name."""
     file.write_bytes(content)
     echo(str(file))
 

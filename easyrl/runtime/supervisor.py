@@ -39,7 +39,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
 MERGE_SECONDS = 0.5
 """Signals in this time count once: with `runtime.restart` the parent passes on what both get."""
-FINISHED, FAILED, USER_ERROR = 0, 1, 2  # exit codes of a command
+FINISHED, FAILED, USER_ERROR = 0, 1, 2
+"""Exit codes of a command."""
 SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
 PENDING = "pending"  # device of a worker that waits for a place on a cluster
