@@ -474,12 +474,12 @@ def test_tools_are_called_through_the_client_and_their_results_continue_the_toke
 
     async def solve(client):
         messages, num_calls = [asked("2+3")], 0
-        for _ in range(6):
+        for turn in range(6):
             answer = await client.chat.completions.create(
                 model="m", messages=messages, tools=[TOOL], max_tokens=60
             )
             message = answer.choices[0].message
-            messages.append(message.model_dump(exclude_none=True))
+            messages.append(message.model_dump(exclude_none=True) if turn < 3 else message)
             for call in message.tool_calls or ():
                 assert answer.choices[0].finish_reason == "tool_calls"
                 assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
