@@ -108,6 +108,13 @@ def test_a_word_has_the_value_that_was_meant_and_yaml_and_arguments_keep_it(
     assert key == "data.dataset" or load_config(None, {}, words) == config  # of flags
 
 
+def test_a_removed_setting_of_earlier_runs_is_read(tmp_path):
+    file = write(tmp_path, "runtime:\n  restart: never\n  seed: 5\n")
+    assert load_config(file) == load_config(None, {"runtime": {"restart": "on_failure", "seed": 5}})
+    with pytest.raises(ConfigError, match=r"runtime\.restart"):
+        load_config(file, {}, ["runtime.restart=on_failure"])
+
+
 def test_generated_files_are_current():
     assert all(field.description for field in KEYS.values()) and len(KEYS) <= 122
     yaml, markdown = ROOT / "configs" / "default.yaml", ROOT / "docs" / "settings.md"

@@ -145,7 +145,6 @@ def test_classes_and_tools_are_environments(tmp_path):
     ({"dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()}, "no stream"),
     ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
     ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
-    ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
 ])  # fmt: skip
 def test_mistakes_are_value_errors_and_leave_nothing(arguments, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

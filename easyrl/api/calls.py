@@ -159,8 +159,6 @@ def train(
             config = config_file_of(resumed, config, output, dataset, reward, environment, agent)
             options["output.dir"] = resumed
         resolved, inputs = _resolve(config, options, settings)
-        if (restart := resolved.runtime.restart) != "never":
-            raise ConfigError(f"runtime.restart: expected never in Python, got {restart}")
         folder = folder_of(resolved)
         if inputs and folder.exists() and (is_locked(folder) or not is_unstarted(folder)):
             refuse_existing(folder, but_inputs=False)

@@ -88,17 +88,10 @@ def grpo(
         _print_plan(plan, resolved, config, is_resumed=resume is not None, full=full)
         return 0 if plan.would_start else common.USER_ERROR
 
-    def start(config: Config, resume: Path | None) -> int:
-        from easyrl.observe.observers import make_observers
-        from easyrl.runtime.run import run
+    from easyrl.observe.observers import make_observers
+    from easyrl.runtime.run import run
 
-        return run(config, make_observers(config, live=not no_live), resume)
-
-    if resolved.runtime.restart == "on_failure":
-        from easyrl.runtime.restart import run_with_restarts
-
-        return run_with_restarts(resolved, resume, start)
-    return start(resolved, resume)
+    return run(resolved, make_observers(resolved, live=not no_live), resume)
 
 
 def _print_plan(

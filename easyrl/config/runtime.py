@@ -29,12 +29,10 @@ class RuntimeConfig(Section):
     run folder, and the worker that the others wait for is killed: a rollout worker is replaced,
     otherwise the run ends. Loading and saving must take less; null: never."""
     max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
-    """Rollout workers that are replaced, and restarts of the run with `runtime.restart`, within
-    `restart_window_seconds`; one more ends the run. 0: the first death ends it."""
+    """Rollout workers that are replaced within `restart_window_seconds`; one more ends the run.
+    0: the first death ends it."""
     restart_window_seconds: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0.0)
     """Time in seconds over which `max_restarts` counts."""
-    restart: Annotated[Literal["never", "on_failure"], MAY_CHANGE] = "never"
-    """`on_failure`: resume from the newest checkpoint when the run fails or the controller dies."""
     autoscale: Annotated[bool, MAY_CHANGE] = False
     """Add rollout workers on `devices.spare` while the trainer waits for groups, and remove them
     while the ring is full."""

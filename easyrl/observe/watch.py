@@ -13,14 +13,12 @@ from easyrl.events import Event, Observer
 from easyrl.observe.lines import PlainLines, print_end
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.text import is_live_terminal
-from easyrl.observe.trace import FILE_NAME
 from easyrl.observe.view import LiveView
 from easyrl.runtime.run_folder import is_locked
 from easyrl.runtime.supervisor import FAILED
 
 POLL_SECONDS = 0.25
 RESUME_SECONDS = 10.0  # longest wait for the first event of a command that resumes a run
-RESTART_SECONDS = 30.0  # longest time to a run's next event, with `runtime.restart`
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -52,7 +50,7 @@ def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
     end, is_alive, waited = None, True, 0.0
     # A command that resumes the run locks it seconds before its first event.
-    while (is_alive and (end is None or waited < RESUME_SECONDS)) or _may_start_again(files, end):
+    while is_alive and (end is None or waited < RESUME_SECONDS):
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         for event in files.read():
             end = event if isinstance(event, events.RunEnded) else None
@@ -62,9 +60,3 @@ def follow(files: RunFiles) -> Iterator[Event]:
         time.sleep(POLL_SECONDS)
     message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
     yield end or events.RunEnded(FAILED, message)
-
-
-def _may_start_again(files: RunFiles, end: events.RunEnded | None) -> bool:
-    if files.config.runtime.restart != "on_failure" or (end and end.exit_code != FAILED):
-        return False
-    return time.time() - (files.folder / FILE_NAME).stat().st_mtime < RESTART_SECONDS

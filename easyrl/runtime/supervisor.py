@@ -38,7 +38,7 @@ SHOWN_BYTES = 4000  # of what a process wrote that died before it had a log
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
 MERGE_SECONDS = 0.5
-"""Signals in this time count once: with `runtime.restart` the parent passes on what both get."""
+"""Signals in this time count once: a wrapper that forwards Ctrl-C repeats the terminal's."""
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 """Exit codes of a command."""
 SIGNALLED = 128
