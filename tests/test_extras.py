@@ -33,7 +33,6 @@ def test_a_run_and_a_resumed_one_need_no_optional_library(tmp_path):
     ("extra", "words"),
     [
         ("report", ["report", "RUN"]),
-        ("report", ["plot", "RUN"]),
         ("datasets", ["grpo", "--dataset", "owner/name", "--reward", "exact_match"]),
         ("datasets", ["grpo", "--dataset", "gsm8k"]),
         ("datasets", ["grpo", "--dataset", "rows.parquet", "--reward", "exact_match"]),

@@ -1,21 +1,19 @@
-"""`easyrl report` and `easyrl plot`: what they show, and of which folders.
+"""`easyrl report`: what it shows, and of which folders.
 
 The text of a report is in tests/golden (test_screens.py).
 """
 
-import csv
 import html
-import io
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from easyrl import cli
+from easyrl.observe.history import read_histories
 from run_events import METRICS
 from runs import lines_of, summary_of
 
@@ -88,43 +86,34 @@ def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_p
     assert 'class="other"' in row[0] and "0.5" in row[0]
 
 
-def test_csv_has_a_row_for_each_iteration(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "easyrl.observe.report", None)  # with matplotlib
+def test_history_has_a_line_for_each_iteration(run, tmp_path):
     # Of version 0.2, which counted from 0 in files.
     other = make_run(tmp_path / "other", [{**line(1, only_here=7), "iteration": 0}])
-    rows = list(csv.DictReader(io.StringIO(call("report", "--csv", run, other).output)))
-    expected = [*(("run", str(n)) for n in range(4)), ("other", "1")]
-    assert [(row["run"], row["iteration"]) for row in rows] == expected
-    metrics = lines_of(run / "metrics.jsonl")
-    assert float(rows[1]["reward"]) == metrics[0]["reward"] and rows[0]["reward"] == ""
-    assert float(rows[0]["eval/accuracy"]) == summary_of(run)["accuracy_before"]
-    assert rows[4]["only_here"] == "7" and rows[1]["only_here"] == ""
+    first, second = read_histories([run, other])
+    assert list(first.lines) == [0, 1, 2, 3] and list(second.lines) == [1]
+    assert first.lines[1]["reward"] == lines_of(run / "metrics.jsonl")[0]["reward"]
+    assert first.lines[0]["eval/accuracy"] == summary_of(run)["accuracy_before"]
+    assert second.lines[1]["only_here"] == 7 and "reward" not in first.lines[0]
 
 
-def test_plots_are_written_in_the_format_of_their_names(run, tmp_path):
-    assert call("plot", run, "-o", run / "c.png").exit_code == 0
-    assert (run / "c.png").read_bytes().startswith(b"\x89PNG")
-    name = "esc\x1b[2J<b>$\\q$"  # any name of a run can be drawn
-    other = shutil.copytree(run, tmp_path / name)
-    assert call("plot", run, other, "-o", tmp_path / "c.svg").exit_code == 0
-    picture, page = (tmp_path / "c.svg").read_text(), page_of(run, other)
-    assert "esc\N{REPLACEMENT CHARACTER}[2J" in text_of(page) and "\x1b" not in picture + page
+def test_any_name_of_a_run_can_be_drawn(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "esc\x1b[2J<b>$\\q$")
+    page = page_of(run, other)
+    assert "esc\N{REPLACEMENT CHARACTER}[2J" in text_of(page) and "\x1b" not in page
 
 
 def test_files_of_others_are_replaced_only_by_force(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, file in {
-        ("plot", run, "-o", "mine.svg"): "mine.svg",
-        ("report", run, "--csv", "-o", "mine.csv"): "mine.csv",
+        ("report", run, "-o", "mine.html"): "mine.html",
         ("report", run, make_run(tmp_path / "other", [line(1)])): "report.html",
     }.items():
         Path(file).write_text("mine")
         assert call(*words).exit_code == 2 and Path(file).read_text() == "mine"
         assert call(*words, "--force").exit_code == 0 and Path(file).read_text() != "mine"
-    assert [call("plot", run).exit_code for _ in range(2)] == [0, 0]  # the run's own file
+    assert [call("report", run).exit_code for _ in range(2)] == [0, 0]  # the run's own file
     Path("rates.json").write_text("mine")
-    for words in (("plan", run, "--devices", 4), ("bench", "ring")):
-        assert call(*words, "--json", "rates.json").exit_code == 2
+    assert call("bench", "ring", "--json", "rates.json").exit_code == 2
     assert Path("rates.json").read_text() == "mine"
 
 
@@ -137,8 +126,7 @@ def test_mistakes_are_user_errors(run, tmp_path):
         ("report", make_run(tmp_path / "foreign", [{"step": 1}])): "metrics.jsonl",
         ("report", run, tmp_path / "evaluation"): "evaluation",
         ("report", run, "-o", tmp_path): "--output",
-        ("plot", run, "-o", run / "curve.gif"): ".png",
-        ("plot", tmp_path / "empty"): "config.yaml",
+        ("report", tmp_path / "empty"): "config.yaml",
     }.items():
         refused = call(*words)
         assert refused.exit_code == 2 and text in refused.output, refused.output

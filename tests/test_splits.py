@@ -1,6 +1,5 @@
 """`easyrl plan`: its predictions, and the command."""
 
-import json
 import re
 from statistics import median
 
@@ -37,20 +36,18 @@ def test_the_slower_side_decides_what_a_split_takes():
         predict_splits(run_of("rollout.tensor_parallel_size=4"), 4)
 
 
-def test_every_split_of_a_finished_run_and_the_best_one(finished_run, tmp_path):
-    file = tmp_path / "splits.json"
-    code, output = plan(str(finished_run.folder), "--devices", "5", "--json", str(file))
+def test_every_split_of_a_finished_run_and_the_best_one(finished_run):
+    code, output = plan(str(finished_run.folder), "--devices", "5")
     assert code == 0, output
     lines, run = lines_of(finished_run.folder / "metrics.jsonl"), measure(finished_run.folder)
     assert run.training == median(line["perf/train_seconds"] for line in lines[1:])
-    found = json.loads(file.read_text())
-    splits = found["splits"]
-    assert [(s["engines"], s["trainers"]) for s in splits] == [(n, 5 - n) for n in range(1, 5)]
-    assert found["best"] == max(splits, key=lambda split: split["tokens_per_second"])
+    splits = predict_splits(run, 5)
+    assert [(s.engines, s.trainers) for s in splits] == [(n, 5 - n) for n in range(1, 5)]
     for split in splits:
-        assert split["tokens_per_second"] > 0
-        assert re.search(rf"{split['engines']} +{split['trainers']} .*%", output)
-    assert f"{found['flags']}, " in output and "cpu" in found["flags"]  # as measured
+        assert split.tokens_per_second > 0
+        assert re.search(rf"{split.engines} +{split.trainers} .*%", output)
+    best = flags_of(run, max(splits, key=lambda split: split.tokens_per_second))
+    assert f"fastest: {best}, " in output and "cpu" in best  # as measured
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,6 @@ def test_flags_name_devices_of_the_measured_kind(devices, size, flags):
     ("words", "named"),
     [
         (("{run}", "--devices", "1"), "--devices"),
-        (("{run}", "--devices", "8", "--json", "no/such/folder/plan.json"), "--json"),
         (("no/such/run", "--devices", "8"), "no/such/run"),
     ],
 )

@@ -84,7 +84,6 @@ def test_commands_run_from_the_wheel_with_the_dependencies_of_the_core(tmp_path)
         ("grpo", "--model", "run/model", *data, "--output", "own", "--iterations", "1", *SMALL),
         ("eval", "--model", "own", "--output", "eval", "data.num_held_out=4"),
         ("samples", "run"),
-        ("report", "run", "--csv"),
         ("doctor",),
     ):
         done = call(bin_ / "easyrl", *command, cwd=tmp_path)

@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 PANELS = {
     "Train and evaluate": (grpo, evaluate, tools.export),
-    "Look at runs": (tools.watch, tools.samples, tools.report, tools.plot),
+    "Look at runs": (tools.watch, tools.samples, tools.report),
     "Control a live run": (tools.status, tools.scale, tools.stop),
     "Plan and check": (tools.print_config, tools.doctor, tools.plan, bench),
 }

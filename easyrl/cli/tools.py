@@ -166,66 +166,27 @@ def stop(folder: RunFolder) -> None:
     echo(f"{folder} has {'finished' if is_finished else f'stopped{resume_hint(folder)}'}")
 
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The run folders.")]
-NewFile = Annotated[
-    Path | None, Option("--output", "-o", metavar="FILE", help="Default: in RUN, of one run.")
-]
-
-
 @command
 def report(
-    folders: Runs,
-    output: NewFile = None,
-    csv: Annotated[bool, Option("--csv", help="All metrics, as CSV, to FILE or here.")] = False,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The run folders.")
+    ],
+    output: Annotated[
+        Path | None, Option("--output", "-o", metavar="FILE", help="Default: in RUN, of one run.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write one HTML page about runs: curves, timeline, samples, settings. It needs no network."""
-    from easyrl.observe.history import read_histories, to_csv
-
-    if not csv:
-        require("report", "easyrl report")
-    runs = read_histories(folders)
-    file = _new_file(folders, output, "report.html", force=force)
-    if csv:
-        text = to_csv(runs)
-    else:
-        from easyrl.observe.report import to_page  # with matplotlib: later than errors
-
-        text = to_page(runs)
-    if csv and output is None:
-        echo(text, nl=False)
-    else:
-        _write(file, text.encode(errors="replace"))
-
-
-@command
-def plot(
-    folders: Runs,
-    output: NewFile = None,
-    force: Force = False,
-) -> None:
-    """Draw reward and held-out accuracy of runs into one picture (.svg or .png)."""
     from easyrl.observe.history import read_histories
 
-    require("report", "easyrl plot")
+    require("report", "easyrl report")
     runs = read_histories(folders)
-    file = _new_file(folders, output, "curve.svg", force=force)
-    from easyrl.observe.plots import draw_results  # with matplotlib: later than errors
-
-    _write(file, draw_results(runs, file.suffix))
-
-
-def _new_file(folders: list[Path], output: Path | None, name: str, *, force: bool) -> Path:
-    """Return the file to write. Only that in the folder of a run may exist."""
-    is_own = output is None and len(folders) == 1
-    file = output or (folders[0] if is_own else Path()) / name
+    is_own = output is None and len(folders) == 1  # only that file may exist
+    file = output or (folders[0] if is_own else Path()) / "report.html"
     check_new("--output", file, force=force or is_own)
-    return file
+    from easyrl.observe.report import to_page  # with matplotlib: later than errors
 
-
-def _write(file: Path, content: bytes) -> None:
-    """Write the file and print its name."""
-    file.write_bytes(content)
+    file.write_bytes(to_page(runs).encode(errors="replace"))
     echo(str(file))
 
 
@@ -234,20 +195,11 @@ def plan(
     folder: RunFolder,
     *,
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
-    file: Annotated[
-        Path | None, Option("--json", metavar="FILE", help="Also write the predictions here.")
-    ] = None,
-    force: Force = False,
 ) -> None:
     """Predict the speed of every split of N devices, from the busy times of a run."""
-    check_new("--json", file, force=force)
     from easyrl.observe.splits import flags_of, measure, predict_splits, to_text
 
     splits = predict_splits(run := measure(folder), devices)
     best = max(splits, key=lambda split: split.tokens_per_second)
-    flags = flags_of(run, best)
-    echo(f"{to_text(run, splits)}\nfastest: {flags}, {best.tokens_per_second:,.0f} tokens/s")
-    if file is not None:
-        every = [split._asdict() for split in splits]
-        found = {"flags": flags, "best": best._asdict(), "splits": every}
-        _write(file, json.dumps(found, indent=2).encode())
+    fastest = f"fastest: {flags_of(run, best)}, {best.tokens_per_second:,.0f} tokens/s"
+    echo(f"{to_text(run, splits)}\n{fastest}")

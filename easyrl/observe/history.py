@@ -1,11 +1,9 @@
-"""The history of a run from the files of its folder, for reports and plots.
+"""The history of a run from the files of its folder, for reports.
 
 Every file but config.yaml may be missing or lack its end: a run may be going on, or was killed.
 """
 
 import contextlib
-import csv
-import io
 import json
 import math
 from collections import Counter
@@ -159,17 +157,3 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
     samples.sort(key=lambda each: -math.inf if each[0]["reward"] is None else each[0]["reward"])
     chosen = {round(n * (len(samples) - 1) / max(1, limit - 1)) for n in range(limit)}
     return [sample for number, sample in enumerate(samples) if number in chosen]
-
-
-def to_csv(runs: Sequence[History]) -> str:
-    """Return a row for each run and iteration, from 1; row 0 has the accuracy before training."""
-    lines = [
-        {"run": run.name, **line, "iteration": number}
-        for run in runs
-        for number, line in run.lines.items()
-    ]
-    columns = dict.fromkeys(key for line in lines for key in line)
-    writer = csv.DictWriter(text := io.StringIO(), list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()

@@ -13,7 +13,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from easyrl.config import ConfigError
 from easyrl.events import WORKING
 from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History
 from easyrl.observe.lines import function_of
@@ -66,7 +65,6 @@ KIND_COLOURS = {
 }
 NUM_SLICES = 600  # of the timeline
 ITERATIONS_SHOWN = 3  # in the timeline
-FORMATS = (".svg", ".png")
 
 
 def titles_of(runs: Sequence[History]) -> dict[str, str]:
@@ -155,17 +153,3 @@ def to_svg(figure: Figure | None, title: str, prefix: str) -> Markup:
     _, start, text = file.getvalue().partition("<svg ")
     text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
     return Markup(start + 'role="img" aria-label="{}" ').format(title) + Markup(text)
-
-
-@rc_context(STYLE)
-def draw_results(runs: Sequence[History], suffix: str) -> bytes:
-    """Return a picture of reward and held-out accuracy, in the format of files with this suffix.
-    Raises ConfigError for another one, and without a finished iteration."""
-    if suffix not in FORMATS:
-        raise ConfigError(f"--output: expected {' or '.join(FORMATS)} as suffix, got '{suffix}'")
-    figure = draw_curves(runs, RESULTS, (6.4, 3.0))
-    if figure is None:
-        raise ConfigError("expected a run with a finished iteration, got none")
-    figure.axes[0].legend(frameon=False)
-    figure.savefig(file := io.BytesIO(), format=suffix[1:])
-    return file.getvalue()
