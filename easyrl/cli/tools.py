@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,14 +50,8 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
     ],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="The folder to write.")
-    ] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
     *,
-    push: Annotated[
-        str | None,
-        Option(metavar="OWNER/NAME", help="Publish it, with a model card, on the hub."),
-    ] = None,
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
@@ -65,18 +60,13 @@ def export(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM load, or publish it."""
-    if push is not None and folder is None:
-        from easyrl.observe.model_card import publish
-
-        echo(publish(checkpoint, push, trust=trust_remote_code))
-        return
-    if push is not None or folder is None:
-        raise ConfigError("expected either DIR or --push OWNER/NAME")
+    """Write a checkpoint as a model that transformers and vLLM load, with a model card."""
     from easyrl.model.export import export_checkpoint
+    from easyrl.observe.model_card import card_of
 
+    card = partial(card_of, name=folder.resolve().name)
     options: Any = {"trust": trust_remote_code, "force": force, "dtype": dtype or "own"}
-    echo(export_checkpoint(checkpoint, folder, **options))
+    echo(export_checkpoint(checkpoint, folder, card=card, **options))
 
 
 @command

@@ -2,8 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,40 +88,3 @@ def reach_hub() -> bool:
     except Exception:  # of httpx or httpx2, depending on the client's version
         _last_answer = False
     return _last_answer
-
-
-def check_push(repository: str) -> None:
-    """Raise ConfigError unless there is a token for a reachable hub, and the name is valid."""
-    with _writing(repository) as api:
-        if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
-            raise ValueError("this is no such name")
-        if not reach_hub():
-            raise ValueError("the hub cannot be reached")
-        api.whoami()
-
-
-def push_model(folder: Path, card: str, repository: str) -> str:
-    """Write a model's folder with a model card to the hub, in one commit; return its address.
-    Raises ConfigError."""
-    from huggingface_hub import CommitOperationAdd
-
-    operations = [CommitOperationAdd(file.name, file) for file in folder.iterdir()]
-    operations.append(CommitOperationAdd("README.md", card.encode()))
-    with _writing(repository) as api:
-        api.create_repo(repository, exist_ok=True)
-        commit = api.create_commit(repository, operations, commit_message="Trained with EasyRL")
-        return str(commit.repo_url)
-
-
-@contextmanager
-def _writing(repository: str) -> Iterator[Any]:
-    import huggingface_hub
-
-    try:
-        yield huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    except Exception as error:  # of many types
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            f"--push: expected OWNER/NAME on a hub that you may write, got '{repository}': {why}; "
-            "to log in: hf auth login, or HF_TOKEN"
-        ) from error

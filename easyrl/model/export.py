@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from easyrl.config.model import DType
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model
 from easyrl.formatting import install_command
 from easyrl.model import files
-from easyrl.model.checkpoint_files import STATE, UNFINISHED, find_checkpoint
+from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_checkpoint
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
@@ -69,11 +69,12 @@ def export_checkpoint(
     force: bool = False,
     verify: bool = True,
     dtype: DType | Literal["own", "trained"] = "own",
+    card: Callable[[Checkpoint], str | None] = lambda _: None,
 ) -> str:
     """Export a checkpoint, or the newest one of a run folder; return a message for the user.
     `trust`: run code that comes with the model; `force`: replace a model in `folder`; `verify` the
     checksums first; `dtype` of the weights: by default that of the model's files, `trained` as
-    they were trained. Raises ConfigError."""
+    they were trained; `card`: makes the model card. Raises ConfigError."""
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
@@ -103,8 +104,11 @@ def export_checkpoint(
             raise
         raise ConfigError(f"'{checkpoint.path}' {REMOVED}") from None
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
+    text = card(checkpoint)
     with replace_folder(folder, is_new=not force) as new:
         policy.save(new, tokenizer, dtype=None if name == trained else name)
+        if text is not None:
+            (new / "README.md").write_text(text)
     rounded = "" if name == trained else f" before they were converted to {name}"
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "

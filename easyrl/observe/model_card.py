@@ -1,7 +1,6 @@
-"""Publish a run's model on the Hugging Face hub, with a model card from the run folder."""
+"""The model card of an exported checkpoint, from the folder of its run."""
 
 import re
-import tempfile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,13 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from easyrl import __version__
-from easyrl.config import change_config, keys_marked, to_commented_yaml
+from easyrl.config import ConfigError, change_config, keys_marked, to_commented_yaml
 from easyrl.config.section import NAMES_FILES
 from easyrl.data.datasets import HUB_ID
-from easyrl.data.hub import BUILT_IN_MODELS, check_push, is_hub_id, push_model
+from easyrl.data.hub import BUILT_IN_MODELS, is_hub_id
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
-from easyrl.model.checkpoint_files import read_checkpoint
-from easyrl.model.export import find_model
+from easyrl.model.checkpoint_files import CHECKPOINTS, Checkpoint
 from easyrl.observe.history import History, read_history
 from easyrl.rewards.loading import reward_specs
 
@@ -24,24 +22,21 @@ PATHS = keys_marked(NAMES_FILES)
 RESULTS = ("reward", "held-out accuracy")
 
 
-def publish(source: Path, repository: str, *, trust: bool = False) -> str:
-    """Push the model of a run or a checkpoint; return a message to print. Raises ConfigError."""
-    check_push(repository)
-    model = find_model(str(source))
-    run = read_history(source if (source / "config.yaml").is_file() else source.parent.parent)
-    if model.kind == "checkpoint":
-        last = read_checkpoint(Path(model.path), verify=False).state["num_iterations"]
-        run.lines = {number: line for number, line in run.lines.items() if number <= last}
-        run.summary = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        path = model.make(Path(scratch) / "model", trust=trust)
-        address = push_model(Path(path), model_card(run, repository), repository)
-    done = counted(run.num_done, "iteration")
-    return f"the model of {source}, after {done}, is published: {address}"
+def card_of(checkpoint: Checkpoint, name: str) -> str | None:
+    """Return the card of a checkpoint's model; None outside the folder of its run."""
+    folder = checkpoint.path.absolute().parent
+    try:
+        run = read_history(folder.parent if folder.name == CHECKPOINTS else folder)
+    except ConfigError:
+        return None
+    last = checkpoint.state["num_iterations"]
+    run.lines = {number: line for number, line in run.lines.items() if number <= last}
+    run.summary = {}
+    return model_card(run, name)
 
 
-def model_card(run: History, repository: str) -> str:
-    """The README.md of the repository. Names of the user's files stand without their folders."""
+def model_card(run: History, title: str) -> str:
+    """The README.md of a model. Names of the user's files stand without their folders."""
     names = {key: _name(attrgetter(key)(run.config)) for key in PATHS}
     private: dict[str, Any] = {"output.dir": None, "devices.ray_address": None}
     if run.config.reward.judge.url is not None:
@@ -60,7 +55,7 @@ def model_card(run: History, repository: str) -> str:
     settings = to_commented_yaml(config, only_changes=True).splitlines()
     return "\n".join(
         [
-            f"---\n{metadata.to_yaml()}\n---\n\n# {repository.partition('/')[2]}\n",
+            f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n",
             f"`{config.model.path}`, trained by reinforcement learning "
             f"({counted(run.num_done, 'iteration')}) with EasyRL {__version__}.\n",
             f"- data: `{config.data.shown}`",

@@ -114,10 +114,9 @@ def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
     memory, count = _reward_memory(placement), placement.num_rollout_workers
     base = WORKER_BYTES if memory == "cpu" else CONTEXT_BYTES
     own = {"Python and torch": base, "reward models": weights, "their batch": batch}
-    if memory == "cpu":
-        process = f"reward models{f' of {count} workers, each' if count > 1 else ''}"
-        return [Part(process, count, memory, *each) for each in own.items()]
-    return [Part("reward models", 1, memory, what, count * each) for what, each in own.items()]
+    num, factor = (count, 1) if memory == "cpu" else (1, count)
+    process = f"reward models{f' of {num} workers, each' if num > 1 else ''}"
+    return [Part(process, num, memory, what, factor * each) for what, each in own.items()]
 
 
 def _reward_memory(placement: Placement) -> str:
