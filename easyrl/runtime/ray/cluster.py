@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 1.0
-HTTP2_SETTINGS = b"\x04"  # type of the frame with which a server of HTTP/2, as gRPC's, begins
-HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +86,10 @@ def connect(config: Config, num_workers: int) -> Resources:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError unless a server of gRPC listens there: Ray would retry for minutes."""
+    """Raise ConfigError unless a server listens there: Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
-    uses_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
-        with socket.create_connection((host, int(port)), CONNECT_SECONDS) as connection:
-            connection.sendall(b"" if uses_tls else HTTP2_CLIENT)
-            if not uses_tls and connection.recv(9)[3:4] != HTTP2_SETTINGS:
-                raise OSError("another server answers there")
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"devices.ray_address (--ray-address): expected the address of a Ray cluster, like "
