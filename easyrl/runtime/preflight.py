@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
@@ -35,11 +35,12 @@ from easyrl.model.files import (
     fingerprint,
     load_eos_token_ids,
     load_tokenizer,
+    meta_model,
     model_config_of,
+    model_size,
     read_model_files,
     tokenizer_of,
 )
-from easyrl.model.measure import Measured, measure_model
 from easyrl.model.reward_model import check_reward_models
 from easyrl.rewards.loading import digest_code, reward_models
 from easyrl.rewards.pool import try_rewards
@@ -52,6 +53,14 @@ from easyrl.types import Messages, Prompt
 SHOWN_CHARACTERS = 1000
 LOPSIDED = 8
 """A split is lopsided if one side has at least this many times the other's devices."""
+
+
+class Measured(NamedTuple):
+    """The policy, by its files."""
+
+    files: ModelFiles
+    num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
+    size: ModelSize | None  # None: its configuration does not have the usual names
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +207,27 @@ def check_inputs(config: Config) -> list[str]:
         return [*describe_prompts(config, prompts, interfaces, tokenizer), *warnings]
     except HubUnreachable as error:
         return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
+
+
+def measure_model(config: Config, *, is_whole: bool = True) -> Measured:
+    """Measure `model.path`. A model that is not downloaded yet is counted by its configuration, and
+    unless `is_whole`, weights and tokenizer of a folder may be missing. Raises ConfigError, also
+    for too few positions, or LoRA without layers for it."""
+    lora, num_trained = config.model.lora, None
+    files = read_model_files(config.model.path, is_whole=is_whole)
+    check_positions(config, files)
+    found, num_weights = files.config, files.num_weights
+    if lora.rank is not None or num_weights is None:
+        full = model_config_of(config)
+        model = meta_model(full, trust_remote_code=config.model.trust_remote_code)
+        if num_weights is None:
+            num_weights = sum(weight.numel() for weight in model.parameters())
+            found = full.to_dict()
+    if lora.rank is not None:
+        from easyrl.model.lora import check_lora
+
+        num_trained = check_lora(lora, config.model.path, model)
+    return Measured(files, num_trained, model_size(found, num_weights, num_trained))
 
 
 def check_functions(
