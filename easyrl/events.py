@@ -225,18 +225,13 @@ class GroupRecomputed(WorkerEvent):
 
 
 class PromptEvaluated(WorkerEvent):
-    """A problem of an evaluation has its rewards. Shapes: S samples."""
+    """A problem of an evaluation has its rewards."""
 
     evaluation_round: int
     prompt_index: int
-    rewards: Sequence[float]  # [S], NaN where the reward call failed and the prompt is skipped
-    rewards_by_function: Sequence[Sequence[float | None]] = ()  # [functions][S]
-    completion_lengths: Sequence[int] = ()  # [S]
-    truncated: Sequence[bool] = ()  # [S]
+    samples: Sequence[Sample]
+    """With rewards of NaN where the reward call failed and the prompt is skipped."""
     prompt: str | None = None
-    completions: Sequence[str] = ()  # [S]
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # name -> [S] (`Sample`)
-    raw: Sequence[Sequence[str]] = ()  # [S] (`Sample`)
     errors: Sequence[str] = ()
     logged: Mapping[str, float] = field(default_factory=dict)  # by reward functions
     checksum: int = 0  # of token ids and log-probabilities

@@ -88,7 +88,7 @@ def run_events(folder, config=None):
         FromWorker("train-0", 103.0, events.Ready()),
         FromWorker("rollout-0", 104.0, events.Ready()),
         events.EvaluationStarted(104.0, 10),
-        FromWorker("rollout-0", 105.5, events.PromptEvaluated(0, 1, [1.0])),
+        FromWorker("rollout-0", 105.5, events.PromptEvaluated(0, 1, ())),
         events.Evaluated(106.0, 0.125, 10, 0.1, num_iterations=0, reward=0.125),
         events.IterationStarted(108.0, 1),
         events.IterationFinished(118.0, METRICS),

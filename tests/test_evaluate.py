@@ -22,6 +22,7 @@ from easyrl.config import by_name, load_config, to_commented_yaml
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
+from easyrl.rewards.loading import reward_names
 from easyrl.runtime.metrics import evaluation_metrics
 from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
@@ -73,10 +74,14 @@ class Workers:
                 raise self.errors[number]
             n = problem.index
             rewards = [self.rewards(n, sample) for sample in range(count)]
-            by_function = () if any(map(math.isnan, rewards)) else [rewards]
-            lengths, truncated = [5 + n] * count, [n == 0] * count
-            more = lengths, truncated, str(problem.content), [f"{k}" for k in range(count)]
-            yield number + 1.0, events.PromptEvaluated(0, n, rewards, by_function, *more)
+            [name], is_skipped = reward_names(plan.config), any(map(math.isnan, rewards))
+            samples = [
+                events.Sample(
+                    str(k), x, 0.0, {}, {name: None if is_skipped else x}, 5 + n, truncated=n == 0
+                )
+                for k, x in enumerate(rewards)
+            ]
+            yield number + 1.0, events.PromptEvaluated(0, n, samples, str(problem.content))
 
 
 @pytest.fixture
@@ -314,8 +319,10 @@ def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp
 
 
 def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
-    answers = [events.PromptEvaluated(0, n, [value]) for n, value in enumerate([1.0, 0.1, 0.7])]
-    answers.append(events.PromptEvaluated(0, 3, [math.nan]))
+    answers = [
+        events.PromptEvaluated(0, n, [events.Sample("", value, 0.0, {})])
+        for n, value in enumerate([1.0, 0.1, 0.7, math.nan])
+    ]
     found = evaluation_metrics(answers, 0.7)
     assert found == evaluation_metrics(answers[::-1], 0.7)
     expected = {"eval/accuracy": 2 / 3, "eval/standard_error": 1 / 3, "eval/reward": 0.6}

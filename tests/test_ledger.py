@@ -192,7 +192,7 @@ def test_answers_of_an_evaluation_outlive_their_worker():
         return [[p.index for p in each.prompts] for each in ledger.take(WORKERS).values()]
 
     def answered(worker, index):
-        answer = events.PromptEvaluated(1, index, [1.0])
+        answer = events.PromptEvaluated(1, index, ())
         ledger.on_event(worker, answer)
         return answer
 

@@ -30,7 +30,7 @@ from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, check_positions, model_size, read_model_files
 from easyrl.observe.text import say
-from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
+from easyrl.rewards.loading import reward_specs, reward_weights
 from easyrl.runtime import preflight, supervisor
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
@@ -38,7 +38,7 @@ from easyrl.runtime.ledger import ledger_of_evaluation
 from easyrl.runtime.memory import check_memory, estimate_memory, fits, memory_budgets
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resume import with_absolute_paths
-from easyrl.runtime.run_folder import finite
+from easyrl.runtime.run_folder import finite, sample_values
 from easyrl.types import Prompt
 
 
@@ -174,7 +174,7 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[in
             for seconds, answer in answered:
                 problem = remaining[answer.prompt_index]
                 folder.append(problem, _lines(plan, problem, answer))
-                num_tokens += sum(answer.completion_lengths)
+                num_tokens += sum(sample.length for sample in answer.samples)
                 view.show_progress(seconds, folder.answers, num_tokens)
     return num_tokens, seconds
 
@@ -206,26 +206,16 @@ def answers_of_workers(
 
 def _lines(plan: Plan, problem: str, answer: events.PromptEvaluated) -> Lines:
     """A line of `samples.jsonl` for each sample of a problem."""
-    names, references = reward_names(plan.config), plan.problems[problem].references()
-    # No function has rewards if a reward call failed.
-    by_function = answer.rewards_by_function or [[None] * len(answer.rewards)] * len(names)
-    lines = []
-    for number, completion in enumerate(answer.completions):
-        scores = [rewards[number] for rewards in by_function]
+    references, lines = plan.problems[problem].references(), []
+    for number, sample in enumerate(answer.samples):
         line = {
             "problem": problem,
             "prompt_index": answer.prompt_index,
             "sample": number,
             "prompt": answer.prompt,
-            "completion": completion,
-            "reward": answer.rewards[number],
-            "rewards": finite(dict(zip(names, scores, strict=True))),
-            "length": answer.completion_lengths[number],
-            "truncated": answer.truncated[number],
-            "raw": answer.raw[number] if answer.raw else (),
+            **sample_values(sample),
         }
-        columns = {name: values[number] for name, values in answer.columns.items()}
-        lines.append(finite(events.with_columns(line, references | columns)))
+        lines.append(finite(events.with_columns(line, {**references, **sample.columns})))
     return lines
 
 

@@ -33,8 +33,7 @@ SPANS: Mapping[type[Message], tuple[str, str]] = {
     events.RunFinished: ("saving", "E"),
 }
 """Begin and end of the controller's spans. Other events are instants."""
-LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"]
-LARGE += ["raw"]
+LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "samples", "raw"]
 """Fields that are null in the file: they are large, or in other files."""
 FIRST = "first_iteration"
 """In RunStarted: the number of a run's first iteration. Version 0.2 counted from 0 and lacks it."""

@@ -278,7 +278,8 @@ def evaluation_metrics(
     """Metrics over the held-out problems, and the number of problems that have rewards."""
     # Events come in order of arrival: sort, so that sums do not depend on it.
     ordered = sorted(answers, key=lambda answer: answer.prompt_index)
-    rewards = np.array([answer.rewards for answer in ordered], dtype=np.float64)  # [N, S]
+    of_all = [[sample.reward for sample in answer.samples] for answer in ordered]
+    rewards = np.array(of_all, dtype=np.float64)  # [N, S]
     rewards = rewards[~np.isnan(rewards).any(axis=1)]
     accuracy, error = mean_and_error(is_correct(rewards, correct_reward).mean(axis=1))
     reward, _ = mean_and_error(rewards.mean(axis=1))

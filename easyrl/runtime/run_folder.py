@@ -163,15 +163,17 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
         "iteration": group.iteration,
         "prompt_index": group.prompt_index,
         "prompt": group.prompt,
-        "completion": sample.completion,
-        "reward": sample.reward,
-        "rewards": finite(sample.rewards),
+        **sample_values(sample),
         "advantage": sample.advantage,
-        "length": sample.length,
-        "truncated": sample.truncated,
-        "raw": sample.raw,
     }
     return events.with_columns(line, {**group.columns, **sample.columns})
+
+
+def sample_values(sample: events.Sample) -> dict[str, Any]:
+    """What lines of runs and of evaluations have in common."""
+    names = ("completion", "reward", "rewards", "length", "truncated", "raw")
+    values = {name: getattr(sample, name) for name in names}
+    return {**values, "rewards": finite(sample.rewards)}
 
 
 def first_iteration(folder: Path) -> int:

@@ -346,14 +346,8 @@ class RolloutWorker:
         answer = events.PromptEvaluated(
             number,
             group.prompt.index,
-            rewards.tolist(),
-            scored.scores,
-            [len(completion.token_ids) for completion in group.completions],
-            [completion.finish_reason == "length" for completion in group.completions],
-            prompt=group.text,
-            completions=group.texts,
-            columns=scored.columns,
-            raw=self._raw(group),
+            self._samples(group, scored, rewards, np.zeros_like(rewards), self._raw(group)),
+            group.text,
             errors=scored.errors,
             logged=scored.metrics,
             checksum=checksum(group.completions),
@@ -403,22 +397,8 @@ class RolloutWorker:
         )
         kept = self.config.output.samples
         is_sample = (kept is None or own.index < kept) and not is_rejected
-        names = reward_names(self.config)
-        scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
         raw = self._raw(own) if is_sample else [()]
-        samples = [
-            events.Sample(
-                own.texts[n],
-                float(rewards[n]),
-                float(group.advantages[n]),
-                {name: values[n] for name, values in scored.columns.items()},
-                {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
-                int(group.completion_lengths[n]),
-                bool(group.truncated[n]),
-                raw[n],
-            )
-            for n in (range(len(completions)) if is_sample else [0])
-        ]
+        samples = self._samples(own, scored, rewards, group.advantages, raw)
         report = events.GroupScored(
             iteration=iteration + 1,
             group_index=own.index,
@@ -443,6 +423,31 @@ class RolloutWorker:
             self.control.send(report)
         else:
             self._outbox.append((group, report))
+
+    def _samples(
+        self,
+        group: _Group,
+        scored: Scored,
+        rewards: Float32,
+        advantages: Float32,
+        raw: Sequence[Sequence[str]],
+    ) -> list[events.Sample]:
+        """Return the first completions of a group, as many as there are in `raw`."""
+        names = reward_names(self.config)
+        scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
+        return [
+            events.Sample(
+                group.texts[n],
+                float(rewards[n]),
+                float(advantages[n]),
+                {name: values[n] for name, values in scored.columns.items()},
+                {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
+                len(group.completions[n].token_ids),
+                group.completions[n].finish_reason == "length",
+                raw[n],
+            )
+            for n in range(len(raw))
+        ]
 
     def _raw(self, group: _Group) -> Sequence[Sequence[str]]:
         """Return all tokens of prompt and completion as texts, for each completion."""
