@@ -1,5 +1,6 @@
 """The config: four layers, YAML and words to values, and errors that name the key."""
 
+import re
 import runpy
 from functools import reduce
 from pathlib import Path
@@ -20,7 +21,7 @@ from easyrl.config import (
     to_commented_yaml,
 )
 from easyrl.config.devices import parse_device_set
-from easyrl.config.hints import INSTEAD, SYNONYMS
+from easyrl.config.hints import INSTEAD, names_of_others
 from easyrl.runtime.placement import check_disjoint
 
 ROOT = Path(__file__).parent.parent
@@ -53,8 +54,10 @@ def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
 
 
 def test_every_synonym_and_advice_names_settings_that_exist():
-    last_parts = {name.rpartition(".")[2] for name in KEYS}
-    assert last_parts.issuperset(SYNONYMS.values())
+    named = {
+        key for here in names_of_others().values() for key in re.findall(r"[a-z]\w*\.[\w.]+", here)
+    }
+    assert "train.learning_rate" in named and named <= {*KEYS}
     for (name, value), instead in INSTEAD.items():
         assert instead in error_of(f"{name}={value}")
         of(instead)
@@ -241,6 +244,7 @@ def test_device_sets_are_disjoint_or_one_shared_accelerator():
         ("save_steps", "train.save_every"),
         ("logging_steps", "nothing"),
         ("use_vllm", "rollout.engine=vllm"),
+        ("train.batch_size", "train.prompts_per_iteration"),
         ("actor_rollout_ref.actor.kl_loss_coef", "algorithm.beta"),
         ("train.beta", "did you mean algorithm.beta"),
     ],

@@ -25,7 +25,7 @@ from easyrl.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from easyrl.config.data import DataConfig as DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
-from easyrl.config.hints import INSTEAD, SYNONYMS, names_of_others, similar_names
+from easyrl.config.hints import INSTEAD, names_of_others, similar_names
 from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.reward import JudgeConfig as JudgeConfig
 from easyrl.config.reward import RewardConfig as RewardConfig
@@ -413,7 +413,8 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
             raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
     if search is None:
         return [*names]
-    words = {search.lower(), SYNONYMS.get(search.lower(), search.lower())}
+    here = names_of_others().get(search.lower(), "")
+    words = {search.lower(), *re.findall(r"[a-z]\w*\.[\w.]+", here)}
     texts = {key: f"{key} {on_one_line(field.description)}".lower() for key, field in KEYS.items()}
     found = [key for key, text in texts.items() if any(word in text for word in words)]
     if not found:

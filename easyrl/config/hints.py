@@ -6,23 +6,6 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
-SYNONYMS = {
-    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "prompts"), "prompts_per_iteration"),
-    **dict.fromkeys(("n", "group_size", "num_samples"), "num_generations"),
-    **dict.fromkeys(("steps", "max_steps", "epochs", "num_train_epochs"), "iterations"),
-    **dict.fromkeys(("kl_coef", "kl_loss_coef", "kl"), "beta"),
-    **dict.fromkeys(("clip_ratio", "cliprange", "clip"), "epsilon"),
-    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
-    "response_length": "max_completion_length",
-    **dict.fromkeys(("tp", "tp_size"), "tensor_parallel_size"),
-    **dict.fromkeys(("name", "model_name_or_path"), "path"),
-    **dict.fromkeys(("reward_funcs", "reward_function"), "functions"),
-    **dict.fromkeys(("lora", "lora_rank", "lora_r", "use_lora", "use_peft", "r"), "rank"),
-    "loss": "loss_type",
-    "torch_dtype": "dtype",
-}
-"""Last parts of names."""
 CLOSE = 0.75
 """Similarity, of at most 1, from which a name is suggested."""
 INSTEAD = {
@@ -35,8 +18,7 @@ INSTEAD = {
 
 @cache
 def names_of_others() -> dict[str, str]:
-    """The last parts of TRL's and verl's names, and what they are called here (the table of
-    docs/trl_and_verl.md)."""
+    """The last parts of others' names, and what they are called here (docs/trl_and_verl.md)."""
     table = Path(__file__).with_name("trl_and_verl.md").read_text()
     found: dict[str, str] = {}
     for ours, *others in (line.split("|")[1:4] for line in table.splitlines() if "|" in line):
@@ -57,9 +39,5 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def similar_names(name: str, names: Collection[str]) -> list[str]:
     """Return up to three of `names` that an unknown one, as `train.lr`, may mean."""
     typed = name.lower().replace("-", "_")
-    section, _, last = typed.rpartition(".")
-    last = SYNONYMS.get(last, last)
-    if f"{section}.{last}" in names:
-        return [f"{section}.{last}"]
-    same = [each for each in names if each.rpartition(".")[2] == last]
+    same = [each for each in names if each.rpartition(".")[2] == typed.rpartition(".")[2]]
     return same[:3] or difflib.get_close_matches(typed, names, 1, CLOSE)
