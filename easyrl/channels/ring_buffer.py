@@ -50,18 +50,6 @@ FREE, WRITING, READY, READING = range(4)
 STATE_BITS = 2  # status word: owner << STATE_BITS | state
 
 SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
-DIMENSIONS = (
-    "num_prompt_tokens",
-    "num_generations",
-    "num_completion_tokens",
-    "num_segments",
-    "num_teacher_prompt_tokens",
-)
-
-FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
-# The status is state and owner in one word: both change in one store.
-HEADER = ("status", *FIELDS, *DIMENSIONS)
-
 ARRAYS = (  # field of RolloutGroup, element type, its one dimension
     ("prompt_ids", np.int32, "num_prompt_tokens"),
     ("completion_lengths", np.int32, "num_generations"),
@@ -75,6 +63,10 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
     ("segment_after", np.int32, "num_segments"),
     ("teacher_prompt_ids", np.int32, "num_teacher_prompt_tokens"),
 )
+DIMENSIONS = tuple(dict.fromkeys(dimension for *_, dimension in ARRAYS))
+FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
+# The status is state and owner in one word: both change in one store.
+HEADER = ("status", *FIELDS, *DIMENSIONS)
 
 NEVER = -1
 TOKEN_BYTES = 8
@@ -122,16 +114,10 @@ class RingLayout:
 
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
         """Return the header's lengths. Raises ValueError if the group does not fit a slot."""
-        lengths = {
-            "num_prompt_tokens": len(group.prompt_ids),
-            "num_generations": group.num_generations,
-            "num_completion_tokens": group.num_completion_tokens,
-            "num_segments": len(group.segment_lengths),
-            "num_teacher_prompt_tokens": len(group.teacher_prompt_ids),
-        }
+        lengths: dict[str, int] = {}
         for name, element, dimension in ARRAYS:
-            array, length = getattr(group, name), lengths[dimension]
-            most = self.capacities[dimension]
+            array, most = getattr(group, name), self.capacities[dimension]
+            length = lengths.setdefault(dimension, len(array))
             if array.shape != (length,) or array.dtype != element or length > most:
                 raise ValueError(
                     f"group of prompt {group.prompt_index}: expected {name} to be "
