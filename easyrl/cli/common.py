@@ -55,7 +55,7 @@ class Commands(TyperGroup):
         try:
             return super().resolve_command(context, arguments)
         except Exception as error:
-            if arguments[0] in ("train", "run", "fit"):
+            if arguments[0].lower() in ("train", "run", "fit", "grpo"):
                 error.message += " To train: easyrl grpo"  # type: ignore[attr-defined]
             raise
 

@@ -22,7 +22,7 @@ def samples(
     min_reward: Annotated[float | None, Option(help="With at least this reward.")] = None,
     max_reward: Annotated[float | None, Option(help="With at most this reward.")] = None,
     iteration: Annotated[str | None, Option(metavar="N", help="Only of these: 3 or 3-5.")] = None,
-    limit: Annotated[int | None, Option(min=1, help="At most this many.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="At most this many, the newest.")] = None,
     raw: Annotated[bool, Option("--raw", help="With chat template and special tokens.")] = False,
 ) -> None:
     """Print prompts, completions, rewards and advantages."""

@@ -328,7 +328,8 @@ def _read_word(word: str) -> tuple[str, Any]:
     name, first = name.strip(), text.strip()[:1]
     if not equals:
         key = name if name in KEYS else "section.key"
-        raise ConfigError(f"'{word}': expected {key}=value")
+        hint = f"--config {word}" if word.endswith((".yaml", ".yml")) else "quote texts with spaces"
+        raise ConfigError(f"'{word}': expected {key}=value ({hint})")
     accepted = kinds(KEYS[name].annotation) if name in KEYS else ()
     is_text = str in accepted and not (
         first in ("'", '"')

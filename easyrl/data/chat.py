@@ -48,7 +48,7 @@ def read_messages(given: object, source: str) -> Messages:
     messages: Messages = []
     for number, message in enumerate(given):
         try:
-            if not isinstance(message, dict):
+            if not isinstance(message, dict) or "role" not in message:
                 raise TypeError("expected a mapping with role and content")
             content, calls = message.get("content"), message.get("tool_calls")
             content = "" if content is None and calls else _text(content)
@@ -167,7 +167,8 @@ def check_prompts(
         if "tools" not in words:
             raise ConfigError(
                 "data.chat_template: expected a template that shows tools to the model, but that "
-                "of the model (model.path) does not use the variable `tools`"
+                "of the model (model.path) does not use the variable `tools`; use a model that "
+                "is made for them (Qwen3), or another template"
             )
     lengths: dict[str, int] = {}
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: len(str(examples[k]))):

@@ -2,8 +2,9 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
-LEFT_OUT = ("prompt", "completion", "problem", "rewards", "messages", "branches", "raw")
+LEFT_OUT = ("prompt", "completion", "entry", "problem", "rewards", "messages", "branches", "raw")
 
 
 def show_samples(
@@ -50,7 +51,7 @@ def show_samples(
 
     before: Any = None
     lines = from_1(folder, GrowingFile(file).read())
-    for line, count in islice(folded(filter(is_wanted, lines)), limit):
+    for line, count in deque(folded(filter(is_wanted, lines)), limit):
         prompt = _prompt(line)
         texts = line.get("raw") if is_raw else (line["prompt"], line["completion"])
         if not texts:

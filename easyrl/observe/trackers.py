@@ -17,7 +17,6 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Event, Note
-from easyrl.formatting import require
 
 PROJECT = "easyrl"
 END_SECONDS = 10.0  # longest wait for trackers to send the rest when the run ends
@@ -80,9 +79,6 @@ class Trackers:
     """An observer that feeds the trackers of `output.log_to` from a thread."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ConfigError if a tracker of `output.log_to` is not installed."""
-        for name in config.output.log_to:
-            require(name, f"output.log_to: '{name}'")
         self._trackers: dict[str, Tracker] = {}
         self._queue: queue.SimpleQueue[tuple[Values | None, int]] = queue.SimpleQueue()
         """(values, step); at the end (None, exit code)"""

@@ -26,7 +26,7 @@ from easyrl.data.streams import OF_TEACHER, PromptStream
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interfaces
 from easyrl.environments.pool import check_environments
-from easyrl.formatting import counted, printable, shorten
+from easyrl.formatting import counted, printable, require, shorten
 from easyrl.model.files import (
     FLOAT_BYTES,
     ModelFiles,
@@ -46,7 +46,7 @@ from easyrl.rewards.loading import digest_code, reward_models
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
 from easyrl.runtime.placement import Placement, describe, resolve_placement
-from easyrl.runtime.resume import Resume, differing, start_from
+from easyrl.runtime.resume import Resume, differing, find_resume, start_from
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
 
@@ -157,9 +157,11 @@ def make_plan(
     lines = [describe(placement), *never_run(placement), ""]
     warnings, size = choice_warnings(config, placement), None
     is_refused = is_tight = False
+    described = describe_model(config.model.path)
     try:
         config, _ = start_from(config, is_resumed=is_resumed)
-        size = measure_model(config, is_whole=False).size
+        model = measure_model(config, is_whole=False)
+        size, described = model.size, describe_weights(model, config)
         check_engine(config, placement, size)
         estimate = memory.estimate_run(config, placement, size)
         config = estimate.config
@@ -171,10 +173,15 @@ def make_plan(
         is_tight = True  # if the next line raises
         tight = memory.check_memory(*estimate[1:])
         is_tight, warnings = bool(tight), warnings + tight
+        resumed = find_resume(config, folder_of(config) if is_resumed else None)
+        if resumed is None:
+            refuse_existing(folder_of(config))
+        else:
+            os.close(resumed.lock)
         # Last: what is known of the memory is shown first.
         warnings += check_inputs(config)
     except ConfigError as refused:
-        warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
+        warnings, is_refused = [*warnings, f"a run would not start: {refused}"], True
     changes, host_bytes = None, 0
     if size is not None and is_tight and placement.accelerator != "cpu":
         changes = memory.propose_changes(config, placement, size)
@@ -182,7 +189,7 @@ def make_plan(
             changed = change_config(config, changes)
             parts = memory.estimate_memory(changed, resolve_placement(changed, assumed), size)
             host_bytes = memory.bytes_by_memory(parts)["cpu"]
-    text = "\n".join([describe_model(config.model.path), *lines, *warnings])
+    text = "\n".join([described, *lines, *warnings])
     return Plan(text, not is_refused, is_tight, changes or {}, host_bytes, assumed is not None)
 
 
@@ -194,7 +201,7 @@ def check_inputs(config: Config) -> list[str]:
         prompts = datasets.open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
         warnings += _held_out(config, prompts, None)[1]
-        first = {"first prompt": prompts.prompt(0).content}
+        first = {"first prompt (a start checks all)": prompts.prompt(0).content}
         try:
             tokenizer = load_prompt_tokenizer(config, first)
             if tokenizer is not None and len(tokenizer) < 2:  # transformers makes an empty one
@@ -230,6 +237,17 @@ def measure_model(config: Config, *, is_whole: bool = True) -> Measured:
     return Measured(files, num_trained, model_size(found, num_weights, num_trained))
 
 
+def describe_weights(model: Measured, config: Config) -> str:
+    """Describe the model, and how many of its weights are trained."""
+    total, trained = model.files.num_weights, model.num_trained
+    text = describe_model(config.model.path)
+    if trained is None:
+        return text if total is None else f"{text}, {total:,} weights, all trained"
+    share = "" if total is None else f" of {total + trained:,} ({trained / (total + trained):.1%})"
+    lora = f"LoRA of rank {config.model.lora.rank} trains {trained:,} weights{share}"
+    return f"{text}; {lora}, the base is frozen"
+
+
 def check_functions(
     config: Config, example: Prompt | None, *, is_trained: bool = True
 ) -> tuple[Interfaces, list[str]]:
@@ -242,6 +260,8 @@ def check_functions(
         from easyrl.algorithm.losses import load_loss
 
         load_loss(config)
+    for name in config.output.log_to if is_trained else ():
+        require(name, f"output.log_to: '{name}'")
     return interfaces, warnings
 
 
@@ -421,7 +441,11 @@ def _held_out(
     if config.eval.dataset is None:
         return list(datasets.problems_of(prompts, config).values()), []
     other = datasets.with_eval_data(config)
-    problems = datasets.problems_of(datasets.open_prompts(other, is_trained=False), other)
+    try:
+        opened = datasets.open_prompts(other, is_trained=False)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.dataset (--dataset)", "eval.dataset")) from None
+    problems = datasets.problems_of(opened, other)
     warnings = try_rewards(config, next(iter(problems.values())))
     kept = [] if interfaces is None else short_problems(other, problems, interfaces, tokenizer)
     return kept, warnings
@@ -493,7 +517,12 @@ def describe_prompts(
     names = [tool["function"]["name"] for tool in tools]
     hidden = [name for name in names if name not in text]
     warning = f"warning: the chat template does not show the tools {', '.join(hidden)}"
-    shown = [rows, f"first prompt, {counted(len(ids), 'token')}:", *(f"  {each}" for each in lines)]
+    heading = f"first prompt, {counted(len(ids), 'token')}"
+    if config.rollout.environment is not None:
+        heading += ", without what the environment's `reset` adds"
+    elif not isinstance(content, str) and content[-1]["role"] == "assistant":
+        heading += ", an answer that completions continue"
+    shown = [rows, f"{heading}:", *(f"  {each}" for each in lines)]
     return shown + [warning] * bool(hidden)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from easyrl import events
 from easyrl.config import INPUTS, Config, change_config
-from easyrl.data.hub import describe_model
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource
@@ -20,7 +19,7 @@ from easyrl.runtime import run_folder, self_test, supervisor
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
-from easyrl.runtime.preflight import Preflight, check_run
+from easyrl.runtime.preflight import Preflight, check_run, describe_weights
 from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
 
 
@@ -155,7 +154,7 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     notes = [] if resumed is None else [resumed.describe(config)]
     rewards = ", ".join(reward_names(config))
     data, rate = config.data.shown, config.learning_rate
-    notes.append(describe_model(config.model.path))
+    notes.append(describe_weights(checked.model, config))
     teacher = f"teacher: {config.algorithm.teacher}; " if config.algorithm.teacher else ""
     notes.append(f"data: {data}; reward: {rewards}; {teacher}learning rate {rate:g}")
     if checked.num_prompts_skipped:
@@ -163,11 +162,4 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
             f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="
             f"{config.data.max_prompt_length}), left: {checked.prompts.epoch_length}"
         )
-    if (trained := checked.model.num_trained) is not None:
-        share = ""
-        if checked.model.files.num_weights is not None:
-            total = checked.model.files.num_weights + trained
-            share = f" of {total:,} ({trained / total:.1%})"
-        rank = config.model.lora.rank
-        notes.append(f"LoRA of rank {rank}: trains {trained:,} weights{share}, the base is frozen")
     return [*notes, *checked.about_prompts, *checked.warnings]
