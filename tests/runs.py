@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import psutil
 from typer.testing import CliRunner, Result
 
+from easyrl.formatting import EXTRAS
+
 SMALL = (
     "train.prompts_per_iteration=4",
     "rollout.num_generations=4",
@@ -21,6 +23,17 @@ SMALL = (
     "data.num_held_out=8",
 )
 """Settings of a run that takes a second or two once its workers are up."""
+
+
+OPTIONAL = {*EXTRAS.values(), "scipy", "pandas", "pyarrow", "psutil"} - {"httpx2"}
+"""Libraries that no run needs. httpx2 comes with huggingface_hub 2."""
+
+
+def without_optional_libraries(folder: Path) -> dict[str, str]:
+    """The environment of a process for which these seem not to be installed."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))"
+    (folder / "sitecustomize.py").write_text(program)
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).parent.parent}"}
 
 
 class Finished(NamedTuple):

@@ -4,7 +4,6 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from easyrl.evaluation.figures import paired, pass_at_k
 from easyrl.runtime.metrics import is_correct, mean_and_error
@@ -55,6 +54,8 @@ def test_paired_test_counts_all_sign_flips(samples):
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_p_values_are_those_of_scipy(samples):
+    from scipy import stats
+
     rng = np.random.default_rng(3)
     for bound in (0.5, 0.42):
         first, second = rng.random((300, samples)) < 0.5, rng.random((300, samples)) < bound

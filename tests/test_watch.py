@@ -19,7 +19,7 @@ from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
 from run_events import METRICS, active, group, run_events, state_of
-from runs import SMALL, start, wait_for_line
+from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
 from terminals import Terminal, after_the_view
 
 
@@ -70,7 +70,7 @@ def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch
         live.apply(event)
         notify(event)
         files = files or RunFiles(folder)
-        if number % 11 == 0 or number < first or number > len(run) - 20:
+        if number % 29 == 0 or number < first or number > len(run) - 20:
             for found in files.read():
                 follower.apply(found)
             assert content(follower) == content(live), event
@@ -149,12 +149,14 @@ def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_report
         assert "still running" in text_of(page_of(folder))
         for watcher in (interrupted, follower):
             watcher.read_until("ETA")
+        workers = descendants(process.pid)
         os.kill(interrupted.process.pid, signal.SIGINT)
         interrupted.read_until(None)
         assert process.poll() is None
     finally:
         process.kill()
         process.communicate()
+    assert wait_until_gone(workers, 5.0) == []
     assert interrupted.end() == 128 + signal.SIGINT and follower.end() == 1
     assert "the run continues" in after_the_view(interrupted.output)
     assert "the run was killed" in after_the_view(follower.output)
