@@ -95,7 +95,8 @@ def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(mo
     one, two = (logits(models / name, [f"1+1={text}" for text in texts]) for name in ("one", "two"))
     expected = [pytest.approx(one, abs=1e-5), [0.0, 0.0], pytest.approx(two, abs=1e-5)]
     specs = models / "one", f"{own}:torch", models / "two"
-    reports, config = [], config_of(*specs, reward__model_label=0, reward__memory_limit_gib=0.25)
+    settings = {"reward__model_label": 0, "reward__memory_limit_gib": 0.25}
+    reports, config = [], config_of(*specs, reward__num_workers=1, **settings)
     pool = RewardPool(config, None, reports.append)
     try:
         for _ in range(2):
