@@ -1,4 +1,4 @@
-"""The figures of an evaluation against enumeration and simulation."""
+"""The figures of an evaluation against enumeration and scipy."""
 
 from itertools import combinations, product
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from easyrl.evaluation.figures import paired, pass_at_k
-from easyrl.runtime.metrics import is_correct, mean_and_error
+from easyrl.runtime.metrics import is_correct
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))
@@ -17,21 +17,6 @@ def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num_samples):
             choices = [any(choice) for choice in combinations(samples, k)]
             expected = sum(choices) / len(choices)
             assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("num_samples", [1, 4])
-def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples):
-    """Each evaluation has new problems. Samples of one problem are correlated: an error with
-    samples as the unit would be a third too small with four of them."""
-    rng = np.random.default_rng(1)
-    accuracies, errors = [], []
-    for _ in range(4000):
-        chances = rng.beta(0.5, 0.5, size=60)
-        means = (rng.random((60, num_samples)) < chances[:, None]).mean(axis=1)
-        accuracy, error = mean_and_error(means)
-        accuracies.append(accuracy)
-        errors.append(error)
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(accuracies), rel=0.04)
 
 
 def by_enumeration(first, second):
