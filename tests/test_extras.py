@@ -8,8 +8,6 @@ from easyrl.data.hub import resolve_model
 from easyrl.formatting import EXTRAS
 from runs import SMALL, easyrl, succeed, summary_of, without_optional_libraries, write_rows
 
-GYM = "reasoning_gym:chain_sum"  # with options of no other test, whose data would be cached
-
 
 @pytest.mark.long
 def test_a_resumed_run_with_data_of_ones_own_needs_no_optional_library(tmp_path):
@@ -33,7 +31,6 @@ def test_a_resumed_run_with_data_of_ones_own_needs_no_optional_library(tmp_path)
         ("datasets", ["grpo", "--dataset", "rows.parquet", "--reward", "exact_match"]),
         ("datasets", ["eval", "--model", "tiny", "--dataset", "math500"]),
         ("math", ["grpo", "--reward", "math"]),
-        ("reasoning-gym", ["grpo", "--dataset", GYM, "data.options={max_terms: 9}"]),
         ("judge", ["grpo", "--reward", "judge", "reward.judge.url=http://127.0.0.1:9"]),
         ("lora", ["grpo", "model.lora.rank=4"]),
         ("ray", ["grpo", "--infer-devices", "ray:cpu:1"]),

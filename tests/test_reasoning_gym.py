@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from easyrl.config import load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
-from easyrl.data.reasoning_gym import ReasoningGym
+from easyrl.data.reasoning_gym import ReasoningGym, library_data
 from easyrl.rewards import functions
 from easyrl.rewards.loading import reward_specs
 from runs import SMALL, lines_of, succeed, summary_of
@@ -66,6 +66,12 @@ def test_the_librarys_scorer_reads_the_answer_and_gives_parts():
     row = ReasoningGym("prime_factorization", "{}", 1).train_row(0, 0)
     scores = functions.reasoning_gym("ab", entry=[row["entry"], None], task=[row["task"], None])
     assert scores == [0, None]
+
+
+def test_the_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"easyrl-train\[reasoning-gym\]"):
+        library_data("chain_sum", '{"min_terms": 2}', 3)
 
 
 BY_TASK = {"chain_sum": FEW, "leg_counting": {"min_animals": 1, "max_animals": 2}}
