@@ -8,6 +8,7 @@ from easyrl.config import load_config, to_commented_yaml
 from easyrl.model import checkpoint_files
 from easyrl.model.files import fingerprint
 from easyrl.runtime.run_folder import lock_folder
+from runs import write_rows
 
 TINY = Path(__file__).parent.parent / "easyrl" / "model" / "built_in" / "tiny"
 REWARDS = """
@@ -22,8 +23,25 @@ def truth(completions, **columns):
 
 def text(completions, answer, **columns):
     return [float(each.strip() == right) for each, right in zip(completions, answer)]
+
+def a_set(completions, **columns):
+    return {0.0}
 """
 CHAT = [{"role": "user", "content": "1+1="}]
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+"""The sizes of Qwen3-1.7B: 6.4 GiB in float32, and 25.6 GiB to train."""
 
 
 def write_files(folder):
@@ -31,7 +49,6 @@ def write_files(folder):
         "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
         "broken.jsonl": '{"prompt": "1+1="}\n{"prompt": \n',
         "other.jsonl": '{"question": "1+1=", "answer": "2"}\n',
-        "chat.jsonl": "".join(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n" for _ in "ab"),
         "long.jsonl": '{"prompt": "1+1=", "answer": "2"}\n\n'
         '{"prompt": "1+1+1+1+1=", "answer": "5"}\n',
         "half.jsonl": '{"prompt": "1+1= \\ud83d", "answer": "2"}\n',
@@ -41,8 +58,18 @@ def write_files(folder):
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
-    (folder / "taken").mkdir()
-    for name, change in (BROKEN_MODELS | OTHER_MODELS).items():
+    write_rows(folder / "chat.jsonl", [{"prompt": CHAT, "answer": "2"}] * 2)
+    for name in ("taken", "qwen", "evaluation", "samples"):
+        (folder / name).mkdir()
+    (folder / "taken" / "notes.txt").write_text("mine")
+    (folder / "qwen" / "config.json").write_text(json.dumps(QWEN))
+    for name in ("config.yaml", "settings.json"):
+        (folder / "evaluation" / name).write_text("{}")
+    sample = {"iteration": 1, "prompt_index": 0, "prompt": "1+1=", "completion": "2", "reward": 1.0}
+    write_rows(folder / "samples" / "samples.jsonl", [sample])
+    (folder / "samples" / "none").mkdir()
+    (folder / "samples" / "none" / "samples.jsonl").touch()
+    for name, change in (BROKEN_MODELS | OTHER_MODELS | REWARD_MODELS).items():
         shutil.copytree(TINY, folder / name)
         change(folder / name)
     for name, states in RUNS.items():
@@ -124,63 +151,164 @@ OTHER_MODELS = {
     "refuses": change_json("tokenizer_config.json", chat_template=REFUSES),
 }
 
+
+def reward_model(*lacking, num_labels=1, **values):
+    labels = {str(label): f"LABEL_{label}" for label in range(num_labels)}
+
+    def change(folder):
+        values["architectures"] = ["LlamaForSequenceClassification"]
+        change_json("config.json", id2label=labels, **values)(folder)
+        remove(*lacking)(folder)
+
+    return change
+
+
+OWN_REWARD_CODE = {"AutoConfig": "c.C", "AutoModelForSequenceClassification": "m.M"}
+REWARD_MODELS = {
+    "one_label": reward_model(),
+    "two_labels": reward_model(num_labels=2),
+    "no_reward_tokenizer": reward_model("token*"),
+    "own_reward_code": reward_model(model_type="mine", auto_map=OWN_REWARD_CODE),
+}
+
 NO_OUTPUT = "--no-live"
 """Takes the place of --output where the run folder must not be named (it changes nothing else)."""
 
-# What is typed after `easyrl grpo`, and the key, flag or line that the error names. FOLDER holds
-# the files. Values that a key does not take are in test_config.
+# What is typed after `easyrl`, and the key, flag or line that the error names. FOLDER holds the
+# files. Values that a key does not take are in test_config.
 EXACT = "--reward exact_match --dataset FOLDER"
+SUMS, LEGS = "--dataset reasoning_gym:chain_sum", "--dataset reasoning_gym:leg_counting"
+PLAN = "grpo --dry-run --assume 8x80GiB"
 MISTAKES = {
     # words, flags and the config file
-    "--seed=-1": "runtime.seed",
-    "--learning-rate 1": "train.learning_rate=VALUE",
-    "algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
-    "--config FOLDER/syntax.yaml": "syntax.yaml:3",
-    "rollout.max_completion_length=600": "data.max_prompt_length + rollout.max_completion_length",
-    "train.eval_every=5 data.num_held_out=0": "train.eval_every",
+    "grpo --seed=-1": "runtime.seed",
+    "grpo --learning-rate 1": "train.learning_rate=VALUE",
+    "grpo algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
+    "grpo --config FOLDER/syntax.yaml": "syntax.yaml:3",
+    "grpo data.max_prompt_length=1000": "data.max_prompt_length + rollout.max_completion_length",
+    "grpo train.eval_every=5 data.num_held_out=0": "train.eval_every",
+    "grpo train.compile=true runtime.deterministic=true": "train.compile",
     # LoRA
-    "model.lora.rank=4 model.lora.target_modules=[q_proj,c_attn]": "model.lora.target_modules",
-    "model.lora.rank=100000000": "model.lora.rank",
+    "grpo model.lora.rank=4 model.lora.target_modules=[q_proj,c_attn]": "model.lora.target_modules",
+    "grpo model.lora.rank=100000000": "model.lora.rank",
     # devices
-    "--infer-devices 0-3": "devices.infer",
-    "--train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
+    "grpo --infer-devices 0-3": "devices.infer",
+    "grpo --train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
     # the model
-    "--model nobody/nothing": "model.path",
-    **{f"--model FOLDER/{name}": "model.path" for name in BROKEN_MODELS},
-    "--model FOLDER/own_code": "model.trust_remote_code=true",
-    "--model FOLDER/longrope": "data.max_prompt_length + rollout.max_completion_length",
+    "grpo --model nobody/nothing": "model.path",
+    **{f"grpo --model FOLDER/{name}": "model.path" for name in BROKEN_MODELS},
+    "grpo --model FOLDER/own_code": "model.trust_remote_code=true",
+    "grpo --model FOLDER/longrope": "data.max_prompt_length + rollout.max_completion_length",
     # data
-    "--dataset none.jsonl": "data.dataset",
-    "eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
-    f"{EXACT}/broken.jsonl": "broken.jsonl:2",
-    f"{EXACT}/long.jsonl data.max_prompt_length=6": "long.jsonl:3",
-    f"{EXACT}/chat.jsonl": "chat.jsonl:1",
-    f"{EXACT}/chat.jsonl --model FOLDER/refuses": "chat.jsonl:1",
-    f"{EXACT}/chat.jsonl --model FOLDER/thinks data.chat_template_kwargs={{x:\\ 1}}": (
+    "grpo --dataset none.jsonl": "data.dataset",
+    "grpo eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
+    f"grpo {EXACT}/broken.jsonl": "broken.jsonl:2",
+    f"grpo {EXACT}/long.jsonl data.max_prompt_length=6": "long.jsonl:3",
+    f"grpo {EXACT}/chat.jsonl": "chat.jsonl:1",
+    f"grpo {EXACT}/chat.jsonl --model FOLDER/refuses": "chat.jsonl:1",
+    f"grpo {EXACT}/chat.jsonl --model FOLDER/thinks data.chat_template_kwargs={{x:\\ 1}}": (
         "data.chat_template_kwargs"
     ),
-    f"{EXACT}/good.jsonl data.chat_template={{{{x}}}}": "data.chat=true",
-    f"{EXACT}/half.jsonl": "half.jsonl:1",
+    f"grpo {EXACT}/good.jsonl data.chat_template={{{{x}}}}": "data.chat=true",
+    f"grpo {EXACT}/half.jsonl": "half.jsonl:1",
     # rewards
-    "--dataset FOLDER/good.jsonl": "reward.functions",
-    "--reward exactmatch": "did you mean exact_match?",
-    "--reward FOLDER/r.py": "r.py:one_for_all or ",
-    "--reward FOLDER/fails.py:score": 'fails.py", line 3',
-    "--reward code --dataset FOLDER/good.jsonl": "tests",
-    "--reward FOLDER/r.py:truth --dataset FOLDER/good.jsonl": "column 'ground_truth'; the data",
-    "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
-    "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
+    "grpo --dataset FOLDER/good.jsonl": "reward.functions",
+    "grpo --reward exactmatch": "did you mean exact_match?",
+    "grpo --reward FOLDER/r.py": "r.py:one_for_all or ",
+    "grpo --reward FOLDER/fails.py:score": 'fails.py", line 3',
+    "grpo --reward code --dataset FOLDER/good.jsonl": "tests",
+    "grpo --reward FOLDER/r.py:truth --dataset FOLDER/good.jsonl": "'ground_truth'; the data",
+    "grpo --reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
+    "grpo --reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
     # the ring, memory, the disk
-    "rollout.num_generations=100000 train.prompts_per_iteration=4000": "rollout.ring_slots",
-    "train.keep_checkpoints=100000000": "train.keep_checkpoints",
-    "--output FOLDER/taken": "--output",
+    "grpo rollout.num_generations=100000 train.prompts_per_iteration=4000": "rollout.ring_slots",
+    "grpo train.keep_checkpoints=100000000": "train.keep_checkpoints",
+    "grpo --output FOLDER/taken": "--output",
     # resuming
-    "--no-live --resume FOLDER/nowhere": "--resume",
-    "--no-live --resume FOLDER/run_without": "train.save_every",
-    "--no-live --resume FOLDER/run_broken": "checkpoints/20",
-    "--no-live --resume FOLDER/run_in_use": "output.dir",
-    "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
-    "--no-live --resume FOLDER/run_other_model": "model.path",
-    "--no-live --resume FOLDER/run_whole --iterations 9": "train.iterations",
-    "--resume FOLDER/run_whole --output elsewhere": "--output",
+    "grpo --no-live --resume FOLDER/nowhere": "--resume",
+    "grpo --no-live --resume FOLDER/run_without": "train.save_every",
+    "grpo --no-live --resume FOLDER/run_broken": "checkpoints/20",
+    "grpo --no-live --resume FOLDER/run_in_use": "output.dir",
+    "grpo --no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
+    "grpo --no-live --resume FOLDER/run_other_model": "model.path",
+    "grpo --no-live --resume FOLDER/run_whole --iterations 9": "train.iterations",
+    "grpo --resume FOLDER/run_whole --output elsewhere": "--output",
+    # reward models
+    **{
+        f"{command} --reward FOLDER/two_labels": "expected which of the labels of"
+        for command in ("grpo", "grpo --dry-run", "eval --model tiny")
+    },
+    "grpo --reward FOLDER/two_labels reward.model_label=2": "0 to 1",
+    "grpo --reward math reward.model_label=0": "reward.model_label",
+    "grpo --reward FOLDER/one_label reward.model_device=1": "reward.model_device",
+    "grpo --reward FOLDER/one_label reward.model_device=1 devices.infer=ray:1": "ray",
+    "grpo --reward FOLDER/one_label data.chat=true": "chat template",
+    "grpo --reward FOLDER/refuses": "...ForSequenceClassification (config.json), got ",
+    "grpo --reward FOLDER/taken": "config.json",
+    "grpo --reward FOLDER/no_reward_tokenizer": "has no tokenizer",
+    "grpo --reward FOLDER/own_reward_code": "model.trust_remote_code",
+    "grpo --reward nobody/nothing": "nobody/nothing",
+    "grpo --reward maths": "did you mean math?",
+    "grpo --reward ./nothing": "reward.functions (--reward): expected",
+    # reasoning-gym
+    "grpo --dataset reasoning_gym:chain_sums": "chain_sum,",
+    f"grpo {SUMS} data.options={{max_digits:\\ two}}": "data.options.max_digits",
+    f"grpo {SUMS} data.options={{max_digits:\\ true}}": "data.options.max_digits",
+    f"grpo {SUMS} data.options={{max_digit:\\ 2}}": "max_digits",
+    f"grpo {SUMS} data.options={{seed:\\ 2}}": "max_digits",
+    f"grpo {SUMS} data.options={{max_digits:\\ 1,min_digits:\\ 3}}": "min_digits",
+    f"grpo {SUMS} data.options={{chain_sum:\\ 3}}": "chain_sum",
+    f"grpo {SUMS} {LEGS} data.options={{max_digits:\\ 2}}": "data.options",
+    f"grpo {SUMS} {LEGS} data.options={{chain_sum:\\ 2}}": "data.options",
+    "grpo data.options={max_digits:\\ 2}": "data.options",
+    "grpo --dataset reasoning_gym:composite": "data.options",  # needs an option
+    # planning
+    **{
+        f"grpo --dry-run --model FOLDER/qwen --assume '{text}'": "--assume: expected"
+        for text in ("", "8x", "0x80GiB", "8x8", "a")
+    },
+    f"{PLAN} --model FOLDER/qwen --infer-devices 0 --train-devices 8": "0-7",
+    f"{PLAN} --model FOLDER/qwen --infer-devices cpu": "--assume",
+    f"{PLAN} --model /no/such/folder": "model.path",
+    f"{PLAN} --model FOLDER/qwen data.max_prompt_length=50000"
+    " train.max_tokens_per_micro_batch=60000": "data.max_prompt_length",
+    f"grpo --dry-run {EXACT}/good.jsonl data.max_prompt_length=2": "data.max_prompt_length",
+    f"grpo --dry-run {EXACT}/chat.jsonl": "data.chat_template",
+    "grpo --dry-run --dataset FOLDER/good.jsonl": "reward.functions",
+    "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:a_set": "r.py:a_set",
+    "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:text"
+    " data.columns={a:\\ answer}": "'answer'",
+    f"grpo --dry-run {EXACT}/good.jsonl algorithm.loss_type=no.py:f": "loss_type",
+    "grpo --dry-run --dataset hub/data --environment no.py:E": "rollout.environment",
+    # evaluation
+    "eval eval.temperature=0 --num-samples 2": "eval.num_samples",
+    "eval data.num_held_out=0": "data.num_held_out",
+    "eval --output FOLDER/taken": "output.dir",
+    "eval --compare FOLDER/taken": "compare (--compare)",
+    "eval --model FOLDER/taken": "config.json",
+    "eval --model FOLDER/evaluation": "the folder of an evaluation",
+    "eval eval.max_completion_length=513": "data.max_prompt_length",
+    "eval --num-samples 100000000": "rollout.max_concurrent_groups",
+    # benchmarks
+    "bench peer --rows 'tiny_short, large'": "'large'",
+    "bench peer --rows tiny_short,": "''",
+    "bench peer --rows smollm2_lora": "--rows smollm2_lora: expected --model FOLDER",
+    "bench peer --infer-devices gpu": "devices.infer",
+    "bench peer --infer-devices ray:cpu:1 --train-devices ray:cpu:1": "ray:cpu:1",
+    "bench peer --model no/such/folder": "no/such/folder",
+    # folders of runs
+    "samples FOLDER/taken": "samples.jsonl",
+    "samples FOLDER/samples/none": "no such sample",
+    "samples FOLDER/samples --min-reward 7": "--min-reward",
+    "samples FOLDER/samples --iteration 0": "--iteration",
+    "samples FOLDER/samples --limit 0": "'--limit'",
+    **{
+        f"{command} FOLDER/{folder}": message
+        for command in ("status", "stop", "scale --infer-devices cpu")
+        for folder, message in (
+            ("nowhere", "expected the folder of a run"),
+            ("taken", "expected the folder of a run"),
+            ("run_whole", "has ended"),
+        )
+    },
 }

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from typer.testing import CliRunner, Result
+
+from easyrl.formatting import EXTRAS
 
 SMALL = (
     "train.prompts_per_iteration=4",
@@ -20,6 +23,17 @@ SMALL = (
     "data.num_held_out=8",
 )
 """Settings of a run that takes a second or two once its workers are up."""
+
+
+OPTIONAL = {*EXTRAS.values(), "scipy", "pandas", "pyarrow", "psutil"} - {"httpx2"}
+"""Libraries that no run needs. httpx2 comes with huggingface_hub 2."""
+
+
+def without_optional_libraries(folder: Path) -> dict[str, str]:
+    """The environment of a process for which these seem not to be installed."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))"
+    (folder / "sitecustomize.py").write_text(program)
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).parent.parent}"}
 
 
 class Finished(NamedTuple):
@@ -67,6 +81,39 @@ def succeed(*arguments: str, **how: Any) -> str:
     code, out, err = finish(*arguments, **how)
     assert (code, err) == (0, ""), err
     return out
+
+
+def finish_after(
+    line: str,
+    act: Callable[[subprocess.Popen[str]], object],
+    *arguments: str,
+    timeout: float = 240,
+    altered: bool = False,
+    **environment: str,
+) -> tuple[int, str, str]:
+    """`finish`, with `act(process)` called once the run has printed `line`."""
+    process = (start_altered if altered else start)(*arguments, **environment)
+    with process:
+        try:
+            wait_for_line(process, line, timeout)
+            act(process)
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+def easyrl(*words: object) -> Result:
+    """Call the command in this process."""
+    from easyrl.cli import app
+
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def write_rows(file: Path, rows: Iterable[object]) -> str:
+    """Write rows as lines of JSON; return the file's name."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -12,16 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
 from easyrl import devices
-from easyrl.cli import app
+from easyrl.bench import peer
 from easyrl.config import load_config
 from easyrl.data import chat
+from easyrl.evaluation import command
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
 from easyrl.runtime.preflight import check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
+from runs import easyrl
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +40,28 @@ def _nothing_starts(monkeypatch):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(run, "_train", start)
+    monkeypatch.setattr(command, "answers_of_workers", start)
+    monkeypatch.setattr(peer, "run_easyrl", start)
+    monkeypatch.setattr(peer, "require", lambda *extra: None)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
 
-def typed(*words):
-    return CliRunner().invoke(app, ["grpo", *words])
-
-
 def assert_names(result, key):
-    message = " ".join(result.stderr.split())  # Typer draws boxes as wide as the terminal
+    message = " ".join(result.output.split())  # Typer draws boxes as wide as the terminal
     assert result.exit_code == 2, (result.output, result.exception)
     assert key in message
     assert "easyrl/" not in result.output  # no frame of ours: at most those of the user's file
-    assert result.stderr.startswith(("easyrl: ", "Usage: "))  # no library's output before it
+    # No library's output before it; a dry run is a config file with remarks.
+    assert result.output.startswith(("easyrl: ", "Usage: ", "# "))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named_before_anything_starts(tmp_path, folder, mistake):
     words = shlex.split(mistake.replace("FOLDER", str(folder)))
-    is_named = "--output" in words or NO_OUTPUT in words
-    output = [] if is_named else ["--output", str(tmp_path / "parent" / "run")]
+    has_output = words[0] in ("grpo", "eval") and {"--output", NO_OUTPUT}.isdisjoint(words)
+    output = ["--output", str(tmp_path / "parent" / "run")] if has_output else []
     before = sorted(folder.rglob("*"))
-    assert_names(typed(*output, *words), MISTAKES[mistake])
+    assert_names(easyrl(*words, *output), MISTAKES[mistake])
     assert list(tmp_path.iterdir()) == []
     assert [p for p in sorted(folder.rglob("*")) if "__pycache__" not in p.parts] == before
 
@@ -91,6 +92,8 @@ def test_long_prompts_are_skipped_and_counted(folder):
     preflight = checked(*words, "data.long_prompts=skip")
     assert preflight.num_prompts_skipped == 1
     assert {preflight.prompts.prompt(index).content for index in range(5)} == {"1+1="}
+    exact = ("reward.functions=[exact_match]", "data.long_prompts=skip")
+    assert easyrl("grpo", "--dry-run", *words, *exact).exit_code == 0
 
 
 def test_a_chat_template_is_named_where_the_tokenizer_has_none(folder):
@@ -123,16 +126,15 @@ def test_accelerators_that_a_machine_lacks_are_answered_without_torch(monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch", None)
     for key, text in (("infer", "0,1"), ("train", "0-3")):
-        result = typed(f"--{key}-devices", text)
+        result = easyrl("grpo", f"--{key}-devices", text)
         assert_names(result, f"devices.{key}")
         assert f"'{text}'" in result.stderr and "--assume" in result.stderr
 
 
 def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
-    words = ("--output", str(tmp_path / "run"))
-    assert_names(typed(*words, "train.compile=true", "runtime.deterministic=true"), "train.compile")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert_names(typed(*words, "train.compile=true"), "train.compile")
+    words = ("--output", tmp_path / "run", "train.compile=true")
+    assert_names(easyrl("grpo", *words), "train.compile")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,9 +145,9 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     words = "--output", str(tmp_path / "parent" / "run")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", full)
-        assert_names(typed(*words), "No space left on device")
+        assert_names(easyrl("grpo", *words), "No space left on device")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    assert_names(typed(*words), "output.dir")
+    assert_names(easyrl("grpo", *words), "output.dir")
     assert not (tmp_path / "parent" / "run").exists()
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 import kernel_counts
 from benchmarks import performance_model, ring
@@ -19,17 +18,17 @@ from benchmarks.performance_model import (
     TRAIN_LOGIT_BYTES,
     Load,
 )
-from easyrl.bench import loop, peer
+from easyrl.bench import loop
 from easyrl.bench.harness import run_suite
-from easyrl.cli import app
 from easyrl.runtime.supervisor import WorkerFailure
+from runs import easyrl
 
 
 def test_a_suite_prints_a_table_and_writes_json(tmp_path, monkeypatch):
     rows = [{"what": "ring", "gb_per_second": 3.14159}, {"what": "queue", "times": 15}]
     monkeypatch.setattr(ring, "run", lambda: rows)
     file = tmp_path / "ring.json"
-    result = CliRunner().invoke(app, ["bench", "ring", "--json", str(file)])
+    result = easyrl("bench", "ring", "--json", file)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[1:] == [["what", "ring", "queue"], ["gb_per_second", "3.14"], ["times", "15"]]
@@ -37,7 +36,7 @@ def test_a_suite_prints_a_table_and_writes_json(tmp_path, monkeypatch):
     assert report["suite"] == "ring" and report["results"] == rows
     assert report["machine"]["cores"] >= 1 and report["machine"]["torch"] == torch.__version__
     for wrong in (["--dtype", "bfloat16"], ["--json", str(tmp_path)]):
-        assert CliRunner().invoke(app, ["bench", "ring", *wrong]).exit_code == 2
+        assert easyrl("bench", "ring", *wrong).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -59,23 +58,6 @@ def test_loop_measures_both_schedules():
     assert row["model"] == "small" and row["mfu"] is None
     assert 0.0 < row["both_busy"] <= min(row["infer_busy"], row["train_busy"]) <= 1.0
     assert row["tokens_per_second"] > 0 and row["weight_gigabytes_per_second"] > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--rows", "tiny_short, large"], "'large'"),
-        (["--rows", "tiny_short,"], "''"),
-        (["--rows", "tiny_short,smollm2_lora"], "--rows smollm2_lora: expected --model FOLDER"),
-        (["--infer-devices", "gpu"], "devices.infer"),
-        (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
-        (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
-    ],
-)
-def test_peer_reports_unusable_input_before_anything_starts(monkeypatch, words, named):
-    monkeypatch.setattr(peer, "require", lambda *extra: None)
-    result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
-    assert result.exit_code == 2 and named in result.stderr, result.output
 
 
 def test_measured_speed_is_shown_beside_expected_speed(tmp_path):

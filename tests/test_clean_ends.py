@@ -1,5 +1,10 @@
-"""However a run ends, nothing is left behind, and the cause is reported once."""
+"""However a run ends, nothing is left behind, and the cause is reported once: interrupted, on a
+full disk, with closed outputs, after the loss of a process, or after thousands of iterations."""
 
+import contextlib
+import hashlib
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,21 +14,27 @@ from pathlib import Path
 
 import psutil
 import pytest
-from typer.testing import CliRunner
+from safetensors.torch import load_file
+from test_runs import HARDER
 
-from easyrl.cli import app
 from easyrl.events import SaveModel
-from easyrl.model.checkpoint_files import checkpoints_in
+from easyrl.model.checkpoint_files import checkpoints_in, read_checkpoint
+from easyrl.observe.trace import MAX_BYTES
 from easyrl.runtime.control import request
-from easyrl.runtime.run_folder import is_locked
+from easyrl.runtime.run_folder import is_locked, read_lines
 from easyrl.runtime.supervisor import Supervisor
 from runs import (
     SMALL,
+    command,
     descendants,
+    easyrl,
     finish,
+    finish_after,
     lines_of,
     shared_memory,
     start,
+    succeed,
+    summary_of,
     wait_for_line,
     wait_until,
     wait_until_gone,
@@ -58,24 +69,78 @@ def end(process, processes):
     return process.returncode, out, err
 
 
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
+TWO = ("--train-devices", "cpu:2")
+OTHER_FEATURES = (
+    *(*TWO, "model.lora.rank=4", "algorithm.beta=0.04"),
+    *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [TWO, pytest.param(OTHER_FEATURES, marks=pytest.mark.long)],
+    ids=["plain", "other features"],
+)
+def test_a_live_run_gets_and_loses_an_engine_and_leaves_nothing_when_interrupted(tmp_path, words):
     """Until then it is shown and reached from this machine and by its user only."""
-    process, processes = started(tmp_path, "--train-devices", "cpu:2")
-    run, every = tmp_path / "run", [psutil.Process(process.pid), *processes]
-    listening = [c.laddr.ip for p in every for c in p.net_connections() if c.status == "LISTEN"]
+    run = tmp_path / "run"
+    words = ("--infer-devices", "cpu", "devices.max_rollout_workers=2", *words)
+    process, processes = started(tmp_path, *words)
+    try:
+        every = [psutil.Process(process.pid), *processes]
+        check_sockets(run, every)
+        check_scaling(run, process)
+    except BaseException:
+        process.kill()
+        raise
+    interrupt(process, processes, signal.SIGINT)
+    assert not (run / "control.sock").exists() and not is_locked(run)
+    with pytest.raises(ValueError, match="easyrl watch"):
+        request(run, {"command": "status"})
+    lines = lines_of(run / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
+    if "model.lora.rank=4" in words:
+        num_iterations = len(lines) + 2
+        out = succeed("--resume", str(run), "--iterations", str(num_iterations))
+        assert "rollout-0: cpu" in out and "rollout-1" not in out  # those of devices.infer
+        assert summary_of(run)["groups_trained"] == 4 * num_iterations
+
+
+def check_sockets(run, processes):
+    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"]
     assert listening and set(listening) <= {"127.0.0.1", "::1"}
-    named = {c.laddr for p in every for c in p.net_connections("unix") if c.laddr}
+    named = {c.laddr for p in processes for c in p.net_connections("unix") if c.laddr}
     assert [Path(str(name)).name for name in named] == ["control.sock"]
     assert (run / "control.sock").stat().st_mode & 0o777 == 0o600
     status = request(run, {"command": "status"})
     assert 1 <= status["iteration"] < status["num_iterations"] == 100_000
     kinds = Counter(worker["kind"] for worker in status["workers"])
     assert kinds == {"controller": 1, "rollout": 1, "train": 2}
-    assert {worker["pid"] for worker in status["workers"]} <= {p.pid for p in every}
-    interrupt(process, processes, signal.SIGINT)
-    assert not (run / "control.sock").exists() and not is_locked(run)
-    with pytest.raises(ValueError, match="easyrl watch"):
-        request(run, {"command": "status"})
+    assert {worker["pid"] for worker in status["workers"]} <= {p.pid for p in processes}
+
+
+def check_scaling(run, process):
+    def status():
+        reply = request(run, {"command": "status"})
+        rollout = (each for each in reply["workers"] if each["kind"] == "rollout")
+        return {each["name"]: each["state"] for each in rollout}, reply["iteration"]
+
+    def wait_for(is_so):
+        wait_until(lambda: is_so(*status()), process, seconds=600)
+        return status()[1]
+
+    def scale_to(wanted):
+        request(run, {"command": "scale", "infer_devices": wanted})
+
+    with pytest.raises(ValueError, match="max_rollout_workers"):
+        scale_to("cpu:3")
+    scale_to("cpu:2")
+    with pytest.raises(ValueError, match=r"starting or leaving.*rollout-1"):
+        scale_to("cpu")
+    wait_for(lambda states, _: states.get("rollout-1") == "working")
+    scale_to("cpu")
+    num_done = wait_for(lambda states, _: states.keys() == {"rollout-0"})
+    wait_for(lambda _, iteration: iteration > num_done + 1)
 
 
 def interrupt(process, processes, signum):
@@ -102,7 +167,7 @@ def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path):
     process, _ = started(tmp_path, "train.save_every=null")
     run = tmp_path / "run"
     assert request(run, {"command": "stop"})["message"]  # a second one does not hurry it
-    result = CliRunner().invoke(app, ["stop", str(run)])
+    result = easyrl("stop", run)
     assert not is_locked(run) and result.exit_code == 0
     assert result.stdout.endswith(f"to resume: easyrl grpo --resume {run}\n")
     out, err = process.communicate(timeout=SECONDS)
@@ -189,3 +254,155 @@ def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path):
     processes = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     assert end(process, processes)[0] == 130
+
+
+EXACT = (*SMALL, "train.prompts_per_iteration=6", "runtime.deterministic=true")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        HARDER,
+        (*HARDER, "model.lora.rank=4", "train.offload=[optimizer]"),
+        ("algorithm.dynamic_sampling=true",),
+    ],
+    ids=["plain", "harder", "LoRA", "dynamic sampling"],
+)
+def test_two_train_ranks_end_in_the_weights_of_one(tmp_path, words):
+    ends = []
+    for devices in (("--train-devices", "cpu"), TWO):
+        folder = tmp_path / devices[1].replace(":", "-")
+        out = succeed("--output", str(folder), "--iterations", "5", *devices, *EXACT, *words)
+        assert ("train-1: cpu" in out) == (devices == TWO)
+        ends.append((load_file(folder / "model/model.safetensors"), summary_of(folder), folder))
+    (one, _, _), (two, summary, folder) = ends
+    before = load_file(
+        Path(__file__).parent.parent / "easyrl/model/built_in/tiny/model.safetensors"
+    )
+    digest = hashlib.sha256()
+    for name, weight in sorted(one.items()):
+        gap = float((two[name] - weight).norm() / weight.norm())
+        moved = float((before[name] - weight).norm() / weight.norm())
+        is_frozen = "model.lora.rank=4" in words and not name.endswith("_proj.weight")
+        assert gap <= 1e-5 and (gap < moved / 100 or (is_frozen and moved == gap == 0.0)), name
+        digest.update(name.encode() + two[name].numpy().tobytes())
+    assert digest.hexdigest() == summary["weights_sha256"]
+    assert summary["groups_trained"] == 30
+    assert summary["sampling_logp_difference_max"] <= 1e-4
+    assert all(line["num_updates_not_finite"] == 0 for line in lines_of(folder / "metrics.jsonl"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("signum", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
+def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(tmp_path, victim, signum):
+    process, processes = started(tmp_path, *TWO, "runtime.timeout_seconds=4")
+    workers(process.pid)[f"train-{victim}"].send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    if signum == signal.SIGKILL:
+        assert err.count(f"train-{victim} was killed by SIGKILL") == 1
+    else:
+        assert "runtime.timeout_seconds" in err and "failed" in err
+    assert wait_until_gone(processes, 5.0) == []
+
+
+# Output and disk.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "line",
+    [
+        "COMMAND | head -n 1; exit ${PIPESTATUS[0]}",
+        "COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}",
+        "COMMAND >&- 2>&- <&-",
+    ],
+)
+def test_run_with_closed_output_ends_as_any_other(tmp_path, line):
+    folder = tmp_path / "run"
+    run = shlex.join(command("--output", str(folder), "--iterations", "2", *SMALL))
+    words = ["bash", "-c", line.replace("COMMAND", run)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (f"run folder {folder}\n" if "head" in line else "")
+    assert len(read_lines(folder / "metrics.jsonl")) == 2
+    assert (folder / "summary.json").is_file()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 40 MiB: a checkpoint of the built-in model takes 9."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.long
+def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk):
+    folder = disk / "run"
+
+    def fill(_):
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
+    words = ("--output", str(folder), "train.save_every=2", "train.keep_checkpoints=1", *ENDLESS)
+    code, out, err = finish_after("checkpoint of iteration 2:", fill, *words)
+    assert code == 1
+    assert "No space left" in err and f"--resume {folder}" in err
+    assert "Traceback" not in out + err
+    content = (folder / "metrics.jsonl").read_bytes()
+    done = [line["iteration"] for line in read_lines(folder / "metrics.jsonl")]
+    assert content.endswith(b"\n") and done == list(range(1, len(done) + 1))
+    (saved,) = checkpoints_in(folder / "checkpoints")
+    assert read_checkpoint(saved).state["num_iterations"] >= 2
+
+
+# Long runs use no more memory, files or threads than in their first minutes.
+
+SHORT = (
+    *("train.prompts_per_iteration=2", "rollout.num_generations=2", "data.num_held_out=0"),
+    *("rollout.max_completion_length=8", "data.max_prompt_length=32", "train.save_every=50"),
+)
+AT_A_TIME = 3
+"""Files and threads that come and go: a checkpoint is being written."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "iterations", "growth"),
+    [
+        # Longer completions may still come, and what a trainer on the CPU has freed it keeps.
+        (("train.save_every=5",), [10, 70], 1.05),
+        (("train.save_every=5", "--train-devices", "cpu:2"), [10, 70], 1.05),
+        (SHORT, [*range(100, 2000, 100), 1990], 1.02),
+    ],
+    ids=["demo", "two train ranks", "two thousand short iterations"],
+)
+def test_nothing_piles_up(tmp_path, words, iterations, growth):
+    folder = tmp_path / "run"
+    process = start("--output", str(folder), "--iterations=100000", *words)
+    usage = {}
+    try:
+        for number in iterations:
+            wait_for_line(process, f"iteration {number}/", timeout=900)
+            for one in (psutil.Process(process.pid), *descendants(process.pid)):
+                with one.oneshot():
+                    now = one.memory_info().rss, one.num_fds(), one.num_threads()
+                usage.setdefault(one.pid, []).append(now)
+            assert (folder / "trace.json").stat().st_size <= MAX_BYTES
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    for of_process in usage.values():
+        memory, files, threads = zip(*of_process, strict=True)
+        assert len(memory) == len(iterations), "it lived all the time"
+        assert max(memory) <= memory[0] * growth, memory
+        assert max(files) <= files[0] + AT_A_TIME and max(threads) <= threads[0] + AT_A_TIME

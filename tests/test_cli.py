@@ -9,19 +9,14 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 import easyrl
 import easyrl_train
-from easyrl import cli
 from easyrl.config import ConfigError, load_config, options_by_key, to_commented_yaml
 from easyrl.runtime.launch import _describe
+from runs import easyrl as run_easyrl
 
 ROOT = Path(__file__).parent.parent
-
-
-def call(*words):
-    return CliRunner().invoke(cli.app, words)
 
 
 def python(*words, **environment):
@@ -71,14 +66,14 @@ def test_module_runs_like_the_console_script_and_prints_versions():
     assert dict(line.split(" ", 1) for line in others).keys() == {
         *("Python", "torch", "transformers", "vllm", "accelerators:")
     }
-    result = call("train", "--model", "tiny")  # another trainer's name of the command
+    result = run_easyrl("train", "--model", "tiny")  # another trainer's name of the command
     assert result.exit_code == 2 and "easyrl grpo" in result.output
 
 
 def test_every_named_flag_reaches_its_key(runs):
     words = "--model m --dataset d.jsonl --reward exact_match --reward r.py:f --infer-devices 0"
     words += " --train-devices 1-2 --output out --iterations 3 --seed 4 --schedule sync"
-    result = call("grpo", *words.split(), "train.learning_rate=1e-6")
+    result = run_easyrl("grpo", *words.split(), "train.learning_rate=1e-6")
     assert result.exit_code == 0, result.output
     flags = {"model": "m", "dataset": "d.jsonl", "reward": ["exact_match", "r.py:f"]}
     flags |= {"infer_devices": "0", "train_devices": "1-2", "output": "out", "iterations": 3}
@@ -92,16 +87,16 @@ def test_every_named_flag_reaches_its_key(runs):
 )
 def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
-    assert call("grpo").exit_code == 3
+    assert run_easyrl("grpo").exit_code == 3
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", Mock(side_effect=error))
-    result, of_worker = call("grpo"), _describe(error)
+    result, of_worker = run_easyrl("grpo"), _describe(error)
     assert result.exit_code == code and "\x1b" not in result.stderr
     assert isinstance(result.exception, type(error) if code == 1 else SystemExit)
     assert of_worker.is_user_error == (code == 2) and bool(of_worker.traceback) != (code == 2)
 
 
 def test_debug_shows_the_traceback_of_a_mistake():
-    plain, debug = call("config", "train.lr"), call("--debug", "config", "train.lr")
+    plain, debug = run_easyrl("config", "train.lr"), run_easyrl("--debug", "config", "train.lr")
     assert plain.exit_code == debug.exit_code == 2
     assert "Traceback" not in plain.stderr and debug.stderr.endswith(plain.stderr)
     assert "Traceback" in debug.stderr
@@ -125,7 +120,7 @@ def test_import_loads_no_torch_and_public_names_are_loaded_on_first_use():
 
 
 def test_a_dry_run_prints_no_escapes_of_a_name():
-    done = CliRunner().invoke(cli.app, ["grpo", "--dry-run", "--model", "a\x1b[2J\nb"])
+    done = run_easyrl("grpo", "--dry-run", "--model", "a\x1b[2J\nb")
     assert "\x1b" not in done.output and 'path: "a\\e[2J\\nb"' in done.output
 
 
@@ -142,8 +137,8 @@ def test_a_dry_run_prints_no_escapes_of_a_name():
 )
 def test_config_prints_the_settings_that_are_named_or_found(words, shown):
     for unknown in (["train.lr"], ["--search", "unicorn"]):
-        assert call("config", *unknown).exit_code == 2
-    result = call("config", *words)
+        assert run_easyrl("config", *unknown).exit_code == 2
+    result = run_easyrl("config", *words)
     assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, shown)
     assert "# Default: " in result.stdout
 
@@ -151,10 +146,10 @@ def test_config_prints_the_settings_that_are_named_or_found(words, shown):
 def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path):
     config = load_config(words=["train.iterations=7", "output.log_to=[tensorboard]"])
     (tmp_path / "config.yaml").write_text(to_commented_yaml(config))
-    result = call("config", "--diff", str(tmp_path))
+    result = run_easyrl("config", "--diff", str(tmp_path))
     assert yaml.safe_load(result.stdout).keys() == {"train", "output"}
     assert "  # Default: 60\n  iterations: 7\n" in result.stdout
     (tmp_path / "again.yaml").write_text(result.stdout)
     assert load_config(tmp_path / "again.yaml") == config
     default = str(ROOT / "configs" / "default.yaml")
-    assert yaml.safe_load(call("config", "--diff", default).stdout) is None
+    assert yaml.safe_load(run_easyrl("config", "--diff", default).stdout) is None

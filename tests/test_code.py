@@ -238,10 +238,11 @@ def add(a, b):
     if type(a) is list: a[:] = [Equal()] * 3  # `in place`
 """  # fmt: skip
 FORGERIES = (  # what `add` does
-    *("return Equal()", "return Number(4)", "return Equal", "return '\\ud800'", "return nested(3)"),
-    *("patch(); return 4", "return 3 if found() else 4", "return 10**10000", "sys.exit(0)"),
-    *("os._exit(0)", "os.kill(os.getppid(), 9)", "os.kill(os.getppid(), 2)", "raise StopIteration"),
-    *("raise TypeError", "raise unittest.SkipTest", "raise type('E', (BaseException,), {})"),
+    *("return Equal()", "patch(); return 4", "os._exit(0)", "raise TypeError"),
+    *("raise unittest.SkipTest", "return Number(4)", "return Equal", "return '\\ud800'"),
+    *("return nested(3)", "return 3 if found() else 4", "return 10**10000", "sys.exit(0)"),
+    *("os.kill(os.getppid(), 9)", "os.kill(os.getppid(), 2)", "raise StopIteration"),
+    "raise type('E', (BaseException,), {})",
     *("leave(b'passed')", "leave(b'\"passed\"')", "leave(bytes(range(256)) * 1000)"),
     *("leave(b'[' * 200000)", "leave(b'-' * 1000000)", "leave(b'[0],' * (15 << 20))"),
     *(
@@ -269,11 +270,19 @@ ADDS = {
 }
 
 
+FEW = [form for form in ADDS if form not in ("literal", "function")]
+"""Forms that are tried with the first forgeries only, unless in the long tests."""
+
+
 @needs_bwrap
-@pytest.mark.parametrize("form", ADDS)
-def test_forged_results_are_failed_tests(form):
+@pytest.mark.parametrize(("form", "num_forgeries"), [
+    *((form, 5 if form in FEW else None) for form in ADDS),
+    *(pytest.param(form, None, marks=pytest.mark.long) for form in FEW),
+])  # fmt: skip
+def test_forged_results_are_failed_tests(form, num_forgeries):
     right = "def add(a, b): return a.append(b) if type(a) is list else a + b\n"
-    programs = [right, "\0", "\ud800", *(f"{FORGER}    {each}" for each in FORGERIES)]
+    forgeries = FORGERIES[:num_forgeries]
+    programs = [right, "\0", "\ud800", *(f"{FORGER}    {each}" for each in forgeries)]
     tests = f"total_of_test = 0\n{ADDS[form]}" if isinstance(ADDS[form], str) else ADDS[form]
     with ThreadPoolExecutor(2) as threads:
         scores = [*threads.map(lambda each: score(each, tests, entry_point="add"), programs)]

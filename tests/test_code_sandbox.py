@@ -135,7 +135,7 @@ needs_users = pytest.mark.skipif(
     ("python", "user"),
     [
         pytest.param(sys.executable, None, id="this user and Python"),
-        pytest.param(SYSTEM_PYTHON, OTHER_USER, marks=needs_users, id="user"),
+        pytest.param(SYSTEM_PYTHON, OTHER_USER, marks=[needs_users, pytest.mark.long], id="user"),
     ],
 )
 def test_hostile_programs_fail_in_bwrap(surroundings, python, user):
@@ -144,7 +144,10 @@ def test_hostile_programs_fail_in_bwrap(surroundings, python, user):
 
 
 @needs_users
-@pytest.mark.parametrize("user", [None, OTHER_USER], ids=["root", "user"])
+@pytest.mark.parametrize(
+    "user",
+    [pytest.param(None, id="root"), pytest.param(OTHER_USER, marks=pytest.mark.long, id="user")],
+)
 def test_limits_stop_what_the_docs_say(surroundings, user):
     found = hostile("limits", surroundings, SYSTEM_PYTHON, user)
     assert found == NOT_STOPPED_BY_LIMITS

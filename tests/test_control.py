@@ -8,13 +8,12 @@ import threading
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
-from easyrl.cli import app
 from easyrl.config.devices import DeviceSet
 from easyrl.runtime.control import MAX_BYTES, ControlSocket, request, serving
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Supervisor
+from runs import easyrl
 
 STATUS = {"command": "status"}
 
@@ -71,8 +70,7 @@ def test_requests_are_checked_before_they_reach_the_run(folder):
             with pytest.raises(ValueError, match="expected"):
                 request(folder, {"command": "scale", "infer_devices": wanted})
         assert request(folder, STATUS) == {}
-        asked = ["scale", str(folder), "--infer-devices", "0,2-3"]
-        assert CliRunner().invoke(app, asked).stdout == "done\n"
+        assert easyrl("scale", folder, "--infer-devices", "0,2-3").stdout == "done\n"
     finally:
         stop.set()
         run.join()
@@ -85,20 +83,6 @@ def test_without_sockets_the_run_continues(folder):
     with Supervisor() as supervisor, serving(folder, supervisor, notes.append, **answers):
         assert supervisor.wait(timeout_seconds=0.0) == []
     assert len(notes) == 1
-
-
-def test_the_folder_of_no_live_run_is_named(tmp_path):
-    run = tmp_path / "run"
-    for make, problem in (
-        (lambda: None, "the folder of a run"),
-        (run.mkdir, "the folder of a run"),
-        ((run / "config.yaml").touch, "has ended"),
-    ):
-        make()
-        for command in (["status"], ["stop"], ["scale", "--infer-devices", "cpu"]):
-            result = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
-            assert result.exit_code == 2 and result.stdout == ""
-            assert problem in result.stderr and str(run) in result.stderr
 
 
 def test_a_client_that_no_longer_waits_is_refused(folder):

@@ -1,30 +1,32 @@
-"""Data sets, presets and mixtures: every source gives the same kind of prompts, and errors name
-file and line."""
+"""Data sets, presets, mixtures, generated tasks: every source gives prompts of the same kind, and
+errors name file and line."""
 
 import csv
 import datetime
 import gzip
 import json
+import random
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import numpy as np
-import pandas
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
+from benchmarks import make_tiny
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
+from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, applied, score
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
 from hub_rows import GSM8K, put_in_place_of_the_hub
+from runs import succeed, summary_of, write_rows
 
 CHAT = [{"role": "user", "content": "What is 1+1?"}]
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(20)]
@@ -110,10 +112,16 @@ def test_files_of_pandas_and_spreadsheets(kind, text, tmp_path):
     assert rows_of(tmp_path / f"data.{kind}") == TWO
 
 
+def make_frame(values):
+    import pandas
+
+    return pandas.DataFrame(values)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
     values = {"prompt": ["a", "b"], "answer": ["x", None], "level": [1.0, None], "hint": ["y", ""]}
-    frame, file = pandas.DataFrame(values), tmp_path / f"data.{kind}"
+    frame, file = make_frame(values), tmp_path / f"data.{kind}"
     if kind == "jsonl":
         jsonl(tmp_path, *frame.to_dict("records"))
     elif kind == "csv":
@@ -140,9 +148,15 @@ class Point:
         self.values = values
 
 
+def image(kind, color):
+    from PIL import Image
+
+    return Image.new(kind, (4, 4), color)
+
+
 VALUES = [
-    lambda k: Image.new("RGB", (4, 4), (k, 0, 0)),
-    lambda k: {"nested": [Image.new("P", (4, 4), k), b"bytes"]},
+    lambda k: image("RGB", (k, 0, 0)),
+    lambda k: {"nested": [image("P", k), b"bytes"]},
     lambda k: np.arange(5000) == 2500 + k,
     lambda k: np.full((2, 1500), 0.5 + k, dtype=np.float16),
     lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
@@ -161,7 +175,7 @@ def test_identity_is_of_the_content_of_values(make):
 def write_two(folder, *names):
     """Write the two rows: one in each file, or both in the only one."""
     folder.mkdir(parents=True, exist_ok=True)
-    frame = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
+    frame = make_frame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
     for number, name in enumerate(names):
         part = frame if len(names) == 1 else frame[number % 2 :][:1]
         if ".parquet" in name.lower():
@@ -325,10 +339,7 @@ SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
 @pytest.fixture
 def files(tmp_path):
     """A long and a short data set."""
-    return [
-        str(jsonl(tmp_path, *rows, name=f"{name}.jsonl"))
-        for name, rows in (("long", LONG), ("short", SHORT))
-    ]
+    return [write_rows(tmp_path / "long.jsonl", LONG), write_rows(tmp_path / "short.jsonl", SHORT)]
 
 
 def test_each_data_set_has_its_part_and_its_own_epochs(files):
@@ -339,9 +350,7 @@ def test_each_data_set_has_its_part_and_its_own_epochs(files):
         own = [p.content for p in prompts if p.columns["data_source"] == file]
         assert len(own) == 2 * BLOCK * part // 4
         assert own == contents(opened(file), 0, len(own))
-    assert {frozenset(p.columns) for p in prompts} == {
-        frozenset({"data_source", "answer", "level"})
-    }
+    assert all(p.columns.keys() == {"data_source", "answer", "level"} for p in prompts)
     assert {p.columns["answer"] is None for p in prompts} == {True, False}
     again = opened(files, "data.weights=[3, 1]")
     assert [again.prompt(index) for index in reversed(range(300))] == prompts[299::-1]
@@ -357,9 +366,9 @@ def test_data_sets_of_a_mixture_may_have_other_columns(files, kind, tmp_path):
     other = tmp_path / f"other.{kind}"
     values = {"problem": ["1-1=", "2-1="], "solution": ["0", "1"], "note": ["x", "y"]}
     if kind == "parquet":
-        pandas.DataFrame(values).to_parquet(other)
+        make_frame(values).to_parquet(other)
     else:
-        jsonl(tmp_path, *pandas.DataFrame(values).to_dict("records"), name=other.name)
+        jsonl(tmp_path, *make_frame(values).to_dict("records"), name=other.name)
     both, own = [files[0], str(other)], "prompt: problem, answer: solution"
     assert error_of(both).startswith("data.prompt_column") and "data.columns=[{}" in error_of(both)
     words = f"data.columns=[{{}}, {{{own}}}]", "data.prompt_template=<{prompt}>"
@@ -368,18 +377,13 @@ def test_data_sets_of_a_mixture_may_have_other_columns(files, kind, tmp_path):
     found = [p for p in prompts if p.columns["data_source"] == str(other)]
     assert {(p.content, p.columns["answer"]) for p in found} == {("<1-1=>", "0"), ("<2-1=>", "1")}
     assert {"<1-1=>", "<0+1=>"} < {*stream.examples().values()}
-    for columns, key in (
-        ("{prompt: x}", "data.columns.prompt"),
-        ("{prompts: note}", "data.columns"),
-    ):
-        message = error_of(both, f"data.columns=[{{}}, {columns}]")
-        assert message.startswith(f"{key}: ")
+    wrong = {"{prompt: x}": "data.columns.prompt: ", "{prompts: note}": "data.columns: "}
+    for columns, start in wrong.items():
+        assert error_of(both, f"data.columns=[{{}}, {columns}]").startswith(start)
     assert error_of(both, "data.columns=[{}]").startswith("data.columns: ")
     # An evaluation of one of them has its names; of other rows, their own.
-    for name, expected in (
-        (str(other), {"prompt": "problem", "answer": "solution"}),
-        (files[1], {}),
-    ):
+    renamed = {"prompt": "problem", "answer": "solution"}
+    for name, expected in ((str(other), renamed), (files[1], {})):
         evaluated = load_config(None, {"data.dataset": both, "eval.dataset": name}, words)
         assert with_eval_data(evaluated).data.columns == [expected]
 
@@ -410,3 +414,52 @@ def test_presets_mix_where_their_rewards_agree():
     assert sources == ["math", "gsm8k"] * 2 + ["math"] * 4
     both = {"data.dataset": ["countdown", "countdown-small"]}
     assert reward_specs(load_config(None, both)) == ["countdown"]
+
+
+@pytest.mark.parametrize(
+    ("task", "index", "row"),
+    [
+        (ARITHMETIC, 3, {"prompt": "73+40+16+92=", "answer": "221"}),
+        (COUNTDOWN, 3, {"prompt": "36 2 50 27 = 38\n", "nums": [36, 2, 50, 27], "target": 38}),
+        (COUNTDOWN_SMALL, 2, {"prompt": "7 9 1 = 17\n", "nums": [7, 9, 1], "target": 17}),
+    ],
+)
+def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, index, row):
+    def key(row):  # without the order of the numbers
+        return (*sorted(row["nums"]), row["target"]) if "nums" in row else row["prompt"]
+
+    assert task.train_row(0, index) == row
+    assert sum(task.problem(7, i) == task.problem(8, i) for i in range(200)) < 20
+    held_out = task.held_out_rows()
+    assert len({row["prompt"] for row in held_out}) == len(held_out) == task.num_held_out
+    keys = {key(row) for row in held_out}
+    for seed in (0, 1):
+        assert keys.isdisjoint(key(task.train_row(seed, index)) for index in range(1000))
+
+
+def is_solvable(nums, target, operations):
+    if len(nums) == 1:
+        return nums[0] == target
+    for left, right, *others in permutations(nums):
+        for operation in operations:
+            value = applied(operation, left, right)
+            if value is not None and is_solvable((value, *others), target, operations):
+                return True
+    return False
+
+
+def test_arithmetic_rewards_exactly_the_answer():
+    working = "17+50=67+8=75\n75+30=105+4=109\n#109"
+    assert make_tiny.solution((17, 58, 34), random.Random()) == working
+    right = [working, "#75\n#109"]  # only the last answer counts
+    wrong = ["#109\n#75", "#0109", "#109 or so", "109"]
+    assert score([], right + wrong, [], answer=["109"] * 6) == [1.0] * 2 + [0.0] * 4
+
+
+@pytest.mark.long
+def test_countdown_is_learned_on_the_cpu_within_five_minutes(tmp_path):
+    config = Path(__file__).parent.parent / "configs" / "countdown_small.yaml"
+    words = ("--config", str(config), "--output", str(tmp_path / "run"))
+    succeed(*words, timeout=900)
+    summary = summary_of(tmp_path / "run")
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.2

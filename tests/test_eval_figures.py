@@ -1,13 +1,12 @@
-"""The figures of an evaluation against enumeration and simulation."""
+"""The figures of an evaluation against enumeration and scipy."""
 
 from itertools import combinations, product
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from easyrl.evaluation.figures import paired, pass_at_k
-from easyrl.runtime.metrics import is_correct, mean_and_error
+from easyrl.runtime.metrics import is_correct
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))
@@ -18,21 +17,6 @@ def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num_samples):
             choices = [any(choice) for choice in combinations(samples, k)]
             expected = sum(choices) / len(choices)
             assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("num_samples", [1, 4])
-def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples):
-    """Each evaluation has new problems. Samples of one problem are correlated: an error with
-    samples as the unit would be a third too small with four of them."""
-    rng = np.random.default_rng(1)
-    accuracies, errors = [], []
-    for _ in range(4000):
-        chances = rng.beta(0.5, 0.5, size=60)
-        means = (rng.random((60, num_samples)) < chances[:, None]).mean(axis=1)
-        accuracy, error = mean_and_error(means)
-        accuracies.append(accuracy)
-        errors.append(error)
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(accuracies), rel=0.04)
 
 
 def by_enumeration(first, second):
@@ -55,9 +39,11 @@ def test_paired_test_counts_all_sign_flips(samples):
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_p_values_are_those_of_scipy(samples):
+    from scipy import stats
+
     rng = np.random.default_rng(3)
     for bound in (0.5, 0.42):
-        first, second = rng.random((300, samples)) < 0.5, rng.random((300, samples)) < bound
+        first, second = rng.random((150, samples)) < 0.5, rng.random((150, samples)) < bound
         result, differences = paired(first, second), first.mean(axis=1) - second.mean(axis=1)
         drawn = {"permutation_type": "samples", "n_resamples": 9999, "rng": 1}
         test = stats.permutation_test((differences[differences != 0],), np.sum, **drawn)

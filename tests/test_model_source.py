@@ -1,7 +1,9 @@
-"""Models that `--model` accepts for evaluation."""
+"""What a run or an evaluation starts from: models, and checkpoints and weights of other runs."""
 
+import hashlib
 import json
 import os
+import shlex
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,9 +22,19 @@ from easyrl.data.hub import describe_model, loadable_model, model_config_from_hu
 from easyrl.evaluation.command import check_evaluation
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, read_model_files
+from easyrl.rewards.loading import digest_code
+from easyrl.runtime import run
+from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import find_resume, start_from, with_absolute_paths
+from easyrl.runtime.resume import (
+    differing,
+    find_resume,
+    run_folder_of,
+    start_from,
+    with_absolute_paths,
+)
 from mistakes import TINY, make_run
+from runs import SMALL, easyrl, finish, lines_of, summary_of
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EXACT = "reward.functions=[exact_match]"
@@ -71,14 +83,8 @@ def test_quantized_model_is_refused_before_anything_is_loaded(tmp_path, changes,
 def adapter(folder, base):
     """Write a peft adapter for the built-in model's query projections."""
     folder.mkdir()
-    content = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": 2,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj"],
-    }
+    content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    content |= {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(content))
     generator = torch.Generator().manual_seed(0)
     weights = {}
@@ -211,3 +217,167 @@ def test_a_silent_hub_leaves_its_clients_as_they_are(tmp_path, monkeypatch):
     assert not huggingface_hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
     monkeypatch.setattr(huggingface_hub, "get_session", Mock())
     assert reach_hub() and loadable_model("owner/name") == "owner/name"
+
+
+AUTO = ("runtime.resume=auto",)
+
+
+class Started(BaseException):
+    """A run would have spawned its workers."""
+
+
+@pytest.fixture(autouse=True)
+def _no_run_starts(monkeypatch):
+    def start(controller):
+        raise Started
+
+    monkeypatch.setattr(Controller, "run", start)
+
+
+def config_of(folder, *words):
+    return load_config(None, {"output.dir": str(folder)}, words)
+
+
+def finished(folder, *versions):
+    """The folder of a run of the default number of iterations, with these checkpoints."""
+    make_run(folder, {version: {} for version in versions})
+    summary = {"iterations": config_of(folder).train.iterations}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.mark.parametrize("versions", [(60,), (), (50,)])
+def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypatch, versions):
+    """A run with train.keep_checkpoints=0 has no checkpoint, and must not start over."""
+    folder = finished(tmp_path / "run", *versions)
+    there = sorted(folder.rglob("*"))
+    monkeypatch.setattr(hashlib, "file_digest", None)  # large checkpoints are not verified
+    for words, resume in ((AUTO, None), ((), folder)):
+        received = []
+        assert run.run(config_of(folder, *words), [received.append], resume) == 0
+        assert "has finished its 60 iterations" in received[-1].message
+        if not versions:
+            with pytest.raises(ConfigError, match=r"has no whole checkpoint"):
+                find_resume(config_of(folder, *words, "train.iterations=70"), resume)
+    assert sorted(folder.rglob("*")) == there
+
+
+def test_changed_rows_and_rewards_are_refused(tmp_path):
+    files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}
+    for file in files.values():
+        file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = [f"{key}={file}" for key, file in files.items()]
+    files["reward.functions"] = tmp_path / "r.py"
+    files["reward.functions"].write_text("def f(completions, **_):\n    return [0.0] * 5\n")
+    words = [*words, f"reward.functions=[{tmp_path}/r.py:f]", "reward.check=false", *AUTO]
+    folder = tmp_path / "run"
+    config = config_of(folder, *words)
+    identity = check_run(config).identity
+    make_run(folder, {10: {"identity": identity, "config": config.model_dump(mode="json")}})
+
+    def check():
+        found = find_resume(config, None)
+        assert found is not None
+        os.close(found.lock)
+        check_run(config, found)
+
+    check()
+    for key, file in files.items():
+        text = file.read_text()
+        file.write_text(text.replace("2", "3").replace("5", "6"))
+        with pytest.raises(ConfigError, match=rf"^{key}: .*changed"):
+            check()
+        file.write_text(text)
+
+
+def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    score = "def f(completions, **_):\n    return 3\n"
+    files = {
+        "rewards.py": ("reward.functions", "# 3\nfrom helper import f\n"),
+        "helper.py": ("reward.functions", "import json, pack  # 3\nfrom pack.inner import f\n"),
+        "pack/__init__.py": ("reward.functions", "# 3\n"),
+        "pack/inner.py": ("reward.functions", score),
+        "rooms.py": ("rollout.environment", "class Room:\n    size = 3\n"),
+        "loss.py": ("algorithm.loss_type", "def loss(inputs, config):\n    return 3\n"),
+    }
+    (tmp_path / "pack").mkdir()
+    for name, (_, text) in files.items():
+        (tmp_path / name).write_text(text)
+    words = [f"reward.functions=[{tmp_path}/rewards.py:f]"]
+    words += [f"rollout.environment={{a: guess, b: '{tmp_path}/rooms.py:Room'}}"]
+    config = load_config(words=[*words, f"algorithm.loss_type={tmp_path}/loss.py:loss"])
+    before = digest_code(config)
+    for name, (key, text) in files.items():
+        (tmp_path / name).write_text(text.replace("3", "4"))
+        assert differing(before, digest_code(config)) == [key]
+        (tmp_path / name).write_text(text)
+    assert digest_code(config) == before
+
+
+def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path):
+    make_run(tmp_path / "run", {10: {}})
+    run = tmp_path / "run"
+    assert run_folder_of(run / "checkpoints" / "10") == run
+    assert run_folder_of(tmp_path / "model") == tmp_path / "model"  # of no run
+    (run / "config.yaml").touch()
+    assert run_folder_of(run / "model") == run
+    (run / "config.yaml").unlink()
+    config = config_of(tmp_path / "run", "train.learning_rate=1e-5", "train.iterations=70")
+    found = find_resume(config, tmp_path / "run")
+    os.close(found.lock)
+    assert found.describe(config).splitlines()[1:] == [
+        "changed: train.learning_rate 0.0003 -> 1e-05"
+    ]
+
+
+TWO = (*SMALL, "train.iterations=2", "data.num_held_out=0")
+
+
+def test_a_run_starts_from_the_weights_and_the_learning_rate_of_a_run(finished_run):
+    config, _ = start_from(load_config(None, {"model.path": str(finished_run.folder)}))
+    assert Path(config.model.path) == finished_run.folder / "model"
+    assert config.learning_rate == 3e-4
+
+
+def test_nothing_is_left_of_a_run_that_cannot_start(finished_run, tmp_path):
+    checkpoint, new = finished_run.folder / "checkpoints" / "3", tmp_path / "new"
+    words = ["--model", str(checkpoint), "--output", str(new), "--dataset", "no_such_file.jsonl"]
+    result = easyrl("grpo", *words)
+    assert result.exit_code == 2 and "data.dataset" in result.stderr and not new.exists()
+
+
+@pytest.mark.long
+def test_a_run_starts_from_the_weights_of_a_checkpoint(finished_run, tmp_path):
+    final = load_file(finished_run.folder / "model" / "model.safetensors")
+    new, source = tmp_path / "new", str(finished_run.folder / "checkpoints" / "3")
+    code, _, err = finish("--model", source, "--output", str(new), *TWO)
+    assert code == 0, err
+    config = load_config(new / "config.yaml")
+    model = new / "inputs" / "run-checkpoints-3"
+    assert Path(config.model.path) == model and config.learning_rate == 3e-4
+    start = load_file(model / "model.safetensors")
+    assert start.keys() == final.keys() and all((start[n] == final[n]).all() for n in final)
+    assert len(lines_of(new / "metrics.jsonl")) == summary_of(new)["iterations"] == 2
+    moved = new.rename(tmp_path / "moved")
+    code, _, err = finish("--resume", str(moved), "--iterations", "3")
+    assert code == 0, err
+    assert find_model(str(moved / "checkpoints" / "3")).base == str(moved / "inputs" / model.name)
+
+
+@pytest.mark.long
+def test_a_resume_with_other_settings_prints_a_command_that_runs(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run.folder, run)
+    (tmp_path / "run-2").mkdir()  # the name is taken
+    code, _, err = finish("--resume", str(run), "train.learning_rate=1e-4", "algorithm.beta=0.1")
+    assert code == 2 and "train.learning_rate: expected 0.0003 as in the run, got 0.0001" in err
+    assert "algorithm.beta: expected 0.0 as in the run, got 0.1" in err and "null" not in err
+    line = next(line for line in err.splitlines() if "easyrl grpo" in line)
+    program, name, *words = shlex.split(line[line.index("easyrl grpo") :])
+    assert (program, name) == ("easyrl", "grpo")
+    code, _, err = finish(*words)
+    assert code == 0, err
+    config, before = (load_config(each / "config.yaml") for each in (tmp_path / "run-3", run))
+    assert (config.learning_rate, config.algorithm.beta) == (1e-4, 0.1)
+    assert config.rollout == before.rollout and config.data == before.data

@@ -4,28 +4,12 @@ import json
 import shlex
 
 import pytest
-from typer.testing import CliRunner
 
-from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.devices import parse_assumed
 from easyrl.runtime.resume import with_absolute_paths
-
-QWEN = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
-"""The sizes of Qwen3-1.7B: 6.4 GiB in float32, and 25.6 GiB to train."""
-TOKENS = "train.max_tokens_per_micro_batch=60000"
+from mistakes import QWEN
+from runs import easyrl
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +26,7 @@ def _hub_is_unreachable(monkeypatch):
 
 
 def dry_run(*words):
-    result = CliRunner().invoke(app, ["grpo", "--dry-run", *words])
+    result = easyrl("grpo", "--dry-run", *words)
     return result.exit_code, result.output
 
 
@@ -53,39 +37,10 @@ def proposed(output):
     return commands[0][2:] if commands else None
 
 
-def test_a_first_prompt_that_a_start_refuses_is_refused(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    words = ["--dataset", str(rows), "--reward", "exact_match"]
-    rows.write_text('{"prompt": "12+76=", "answer": "88"}\n')
-    assert dry_run(*words)[0] == 0
-    code, output = dry_run(*words, "data.max_prompt_length=4")
-    assert code == 2 and "data.max_prompt_length" in output
-    assert dry_run(*words, "data.max_prompt_length=4", "data.long_prompts=skip")[0] == 0
-    rows.write_text('{"prompt": [{"role": "user", "content": "12+76="}], "answer": "88"}\n')
-    code, output = dry_run(*words)  # the built-in model has no chat template
-    assert code == 2 and "data.chat_template" in output
-
-
 def test_devices_are_assumed_by_number_and_memory_or_name():
     for text, count, gib in (("4x23.5gb", 4, 23.5), ("8xH100", 8, 79), ("4090", 1, 23.5)):
         assumed = parse_assumed(text)
         assert (assumed.count, assumed.num_bytes) == (count, gib * 2**30)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        *((["--assume", text], "--assume: expected") for text in ("", "8x", "0x80GiB", "8x8", "a")),
-        (["--assume", "8x80GiB", "--infer-devices", "0", "--train-devices", "8"], "0-7"),
-        (["--assume", "8x80GiB", "--infer-devices", "cpu"], "--assume"),
-        (["--assume", "8x80GiB", "--model", "/no/such/folder"], "model.path"),
-        (["--assume", "8x80GiB", "data.max_prompt_length=50000", TOKENS], "data.max_prompt_length"),
-    ],
-)
-def test_a_plan_of_what_could_not_start_is_refused(words, expected, qwen):
-    model = [] if "--model" in words else ["--model", qwen]
-    code, output = dry_run(*model, *words)
-    assert code == 2 and expected in output
 
 
 @pytest.mark.parametrize(
@@ -166,30 +121,12 @@ def test_a_plan_is_a_config_file(tmp_path):
         assert load_config(tmp_path / "plan.yaml") == with_absolute_paths(expected)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("gone.jsonl", "data.dataset"),
-        ("rows.jsonl", "reward.functions"),
-        ("rows.jsonl --reward own.py:broken", "own.py:broken"),
-        ("rows.jsonl --reward own.py:score data.columns={a:\\ answer}", "'answer'"),
-        ("rows.jsonl --reward exact_match algorithm.loss_type=no.py:f", "loss_type"),
-        ("hub/data --environment no_such.py:E", "rollout.environment"),
-    ],
-)
-def test_data_and_functions_are_tried_as_by_a_start(words, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
-    reward = "def score(completions, answer): return [0.0] * len(completions)\n"
-    (tmp_path / "own.py").write_text(reward + "def broken(completions, **_): return {0.0}\n")
-    code, output = dry_run("--dataset", *shlex.split(words))
-    assert code == 2 and expected in output.partition("a run would not start: ")[2]
-    assert "all on cpu" in output  # the memory that it would need
-
-
 def test_data_on_a_hub_that_is_unreachable_is_a_warning(tmp_path, capfd):
     reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"
     (tmp_path / "own.py").write_text(reward + " * len(completions)\n")
     code, output = dry_run("--dataset", "hub/data", "--reward", f"{tmp_path}/own.py:score")
     assert code == 0 and "all on cpu" in output and "warning: not checked: data.dataset" in output
     assert "here" not in output and capfd.readouterr().out == ""  # the plan is a config file
+    code, output = dry_run("--dataset", "gone.jsonl", "--reward", "exact_match")
+    assert code == 2 and "all on cpu" in output  # the memory that it would need
+    assert "data.dataset" in output.partition("a run would not start: ")[2]

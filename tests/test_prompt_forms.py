@@ -1,7 +1,5 @@
 """Rows as prompts and as columns for rewards: templates, system prompts, chats, names."""
 
-import json
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, processors
@@ -12,11 +10,14 @@ from easyrl.data.chat import check_prompts, read_messages, render_prompt, text_d
 from easyrl.data.datasets import open_prompts
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.files import load_tokenizer
+from runs import write_rows
 
 BRACES = "{answer} {{}} %s {"
 ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None, "braces": BRACES}
 CHAT = [{"role": "user", "content": "2+3?"}]
 FROM_SYSTEM = [{"role": "system", "content": "Add."}, *CHAT]
+TEXT = {"type": "text", "text": "2+3?"}
+TWICE = [{"role": "user", "content": "2+3?2+3?"}]
 OWN = [{"role": "system", "content": "Own."}, *CHAT]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
 OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
@@ -30,31 +31,15 @@ TURNS = (
 
 
 def first(folder, row=ROW, **data):
-    file = folder / "data.jsonl"
-    file.write_text(json.dumps(row) + "\n")
     flags = {f"data.{key}": value for key, value in data.items()}
-    return open_prompts(load_config(None, {"data.dataset": str(file), **flags})).prompt(0)
+    flags["data.dataset"] = write_rows(folder / "data.jsonl", [row])
+    return open_prompts(load_config(None, flags)).prompt(0)
 
 
 def error_of(folder, row=ROW, **data):
     with pytest.raises(ConfigError) as caught:
         first(folder, row, **data)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("template", "prompt"),
-    [
-        ("Solve: {question}", "Solve: 2+3?"),
-        ("{level}. {question}\n{question}", "4. 2+3?\n2+3?"),
-        ("\\boxed{{}} of {question} {{x}}", "\\boxed{} of 2+3? {x}"),
-        ("<{braces}>", f"<{BRACES}>"),  # what is in a row is no template
-    ],
-)
-def test_a_template_is_filled_from_columns(tmp_path, template, prompt):
-    made = first(tmp_path, prompt_template=template)
-    assert made.content == prompt
-    assert made.columns == ROW  # what a prompt is made of goes to the rewards all the same
 
 
 @pytest.mark.parametrize(
@@ -71,27 +56,21 @@ def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
 @pytest.mark.parametrize(
     ("row", "data", "content"),
     [
+        (ROW, {"prompt_template": "Solve: {question}"}, "Solve: 2+3?"),
+        (ROW, {"prompt_template": "{level}. {question}\n{question}"}, "4. 2+3?\n2+3?"),
+        (ROW, {"prompt_template": "\\boxed{{}} of {question} {{x}}"}, "\\boxed{} of 2+3? {x}"),
+        (ROW, {"prompt_template": "<{braces}>"}, f"<{BRACES}>"),  # what is in a row is no template
         (ROW, {"prompt_column": "question"}, "2+3?"),
         (ROW, {"prompt_column": "question", "chat": True}, CHAT),
         (ROW, {"prompt_column": "question", "system_prompt": "Add."}, FROM_SYSTEM),
         ({"prompt": CHAT}, {"system_prompt": "Add."}, FROM_SYSTEM),
         ({"prompt": OWN}, {"system_prompt": "Add."}, OWN),
+        ({"prompt": [{"role": "user", "content": [TEXT, TEXT]}]}, {}, TWICE),
+        ({"prompt": [{"role": "user", "content": {**TEXT, "type": "input_text"}}]}, {}, CHAT),
     ],
 )
-def test_a_prompt_is_a_string_or_a_chat(tmp_path, row, data, content):
+def test_a_prompt_is_a_filled_template_a_string_or_a_chat(tmp_path, row, data, content):
     assert first(tmp_path, row, **data).content == content
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        ({"content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}, "2+3?"),
-        ({"content": {"type": "input_text", "text": "2+3?"}}, "2+3?"),
-    ],
-)
-def test_parts_of_a_message_are_joined(tmp_path, given, read):
-    row = {"prompt": [{"role": "user"} | given]}
-    assert first(tmp_path, row).content == [{"role": "user", "content": read}]
 
 
 @pytest.mark.parametrize("call", [CALL, OF_OPENAI])
@@ -118,6 +97,7 @@ def test_a_message_that_is_no_text_is_named(tmp_path, message, named):
 
 
 def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path):
+    assert first(tmp_path, prompt_template="{question}").columns == ROW  # those of the prompt, too
     columns = {"solution": "answer", "asked": "question"}
     made = first(tmp_path, prompt_column="question", columns=columns)
     kept = {name: ROW[name] for name in ("level", "notes", "braces")}
@@ -207,8 +187,8 @@ def test_rewards_see_tags_and_no_other_special_tokens():
 
 def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, tokenizer):
     assert tokenizer.decode(render_prompt(SUM, tokenizer, {"thinks": True})) == "think1+1="
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": SUM}) + "\n")
-    words = [f"data.dataset={tmp_path}/chat.jsonl", "data.max_prompt_length=5"]
+    file = write_rows(tmp_path / "chat.jsonl", [{"prompt": SUM}])
+    words = [f"data.dataset={file}", "data.max_prompt_length=5"]
     config = load_config(words=words)
     examples = open_prompts(config).examples()
     check_prompts(examples, tokenizer, config)

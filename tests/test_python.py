@@ -10,9 +10,8 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
-import datasets
-import pandas
 import pytest
 
 from easyrl import events
@@ -48,11 +47,15 @@ def traces():
     stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     tracker = "resource_tracker"  # multiprocessing's own
     children = [p for p in descendants(os.getpid()) if tracker not in " ".join(p.cmdline())]
-    threads = [each for each in threading.enumerate() if each.name != "tqdm_monitor"]  # datasets'
+    others = re.compile("tqdm_monitor|process_request")  # of datasets, of an earlier test's server
+    threads = [each for each in threading.enumerate() if not others.search(each.name)]
     return threads, children, dict(os.environ), list(sys.path), stop
 
 
-def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path):
+@pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path, is_resumed):
+    import datasets
+
     weight = 2.0  # a function of a function, with a value of its own
 
     def doubled(completions, answer, **columns):
@@ -69,11 +72,13 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path):
     assert run.model_path is not None and (Path(run.model_path) / "config.json").is_file()
     moved = Run(run.folder.rename(tmp_path / "moved"))
     assert lines_of(moved.folder / "inputs" / "data.jsonl") == ROWS
+    rows = datasets.Dataset.from_list(ROWS[:3])
+    options = {**SMALL, "output": tmp_path / "evaluation", "progress": False}
     with ThreadPoolExecutor(1) as pool:  # not the main thread: it has no signal handlers
-        again = pool.submit(moved.resume, iterations=2, progress=False).result()
-    assert [line["iteration"] for line in again.metrics] == [1, 2]
-    rows, output = datasets.Dataset.from_list(ROWS[:3]), tmp_path / "evaluation"
-    result = evaluate(moved, rows, doubled, output=output, progress=False, **SMALL)
+        if is_resumed:
+            again = pool.submit(moved.resume, iterations=2, progress=False).result()
+            assert [line["iteration"] for line in again.metrics] == [1, 2]
+        result = pool.submit(evaluate, moved, rows, doubled, **options).result()
     assert len(result.samples) == 3
     assert result.summary["reward_functions"] == ["inputs/rewards.py:doubled"]
     assert traces() == before and open_descriptors() <= num_descriptors
@@ -137,16 +142,28 @@ def test_classes_and_tools_are_environments(tmp_path):
     assert run.resume(iterations=2, progress=False).summary["iterations"] == 2
 
 
+def unusable_dataset(kind):
+    import datasets
+    import pandas
+
+    rows = datasets.Dataset.from_list(ROWS)
+    if kind == "pandas":
+        return pandas.DataFrame(ROWS)
+    return rows.to_iterable_dataset() if kind == "stream" else datasets.DatasetDict({"train": rows})
+
+
 @pytest.mark.parametrize(("arguments", "shown"), [
     ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
-    ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
+    ({"dataset": "splits"}, "split"),
     ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
-    ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
-    ({"dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()}, "no stream"),
+    ({"dataset": "pandas"}, "to_dict"),
+    ({"dataset": "stream"}, "no stream"),
     ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
     ({"output": "."}, "output"),  # the folder has `inputs`, but not those of a run
 ])  # fmt: skip
 def test_mistakes_are_value_errors_and_leave_nothing(arguments, shown, tmp_path, monkeypatch):
+    if isinstance(kind := arguments.get("dataset"), str):
+        arguments = {"dataset": unusable_dataset(kind)}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inputs").mkdir()
     with pytest.raises(ValueError, match=re.escape(shown)):
@@ -216,33 +233,25 @@ def test_the_example_of_the_page_learns(tmp_path):
 
 
 def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
-    class FakeDisplay(list[str]):
-        """Stands for `IPython.display`; a list of what it has shown."""
-
-        HTML, update = staticmethod(str), list.append
-
-        def display(self, html, *, display_id):
-            assert display_id and not self
-            self.update(html)
-            return self
-
-    display = FakeDisplay()
+    display = Mock(HTML=str)  # stands for `IPython.display`
     for name in ("IPython", "IPython.display"):
         monkeypatch.setitem(sys.modules, name, display)
     make_observers(Config(), live=False)
-    assert not display, "no notebook"
+    assert not display.display.called, "no notebook"
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("easyrl.observe.view.REFRESHES_PER_SECOND", 1e9)
-    of_rich = []  # Rich would add an output of its own for each picture
-    monkeypatch.setattr("rich.jupyter.display", lambda *given: of_rich.append(given))
+    of_rich = Mock()  # Rich would add an output of its own for each picture
+    monkeypatch.setattr("rich.jupyter.display", of_rich)
     *_, view = make_observers(Config(), live=False)
     view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
     view(events.FromWorker("train-0", 1.0, events.Starting("loading the model")))
     view(events.RunEnded(1, ""))
-    assert len(display) == 4 and "loading the model" in display[2]
-    assert all(html.startswith("<pre") and "rollout-0 cpu" in html for html in display[1:])
+    display.display.assert_called_once()
+    pages = [each.args[0] for each in display.display.return_value.update.call_args_list]
+    assert len(pages) == 3 and "loading the model" in pages[1]
+    assert all(page.startswith("<pre") and "rollout-0 cpu" in page for page in pages)
     say_rich("text")
-    assert not of_rich
+    assert not of_rich.called
 
 
 ONLY_IN_WORKERS = """

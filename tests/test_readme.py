@@ -1,18 +1,88 @@
-"""The commands of README.md and docs/*.md run, made small (`pages.py`). Left out are also
-benchmarks and commands for numbered devices.
+"""The commands of README.md, docs/*.md and the tutorials run, made small, and so does the notebook;
+every file in configs/ is a run that would start.
+
+A block is fenced as bash, or indented and begins with `easyrl`. Left out are blocks under a line
+`<!-- not run: reason -->`, benchmarks, and commands for numbered devices.
 """
 
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from pages import ROOT, blocks, make_tools, run_block
+from easyrl.config import load_config
+from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.rewards import sandbox
+from easyrl.runtime.resume import with_absolute_paths
+from hub_rows import put_in_place_of_the_hub
+from judges import judge_server
+from mistakes import TINY, change_json
+from real_models import real_model
+from runs import easyrl, write_rows
+
+ROOT = Path(__file__).parent.parent
+TOOLS = {
+    "python": '#!/bin/bash\nexec "$PYTHON" "$@"\n',
+    # `easyrl` with the words that `shorter` has for the command
+    "easyrl": '#!/bin/bash\nwords=("$@")\ncase "$1 $*" in\n%s\nesac\n'
+    'exec "$PYTHON" -m easyrl "${words[@]}"\n',
+}
+
+
+def blocks(page: Path) -> Iterator[str]:
+    left_out = r"<!-- not run:.*?-->\n(?:```bash\n.*?```|(?:    [^\n]*\n)+)"
+    text = re.sub(left_out, "", page.read_text(), flags=re.DOTALL)
+    block = r"^```bash\n(.*?)^```|((?:^    easyrl [^\n]*\n(?:^     [^\n]*\n)*)+)"
+    for fenced, indented in re.findall(block, text, flags=re.DOTALL | re.MULTILINE):
+        if fenced:
+            yield fenced
+            continue
+        for command in indented.replace("\\\n", " ").splitlines():
+            yield re.sub(r"\s+#.*", "", command).strip()
+
+
+def make_tools(folder: Path, shorter: Mapping[str, str]) -> Path:
+    """Write `easyrl` and `python` into a folder. `shorter`: words that are added to commands, by
+    Bash's pattern of `COMMAND COMMAND WORDS`; the first that matches."""
+    folder.mkdir()
+    cases = "\n".join(f"{pattern}) words+=({words}) ;;" for pattern, words in shorter.items())
+    for name, program in TOOLS.items():
+        (folder / name).write_text(program % cases if "%s" in program else program)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run_block(code: str, folder: Path, tools: Path, timeout: float = 240) -> str:
+    """Run a block in a folder; return what it prints. Fails with its output where it does."""
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{code}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SHORTER = {
+SHORT_RUNS = {
     "grpo*--dry-run*|grpo*--help*": "",
     "grpo*--resume*": "--iterations 2 --no-live",
     "grpo*": "--iterations 2 --no-live train.prompts_per_iteration=2 rollout.num_generations=2 "
@@ -40,15 +110,15 @@ PAIRS = re.findall(
 COMMANDS = [
     (page, [block for block in blocks(page) if not SKIPPED.search(block)])
     for page in PAGES
-    if page.parent.name != "tutorials"  # test_tutorials.py runs these
+    if page.parent.name != "tutorials"
 ]
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
+def prepared(tmp_path_factory):
     """A folder with what the pages take for granted: a run, data and a reward."""
     folder = tmp_path_factory.mktemp("pages")
-    make_tools(folder / "bin", SHORTER)
+    make_tools(folder / "bin", SHORT_RUNS)
     (folder / "data.jsonl").write_text('{"prompt": "17+58=", "answer": "75"}\n')
     (folder / "my_rewards.py").write_text(REWARDS)
     run_block("easyrl grpo --output RUN", folder, folder / "bin")
@@ -61,12 +131,12 @@ def finished_run(tmp_path_factory):
     [each for each in COMMANDS if each[1]],
     ids=lambda value: value.name if isinstance(value, Path) else "",
 )
-def test_commands_of_a_page_run(page, commands, finished_run, tmp_path):
-    shutil.copytree(finished_run / "RUN", tmp_path / "RUN")
+def test_commands_of_a_page_run(page, commands, prepared, tmp_path):
+    shutil.copytree(prepared / "RUN", tmp_path / "RUN")
     for name in ("data.jsonl", "my_rewards.py"):
-        shutil.copy(finished_run / name, tmp_path / name)
+        shutil.copy(prepared / name, tmp_path / name)
     for command in commands:
-        run_block(command, tmp_path, finished_run / "bin")
+        run_block(command, tmp_path, prepared / "bin")
 
 
 def test_links_lead_somewhere_and_files_that_the_design_names_exist():
@@ -101,3 +171,125 @@ def test_the_tests_and_messages_exist():
         if "refused" in text:
             message = re.search('refused, "(.+?)"', text)
             assert message and message[1] in sources, text
+
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SHORT_TUTORIALS = {
+    "grpo*--dry-run*": "",
+    "grpo*": "--no-live --iterations 2 train.prompts_per_iteration=2 rollout.num_generations=4 "
+    "data.num_held_out=4",
+    "eval*--config*": "--no-live data.num_held_out=4",
+    "eval*": "--no-live",  # the problems of the run
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    pytest.importorskip("gguf", reason="pip install 'easyrl-train[real]'")
+    pytest.importorskip("reasoning_gym")
+    return str(real_model("smollm2"))
+
+
+@pytest.mark.long
+def test_smollm2_from_nothing_to_an_exported_model(smollm2, tmp_path):
+    tools, folder = make_tools(tmp_path / "bin", SHORT_TUTORIALS), tmp_path / "work"
+    folder.mkdir()
+    printed = [
+        run_block(block.replace(HUB_ID, smollm2), folder, tools, timeout=900)
+        for block in blocks(TUTORIALS / "smollm2.md")
+    ]
+    assert "<|im_start|>user" in printed[1] and printed[-1].strip()
+    settings = yaml.safe_load((folder / "smollm2.yaml").read_text().replace(smollm2, HUB_ID))
+    shipped = yaml.safe_load((ROOT / "configs" / "smollm2.yaml").read_text())
+    assert shipped["train"].pop("keep_checkpoints") == 0
+    assert settings == shipped
+    assert (folder / "smollm2-run" / "report.html").stat().st_size > 10_000
+    compared = json.loads((folder / "after" / "eval.json").read_text())
+    assert compared["num_problems"] == 4
+
+
+@pytest.mark.long
+def test_the_notebook_runs(smollm2, tmp_path):
+    notebook = json.loads((ROOT / "examples" / "smollm2.ipynb").read_text())
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    code = "\n".join(re.sub(r"^%.*", "", cell, flags=re.MULTILINE) for cell in cells)
+    changes = {
+        HUB_ID: smollm2,
+        "ITERATIONS = 60": "ITERATIONS = 1",
+        "HELD_OUT = 256": "HELD_OUT = 2",
+    }
+    for old, new in {**changes, "PROMPTS = 16": "PROMPTS = 2"}.items():
+        assert old in code
+        code = code.replace(old, new)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert (tmp_path / "my-model" / "config.json").is_file()
+
+
+@pytest.mark.long
+def test_a_model_learns_to_use_a_tool(tmp_path):
+    tools, folder = make_tools(tmp_path / "bin", {"grpo*|eval*": "--no-live"}), tmp_path / "work"
+    folder.mkdir()
+    for block in blocks(TUTORIALS / "tool.md"):
+        run_block(block, folder, tools, timeout=900)
+    lines = [json.loads(line) for line in (folder / "drawers" / "metrics.jsonl").open()]
+    assert lines[0]["reward"] < 0.5
+    assert lines[-1]["reward"] > 0.8
+    assert json.loads((folder / "after" / "eval.json").read_text())["accuracy"] > 0.7
+
+
+def test_the_tutorial_for_a_gpu_says_that_it_has_not_run_and_its_settings_are_read(tmp_path):
+    page = TUTORIALS / "one_gpu.md"
+    assert '!!! warning "Not run yet"' in page.read_text()
+    (block,) = blocks(page)
+    tools = make_tools(tmp_path / "bin", {})
+    run_block(block + "\neasyrl config --config gsm8k.yaml", tmp_path, tools)
+
+
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    """A model with a chat template, and with the positions of those that recipes name."""
+    folder = tmp_path_factory.mktemp("model") / "stand-in"
+    shutil.copytree(TINY, folder)
+    change_json("tokenizer_config.json", chat_template=CHAT)(folder)
+    change_json("config.json", max_position_embeddings=32768)(folder)
+    return folder
+
+
+@pytest.fixture
+def _user_files(tmp_path, monkeypatch):
+    """Make the user's files that recipes name, and the hub's rows."""
+    monkeypatch.chdir(tmp_path)
+    put_in_place_of_the_hub(monkeypatch)
+    monkeypatch.setattr(sandbox, "find_variant", lambda kind: kind)  # the machine's matter
+    shutil.copytree(TINY, tmp_path / "demo" / "model")  # a teacher
+    write_rows(tmp_path / "data.jsonl", [{"prompt": "What is 17+58?", "answer": "75"}])
+    row = {"question": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}
+    write_rows(tmp_path / "problems.jsonl", [row])
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+
+
+@pytest.mark.usefixtures("_user_files")
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_would_start_and_runs_dry(file, stand_in):
+    """On a stand-in for its model, and rows as its data set has them."""
+    flags = {"devices.infer": "cpu", "devices.train": "cpu"}
+    if load_config(file).model.path not in BUILT_IN_MODELS:
+        flags["model.path"] = str(stand_in)
+    with judge_server() as server:
+        if file.stem == "judge":
+            flags["reward.judge.url"] = server.url
+        words = [f"{key}={value}" for key, value in flags.items()]
+        result = easyrl("grpo", "--config", file, "--dry-run", *words)
+    assert result.exit_code == 0, result.output
+    assert "a run would not start" not in result.output
+    assert "\n# train-0: cpu" in result.output and "# all on cpu" in result.output
+    shown = Path("shown.yaml")
+    shown.write_text(result.output)
+    assert load_config(shown) == with_absolute_paths(load_config(file, flags))  # as in config.yaml

@@ -68,49 +68,35 @@ def test_the_librarys_scorer_reads_the_answer_and_gives_parts():
     assert scores == [0, None]
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "key", "word"),
-    [
-        (["reasoning_gym:chain_sums"], {}, "data.dataset", "chain_sum,"),
-        ([SUMS], {"max_digits": "two"}, "data.options.max_digits", "int"),
-        ([SUMS], {"max_digits": True}, "data.options.max_digits", "int"),
-        ([SUMS], {"max_digit": 2}, "data.options", "max_digits"),
-        ([SUMS], {"seed": 2}, "data.options", "max_digits"),
-        ([SUMS], {"max_digits": 1, "min_digits": 3}, "data.options", "min_digits"),
-        ([SUMS], {"chain_sum": 3}, "data.options", "chain_sum"),
-        ([SUMS, LEGS], {"max_digits": 2}, "data.options", "max_digits"),
-        ([SUMS, LEGS], {"chain_sum": 2}, "data.options", "chain_sum"),
-        (["arithmetic"], {"max_digits": 2}, "data.options", "max_digits"),
-        (["reasoning_gym:composite"], {}, "data.options", "composite"),  # needs an option
-    ],
-)
-def test_wrong_tasks_and_options_are_named(names, options, key, word):
-    with pytest.raises(ConfigError) as caught:
-        open_prompts(config_of(*names, options=options))
-    assert str(caught.value).startswith(key) and word in str(caught.value)
-
-
 def test_the_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"easyrl-train\[reasoning-gym\]"):
         library_data("chain_sum", '{"min_terms": 2}', 3)
 
 
-def test_options_go_by_task_and_a_mixture_is_trained(tmp_path):
-    by_task = {"chain_sum": FEW, "leg_counting": {"min_animals": 1, "max_animals": 2}}
-    mixture = config_of(SUMS, LEGS, options=by_task, chat=True)
+BY_TASK = {"chain_sum": FEW, "leg_counting": {"min_animals": 1, "max_animals": 2}}
+
+
+def test_options_go_by_task():
+    mixture = config_of(SUMS, LEGS, options=BY_TASK, chat=True)
     assert reward_specs(mixture) == ["reasoning_gym"]
-    message = open_prompts(mixture).prompt(0).content[0]
+    prompt = open_prompts(mixture).prompt(0)
+    (message,) = prompt.content
     assert message["role"] == "user" and "arithmetic problem" in message["content"]
+    columns = {name: [prompt.columns[name]] for name in ("entry", "task")}
+    assert functions.reasoning_gym([columns["entry"][0]["answer"]], **columns) == [1]
     assert with_eval_data(config_of(SUMS, options=FEW)).data.options == FEW
     other = load_config(None, {"data.dataset": SUMS, "data.options": FEW, "eval.dataset": LEGS})
     assert with_eval_data(other).data.options == {}
     problem = next(iter(problems_of(open_prompts(with_eval_data(other)), other).values()))
     assert "legs" in problem.content
 
+
+@pytest.mark.long
+def test_a_mixture_is_trained(tmp_path):
     folder, samples = tmp_path / "run", "output.samples=8"
     words = (*SMALL, "data.max_prompt_length=600", "data.weights=[3, 1]", "--iterations", "1")
-    options = f"data.options={json.dumps(by_task)}"
+    options = f"data.options={json.dumps(BY_TASK)}"
     datasets = ("--dataset", SUMS, "--dataset", LEGS)
     succeed(*datasets, "--output", str(folder), *words, options, samples, "data.num_held_out=4")
     assert "accuracy_after" in summary_of(folder)

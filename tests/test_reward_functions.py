@@ -1,11 +1,9 @@
 """Reward functions: the built-in ones, those written for TRL, and errors before a run."""
 
-import json
 import time
 from pathlib import Path
 
 import numpy as np
-import pandas
 import pytest
 from reward_pools import call, config_of
 
@@ -14,6 +12,7 @@ from easyrl.data.datasets import open_prompts
 from easyrl.rewards.loading import check_rewards, load_reward, reward_specs
 from easyrl.types import Prompt
 from math_answers import GSM8K, MATH, NAN, TYPED
+from runs import write_rows
 
 TEXTS = [r"It is \boxed{4}.", "Five", r"\boxed{5}"]
 
@@ -57,13 +56,9 @@ def test_format_is_thinking_then_an_answer(text, score):
 def test_length_penalty_is_that_of_dapo():
     """The paper's numbers: 20,480 tokens, of which the last 4,096 cost."""
     lengths = [0, 1, 16_384, 16_385, 18_432, 20_479, 20_480, 20_481]
-    found = scores(
-        "length_penalty",
-        [""] * len(lengths),
-        rollout__max_completion_length=20480,
-        train__max_tokens_per_micro_batch=32768,
-        completion_ids=[[7] * length for length in lengths],
-    )
+    settings = {"rollout__max_completion_length": 20480, "train__max_tokens_per_micro_batch": 32768}
+    ids = [[7] * length for length in lengths]
+    found = scores("length_penalty", [""] * len(lengths), completion_ids=ids, **settings)
     assert found == [0, 0, 0, -1 / 4096, -0.5, -4095 / 4096, -1, -1]
 
 
@@ -110,11 +105,10 @@ def solution(answer):
     [("gsm8k", GSM8K, "answer"), ("math500", MATH, "answer"), ("math", MATH, "solution")],
 )
 def test_rows_of_presets_have_the_scores_checked_by_hand(preset, answers, column, tmp_path):
-    file = tmp_path / "data.jsonl"
     rows = [{"question": "q", "problem": "q", "answer": a, "solution": a} for a, _, _ in answers]
     if column == "solution":
         rows = [{"problem": "q", "solution": solution(answer)} for answer, _, _ in answers]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "data.jsonl", rows)
     settings = {"data__preset": preset, "data__columns": f"{{answer: {column}}}"}
     config = config_of(data__dataset=file, data__shuffle="false", **settings)
     stream, (spec,) = open_prompts(config), reward_specs(config)
@@ -127,6 +121,7 @@ def test_rows_of_presets_have_the_scores_checked_by_hand(preset, answers, column
 @pytest.mark.parametrize("name", ["exact_match", "gsm8k", "math", "easyrl.data.tasks:score"])
 def test_rows_without_an_answer_have_no_score(name):
     assert scores(name, [chat("#4")], prompts="q", answer=4)[0] is not None
+    pandas = pytest.importorskip("pandas")
     for missing in (None, "", NAN, np.float32("nan"), pandas.NA, [], [None]):
         assert scores(name, [chat("#4")], prompts="q", answer=missing) == [None]
 
@@ -212,8 +207,7 @@ def without_kwargs(prompts, completions): return [float(p == "What is 2+2?") for
 )
 def test_trl_functions_and_formats_work_unchanged(name, row, texts, scores, tmp_path):
     (tmp_path / "trl.py").write_text(TRL)
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps(row) + "\n")
+    data = write_rows(tmp_path / "data.jsonl", [row])
     config = config_of(f"{tmp_path}/trl.py:{name}", data__dataset=data)
     prompt = open_prompts(config).prompt(0)
     check_rewards(config, prompt)
@@ -229,10 +223,7 @@ def test_function_in_verls_form_works_as_the_docs_wrap_it(tmp_path):
     page = (Path(__file__).parent.parent / "docs" / "trl_and_verl.md").read_text()
     own = "def compute_score(*args): return args == ('gsm8k', '4', '4', {'index': 7})\n"
     (tmp_path / "v.py").write_text(own + page.split("```python\n")[1].partition("```")[0])
-    row = {
-        "data_source": "gsm8k",
-        "reward_model": {"ground_truth": "4"},
-        "extra_info": {"index": 7},
-    }
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}}
+    row["extra_info"] = {"index": 7}
     prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], row)
     assert call(config_of(f"{tmp_path}/v.py:score"), prompt, ["4", "5"]).scores == [[1, 0]]

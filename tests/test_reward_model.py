@@ -9,9 +9,7 @@ import pytest
 import torch
 from reward_pools import call, config_of, finished
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
-from typer.testing import CliRunner
 
-from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.devices import parse_assumed
@@ -25,7 +23,7 @@ from easyrl.runtime.preflight import identify_code, measure_model
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.types import Prompt
 from mistakes import change_json
-from runs import SMALL, bits_of, lines_of, succeed
+from runs import SMALL, bits_of, easyrl, lines_of, succeed
 from tiny_models import SIZES
 
 TEXTS = ["2", " 33 + 33 = 66", "", "1+1=2, so"]
@@ -97,7 +95,8 @@ def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(mo
     one, two = (logits(models / name, [f"1+1={text}" for text in texts]) for name in ("one", "two"))
     expected = [pytest.approx(one, abs=1e-5), [0.0, 0.0], pytest.approx(two, abs=1e-5)]
     specs = models / "one", f"{own}:torch", models / "two"
-    reports, config = [], config_of(*specs, reward__model_label=0, reward__memory_limit_gib=0.25)
+    settings = {"reward__model_label": 0, "reward__memory_limit_gib": 0.25}
+    reports, config = [], config_of(*specs, reward__num_workers=1, **settings)
     pool = RewardPool(config, None, reports.append)
     try:
         for _ in range(2):
@@ -137,7 +136,7 @@ def test_models_and_functions_are_weighted_in_an_evaluation(models, tmp_path):
         *("--reward", str(models / "one"), "--reward", str(models / "two"), "--reward"),
         *("exact_match", "reward.weights=[0.5,0.25,1.0]", "reward.model_label=1"),
     )
-    result = CliRunner().invoke(app, ["eval", *words])
+    result = easyrl("eval", *words)
     assert result.exit_code == 0 and "accuracy" in result.stdout, result.output
     found = json.loads((tmp_path / "eval" / "eval.json").read_text())
     assert found["reward.functions_identity"] and found["reward.model_label"] == 1
@@ -186,41 +185,3 @@ def test_memory_is_counted_on_a_device_of_its_own_or_with_what_else_is_there(mod
     assert placement.reward_environment == {"CUDA_VISIBLE_DEVICES": "7"}
     placement, part = planned()
     assert (part.memory, part.num_processes, placement.reward_environment) == ("cpu", 3, {})
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--reward", "TWO"], "reward.model_label: expected which of the labels of"),
-        (["--reward", "TWO", "reward.model_label=2"], "0 to 1"),
-        (["--reward", "math", "reward.model_label=0"], "reward.model_label"),
-        (["--reward", "ONE", "reward.model_device=1"], "reward.model_device"),
-        (["--reward", "ONE", "reward.model_device=1", "devices.infer=ray:1"], "ray"),
-        (["--reward", "POLICY"], "...ForSequenceClassification (config.json), got "),
-        (["--reward", "EMPTY"], "config.json"),
-        (["--reward", "NO_TOKENIZER"], "has no tokenizer"),
-        (["--reward", "CODE"], "model.trust_remote_code"),
-        (["--reward", "NO_TEMPLATE", "data.chat=true"], "chat template"),
-        (["--reward", "nobody/nothing"], "nobody/nothing"),
-        (["--reward", "maths"], "did you mean math?"),
-        (["--reward", "./nothing"], "reward.functions (--reward): expected"),
-    ],
-)
-def test_what_is_wrong_is_found_before_the_start(words, named, models, tmp_path):
-    folders = {"ONE": models / "one", "TWO": models / "two", "POLICY": BUILT_IN_MODELS["tiny"]}
-    for name, lacks in (
-        ("NO_TOKENIZER", "tokenizer*"),
-        ("NO_TEMPLATE", "chat_template*"),
-        ("CODE", ""),
-        ("EMPTY", "*"),
-    ):
-        ignored = shutil.ignore_patterns(lacks)
-        folders[name] = shutil.copytree(models / "one", tmp_path / name, ignore=ignored)
-    auto_map = {"AutoConfig": "own.Config", "AutoModelForSequenceClassification": "own.Model"}
-    change_json("config.json", auto_map=auto_map, model_type="own")(folders["CODE"])
-    found, words = words, [str(folders.get(word, word)) for word in words]
-    in_all = [["grpo"], ["grpo", "--dry-run"], ["eval", "--model", "tiny"]]
-    for command in in_all if "TWO" in found else in_all[:1]:
-        result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "run"), *words])
-        assert result.exit_code == 2 and named in result.output, result.output
-    assert not (tmp_path / "run").exists()

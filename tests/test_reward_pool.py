@@ -106,11 +106,13 @@ def reports():
 
 @pytest.fixture
 def open_pool(own, reports):
+    """Pools of one process, unless more are asked for."""
     with ExitStack() as opened:
 
         def make(*names, **settings):
-            specs = [name if name in ("code", "math") else f"{own}:{name}" for name in names]
-            pool = RewardPool(config_of(*specs, **settings), None, reports.append)
+            specs = [name if name == "math" else f"{own}:{name}" for name in names]
+            config = config_of(*specs, **{"reward__num_workers": 1} | settings)
+            pool = RewardPool(config, None, reports.append)
             opened.callback(pool.close)
             return pool
 
@@ -202,7 +204,7 @@ def test_a_process_that_was_killed_with_the_lock_of_the_calls_is_noticed(
 
 
 def test_a_call_after_a_pause_is_not_taken_for_a_lost_one(open_pool, reports, monkeypatch):
-    pool = open_pool("sleepy", reward__num_workers=1)
+    pool = open_pool("sleepy")
     scores_of(pool, "0")
     monkeypatch.setattr(pool_module, "STUCK_SECONDS", 1.0)
     for is_second in (False, True):  # of two groups that are in flight
@@ -223,14 +225,15 @@ def test_results_are_of_plain_types(open_pool):
     assert {type(each) for each in (*metrics, *columns, *columns["column"])} == {str}
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_function_may_start_processes(open_pool, method):
-    prompt = f"get_context('{method}').Pool(1).map(length, completions)"
-    assert scores_of(open_pool("evaluates"), prompt) == [[1.0, 1.0]]
+def test_function_may_start_processes(open_pool):
+    pool = open_pool("evaluates")
+    for method in ("fork", "spawn", "forkserver"):
+        prompt = f"get_context('{method}').Pool(1).map(length, completions)"
+        assert scores_of(pool, prompt) == [[1.0, 1.0]]
 
 
 def test_processes_of_a_function_end_with_the_killed_one(open_pool):
-    pool = open_pool("pids_of_pools_that_are_kept", "pid", reward__num_workers=1)
+    pool = open_pool("pids_of_pools_that_are_kept", "pid")
     children, (pid, _) = scores_of(pool)
     children = [psutil.Process(int(child)) for child in children]
     os.kill(int(pid), signal.SIGKILL)
@@ -289,7 +292,8 @@ def test_failed_calls_score_zero_with_an_error_that_names_the_cause(open_pool, c
 
 def test_lost_process_costs_its_own_call_and_is_replaced(open_pool):
     """By one that the kernel ends first where memory runs out."""
-    pool = open_pool("evaluates", reward__on_error="skip_group", reward__timeout_seconds=2)
+    settings = {"reward__timeout_seconds": 2, "reward__num_workers": 2}
+    pool = open_pool("evaluates", reward__on_error="skip_group", **settings)
     good = "[float(open('/proc/self/oom_score_adj').read())] * 2"
     prompts = [prompt for lost in LOST for prompt in (good, lost)]
     for prompt, (scores, errors, *_) in zip(prompts, score(pool, *prompts), strict=True):
@@ -301,7 +305,7 @@ def test_lost_process_costs_its_own_call_and_is_replaced(open_pool):
 
 
 def test_process_killed_between_two_calls_costs_nothing_and_is_reported(own, open_pool, reports):
-    pool = open_pool("pid", reward__num_workers=1)
+    pool = open_pool("pid")
     for pause in (0.0, 0.5):  # before the pool notices, and after
         scores = scores_of(pool)
         own.write_text("a syntax error")
@@ -322,12 +326,12 @@ def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(open
 def test_pool_that_breaks_again_and_again_is_an_error(open_pool, monkeypatch):
     monkeypatch.setattr(pool_module, "start", os._exit)  # called with a config: it fails
     with pytest.raises(RewardError, match="processes"):
-        score(open_pool("good", reward__on_error="zero", reward__num_workers=1))
+        score(open_pool("good", reward__on_error="zero"))
 
 
 @pytest.mark.alone
 def test_close_ends_a_hanging_reward_at_once(open_pool):
-    pool = open_pool("pid", "sleepy", reward__num_workers=1)
+    pool = open_pool("pid", "sleepy")
     pool.submit(0, Call("q", ["0"], [[1]], {}))
     ((scores, *_),) = finished(pool, 1)
     process = psutil.Process(int(scores[0][0]))

@@ -1,23 +1,20 @@
-"""Which engines a run may add and remove while it is live, and its spare devices."""
+"""Which engines a run may add and remove while it is live, its spare devices, and how many engines
+would balance both sides."""
 
-import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from easyrl import devices
+from easyrl import devices, events
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
-from easyrl.runtime.control import request
+from easyrl.runtime.controller import Controller
+from easyrl.runtime.metrics import Balance
 from easyrl.runtime.placement import EngineChoice, check_scale, first_engines, resolve_placement
-from runs import SMALL, lines_of, start, succeed, summary_of, wait_for_line, wait_until
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
-OTHER_FEATURES = (
-    *("--train-devices", "cpu:2", "model.lora.rank=4", "algorithm.beta=0.04"),
-    *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -83,48 +80,42 @@ def test_spare_devices_that_cannot_be_used_are_named(words, key):
         place(*words)
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    "words",
-    [(), pytest.param(OTHER_FEATURES, marks=pytest.mark.long)],
-    ids=["plain", "other features"],
-)
-def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path, words):
-    run = tmp_path / "run"
-    on_cpu = ("--infer-devices", "cpu", "--train-devices", "cpu", "devices.max_rollout_workers=2")
-    process = start("--output", str(run), "--iterations", "100000", *SMALL, *on_cpu, *words)
+def add(balance, *engines, train, seconds=100.0):
+    """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
+    trained = events.IterationTrained(0, 1, 4, 100, train, {})
+    ledger = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
+    took = {"perf/iteration_seconds": seconds, "perf/weights_seconds": 1.0}
+    balance.add(ledger, took, len(engines))
 
-    def status():
-        reply = request(run, {"command": "status"})
-        rollout = (each for each in reply["workers"] if each["kind"] == "rollout")
-        return {each["name"]: each["state"] for each in rollout}, reply["iteration"]
 
-    def wait_for(is_so):
-        wait_until(lambda: is_so(*status()), process, seconds=600)
-        return status()[1]
+def test_shares_of_waiting_of_the_last_iterations():
+    balance = Balance(max_engines=9)
+    assert balance.waiting() == {"rollout": None, "train": None}
+    add(balance, 9.0, 5.0, train=6.0, seconds=10.0)
+    shares = {"rollout": pytest.approx(0.2), "train": pytest.approx(0.3)}
+    assert balance.waiting() == shares
+    balance.clear()
+    for engine, expected in ((50.0, 5), (50.0, 5), (20.0, 4), (20.0, 3), (20.0, 2)):
+        add(balance, engine, train=10.0)
+        assert balance.num_engines() == expected
 
-    def scale_to(wanted):
-        request(run, {"command": "scale", "infer_devices": wanted})
 
-    try:
-        wait_for_line(process, "iteration 2/", timeout=600)
-        with pytest.raises(ValueError, match="max_rollout_workers"):
-            scale_to("cpu:3")
-        scale_to("cpu:2")
-        with pytest.raises(ValueError, match=r"starting or leaving.*rollout-1"):
-            scale_to("cpu")
-        wait_for(lambda states, _: states.get("rollout-1") == "working")
-        scale_to("cpu")
-        num_done = wait_for(lambda states, _: states.keys() == {"rollout-0"})
-        wait_for(lambda _, iteration: iteration > num_done + 1)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-    assert err == "" and process.returncode == 128 + signal.SIGTERM
-    lines = lines_of(run / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
-    if words:
-        num_iterations = len(lines) + 2
-        out = succeed("--resume", str(run), "--iterations", str(num_iterations))
-        assert "rollout-0: cpu" in out and "rollout-1" not in out  # those of devices.infer
-        assert summary_of(run)["groups_trained"] == 4 * num_iterations
+def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
+    config = load_config(words=[*ON_CPU, "devices.spare=cpu:2", "runtime.autoscale=true"])
+    placement, numbers = resolve_placement(config), iter([2, 5, 5, 3, None, 1, 1])
+    fleet = SimpleNamespace(num_refused=0, infer_devices=placement.infer)
+    controller = SimpleNamespace(
+        config=config,
+        checked=SimpleNamespace(placement=placement),
+        fleet=fleet,
+        _balanced=0,
+        balance=SimpleNamespace(num_engines=numbers.__next__),
+        _scale=lambda wanted: setattr(fleet, "infer_devices", wanted),
+    )
+    for expected in ("cpu", "cpu", "cpu:3", "cpu:3", "cpu:3"):
+        Controller._autoscale(controller)
+        assert str(fleet.infer_devices) == expected
+    fleet.num_refused = 1  # one could not be started
+    for _ in range(2):
+        Controller._autoscale(controller)
+    assert str(fleet.infer_devices) == "cpu:3"

@@ -1,4 +1,5 @@
-"""The user interface: what each view makes of one stream of events, compared with tests/golden.
+"""The user interface: what each view makes of one stream of events, compared with tests/golden, and
+which samples `easyrl samples` shows.
 
 `golden_files.py` says how to write the files anew.
 """
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from easyrl import __version__, cli, events
 from easyrl.config import load_config, to_commented_yaml
@@ -23,8 +23,10 @@ from easyrl.observe.text import say_rich
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.view import render
 from easyrl.observe.watch import watch
+from easyrl.runtime.run_folder import sample_line
 from golden_files import check_golden
 from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state_of
+from runs import easyrl, write_rows
 from terminals import Terminal, after_the_view
 
 MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
@@ -166,13 +168,71 @@ def test_samples_and_report(folder):
         first | {"rewards": {"right": 1.0, "brief": 0.25}, "truncated": True},
         second | {"problem": "a", "branches": [chat, chat[1:]]},
     ]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "samples.jsonl", lines)
     metrics = [METRICS, {**METRICS, "iteration": 2, "policy_version": 2, "reward": 0.75}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    check_golden("samples", CliRunner().invoke(cli.app, ["samples", "run"]).output)
-    assert CliRunner().invoke(cli.app, ["report", "run"]).exit_code == 0
+    write_rows(folder / "metrics.jsonl", metrics)
+    check_golden("samples", easyrl("samples", "run").output)
+    assert easyrl("report", "run").exit_code == 0
     page = (folder / "report.html").read_text()
     body = re.sub(r"<(style|svg).*?</\1>", "", page, flags=re.DOTALL)
     text = html.unescape(re.sub(r"<[^>]*>", " ", body)).replace(__version__, "VERSION")
     check_golden("report", re.sub(r"\s*\n\s*", "\n", text))
     assert "<b>6" not in page and "\x1b" not in page
+
+
+SAMPLES = [
+    {
+        "iteration": iteration,
+        "prompt_index": 4 * iteration + place,
+        "prompt": f"prompt {iteration}-{place}",
+        "completion": f"completion {iteration}-{place}-{number}",
+        "reward": None if iteration == 3 else number / 2,
+        "advantage": float(number - 1),
+    }
+    for iteration in (1, 2, 3)
+    for place in range(2)
+    for number in range(3)
+]
+
+
+def write(folder, lines):
+    folder.mkdir()
+    write_rows(folder / "samples.jsonl", lines)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--min-reward 0.5 --max-reward 0.5", ["1-0-1", "1-1-1", "2-0-1", "2-1-1"]),
+        ("--iteration 2 --min-reward 1", ["2-0-2", "2-1-2"]),
+        ("--iteration 2-3 --limit 4", ["2-0-0", "2-0-1", "2-0-2", "2-1-0"]),
+        ("--limit 18 --iteration 1", ["1-0-0", "1-0-1", "1-0-2", "1-1-0", "1-1-1", "1-1-2"]),
+    ],
+)
+def test_options_select_samples(tmp_path, words, expected):
+    run = write(tmp_path / "run", SAMPLES)
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(SAMPLES[4])[:40])
+    assert (
+        re.findall(r"completion (\S+)", easyrl("samples", run, *words.split()).output) == expected
+    )
+
+
+def test_columns_may_have_any_name(tmp_path):
+    """Those of the data and of rewards."""
+    columns = dict.fromkeys(("sample", "problem", "iteration", "rewards", "reward", "prompt"), "x")
+    sample = events.Sample("c", 1.0, 0.5, {"rewards": 7, "y": 8}, {"f": 1.0, "g": 0.0}, 3)
+    group = events.GroupScored(1, 0, 5, [1.0], [[1.0]], [3], 0, 0.0, prompt="p", columns=columns)
+    line = sample_line(group, sample)
+    assert [line[name] for name in ("iteration", "reward", "length", "y")] == [1, 1.0, 3, 8]
+    assert line["column/sample"] == "x" and line["column/rewards"] == 7
+    shown = " ".join(easyrl("samples", write(tmp_path / "run", [line])).output.split())
+    assert "iteration 1 prompt_index 5 reward 1" in shown and "column/problem x" in shown
+
+
+def test_raw_samples_are_what_the_model_sees(tmp_path):
+    raw = [f"<user>{SAMPLES[0]['prompt']}<assistant>", f"{SAMPLES[0]['completion']}<end>"]
+    run = write(tmp_path / "run", [SAMPLES[0] | {"raw": raw}])
+    assert all(text in easyrl("samples", run, "--raw").output for text in raw)
+    assert "<end>" not in easyrl("samples", run).output

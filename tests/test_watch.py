@@ -19,7 +19,7 @@ from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
 from run_events import METRICS, active, group, run_events, state_of
-from runs import SMALL, start, wait_for_line
+from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
 from terminals import Terminal, after_the_view
 
 
@@ -58,7 +58,7 @@ def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch
     monkeypatch.setattr(trace, "MAX_BYTES", 30_000)
     folder, run = written
     first = next(n for n, e in enumerate(run) if isinstance(e, events.IterationFinished)) + 1
-    spans = [Span("train", 300.0 + number, 300.5 + number) for number in range(2000)]
+    spans = [Span("train", 300.0 + number, 300.5 + number) for number in range(700)]
     run[first:first] = [
         events.WorkerSpawned(300.0, "rollout-1", "cpu"),  # `easyrl scale`
         *(events.IterationFinished(300.0, {**METRICS, "iteration": n}) for n in range(1, 11)),
@@ -80,7 +80,7 @@ def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch
     late = state_of(RunFiles(folder).read())  # has only the newest part, and what matters
     kept = [json.dumps([each.accuracies, each.lines]) for each in (late, live)]
     assert kept[0] == kept[1].replace("NaN", "null")
-    assert 20 < len(late.workers["train-0"].spans) < 2000
+    assert 20 < len(late.workers["train-0"].spans) < 700
     assert late.workers["train-0"].spans[-1] == live.workers["train-0"].spans[-1]
 
 
@@ -149,12 +149,14 @@ def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_report
         assert "still running" in text_of(page_of(folder))
         for watcher in (interrupted, follower):
             watcher.read_until("ETA")
+        workers = descendants(process.pid)
         os.kill(interrupted.process.pid, signal.SIGINT)
         interrupted.read_until(None)
         assert process.poll() is None
     finally:
         process.kill()
         process.communicate()
+    assert wait_until_gone(workers, 5.0) == []
     assert interrupted.end() == 128 + signal.SIGINT and follower.end() == 1
     assert "the run continues" in after_the_view(interrupted.output)
     assert "the run was killed" in after_the_view(follower.output)

@@ -35,6 +35,7 @@ def install(folder, *words, has_dependencies=False):
     return packages
 
 
+@pytest.mark.long
 def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(tmp_path):
     pytest.importorskip("setuptools", "77")
     clone = tmp_path / "easyrl"
