@@ -143,7 +143,7 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys, name):
     say_rich(end_table(run_started(Path(name)), SUMMARY))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  easyrl")]
     resumed = ["easyrl", "grpo", "--resume", name, "--iterations", "8"]
-    reads = [["easyrl", command, name] for command in ("samples", "report")]
+    reads = [["easyrl", *words, name] for words in (["samples"], ["report"], ["eval", "--model"])]
     assert [shlex.split(line) for line in lines] == [*reads, resumed]
 
 
@@ -206,7 +206,7 @@ def write(folder, lines):
     [
         ("--min-reward 0.5 --max-reward 0.5", ["1-0-1", "1-1-1", "2-0-1", "2-1-1"]),
         ("--iteration 2 --min-reward 1", ["2-0-2", "2-1-2"]),
-        ("--iteration 2-3 --limit 4", ["2-0-0", "2-0-1", "2-0-2", "2-1-0"]),
+        ("--iteration 2-3 --limit 4", ["3-0-2", "3-1-0", "3-1-1", "3-1-2"]),
         ("--limit 18 --iteration 1", ["1-0-0", "1-0-1", "1-0-2", "1-1-0", "1-1-1", "1-1-2"]),
     ],
 )
