@@ -122,6 +122,26 @@ def bits_of(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return summary_of(folder)["weights_sha256"], metrics
 
 
+def both_schedules(folder: Path, *words: str, delays: str = "0.02", **how: Any) -> Path:
+    """Compare a run of each schedule in deterministic mode, the periodic one with random delays in
+    engine, rewards, ring and trainer: they end in the same bits. Return the folder of that one."""
+    for schedule, seconds in (("sync", "0"), ("periodic", delays)):
+        own = "--output", str(folder / schedule), "--schedule", schedule, "--no-live"
+        how["EASYRL_RANDOM_DELAYS"] = seconds
+        succeed(*words, *own, "runtime.deterministic=true", **how)
+    assert bits_of(folder / "sync") == bits_of(folder / "periodic")
+    return folder / "periodic"
+
+
+def assert_on_policy(folder: Path, most: float = 1e-4) -> dict[str, Any]:
+    """Return the summary of a run whose groups were all sampled by the policy trained; `most`: nats
+    between engine and trainer."""
+    summary = summary_of(folder)
+    assert summary["groups_off_policy"] == 0
+    assert summary["sampling_logp_difference_max"] < most
+    return summary
+
+
 def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 240) -> None:
     """Read the run's output up to a line that contains this text."""
     assert process.stdout is not None
