@@ -1,6 +1,7 @@
 """Groups, a ring and settings for workers that a test runs itself."""
 
 import dataclasses
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,13 @@ def settings_on_cpu(name, config, **changes):
         "log_file": None,
     }
     return WorkerSettings(name=name, config=config, **(settings | changes))
+
+
+def forking_context():
+    """A context whose processes are copies of one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hypothesis", "easyrl.workers.train"])
+    return context
 
 
 def spawned_settings(placement):

@@ -116,10 +116,15 @@ def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def bits_of(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Weights and metrics, which are equal in runs with the same bits."""
+def bits_of(folder: Path) -> list[Any]:
+    """Results, metrics and samples, which are equal in runs with the same bits, whatever they
+    lost."""
+    names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
+    names += "completion_tokens", "generated_tokens", "policy_version", "rewards"
+    summary, samples = summary_of(folder), folder / "samples.jsonl"
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-    return summary_of(folder)["weights_sha256"], metrics
+    found = [summary[name] for name in names], metrics
+    return [*found, lines_of(samples) if samples.exists() else []]
 
 
 def both_schedules(folder: Path, *words: str, delays: str = "0.02", **how: Any) -> Path:

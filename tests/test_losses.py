@@ -13,7 +13,6 @@ from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominat
 from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.train import TrainConfig
 from easyrl.workers.learner import learning_rate_factor
-from runs import SMALL, finish, lines_of, succeed
 
 torch.set_num_threads(1)
 
@@ -226,20 +225,6 @@ def own_config(tmp_path, source):
     file = tmp_path / "my_loss.py"
     file.write_text(source)
     return load_config(None, {"algorithm.loss_type": f"{file}:loss"})
-
-
-def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path):
-    file, folder = tmp_path / "my_loss.py", tmp_path / "run"
-    file.write_text(REINFORCE)
-    words = ("--output", str(folder), *SMALL, "--iterations", "2", "--train-devices", "cpu:2")
-    limit = "rollout.max_completion_length=80"
-    succeed(*words, limit, "data.num_held_out=0", f"algorithm.loss_type={file}:loss")
-    line = lines_of(folder / "metrics.jsonl")[0]
-    assert 0.0 < line["loss/probability"] <= 1.0 and "clip_ratio/low_mean" not in line
-    assert line["entropy"] > 0 and line["grad_norm"] > 0
-    file.write_text(REINFORCE.replace("-inputs", "-2.0 * inputs"))
-    code, _, err = finish("--resume", str(folder), "--iterations", "3")
-    assert code == 2 and "algorithm.loss_type" in err and "changed" in err
 
 
 def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path):

@@ -1,4 +1,4 @@
-"""Our losses against TRL's for the same tensors (skipped unless TRL is installed).
+"""Our losses against TRL's for the same tensors (skipped without TRL).
 
 TRL's trainer computes its loss from a model and a padded batch: here the built-in model, whose
 log-probabilities become ours. Compared are the losses and their gradients by the parameters.
@@ -10,15 +10,12 @@ import functools
 
 import pytest
 import torch
-from datasets import Dataset
 from test_losses import config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.model.logprobs import token_logprobs
-
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'easyrl-train[peer]'")
 
 torch.set_num_threads(1)
 
@@ -27,7 +24,6 @@ LENGTHS = torch.tensor([5, 2, 7, 3])
 B, T, P = 4, 7, 4
 CAP = 1.3
 IS_TOKEN = torch.arange(T) < LENGTHS.unsqueeze(1)  # [B, T], False: padding
-SHARED = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "beta")
 CASES = [
     {"loss_type": loss_type, **changes}
     for loss_type in ("grpo", "dapo", "dr_grpo", "cispo")
@@ -46,33 +42,50 @@ def tiny():
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
 
-def trl_trainer(config, folder):
-    algorithm = config.algorithm
-    is_corrected = algorithm.importance_sampling_correction != "none"
-    arguments = trl.GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        per_device_train_batch_size=B,
-        num_generations=B,
-        max_completion_length=config.rollout.max_completion_length,
-        temperature=1.0,
-        use_bias_correction_kl=False,  # k3 as in GRPO
-        vllm_importance_sampling_correction=is_corrected,
-        **{name: getattr(algorithm, name) for name in (*SHARED, "entropy_coef")},
-    )
-    trainer = trl.GRPOTrainer(
-        model=tiny(),
-        args=arguments,
-        processing_class=AutoTokenizer.from_pretrained(TINY),
-        reward_funcs=lambda prompts, **columns: [0.0] * len(prompts),
-        train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
-    )
-    # TRL computes the weights with vLLM only; its loss multiplies by those of the batch.
-    trainer.use_vllm = is_corrected
-    trainer.model.eval()  # one batch is the whole update
-    return trainer
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    """Function that returns TRL's trainer with the settings of a config: one for each loss."""
+    trl = pytest.importorskip("trl", reason="needs TRL: pip install 'easyrl-train[peer]'")
+    from datasets import Dataset
+
+    @functools.cache
+    def make(loss_type, epsilon, epsilon_high, max_completion_length):
+        arguments = trl.GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            per_device_train_batch_size=B,
+            num_generations=B,
+            max_completion_length=max_completion_length,
+            temperature=1.0,
+            use_bias_correction_kl=False,  # k3 as in GRPO
+            loss_type=loss_type,
+            epsilon=epsilon,
+            epsilon_high=epsilon_high,
+        )
+        return trl.GRPOTrainer(
+            model=tiny(),
+            args=arguments,
+            processing_class=AutoTokenizer.from_pretrained(TINY),
+            reward_funcs=lambda prompts, **columns: [0.0] * len(prompts),
+            train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
+        )
+
+    def trainer_for(config):
+        algorithm, length = config.algorithm, config.rollout.max_completion_length
+        trainer = make(algorithm.loss_type, algorithm.epsilon, algorithm.epsilon_high, length)
+        for name in ("beta", "importance_sampling_level", "entropy_coef"):
+            assert hasattr(trainer, name)
+            setattr(trainer, name, getattr(algorithm, name))
+        trainer._entropy_bonus_enabled = algorithm.entropy_coef != 0.0
+        # TRL computes the weights with vLLM only; its loss multiplies by those of the batch.
+        is_corrected = algorithm.importance_sampling_correction != "none"
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = is_corrected
+        trainer.model.eval()  # one batch is the whole update
+        return trainer
+
+    return trainer_for
 
 
 def make_batch(*, mask_truncated):
@@ -141,10 +154,10 @@ def gradient_of(loss):
 
 
 @pytest.mark.parametrize("changes", CASES, ids=lambda c: " ".join(map(str, c.values())))
-def test_loss_and_gradient_equal_trls(changes, tmp_path):
+def test_loss_and_gradient_equal_trls(changes, trainers):
     high = 1.2 if changes["loss_type"] == "cispo" else 0.28
     config = config_of(epsilon_high=high, importance_sampling_cap=CAP, **changes)
-    trainer = trl_trainer(config, tmp_path)
+    trainer = trainers(config)
     for mask_truncated in (False, True):
         batch = make_batch(mask_truncated=mask_truncated)
         ours, theirs = our_loss(batch, config), trl_loss(trainer, batch, config)

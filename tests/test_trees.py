@@ -118,7 +118,7 @@ def batches_of(groups, config, *, num_ranks, shares_prompts):
             yield from (each for each in step if isinstance(each, MicroBatch) and each is not EMPTY)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(drawn_groups(), st.integers(1, 60), st.integers(1, 3), st.booleans(), st.booleans())
 def test_every_sampled_token_is_trained_once_after_its_own_path(
     groups, max_tokens, num_ranks, shares_prompts, mask_truncated

@@ -1,9 +1,8 @@
-"""The weight channel between spawned processes: complete, equal, versioned, bounded in time."""
+"""The weight channel between processes: complete, equal, versioned, bounded in time."""
 
 import hashlib
 import json
 import mmap
-import multiprocessing
 import os
 import re
 import signal
@@ -21,11 +20,11 @@ from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
 from easyrl.runtime import launch
 from easyrl.types import Weight
-from own_workers import settings_on_cpu
+from own_workers import forking_context, settings_on_cpu
 
 pytestmark = pytest.mark.alone
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKING = forking_context()
 TIMEOUT_SECONDS = 2.0
 PATIENCE_SECONDS = TIMEOUT_SECONDS + 4.0  # a bounded wait, seen from outside on a busy machine
 START_SECONDS = 60.0
@@ -172,8 +171,8 @@ class Peers:
         """Start those of the first `number` peers that do not live."""
         fresh = {*range(number)} - {*self.living()}
         for n in fresh:
-            self.controls[n], theirs = SPAWN.Pipe()
-            self.processes[n] = SPAWN.Process(target=peer_main, args=(theirs,))
+            self.controls[n], theirs = FORKING.Pipe()
+            self.processes[n] = FORKING.Process(target=peer_main, args=(theirs,))
             self.processes[n].start()
             theirs.close()
         for n in fresh:
