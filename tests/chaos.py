@@ -8,7 +8,7 @@ later SIGCONT. Its victim, action and moment follow from the seed and its number
 moments are spread over the start of the workers, the others over the rest of the life of an
 undisturbed run, which is measured first. A run that loses a process of MUST_FINISH has to finish;
 any other has to be resumable, and is resumed. All end with the weights of an undisturbed run. Runs
-whose victim is an environment play a game.
+whose victim is an environment or the controller play a game.
 
 Files of a trial are kept under --folder if it fails.
 """
@@ -86,7 +86,7 @@ class Plan:
     @property
     def words(self):
         """Arguments of the run, besides SETTINGS."""
-        return GAME if self.victim == "environment" else ()
+        return GAME if self.victim in ("environment", "controller") else ()
 
     @property
     def action(self):

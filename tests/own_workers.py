@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
-from easyrl.config import load_config
+from easyrl.config import Config, load_config
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import ProcessLauncher
 from easyrl.types import RolloutGroup
@@ -42,6 +42,14 @@ def make_group(index, **changes):
     return dataclasses.replace(group, **changes)
 
 
+def assert_same(got, expected):
+    """Every field has the same value and element type."""
+    for field in dataclasses.fields(RolloutGroup):
+        one, other = (getattr(group, field.name) for group in (got, expected))
+        np.testing.assert_array_equal(one, other)
+        assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+
+
 def zeroed(group, which):
     advantages = group.advantages.copy()
     advantages[which] = 0.0
@@ -59,6 +67,13 @@ def num_free(ring):
         ring.free_pipe.send(slot)
     assert len({*free}) == len(free)
     return len(free)
+
+
+def loss_config(**algorithm):
+    """Clipped at 0.8 and 1.3, corrected at most by 3."""
+    high = 5.0 if algorithm.get("loss_type") == "cispo" else 0.3
+    algorithm = {"epsilon_high": high, "importance_sampling_correction": "none", **algorithm}
+    return Config.model_validate({"algorithm": algorithm, "rollout": {"max_completion_length": 8}})
 
 
 def settings_on_cpu(name, config, **changes):

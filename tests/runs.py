@@ -21,6 +21,12 @@ SMALL = (
     "data.num_held_out=8",
 )
 """Settings of a run that takes a second or two once its workers are up."""
+GUESS = (
+    *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
+    *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),
+    *("rollout.num_generations=4", "train.learning_rate=0.01"),
+)
+"""Settings of a run that plays a game; without `--environment` or `--agent`."""
 
 
 class Finished(NamedTuple):
@@ -178,6 +184,10 @@ def workers(pid: int) -> dict[str, psutil.Process]:
     """The rollout and train workers of a run that have started, by name."""
     found = {process.name(): process for process in descendants(pid)}
     return {name: each for name, each in found.items() if name.startswith(("rollout-", "train-"))}
+
+
+def kill_worker(process: subprocess.Popen[str], name: str = "rollout-0") -> None:
+    workers(process.pid)[name].kill()
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:

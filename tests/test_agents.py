@@ -30,7 +30,16 @@ from easyrl.model.policy import Policy
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes
-from runs import assert_on_policy, finish, finish_after, lines_of, succeed, wait_until, workers
+from runs import (
+    GUESS,
+    assert_on_policy,
+    finish,
+    finish_after,
+    kill_worker,
+    lines_of,
+    succeed,
+    wait_until,
+)
 from tool_models import chat_model, example
 
 KEY = (0, 0, 0)
@@ -546,15 +555,6 @@ def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
 
 
 PROGRAMS = Path(__file__).with_name("agent_programs.py")
-GUESS = (
-    *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
-    *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),
-    *("rollout.num_generations=4", "train.learning_rate=0.01"),
-)
-
-
-def kill_worker(process):
-    workers(process.pid)["rollout-0"].kill()
 
 
 def test_an_agent_plays_and_no_bit_depends_on_schedule_delays_or_a_killed_worker(tmp_path):
@@ -591,8 +591,7 @@ def test_killed_workers_and_agents_lose_no_group_and_nothing_is_trained_twice(tm
 def test_an_agent_learns_as_the_environment_does(tmp_path):
     words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "60", "rollout.num_generations=8")
     words += ("train.learning_rate=0.0005", "rollout.max_completion_length=160")
-    code, out, err = finish(*GUESS, *words, "--output", str(tmp_path / "run"))
-    assert code == 0, out + err
+    succeed(*GUESS, *words, "--output", str(tmp_path / "run"))
     assert_on_policy(tmp_path / "run")
     rewards = [line["reward"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1

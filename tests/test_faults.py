@@ -25,13 +25,13 @@ from runs import (
     both_schedules,
     descendants,
     finish_after,
+    kill_worker,
     lines_of,
     start,
     succeed,
     summary_of,
     wait_for_line,
     wait_until_gone,
-    workers,
     write_rows,
 )
 
@@ -101,7 +101,7 @@ def test_a_run_that_is_killed_resumed_and_loses_a_worker_ends_in_the_same_bits(
 
     def kill(process):
         time.sleep(random.Random(1).uniform(0.0, 0.5))
-        workers(process.pid)["rollout-1"].kill()
+        kill_worker(process, "rollout-1")
 
     resumed = ("--resume", str(folder), "--no-live")
     code, out, err = finish_after(f"iteration {max(3, done + 1)}/4", kill, *resumed, **SLOWLY)
@@ -123,7 +123,7 @@ def test_a_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path, undisturbed, s
     def kill(process):
         number, seconds = draw.randrange(2), draw.uniform(0.0, 3.0)
         time.sleep(seconds)
-        workers(process.pid)[f"rollout-{number}"].kill()
+        kill_worker(process, f"rollout-{number}")
 
     moment = "held-out accuracy"  # the workers have started
     how = {"timeout": 600, **SLOWLY}

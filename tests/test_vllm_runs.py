@@ -22,6 +22,7 @@ from runs import (
     both_schedules,
     descendants,
     finish_after,
+    kill_worker,
     lines_of,
     shared_memory,
     start,
@@ -31,7 +32,6 @@ from runs import (
     wait_for_line,
     wait_until,
     wait_until_gone,
-    workers,
 )
 from tiny_models import untied_model
 
@@ -133,11 +133,7 @@ def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path):
     train(tmp_path / "whole", *words, timeout=900)
     lost = tmp_path / "lost"
     how = {"timeout": 900, "EASYRL_RANDOM_DELAYS": "0.1"}
-
-    def kill(process):
-        workers(process.pid)["rollout-1"].kill()
-
-    code, _, err = finish_after("iteration 1/", kill, "--output", str(lost), *words, **how)
+    code, _, err = finish_after("iteration 1/", kill_worker, "--output", str(lost), *words, **how)
     assert (code, err) == (0, "")
     assert summary_of(lost)["worker_restarts"] == 1
     assert bits_of(lost) == bits_of(tmp_path / "whole")
