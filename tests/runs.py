@@ -21,6 +21,7 @@ SMALL = (
     "data.num_held_out=8",
 )
 """Settings of a run that takes a second or two once its workers are up."""
+HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 GUESS = (
     *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
     *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),

@@ -11,11 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mistakes import TINY
-from runs import SMALL, lines_of, succeed, summary_of
+from runs import HARDER, SMALL, lines_of, succeed, summary_of
 from runs import without_timing as plain
 from tiny_models import untied_model
-
-HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 
 
 def test_a_run_writes_metrics_samples_and_summary(finished_run):

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from test_clean_ends import started
-from test_runs import HARDER
 
-from runs import SMALL, lines_of, succeed, summary_of, wait_until_gone, workers
+from runs import HARDER, SMALL, lines_of, succeed, summary_of, wait_until_gone, workers
 
 RUN = (*SMALL, "train.prompts_per_iteration=6", "runtime.deterministic=true")
 TWO = ("--train-devices", "cpu:2")
