@@ -22,7 +22,7 @@ from easyrl.workers.train import TrainWorker
 from own_workers import (
     NUM_GENERATIONS,
     VOCABULARY,
-    forking_context,
+    fork_server,
     make_ring,
     num_free,
     settings_on_cpu,
@@ -214,8 +214,7 @@ def rank_main(rank, store, ring, pipes, orders):
 class Ranks:
     """Both processes; they run one case after another."""
 
-    def __init__(self, ring, store):
-        context = forking_context()
+    def __init__(self, ring, store, context):
         ours, theirs = context.Pipe()
         self.ring, self.orders, self.processes = ring, [], []
         for rank, pipe in enumerate((ours, theirs)):
@@ -242,11 +241,12 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(model, tmp_path_factory):
     ring = make_ring(NUM_GROUPS, num_owners=NUM_RANKS + 1)
-    started = Ranks(ring, str(tmp_path_factory.mktemp("store") / "store"))
-    yield started
-    for order in started.orders:
-        order.send(None)
-    for process in started.processes:
-        process.join(10)
-        process.kill()
+    with fork_server() as context:
+        started = Ranks(ring, str(tmp_path_factory.mktemp("store") / "store"), context)
+        yield started
+        for order in started.orders:
+            order.send(None)
+        for process in started.processes:
+            process.join(10)
+            process.kill()
     ring.close()

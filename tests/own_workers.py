@@ -2,6 +2,8 @@
 
 import dataclasses
 import multiprocessing
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,11 +91,14 @@ def settings_on_cpu(name, config, **changes):
     return WorkerSettings(name=name, config=config, **(settings | changes))
 
 
-def forking_context():
-    """A context whose processes are copies of one that has imported torch."""
+@contextmanager
+def fork_server():
+    """A context whose processes are copies of one that has imported torch, and that is gone
+    afterwards: other tests look for children of this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "hypothesis", "easyrl.workers.train"])
-    return context
+    yield context
+    forkserver._forkserver._stop()
 
 
 def spawned_settings(placement):

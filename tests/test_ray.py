@@ -28,7 +28,6 @@ from runs import (
     wait_until_gone,
 )
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
 pytestmark = pytest.mark.long  # `make test-vllm` runs a first one
 
 ONE_THREAD = "devices.threads=1"

@@ -16,6 +16,7 @@ import pytest
 
 from easyrl.engines.vllm.processes import processes_of
 from easyrl.runtime.control import request
+from ray_clusters import cluster_of
 from runs import (
     SMALL,
     bits_of,
@@ -115,9 +116,6 @@ def test_both_schedules_end_in_the_same_bits_under_random_delays(tmp_path, case)
 
 @pytest.mark.long
 def test_two_engines_on_two_nodes_end_in_the_same_bits_as_without_ray(tmp_path):
-    pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
-    from ray_clusters import cluster_of
-
     words = ("--iterations", "3", "devices.threads=1", "runtime.deterministic=true", *SMALL, *VLLM)
     train(tmp_path / "here", "--infer-devices", "cpu:2", "--train-devices", "cpu", *words)
     with cluster_of(*[{"num_cpus": 1}] * 3) as cluster:

@@ -25,11 +25,10 @@ from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config
 from easyrl.runtime import launch
 from easyrl.types import Weight
-from own_workers import forking_context, settings_on_cpu
+from own_workers import fork_server, settings_on_cpu
 
 pytestmark = pytest.mark.alone
 
-FORKING = forking_context()
 TIMEOUT_SECONDS = 2.0
 PATIENCE_SECONDS = TIMEOUT_SECONDS + 4.0  # a bounded wait, seen from outside on a busy machine
 START_SECONDS = 60.0
@@ -168,7 +167,8 @@ def peer_main(control):
 class Peers:
     """Processes that stay from test to test: importing torch is the slow part."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, context):
+        self.context = context
         self.stores = (str(folder / f"store-{number}") for number in count())
         self.processes, self.controls = {}, {}
 
@@ -176,8 +176,8 @@ class Peers:
         """Start those of the first `number` peers that do not live."""
         fresh = {*range(number)} - {*self.living()}
         for n in fresh:
-            self.controls[n], theirs = FORKING.Pipe()
-            self.processes[n] = FORKING.Process(target=peer_main, args=(theirs,))
+            self.controls[n], theirs = self.context.Pipe()
+            self.processes[n] = self.context.Process(target=peer_main, args=(theirs,))
             self.processes[n].start()
             theirs.close()
         for n in fresh:
@@ -240,10 +240,11 @@ class Peers:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    peers = Peers(tmp_path_factory.mktemp("stores"))
-    yield peers
-    for number in peers.processes:
-        peers.kill(number)
+    with fork_server() as context:
+        peers = Peers(tmp_path_factory.mktemp("stores"), context)
+        yield peers
+        for number in peers.processes:
+            peers.kill(number)
 
 
 @pytest.fixture
