@@ -125,7 +125,7 @@ def assert_same_gradients(*words, bound=1e-5):
 @pytest.mark.parametrize(
     "words",
     [
-        ("algorithm.beta=0.3",),
+        ("runtime.schedule=sync",),  # one micro-batch
         pytest.param((*HARDER, "train.activation_checkpointing=true"), marks=pytest.mark.long),
     ],
     ids=["one update", "two updates, checkpointing"],
