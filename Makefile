@@ -1,7 +1,8 @@
 # make demo         install, and train the built-in model
 # make test         install, lint, check types, run the tests
 # make check        lint and types only
-# make test-vllm    the tests of the vLLM engine, on vLLM's CPU build, in their own environment (3.5 GB)
+# make test-vllm    the tests of the vLLM engine, on vLLM's CPU build, in their own environment (3.5
+#                   GB), and a run on Ray
 # make test-long    the longer tests, those of vLLM too
 # make test-real    real models (SmolLM2-135M, Gemma 3 270M) against transformers; downloads 350 MB
 # make test-lowest  the tests with the oldest supported torch and transformers, in their own environment
@@ -74,6 +75,7 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt
 
 test-vllm: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and not long' --durations=5
+	$(VLLM_VENV)/bin/python -m pytest tests/test_ray.py -m long -k 'with_and_without_ray and plain-engines'
 
 test-vllm-long: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5

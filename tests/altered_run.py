@@ -6,9 +6,8 @@
 
 LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
 its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
-worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. HANG: in
-update 2 of the weight channel (from 0) the `trainer` hangs, or the engine while it is `loading`, or
-once all is `loaded`.
+worker of this name that is there then. HANG: in update 2 of the weight channel (from 0) the
+`trainer` hangs, or the engine while it is `loading`, or once all is `loaded`.
 
 Spawned processes import the main script too, so that this holds in all of them, vLLM's too.
 """
@@ -75,13 +74,12 @@ def _lose(point: str, worker: str, output: Path) -> None:
     from easyrl.engines.base import GroupRequest
     from easyrl.engines.embedded import EmbeddedEngine
 
-    kind, first, *every = point.split(":")
-    numbers = range(int(first), 10**6, int(every[0]) if every else 10**6)
+    kind, number_of_loss = point.split(":")
     submit, step, receive = EmbeddedEngine.submit, EmbeddedEngine.step, WeightChannel.receive
     work = [("", 0), 0]  # kind and number of the newest request, steps since
 
     def is_due(now: str, number: int) -> bool:
-        return now == kind and number in numbers
+        return now == kind and number == int(number_of_loss)
 
     def die(number: int) -> None:
         """Once for each point: the process that replaces this one lives."""

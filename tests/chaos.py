@@ -7,7 +7,8 @@ Each trial is one `easyrl grpo` on the CPU with two rollout workers, and one SIG
 later SIGCONT. Its victim, action and moment follow from the seed and its number: a quarter of the
 moments are spread over the start of the workers, the others over the rest of the life of an
 undisturbed run, which is measured first. A run that loses a process of MUST_FINISH has to finish;
-any other has to be resumable, and is resumed. Runs whose victim is an environment play a game.
+any other has to be resumable, and is resumed. All end with the weights of an undisturbed run. Runs
+whose victim is an environment or the controller play a game.
 
 Files of a trial are kept under --folder if it fails.
 """
@@ -42,6 +43,7 @@ SETTINGS = (
     *SMALL,
     *("--infer-devices", "cpu:2", "--iterations", str(ITERATIONS), "--no-live"),
     *("train.eval_every=3", "train.save_every=3", "rollout.max_completion_length=48"),
+    *("runtime.deterministic=true", "train.learning_rate=1e-3"),
     *(f"runtime.stall_seconds={STALL_SECONDS}", f"runtime.timeout_seconds={TIMEOUT_SECONDS}"),
 )
 GAME = (
@@ -84,7 +86,7 @@ class Plan:
     @property
     def words(self):
         """Arguments of the run, besides SETTINGS."""
-        return GAME if self.victim == "environment" else ()
+        return GAME if self.victim in ("environment", "controller") else ()
 
     @property
     def action(self):
@@ -178,7 +180,8 @@ class Run:
         assert not (found := left()), f"left: {found}"
 
     def check_files(self):
-        """Each iteration, group and sample is there once, and no socket or temporary file."""
+        """Each iteration, group and sample is there once, and no socket or temporary file. Return
+        the digest of the weights."""
         summary, lines = summary_of(self.output), lines_of(self.output / "metrics.jsonl")
         iterations = [line["iteration"] for line in lines]
         every = range(1, ITERATIONS + 1)
@@ -194,6 +197,7 @@ class Run:
         left = [path for path in files if path.is_socket() or path.name.endswith(".unfinished")]
         left += self.temporary.iterdir()
         assert not left, f"left: {left}"
+        return summary["weights_sha256"]
 
     def kill(self):
         for process in self.processes():
@@ -203,14 +207,15 @@ class Run:
 
 
 class Baseline(NamedTuple):
-    """Times of an undisturbed run in seconds."""
+    """Times of an undisturbed run in seconds, and its result."""
 
     total: float
     ready: float  # the workers have started
+    weights_sha256: str
 
 
 def measure(folder, jobs, words):
-    """The times of undisturbed runs, as many at a time as there will be trials."""
+    """Measure undisturbed runs, as many at a time as there will be trials."""
     runs = [Run(folder / f"undisturbed-{len(words)}-{n}") for n in range(jobs)]
     try:
         for run in runs:
@@ -220,9 +225,10 @@ def measure(folder, jobs, words):
             run.wait(300.0)
             assert run.process.poll() == 0, f"an undisturbed run failed: see {run.folder}"
             run.check_leftovers()
-            run.check_files()
+            weights_sha256 = run.check_files()
+            assert any(line["grad_norm"] for line in lines_of(run.output / "metrics.jsonl"))
             began, ready, ended = trace_times(run.output)
-            times.append(Baseline(ended - began, ready - began))
+            times.append(Baseline(ended - began, ready - began, weights_sha256))
     finally:
         for run in runs:
             run.kill()
@@ -237,6 +243,7 @@ def run_trial(plan, folder, baseline):
         run.start("run", *plan.words)
         if (acted := _act(run, plan, baseline)) is not None:
             _check(run, outcome, acted, limit)
+            assert run.check_files() == baseline.weights_sha256, "other weights"
     except AssertionError as error:
         outcome.problem = str(error)
         return outcome
@@ -290,7 +297,6 @@ def _check(run, outcome, acted, limit):
         run.check_leftovers()
         code, error = run.process.returncode, run.err.read_text()[-300:]
         assert code == 0, f"resumed: exit code {code}: {error}"
-    run.check_files()
     outcome.num_restarts = summary_of(run.output).get("worker_restarts", 0)
     if not outcome.has_resumed:
         is_lost = plan.victim == "rollout" and plan.action != "stopped"

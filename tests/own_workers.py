@@ -1,13 +1,16 @@
 """Groups, a ring and settings for workers that a test runs itself."""
 
 import dataclasses
+import multiprocessing
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
-from easyrl.config import load_config
+from easyrl.config import Config, load_config
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import ProcessLauncher
 from easyrl.types import RolloutGroup
@@ -41,6 +44,14 @@ def make_group(index, **changes):
     return dataclasses.replace(group, **changes)
 
 
+def assert_same(got, expected):
+    """Every field has the same value and element type."""
+    for field in dataclasses.fields(RolloutGroup):
+        one, other = (getattr(group, field.name) for group in (got, expected))
+        np.testing.assert_array_equal(one, other)
+        assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+
+
 def zeroed(group, which):
     advantages = group.advantages.copy()
     advantages[which] = 0.0
@@ -60,6 +71,13 @@ def num_free(ring):
     return len(free)
 
 
+def loss_config(**algorithm):
+    """Clipped at 0.8 and 1.3, corrected at most by 3."""
+    high = 5.0 if algorithm.get("loss_type") == "cispo" else 0.3
+    algorithm = {"epsilon_high": high, "importance_sampling_correction": "none", **algorithm}
+    return Config.model_validate({"algorithm": algorithm, "rollout": {"max_completion_length": 8}})
+
+
 def settings_on_cpu(name, config, **changes):
     settings = {
         "owner_id": 0,
@@ -71,6 +89,16 @@ def settings_on_cpu(name, config, **changes):
         "log_file": None,
     }
     return WorkerSettings(name=name, config=config, **(settings | changes))
+
+
+@contextmanager
+def fork_server():
+    """A context whose processes are copies of one that has imported torch, and that is gone
+    afterwards: other tests look for children of this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hypothesis", "easyrl.workers.train"])
+    yield context
+    forkserver._forkserver._stop()
 
 
 def spawned_settings(placement):

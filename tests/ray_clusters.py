@@ -5,11 +5,14 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 
 @contextmanager
 def cluster_of(*nodes):
     """Start a head and more nodes, each with these arguments of `Cluster.add_node`, on ports and in
     a folder of their own. `cluster.address` is for --ray-address."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ray-")  # a short name: it holds sockets

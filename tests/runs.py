@@ -23,6 +23,13 @@ SMALL = (
     "data.num_held_out=8",
 )
 """Settings of a run that takes a second or two once its workers are up."""
+HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
+GUESS = (
+    *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
+    *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),
+    *("rollout.num_generations=4", "train.learning_rate=0.01"),
+)
+"""Settings of a run that plays a game; without `--environment` or `--agent`."""
 
 
 OPTIONAL = {*EXTRAS.values(), "scipy", "pandas", "pyarrow", "psutil"} - {"httpx2"}
@@ -129,10 +136,35 @@ def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def bits_of(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Weights and metrics, which are equal in runs with the same bits."""
+def bits_of(folder: Path) -> list[Any]:
+    """Results, metrics and samples, which are equal in runs with the same bits, whatever they
+    lost."""
+    names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
+    names += "completion_tokens", "generated_tokens", "policy_version", "rewards"
+    summary, samples = summary_of(folder), folder / "samples.jsonl"
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-    return summary_of(folder)["weights_sha256"], metrics
+    found = [summary[name] for name in names], metrics
+    return [*found, lines_of(samples) if samples.exists() else []]
+
+
+def both_schedules(folder: Path, *words: str, delays: str = "0.02", **how: Any) -> Path:
+    """Compare a run of each schedule in deterministic mode, the periodic one with random delays in
+    engine, rewards, ring and trainer: they end in the same bits. Return the folder of that one."""
+    for schedule, seconds in (("sync", "0"), ("periodic", delays)):
+        own = "--output", str(folder / schedule), "--schedule", schedule, "--no-live"
+        how["EASYRL_RANDOM_DELAYS"] = seconds
+        succeed(*words, *own, "runtime.deterministic=true", **how)
+    assert bits_of(folder / "sync") == bits_of(folder / "periodic")
+    return folder / "periodic"
+
+
+def assert_on_policy(folder: Path, most: float = 1e-4) -> dict[str, Any]:
+    """Return the summary of a run whose groups were all sampled by the policy trained; `most`: nats
+    between engine and trainer."""
+    summary = summary_of(folder)
+    assert summary["groups_off_policy"] == 0
+    assert summary["sampling_logp_difference_max"] < most
+    return summary
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 240) -> None:
@@ -166,6 +198,10 @@ def workers(pid: int) -> dict[str, psutil.Process]:
     """The rollout and train workers of a run that have started, by name."""
     found = {process.name(): process for process in descendants(pid)}
     return {name: each for name, each in found.items() if name.startswith(("rollout-", "train-"))}
+
+
+def kill_worker(process: subprocess.Popen[str], name: str = "rollout-0") -> None:
+    workers(process.pid)[name].kill()
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:

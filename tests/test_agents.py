@@ -24,13 +24,22 @@ from easyrl.config.rollout import SamplingChoice
 from easyrl.data.hub import resolve_model
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.sampling import SamplingSettings
-from easyrl.environments.pool import CallFailed, HostKilled
+from easyrl.environments.pool import CallFailed, EnvironmentPool, HostKilled
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes
-from runs import descendants, finish, lines_of, start, summary_of, wait_for_line
+from runs import (
+    GUESS,
+    assert_on_policy,
+    finish,
+    finish_after,
+    kill_worker,
+    lines_of,
+    succeed,
+    wait_until,
+)
 from tool_models import chat_model, example
 
 KEY = (0, 0, 0)
@@ -269,17 +278,6 @@ def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens(
     assert scored.scores == [[pytest.approx(8 + len(a[-1]["content"]) / 100) for a in answers]]
 
 
-def test_a_continued_conversation_keeps_its_row_and_stores_no_token_twice(worker):
-    def solve(client):
-        messages = list(HELLO)
-        for _ in range(4):
-            messages += [said(chat(client, messages)), asked("higher")]
-
-    found = worker.run(solve)
-    worker.check(found)
-    assert all(len(each.segment_lengths) == 1 for each in found[KEY][1])
-
-
 def test_suspended_sequences_make_room_for_others():
     def solve(client):
         texts = {}
@@ -373,7 +371,8 @@ def test_other_sampling_settings_may_be_replaced_and_stop_strings_are_the_runs()
     def solve(client):
         text = chat(client, HELLO, temperature=0.2, tool_choice="required", stop="1")
         messages = [*HELLO, said(text), asked("higher")]
-        chat(client, messages, stop=["1"])
+        for _ in range(3):
+            messages += [said(chat(client, messages, stop=["1"])), asked("higher")]
         return float("1" not in text)
 
     words = "rollout.agent_sampling=ignore", "rollout.stop=['1']"
@@ -383,6 +382,7 @@ def test_other_sampling_settings_may_be_replaced_and_stop_strings_are_the_runs()
         notes = " ".join(worker.pool.notes)
     assert "temperature" in notes and "tool_choice" in notes and len(worker.pool.notes) == 2
     assert found[KEY][3].scores == [[1.0] * 8]
+    # A continued conversation keeps its row and stores no token twice.
     assert all(len(each.segment_lengths) == 1 for each in found[KEY][1])
 
 
@@ -468,6 +468,15 @@ def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_tr
     assert scored.scores == [[1.0, 1.0]] and [len(each) for each in answers] == [1, 1]
 
 
+def test_the_death_of_an_agents_process_is_noticed(tmp_path):
+    (tmp_path / "own.py").write_text("import os\ndef solve(row): os.kill(os.getpid(), 9)\n")
+    config = load_config(None, {"rollout.agent": f"{tmp_path}/own.py:solve"})
+    with closing(EnvironmentPool(config, {})) as pool:
+        (future,) = pool.run_agents(KEY, {}, "http://localhost", ["key"])
+        wait_until(lambda: pool.poll() or future.done())
+    assert isinstance(future.exception(), HostKilled)
+
+
 def test_tools_are_called_through_the_client_and_their_results_continue_the_tokens(tmp_path):
     calls = ['<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>']
     model = chat_model(tmp_path / "model", calls)
@@ -546,31 +555,19 @@ def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
 
 
 PROGRAMS = Path(__file__).with_name("agent_programs.py")
-GUESS = (
-    *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
-    *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),
-    *("rollout.num_generations=4", "train.learning_rate=0.01"),
-)
 
 
-def on_policy(folder):
-    summary = summary_of(folder)
-    assert summary["groups_off_policy"] == 0
-    assert summary["sampling_logp_difference_max"] < 1e-4
-    return summary
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_agent_plays_as_an_environment_and_no_bit_depends_on_schedule_or_delays(tmp_path):
-    hashes = set()
-    for schedule, delays in (("sync", "0"), ("periodic", "0.02")):
-        run = tmp_path / schedule
-        words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "2", "--schedule", schedule)
-        more = ("--output", str(run), "runtime.deterministic=true")
-        code, out, err = finish(*GUESS, *words, *more, EASYRL_RANDOM_DELAYS=delays)
-        assert code == 0, out + err
-        hashes.add(on_policy(run)["weights_sha256"])
-    assert len(hashes) == 1
+def test_an_agent_plays_and_no_bit_depends_on_schedule_delays_or_a_killed_worker(tmp_path):
+    sync, run = tmp_path / "sync", tmp_path / "periodic"
+    words = (*GUESS, "--infer-devices", "cpu:2", "--agent", f"{PROGRAMS}:solve")
+    words += ("--iterations", "2", "runtime.deterministic=true")
+    succeed(*words, "--schedule", "sync", "--output", str(sync))
+    how = {"EASYRL_RANDOM_DELAYS": "0.02"}
+    code, out, err = finish_after("iteration 1/", kill_worker, *words, "--output", str(run), **how)
+    assert code == 0, out + err
+    summary = assert_on_policy(run)
+    assert summary["weights_sha256"] == assert_on_policy(sync)["weights_sha256"]
+    assert (summary["groups_trained"], summary["worker_restarts"]) == (12, 1)
     for sample in lines_of(run / "samples.jsonl"):
         roles = [message["role"] for message in sample["messages"]]
         assert roles[::2] == ["user"] * len(roles[::2]) and roles[1::2]
@@ -579,32 +576,25 @@ def test_an_agent_plays_as_an_environment_and_no_bit_depends_on_schedule_or_dela
 
 
 @pytest.mark.long
+def test_killed_workers_and_agents_lose_no_group_and_nothing_is_trained_twice(tmp_path):
+    words = (*GUESS, "--infer-devices", "cpu:2", "--agent", f"{PROGRAMS}:unlucky")
+    words += ("--iterations", "3", "--output", str(tmp_path / "run"))
+    how = {"AGENT_FOLDER": str(tmp_path), "EASYRL_RANDOM_DELAYS": "0.02"}
+    code, out, err = finish_after("iteration 1/", kill_worker, *words, **how)
+    assert code == 0, out + err
+    summary = assert_on_policy(tmp_path / "run")
+    assert (summary["groups_trained"], summary["worker_restarts"]) == (18, 1)
+    assert (tmp_path / "killed").exists()
+
+
+@pytest.mark.long
 def test_an_agent_learns_as_the_environment_does(tmp_path):
     words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "60", "rollout.num_generations=8")
     words += ("train.learning_rate=0.0005", "rollout.max_completion_length=160")
-    code, out, err = finish(*GUESS, *words, "--output", str(tmp_path / "run"))
-    assert code == 0, out + err
-    on_policy(tmp_path / "run")
+    succeed(*GUESS, *words, "--output", str(tmp_path / "run"))
+    assert_on_policy(tmp_path / "run")
     rewards = [line["reward"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
-
-
-def test_killed_workers_and_agents_lose_no_group_and_nothing_is_trained_twice(tmp_path):
-    folder = tmp_path / "run"
-    words = (*GUESS, "--infer-devices", "cpu:2", "--agent", f"{PROGRAMS}:unlucky")
-    words += ("--iterations", "3", "--output", str(folder))
-    process = start(*words, AGENT_FOLDER=str(tmp_path), EASYRL_RANDOM_DELAYS="0.02")
-    try:
-        wait_for_line(process, "iteration 1/")
-        next(p for p in descendants(process.pid) if p.name() == "rollout-0").kill()
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, out + err
-    finally:
-        process.kill()
-        process.communicate()
-    summary = on_policy(folder)
-    assert (summary["groups_trained"], summary["worker_restarts"]) == (18, 1)
-    assert (tmp_path / "killed").exists()
 
 
 def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):

@@ -35,24 +35,27 @@ def printed(script, **environment):
 
 
 PLACE = """
-import json
+import json, os
 from easyrl.config import load_config
 from easyrl.runtime.placement import device_names, resolve_placement
-found = []
-for infer, train in (("0,2", "1"), ("0,2", "3")):
-    try:
-        config = load_config(None, {"devices.infer": infer, "devices.train": train})
-        found.append(device_names(resolve_placement(config)))
-    except ValueError as error:
-        found.append(str(error))
+
+def place(infer, train):
+    config = load_config(None, {"devices.infer": infer, "devices.train": train})
+    return device_names(resolve_placement(config))
+
+found = [place("0,2", "3")]
+os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1,3"
+try:
+    place("0,2", "1")
+except ValueError as error:
+    found.append(str(error))
 print(json.dumps(found))
 """
 
 
 def test_npus_are_found_by_number_among_those_that_the_user_shows():
-    names = {"rollout-0": "npu:0", "rollout-1": "npu:2", "train-0": "npu:3"}
-    assert printed(PLACE)[1] == names
-    error, _ = printed(PLACE, ASCEND_RT_VISIBLE_DEVICES="1,3")
+    names, error = printed(PLACE)
+    assert names == {"rollout-0": "npu:0", "rollout-1": "npu:2", "train-0": "npu:3"}
     assert "devices.infer" in error and "npu devices 0-1" in error
 
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_train_ranks import ranks
-from test_updates import model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,6 +33,7 @@ from easyrl.model.files import fingerprint
 from easyrl.model.policy import Policy
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
+from own_training import model, ranks
 from runs import wait_until
 from tiny_models import tiny_model
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.torch import load_file
-from test_runs import HARDER
 
 from easyrl.events import SaveModel
 from easyrl.model.checkpoint_files import checkpoints_in, read_checkpoint
@@ -24,6 +23,7 @@ from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked, read_lines
 from easyrl.runtime.supervisor import Supervisor
 from runs import (
+    HARDER,
     SMALL,
     command,
     descendants,

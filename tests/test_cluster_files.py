@@ -23,6 +23,7 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement, preflight
 from easyrl.runtime.ray import cluster
+from pages import make_tools
 from runs import lines_of, wait_until, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
@@ -103,14 +104,11 @@ def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
     assert set(yaml.safe_load(JOB["spec"]["runtimeEnvYAML"])) == {"env_vars"}
 
 
-EASYRL = """#!/bin/bash
-words=("$@")
-case "$1" in
-  grpo) words+=(--iterations 2 --no-live train.prompts_per_iteration=2 rollout.num_generations=2
-    rollout.max_completion_length=8 data.num_held_out=2 data.max_prompt_length=32) ;;
-esac
-exec "$PYTHON" -m easyrl "${words[@]}"
-"""
+SHORTER = (
+    "--iterations 100000 --no-live --model tiny model.dtype=float32 data.max_prompt_length=32"
+    " rollout.tensor_parallel_size=1 train.prompts_per_iteration=2 rollout.num_generations=2"
+    " rollout.max_completion_length=8 data.num_held_out=2"
+)
 SRUN = """#!/bin/bash
 # Every node is this machine.
 while [[ "$1" == --* ]]; do shift; done
@@ -124,19 +122,14 @@ exec "$@"
 @pytest.mark.alone
 def test_the_slurm_file_runs_on_two_nodes_and_sigterm_leaves_a_checkpoint(tmp_path):
     pytest.importorskip("ray")
-    tools, folder = tmp_path / "bin", tmp_path / "job"
-    tools.mkdir()
+    tools, folder = make_tools(tmp_path / "bin", {"grpo*": SHORTER}), tmp_path / "job"
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").touch()
-    easyrl = EASYRL.replace(
-        '("$@")', '("${@/#gsm8k/arithmetic}"); words=("${words[@]/ray:*/ray:cpu:1}")'
-    )
-    more = "--iterations 100000 --model tiny model.dtype=float32 rollout.tensor_parallel_size=1"
+    words = '("${@/#gsm8k/arithmetic}"); words=("${words[@]/ray:*/ray:cpu:1}")'
     for name, program in {
         "srun": SRUN,
         "scontrol": "#!/bin/bash\nprintf 'one\\ntwo\\n'\n",
-        "python": '#!/bin/bash\nexec "$PYTHON" "$@"\n',
-        "easyrl": easyrl.replace("--iterations 2", more),
+        "easyrl": (tools / "easyrl").read_text().replace('("$@")', words),
     }.items():
         (tools / name).write_text(program)
         (tools / name).chmod(0o755)

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.config.algorithm import POLICY
 from easyrl.data.hub import BUILT_IN_MODELS
@@ -21,7 +19,7 @@ from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import pack
 from mistakes import change_json
-from runs import SMALL, bits_of, lines_of, succeed, summary_of
+from runs import SMALL, both_schedules, easyrl, lines_of, succeed, write_rows
 from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
 
 TEMPERATURE, WEIGHT, MIXTURE = 0.8, 0.7, 0.3
@@ -105,43 +103,42 @@ def test_gradients_are_those_of_a_plain_loop_over_sequences(
     assert metrics["loss"] == pytest.approx(mean, rel=1e-4)
 
 
-def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path):
-    """The teacher is the policy with other weights in its last layer."""
-    teacher = Policy.load("tiny")
-    with torch.no_grad():
-        for weight in teacher.blocks[-1].parameters():
-            weight.mul_(1.3)
-    teacher.save(tmp_path / "teacher", AutoTokenizer.from_pretrained(BUILT_IN_MODELS["tiny"]))
-    words = (
-        *(*SMALL, "--no-live", "--reward", "none", f"algorithm.teacher={tmp_path}/teacher"),
-        *("--iterations", "3", "runtime.deterministic=true"),
-    )
-    runs = {"sync": (), "periodic": (), "apart": ("--train-devices", "cpu:2")}
-    for name, more in runs.items():
-        schedule = "periodic" if more else name
-        own = "--schedule", schedule, "--output", str(tmp_path / name)
-        out = succeed(*words, *own, *more)
+TEACHERS = pytest.mark.parametrize(
+    "teacher", ["another model", pytest.param("own prompt", marks=pytest.mark.long)]
+)
+"""The policy with other weights in its last layer, and the policy that sees more."""
+
+
+def words_for(folder, teacher):
+    own = OWN_PROMPT
+    if teacher == "another model":
+        policy = Policy.load("tiny")
+        with torch.no_grad():
+            for weight in policy.blocks[-1].parameters():
+                weight.mul_(1.3)
+        tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODELS["tiny"])
+        policy.save(folder / "teacher", tokenizer)
+        own = (f"algorithm.teacher={folder}/teacher",)
+    return *SMALL, "--reward", "none", "--iterations", "2", "--no-live", *own
+
+
+@TEACHERS
+def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path, teacher):
+    run = both_schedules(tmp_path, *words_for(tmp_path, teacher))
+    for line in lines_of(run / "metrics.jsonl"):
+        assert line["teacher/kl"] > 0.05 and line["grad_norm"] > 0.01
+
+
+@pytest.mark.long
+@TEACHERS
+def test_two_train_ranks_learn_from_a_teacher_as_one_does(tmp_path, teacher):
+    words, lines = (*words_for(tmp_path, teacher), "runtime.deterministic=true"), []
+    for devices in ("cpu", "cpu:2"):
+        where = "--train-devices", devices, "--output", str(tmp_path / devices)
+        out = succeed(*words, *where)
         assert "learn nothing" not in out and "held-out accuracy" in out and "; teacher: " in out
-        assert "teacher KL 0." in out
-    sync, periodic, apart = (summary_of(tmp_path / name) for name in runs)
-    assert sync["weights_sha256"] == periodic["weights_sha256"] != apart["weights_sha256"]
-    of_one, _, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in runs)
-    for one, two in zip(of_one, of_two, strict=True):
-        assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.05
-        assert one["teacher/kl"] == pytest.approx(two["teacher/kl"], rel=0.05)
-        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
-
-
-def test_the_policy_that_sees_more_teaches_itself_with_the_same_bits_under_both_schedules(tmp_path):
-    words = *SMALL, "--no-live", "--reward", "none", *OWN_PROMPT, "--iterations", "2"
-    runs = {"sync": (), "periodic": (), "apart": ("--train-devices", "cpu:2")}
-    for name, more in runs.items():
-        own = "--schedule", "periodic" if more else name, "--output", str(tmp_path / name)
-        succeed(*words, *own, *more, "runtime.deterministic=true")
-    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
-    of_one, of_two = (lines_of(tmp_path / name / "metrics.jsonl") for name in ("sync", "apart"))
-    for one, two in zip(of_one, of_two, strict=True):
-        assert one["teacher/kl"] > 0.05 and one["grad_norm"] > 0.01
+        lines.append(lines_of(tmp_path / devices / "metrics.jsonl"))
+    for one, two in zip(*lines, strict=True):
         assert one["teacher/kl"] == pytest.approx(two["teacher/kl"], rel=0.05)
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0.05)
 
@@ -149,42 +146,32 @@ def test_the_policy_that_sees_more_teaches_itself_with_the_same_bits_under_both_
 def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
     recipe = Path(__file__).parent.parent / "configs" / "distill.yaml"
     assert load_config(recipe).reward.functions == ["none"]
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}+7="}}\n' for n in range(9)))
-    run, prompts = str(tmp_path / "run"), ["--dataset", str(tmp_path / "data.jsonl")]
-    words = [*SMALL[:4], "reward.functions=none", "algorithm.teacher=tiny", "--iterations", "1"]
-    succeed("--no-live", "--output", run, *words, *prompts)
+    rows = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{n}+7="} for n in range(9)])
+    run, words = str(tmp_path / "run"), [*SMALL[:4], "reward.functions=none", "--iterations", "1"]
+    succeed("--no-live", "--output", run, *words, "algorithm.teacher=tiny", "--dataset", rows)
     (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert line["reward"] == 0.0 and line["teacher/kl"] == pytest.approx(0.0, abs=1e-5)
     words = ["--model", run, "--dataset", "arithmetic", "data.num_held_out=4", "--no-live"]
-    out = CliRunner().invoke(app, ["eval", *words, "--output", str(tmp_path / "eval")])
+    out = easyrl("eval", *words, "--output", tmp_path / "eval")
     assert out.exit_code == 0 and "accuracy" in out.stdout, out.output
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--reward", "none"], "algorithm.teacher, got none"),
-        (["--reward", "none", "--reward", "math"], "none alone, got none, math"),
-        (
-            ["--reward", "none", "algorithm.teacher=tiny", "algorithm.dynamic_sampling=true"],
-            "false",
-        ),
-        (["algorithm.teacher=tiny", "data.max_prompt_length=1020"], "at most 1024"),
-        (["algorithm.teacher=TEACHER"], "token 99 is None, got 'new' in '"),
-        (["algorithm.teacher=FEWER"], "at least 99 with its padding, as the policy's, got 98"),
-        (["algorithm.teacher=./nothing_here"], "algorithm.teacher: "),
-        (["algorithm.teacher_prompt={answer}"], "algorithm.teacher_prompt: expected null"),
-        (["algorithm.teacher=policy"], "algorithm.teacher_prompt: expected a column"),
-        (["algorithm.teacher=tiny", "algorithm.teacher_prompt=hint"], "teacher_prompt: expected a"),
-        (
-            [*OWN_PROMPT, "data.max_prompt_length=24"],
-            "(algorithm.teacher_prompt): expected at most 24 tokens (data.max_prompt_length), got ",
-        ),
-        ([*OWN_PROMPT, "--environment", "guess"], "algorithm.teacher_prompt: expected "),
-        (["algorithm.teacher=tiny", "algorithm.teacher_divergence=kl"], "teacher_divergence"),
-        (["algorithm.teacher=tiny", "algorithm.teacher_divergence=1.5"], "teacher_divergence"),
-    ],
-)
+@pytest.mark.parametrize(("words", "named"), [
+    (["--reward", "none"], "algorithm.teacher, got none"),
+    (["--reward", "none", "--reward", "math"], "none alone, got none, math"),
+    (["--reward", "none", "algorithm.teacher=tiny", "algorithm.dynamic_sampling=true"], "false"),
+    (["algorithm.teacher=tiny", "data.max_prompt_length=1020"], "at most 1024"),
+    (["algorithm.teacher=TEACHER"], "token 99 is None, got 'new' in '"),
+    (["algorithm.teacher=FEWER"], "at least 99 with its padding, as the policy's, got 98"),
+    (["algorithm.teacher=./nothing_here"], "algorithm.teacher: "),
+    (["algorithm.teacher_prompt={answer}"], "algorithm.teacher_prompt: expected null"),
+    (["algorithm.teacher=policy"], "algorithm.teacher_prompt: expected a column"),
+    (["algorithm.teacher=tiny", "algorithm.teacher_prompt=hint"], "teacher_prompt: expected a"),
+    ([*OWN_PROMPT, "data.max_prompt_length=24"], "24 tokens (data.max_prompt_length), got "),
+    ([*OWN_PROMPT, "--environment", "guess"], "algorithm.teacher_prompt: expected "),
+    (["algorithm.teacher=tiny", "algorithm.teacher_divergence=kl"], "teacher_divergence"),
+    (["algorithm.teacher=tiny", "algorithm.teacher_divergence=1.5"], "teacher_divergence"),
+])  # fmt: skip
 def test_a_teacher_that_does_not_fit_is_refused(words, named, tmp_path):
     folder = tmp_path / "teacher"
     shutil.copytree(BUILT_IN_MODELS["tiny"], folder)
@@ -194,6 +181,6 @@ def test_a_teacher_that_does_not_fit_is_refused(words, named, tmp_path):
     fewer = shutil.copytree(BUILT_IN_MODELS["tiny"], tmp_path / "fewer")
     change_json("config.json", vocab_size=98)(fewer)
     words = [word.replace("TEACHER", str(folder)).replace("FEWER", str(fewer)) for word in words]
-    result = CliRunner().invoke(app, ["grpo", "--output", str(tmp_path / "run"), *words])
+    result = easyrl("grpo", "--output", tmp_path / "run", *words)
     assert result.exit_code == 2 and named in result.stderr, result.output
     assert {*tmp_path.iterdir()} == {folder, fewer}

@@ -1,6 +1,8 @@
 """Both engines of this process: tokens of a plain forward, samples that depend only on their key.
 
 The embedded engine serves models that can attend in packed rows; `GenerateEngine` all others.
+Completions of several turns alternate sampled and inserted tokens. Decode steps are replayed as
+graphs: `recorded_graphs` stands in for CUDA; `test_gpu.py` has a test with real ones.
 """
 
 from collections import Counter
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWarper
 
-from easyrl.engines import embedded, kv_cache, sampling
+import recorded_graphs
+from easyrl.engines import embedded, kv_cache, sampling, step_graphs
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
@@ -97,7 +100,8 @@ def bits_of(completions):
 
 @pytest.mark.parametrize(
     ("name", "temperature", "prompts_are"),
-    [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.6, 0.0)]
+    [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.0)]
+    + [(name, 0.6, "copied") for name in ("qwen3", "mamba")]
     + [(name, 1.0, stored) for name in EMBEDDED for stored in ("shared", "either")],
 )
 def test_samples_and_logprobs_are_those_of_a_plain_forward(
@@ -361,3 +365,252 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
             assert short.finish_reason == ("stop" if is_stop else "length")
             num_stopped += length is not None
     assert num_stopped > 5
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+NUM_GENERATIONS = 3
+ENDS = range(2, 14)  # so many tokens end a turn that there are several
+TURNS = SamplingSettings(max_prompt_length=9, max_completion_length=40, seed=5)
+FAMILIES = ["qwen3", "llama", "mistral", "gemma2", "qwen2_window", "phi3"]
+IN_ALL_WAYS = ("qwen3", "mistral")
+"""Families that are tested with each way of storing prompts, copied to a group's rows or shared."""
+
+
+def make_turns_engine(family="qwen3", num_rows=4, **changes):
+    policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
+    for token in ENDS:
+        policy.stop_at(token)
+    return EmbeddedEngine(policy, replace(TURNS, **changes), num_rows=num_rows)
+
+
+def draw_requests(number=4, has_first_tokens=False):
+    rng, drawn = np.random.default_rng(1), []
+
+    def tokens(length):
+        return rng.integers(14, VOCABULARY, length).tolist()
+
+    for index in range(number):
+        prompt = tokens(rng.integers(1, 10))
+        first = [tokens(n + 1) for n in range(NUM_GENERATIONS)] if has_first_tokens else None
+        more = {"has_turns": True, "first_tokens": first}
+        drawn.append(GroupRequest((index,), prompt, NUM_GENERATIONS, **more))
+    return drawn
+
+
+def play(engine, submitted, delay=0):
+    """Return groups by key. A turn is answered `delay` steps after it ended, or when the engine has
+    nothing else to do. The answer depends on the turn alone."""
+    for request in submitted:
+        engine.submit(request)
+    groups, waiting, step = {}, [], 0
+    while engine.has_work:
+        if engine.can_step:
+            groups |= {request.key: completions for request, completions in engine.step()}
+        waiting += [(step, turn) for turn in engine.take_turns()]
+        ready = [each for each in waiting if each[0] + delay <= step or not engine.can_step]
+        waiting = [each for each in waiting if each not in ready]
+        for _, turn in ready:
+            rng = np.random.default_rng([*turn.key, turn.sample_index, *turn.token_ids])
+            tokens = rng.integers(14, VOCABULARY, rng.integers(1, 7)).tolist()
+            if rng.random() < 0.1:  # the episode is over
+                engine.end(turn, "stop")
+            elif len(tokens) >= turn.num_left:
+                engine.end(turn, "length")
+            else:
+                engine.resume(turn, tokens)
+        step += 1
+    return groups
+
+
+def assert_exact(family, submitted, groups):
+    """Log-probabilities equal those of each conversation alone, by transformers' own attention."""
+    reference = tiny_model(family)
+    num_inserted = 0
+    for request in submitted:
+        first = request.first_tokens or [[]] * NUM_GENERATIONS
+        for completion, start in zip(groups[request.key], first, strict=True):
+            tokens = completion.token_ids.tolist()
+            assert tokens[: len(start)] == start
+            ids = torch.tensor([[*request.prompt_ids, *tokens]])
+            with torch.no_grad():
+                logits = reference(input_ids=ids, use_cache=False).logits[0]
+            expected = torch.log_softmax(logits, -1)[len(request.prompt_ids) - 1 : -1]
+            expected = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+            mask = completion.is_sampled
+            np.testing.assert_allclose(completion.logprobs[mask], expected[mask], atol=2e-5)
+            assert not completion.logprobs[~mask].any()
+            assert not mask[: len(start)].any()
+            num_inserted += int((~mask).sum())
+    assert num_inserted > 20
+
+
+@pytest.mark.parametrize(
+    ("family", "copied_tokens", "has_first_tokens"),
+    [
+        case
+        for case in product(FAMILIES, (0, 4, 64), (False, True))
+        if case[0] in IN_ALL_WAYS or case[1:] == (4, True)
+    ],
+)
+def test_a_conversation_has_the_logprobs_of_itself_alone(
+    family, copied_tokens, has_first_tokens, many_sizes, monkeypatch
+):
+    """Also with graphs: rows that only fill a graph's size do not write to those behind the active
+    ones."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    drawn = draw_requests(has_first_tokens=has_first_tokens)
+    assert_exact(family, drawn, play(make_turns_engine(family), drawn, delay=2))
+    recorded_graphs.install(monkeypatch)
+    engine = make_turns_engine(family)
+    assert_exact(family, drawn, play(engine, drawn, delay=2))
+    assert engine.graphs.num_replays >= 3
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize("delay", [0, 5])
+def test_tokens_do_not_depend_on_rows_or_on_how_long_answers_take(num_rows, delay):
+    drawn = draw_requests()
+    expected = play(make_turns_engine(num_rows=4), drawn)
+    got = play(make_turns_engine(num_rows=num_rows), drawn, delay)
+    for key, completions in expected.items():
+        for a, b in zip(completions, got[key], strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.is_sampled.tolist() == b.is_sampled.tolist()
+            assert a.finish_reason == b.finish_reason
+
+
+def test_many_inserted_tokens_are_divided_into_steps(monkeypatch):
+    monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", 9)
+    drawn = draw_requests()
+    assert_exact("qwen3", drawn, play(make_turns_engine(num_rows=16), drawn, delay=100))
+
+
+def test_waiting_conversations_do_not_stop_others():
+    engine = make_turns_engine(num_rows=4)
+    first, second = draw_requests(2)
+    finished = []
+    for request in (first, GroupRequest(second.key, second.prompt_ids, 1)):
+        engine.submit(request)
+        while engine.can_step:
+            finished += engine.step()
+        assert engine.has_work
+        engine.take_turns()
+    assert [request.key for request, _ in finished] == [second.key]
+
+
+def test_the_last_turn_is_reported_even_if_no_token_is_left():
+    prompt, is_reported = draw_requests(1)[0].prompt_ids, False
+    for limit in range(1, 40):
+        engine = make_turns_engine(num_rows=1, max_completion_length=limit)
+        engine.submit(GroupRequest((limit,), prompt, 1, has_turns=True))
+        while engine.can_step:
+            engine.step()
+        for turn in engine.take_turns():
+            is_reported |= turn.num_left == 0
+            engine.end(turn, "stop")
+        engine.step()
+        assert not engine.has_work
+    assert is_reported
+
+
+# -- decode steps as graphs: what is replayed equals what would have been computed -----------------
+
+SETTINGS = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}]
+
+
+@pytest.fixture
+def many_sizes(monkeypatch):
+    for name, step in {"ROW": 3, "CELL": 4, "SLOT": 2}.items():
+        monkeypatch.setattr(step_graphs, f"{name}_STEP", step)
+    monkeypatch.setattr(embedded, "SLOT_STEP", 2)
+    monkeypatch.setattr(step_graphs, "CAPTURED_AT", 2)
+
+
+@pytest.mark.usefixtures("many_sizes")
+@pytest.mark.parametrize(
+    ("name", "changes", "copied_tokens"),
+    [(name, SETTINGS[0], 5) for name in ("llama", "gemma2")]
+    + [(name, SETTINGS[0], copied) for name in IN_ALL_WAYS for copied in (0, 5, 64)]
+    + [("qwen3", changes, 5) for changes in SETTINGS[1:]],
+)
+def test_replayed_steps_give_the_samples_of_plain_ones(name, changes, copied_tokens, monkeypatch):
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    submitted = requests(draw_prompts(12), 3)
+    expected = run(make_engine(name, num_rows=8, **changes), submitted)
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(name, num_rows=8, **changes)
+    got = run(engine, submitted)
+    assert tokens_of(got) == tokens_of(expected)
+    for key, completions in expected.items():
+        for a, b in zip(got[key], completions, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+    assert engine.graphs.num_replays > engine.num_steps / 4
+
+
+@pytest.mark.usefixtures("many_sizes")
+@pytest.mark.parametrize(
+    "copied_tokens", [5, *(pytest.param(number, marks=pytest.mark.long) for number in (0, 64))]
+)
+def test_bits_do_not_depend_on_what_was_captured_before(copied_tokens, monkeypatch):
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    recorded_graphs.install(monkeypatch)
+    used, submitted = make_engine(num_rows=8), requests(draw_prompts(15), 4)
+    run(used, requests(draw_prompts(9, seed=99), 5))
+    first = run(used, submitted)
+    before = used.graphs.num_replays
+    again = run(used, submitted)
+    assert used.graphs.num_replays > before
+    assert bits_of(run(make_engine(num_rows=8), submitted)) == bits_of(first) == bits_of(again)
+    for name, value in (("MAX_GRAPHS", 2), ("CAPTURED_AT", 10**9)):
+        monkeypatch.setattr(step_graphs, name, value)
+        engine = make_engine(num_rows=8)
+        assert bits_of(run(engine, submitted)) == bits_of(first)
+        assert len(engine.graphs._graphs) <= 2
+
+
+@pytest.mark.usefixtures("many_sizes")
+def test_graphs_read_new_weights_and_no_prompts_that_were_freed(monkeypatch):
+    """Weights arrive in place. The next prompts may need as much memory again, or more."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 0)
+    new = make_policy("qwen3", seed=2)
+    first, second = (requests([[n + m] * 9 for m in range(4)], 2) for n in (5, 20))
+    longer = requests(draw_prompts(15), 4)
+    expected = [tokens_of(run(make_engine(policy=new), each)) for each in (second, longer)]
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
+    run(engine, first)
+    size = engine.cache.prompts_size
+    for _ in range(2):  # nothing was needed in between
+        engine.load_weights(pieces_of(new.weights()))
+    assert engine.cache.prompts_size == (0, 0)
+    assert tokens_of(run(engine, second)) == expected[0]
+    assert engine.cache.prompts_size == size
+    assert tokens_of(run(engine, longer)) == expected[1]
+
+
+def fails(function, _):
+    try:
+        raise RuntimeError("out of memory\nmore")
+    finally:
+        raise RuntimeError("failed due to a previous error")
+
+
+def gives_other_bits(function, _):
+    drawn = function()
+    return lambda: drawn[1].mul_(1.0001), drawn
+
+
+@pytest.mark.usefixtures("many_sizes")
+@pytest.mark.parametrize(
+    ("capture", "reason"), [(fails, "out of memory"), (gives_other_bits, "differs")]
+)
+def test_failed_captures_change_no_bit(capture, reason, monkeypatch):
+    submitted = requests(draw_prompts(12), 3)
+    recorded_graphs.install(monkeypatch)
+    expected = run(make_engine(num_rows=8), submitted)
+    recorded_graphs.install(monkeypatch, capture)
+    engine = make_engine(num_rows=8)
+    with pytest.warns(UserWarning, match=f"without CUDA graphs: .*{reason}") as warned:
+        assert bits_of(run(engine, submitted)) == bits_of(expected)
+    assert len(warned) == 1 and engine.graphs.num_replays == 0

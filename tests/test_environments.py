@@ -90,11 +90,13 @@ def is_even(environments, completions, **columns):
     return [float(each.count % 2 == 0) for each in environments]
 '''
 KEY, OTHER = (0, 0, 0), (0, 0, 1)
+ONE_PROCESS = "rollout.environment_workers=1"
 
 
 def config_of(folder, name, *words):
     (folder / "own.py").write_text(ENVIRONMENTS)
-    return load_config(None, {"rollout.environment": f"{folder}/own.py:{name}"}, words)
+    flags = {"rollout.environment": f"{folder}/own.py:{name}"}
+    return load_config(None, flags, [ONE_PROCESS, *words])
 
 
 @pytest.fixture
@@ -227,14 +229,15 @@ def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
     """Functions as tools, and a server of OpenEnv."""
     for name in ("calculator.py", "my_openenv.py"):
         (tmp_path / name).write_text(example(name))
-    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
+    tools = f"rollout.tools=['{tmp_path}/calculator.py:calculate']"
+    config = load_config(None, {}, [tools, ONE_PROCESS])
     with closing(EnvironmentPool(config, {})) as pool:
         start(pool)
         acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
     assert acted.messages[0]["content"] == "42"
     pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
     flags = {"rollout.environment": f"{tmp_path}/my_openenv.py:Echo"}
-    config = load_config(None, flags, ["reward.functions=[environment]"])
+    config = load_config(None, flags, ["reward.functions=[environment]", ONE_PROCESS])
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=-1, text=True) as server:
         monkeypatch.setenv("ENV_URL", f"http://localhost:{server.stdout.readline().strip()}")
         with closing(EnvironmentPool(config, {})) as pool:
@@ -258,7 +261,7 @@ def test_a_slow_call_fails_and_others_go_on(open_pool):
 
 
 def test_a_dead_process_ends_its_groups_only(open_pool):
-    pool = open_pool("Own")
+    pool = open_pool("Own", "rollout.environment_workers=2")
     start(pool, key=OTHER)  # in the second process
     with pytest.raises(HostLost, match="exit code 3"):
         run(pool, "os._exit(3)")

@@ -7,19 +7,25 @@ import subprocess
 import sys
 
 import numpy as np
-import psutil
 import pytest
 
 from easyrl.environments.host import PROCESS_NAME
 from easyrl.runtime.control import request
-from runs import descendants, finish, lines_of, start, summary_of, wait_for_line, wait_until
+from runs import (
+    GUESS,
+    assert_on_policy,
+    descendants,
+    finish,
+    finish_after,
+    kill_worker,
+    lines_of,
+    succeed,
+    summary_of,
+    wait_until,
+)
 from tool_models import call, chat_model
 
-GUESS = (
-    *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live"),
-    *("data.max_prompt_length=16", "rollout.max_completion_length=80", "data.num_held_out=0"),
-    *("train.prompts_per_iteration=6", "rollout.num_generations=4", "train.learning_rate=0.01"),
-)
+GAME = (*GUESS, "--environment", "guess")
 CALLS = (
     call("add", '{"a": 2, "b": 3}'),
     call("add", '{"a": 2}'),
@@ -55,12 +61,6 @@ class Adder:
 '''
 
 
-def finished(folder, *arguments):
-    code, out, err = finish(*arguments, "--output", str(folder))
-    assert code == 0, out + err
-    return folder
-
-
 def tool_run(folder, words, *arguments):
     """Arguments of a run in which a random model calls `Adder.add`, one row for each word."""
     model = chat_model(folder / "model", CALLS)
@@ -76,14 +76,6 @@ def tool_run(folder, words, *arguments):
     )
 
 
-def on_policy(folder):
-    """Return the summary of a run whose groups were all sampled by the policy trained."""
-    summary = summary_of(folder)
-    assert summary["groups_off_policy"] == 0
-    assert summary["sampling_logp_difference_max"] < 1e-4
-    return summary
-
-
 def hosts_of(process):
     """Wait for processes of environments; return their ids."""
     return wait_until(
@@ -92,22 +84,22 @@ def hosts_of(process):
 
 
 def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
-    hashes = set()
-    for schedule, num_workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
-        run = tmp_path / schedule
-        process = start(
-            *(*GUESS, "--output", str(run), "--schedule", schedule, "--iterations", "2"),
-            *("runtime.deterministic=true", "rollout.max_concurrent_groups=4"),
-            f"rollout.environment_workers={num_workers}",
-            EASYRL_RANDOM_DELAYS=delays,
-        )
-        if num_workers == 3:
-            wait_for_line(process, "iteration 1/")
-            os.kill(max(hosts_of(process)), signal.SIGKILL)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, out + err
-        hashes.add(on_policy(run)["weights_sha256"])
-    assert len(hashes) == 1
+    """A process of environments is killed, and a rollout worker in the middle of its episodes."""
+    sync, run = tmp_path / "sync", tmp_path / "periodic"
+    words = (*GAME, "--infer-devices", "cpu:2", "--iterations", "2")
+    words += ("runtime.deterministic=true", "rollout.max_concurrent_groups=4", "--schedule")
+    succeed(*words, "sync", "--output", str(sync), "rollout.environment_workers=1")
+
+    def kill(process):
+        os.kill(max(hosts_of(process)), signal.SIGKILL)
+        kill_worker(process)
+
+    more = ("periodic", "rollout.environment_workers=2", "--output", str(run))
+    code, out, err = finish_after("iteration 1/", kill, *words, *more, EASYRL_RANDOM_DELAYS="0.03")
+    assert code == 0, out + err
+    summary = assert_on_policy(run)
+    assert summary["weights_sha256"] == assert_on_policy(sync)["weights_sha256"]
+    assert summary["worker_restarts"] == 1
     assert all(1 <= line["episodes/turns"] <= 12 for line in lines_of(run / "metrics.jsonl"))
     for sample in lines_of(run / "samples.jsonl"):
         roles = [message["role"] for message in sample["messages"]]
@@ -121,8 +113,9 @@ def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_
 @pytest.mark.long
 def test_tools_are_called_and_their_errors_counted(tmp_path):
     words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
-    run = finished(tmp_path / "run", *words)
-    on_policy(run)
+    run = tmp_path / "run"
+    succeed(*words, "--output", str(run))
+    assert_on_policy(run)
     metrics, contents = lines_of(run / "metrics.jsonl"), set()
     calls, errors = (sum(line[f"tools/{name}"] for line in metrics) for name in ("calls", "errors"))
     assert calls > errors
@@ -141,7 +134,8 @@ def test_broken_environments_are_handled_as_rewards_are(tmp_path):
     words = tool_run(tmp_path, ["one", "broken", "fatal", "long"])
     code, _, err = finish(*words, "--output", str(tmp_path / "stop"))
     assert code == 1 and "rollout.environment" in err
-    run = finished(tmp_path / "zero", *words, "reward.on_error=zero")
+    run = tmp_path / "zero"
+    succeed(*words, "--output", str(run), "reward.on_error=zero")
     rewards = [s["reward"] for s in lines_of(run / "samples.jsonl")]
     assert np.isfinite(rewards).all() and summary_of(run)["groups_trained"] == 8
 
@@ -175,61 +169,42 @@ def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
     (tmp_path / "unlucky.py").write_text(UNLUCKY)
     words = ("--iterations", "2", "--environment", f"{tmp_path}/unlucky.py:Game")
     words += ("rollout.tool_timeout_seconds=3", "reward.check=false")
-    run = finished(tmp_path / "run", *GUESS, *words)
+    run = tmp_path / "run"
+    succeed(*GUESS, *words, "--output", str(run))
     assert all((tmp_path / name).exists() for name in ("reset", "kill", "hang"))
     assert summary_of(run)["groups_trained"] == 12
-
-
-@pytest.mark.long
-def test_nothing_is_left_when_a_run_is_killed(tmp_path):
-    process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
-    hosts = hosts_of(process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    wait_until(lambda: not any(map(psutil.pid_exists, hosts)))
 
 
 @pytest.mark.long
 def test_other_features_go_with_environments(tmp_path):
     """LoRA, two train ranks, replaced groups, two updates, evaluations, and a third engine."""
     folder = tmp_path / "run"
-    process = start(
-        *(*GUESS, "--iterations", "30", "--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
+    code, out, err = finish_after(
+        "iteration 1/",
+        lambda process: request(folder, {"command": "scale", "infer_devices": "cpu:3"}),
+        *(*GAME, "--iterations", "30", "--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
         *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2", "model.lora.rank=4"),
         *("train.eval_every=10", "data.num_held_out=4", "devices.max_rollout_workers=3"),
         *("--output", str(folder)),
+        timeout=400,
     )
-    try:
-        wait_for_line(process, "iteration 1/")
-        request(folder, {"command": "scale", "infer_devices": "cpu:3"})
-        assert process.wait(timeout=400) == 0
-    finally:
-        process.kill()
-        process.communicate()
-    assert on_policy(folder)["groups_trained"] == 180
+    assert code == 0, out + err
+    assert assert_on_policy(folder)["groups_trained"] == 180
     assert (folder / "logs" / "rollout-2.log").exists()
 
 
 @pytest.mark.long
 def test_a_lost_worker_loses_no_episode_and_a_resumed_run_ends_in_the_same_bits(tmp_path):
-    """A rollout worker is killed in the middle of its episodes."""
-    words = (*GUESS, "--infer-devices", "cpu:2", "runtime.deterministic=true")
+    words = (*GAME, "--infer-devices", "cpu:2", "runtime.deterministic=true")
     words += ("train.save_every=1",)
-    whole = finished(tmp_path / "whole", *words, "--iterations", "4")
-    folder = tmp_path / "lost"
-    process = start(
-        *(*words, "--iterations", "3", "--output", str(folder)), EASYRL_RANDOM_DELAYS="0.02"
-    )
-    try:
-        wait_for_line(process, "iteration 1/")
-        next(p for p in descendants(process.pid) if p.name() == "rollout-0").kill()
-        assert process.wait(timeout=240) == 0
-    finally:
-        process.kill()
-        process.communicate()
-    assert summary_of(folder)["worker_restarts"] == 1
-    code, out, err = finish("--resume", str(folder), "--iterations", "4", "--no-live")
+    whole, folder = tmp_path / "whole", tmp_path / "lost"
+    succeed(*words, "--iterations", "4", "--output", str(whole))
+    words += ("--iterations", "3", "--output", str(folder))
+    how = {"EASYRL_RANDOM_DELAYS": "0.02"}
+    code, out, err = finish_after("iteration 1/", kill_worker, *words, **how)
     assert code == 0, out + err
+    assert summary_of(folder)["worker_restarts"] == 1
+    succeed("--resume", str(folder), "--iterations", "4", "--no-live")
     assert summary_of(folder)["weights_sha256"] == summary_of(whole)["weights_sha256"]
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 
 from benchmarks import attention as bench
 from benchmarks import weights as bench_weights
@@ -34,6 +33,7 @@ from easyrl.model.shared_prompt import LayerSettings, SharedPrompt
 from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
 from easyrl.types import Weight, WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
+from tiny_models import FAMILIES, largest_gradient_gap, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

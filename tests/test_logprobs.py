@@ -13,7 +13,7 @@ from easyrl.engines.sampling import sample
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs, token_logprobs
 from easyrl.model.policy import Policy
-from tiny_models import largest_gradient_gap, tiny_model
+from tiny_models import largest_gradient_gap, plain_logprobs, tiny_model
 
 torch.set_num_threads(1)
 
@@ -50,12 +50,6 @@ def head_alone(head, vocabulary_size, weights):
     return SimpleNamespace(
         head=head, vocabulary_size=vocabulary_size, trained_parameters=lambda: weights
     )
-
-
-def plain_logprobs(logits, targets, temperature):
-    """Log-probabilities and entropies by definition, in float64."""
-    every = torch.log_softmax(logits.double() / temperature, dim=-1)
-    return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
 def gap(got, expected):

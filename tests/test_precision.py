@@ -5,16 +5,15 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import test_updates
 import torch
 from safetensors.torch import load_file
-from test_train_ranks import ranks
-from test_updates import model, train
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
+import own_training
 from easyrl.config import ConfigError
 from easyrl.model.policy import Policy
+from own_training import HARDER, model, ranks, train
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
 
@@ -22,14 +21,12 @@ torch.set_num_threads(1)
 
 __all__ = ["model", "ranks"]  # fixtures
 
-HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 BFLOAT16 = "model.dtype=bfloat16"
 SAME_LOSS = "algorithm.importance_sampling_correction=none"  # as in float32
 # Between engine and trainer, in nats. bfloat16 has 8 bits: a logit of 10 has an error up to 0.02.
 LARGEST_GAP, MEAN_GAP = 0.5, 0.01
 LORA = ("model.lora.rank=3",)
 COMPILE = "train.compile=true"
-CHECKPOINTED = (*HARDER, "train.activation_checkpointing=true")
 NOT_COMPILED = {"mamba"}  # an error of torch 2.13's compiler
 NOT_TRAINED = {"roberta"}
 
@@ -125,8 +122,16 @@ def assert_same_gradients(*words, bound=1e-5):
         assert largest_gradient_gap(got, expected) <= bound
 
 
-def test_compiled_layers_give_the_gradient_of_plain_ones():
-    assert_same_gradients(*CHECKPOINTED)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("runtime.schedule=sync",),  # one micro-batch
+        pytest.param((*HARDER, "train.activation_checkpointing=true"), marks=pytest.mark.long),
+    ],
+    ids=["one update", "two updates, checkpointing"],
+)
+def test_compiled_layers_give_the_gradient_of_plain_ones(words):
+    assert_same_gradients(*words)
 
 
 @pytest.mark.long
@@ -134,7 +139,7 @@ def test_compiled_layers_give_the_gradient_of_plain_ones():
 def test_other_models(family, tmp_path, monkeypatch):
     changes = UNSHARED[family][0] if family in UNSHARED else {}
     tiny_model(family, spread=SPREAD, **changes).save_pretrained(tmp_path)
-    monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
+    monkeypatch.setattr(own_training, "MODEL", str(tmp_path))
     # Recurrences, routers and learned masks amplify rounding.
     assert_same_gradients(bound=1e-4 if family in UNSHARED else 1e-5)
 
@@ -142,6 +147,6 @@ def test_other_models(family, tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_model_that_cannot_be_compiled_is_named(tmp_path, monkeypatch):
     tiny_model("mamba", spread=SPREAD, **UNSHARED["mamba"][0]).save_pretrained(tmp_path)
-    monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
+    monkeypatch.setattr(own_training, "MODEL", str(tmp_path))
     with pytest.raises(ConfigError, match=r"train\.compile"):
         train(COMPILE)

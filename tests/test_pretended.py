@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_lost_workers import bits_of
 from test_memory_estimate import write_task
 from test_reward_model import make_model as make_reward_model
-from test_runs import HARDER
 
-from runs import SMALL, lines_of, succeed, summary_of
+from runs import HARDER, SMALL, bits_of, lines_of, succeed, summary_of
 
 TESTS = Path(__file__).parent
 LIBRARY = os.environ.get("PRETENDED", "")  # the folder of the compiled device.cpp

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from itertools import product
 
 import psutil
 import pytest
@@ -29,7 +28,7 @@ from runs import (
     wait_until_gone,
 )
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
+pytestmark = pytest.mark.long  # `make test-vllm` runs a first one
 
 ONE_THREAD = "devices.threads=1"
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
@@ -92,12 +91,8 @@ def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     return there
 
 
-FIRST, *LONG = product(FEATURES, SIZES)
-
-
-@pytest.mark.parametrize(
-    ("features", "size"), [FIRST, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
-)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("features", FEATURES)
 def test_runs_end_in_the_same_bits_with_and_without_ray(cluster, no_ray, tmp_path, features, size):
     assert_same_bits(cluster, tmp_path, *SIZES[size], *FEATURES[features], **no_ray)
 
@@ -134,7 +129,6 @@ def refused(*words, timeout_seconds):
     return err
 
 
-@pytest.mark.long
 def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
     """A signal ends the wait for places."""
     folder = tmp_path / "run"
@@ -151,7 +145,6 @@ def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.long
 def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['easyrl'] = None")
     paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
@@ -165,7 +158,6 @@ def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
     assert cluster.address.rpartition(":")[0] in err
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("infer", "train"), SIZES.values(), ids=SIZES)
 def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer, train):
     whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
@@ -179,7 +171,6 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer
     assert bits_of(folder) == bits_of(whole)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_head_that_does_not_answer_ends_the_run_resumable(signum, tmp_path):
     folder = tmp_path / "run"
@@ -196,7 +187,6 @@ def test_a_head_that_does_not_answer_ends_the_run_resumable(signum, tmp_path):
     assert process.returncode == 1 and "head" in err and f"--resume {folder}" in err
 
 
-@pytest.mark.long
 def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
     folder = tmp_path / "run"
 
@@ -237,7 +227,6 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
             cluster.remove_node(node)
 
 
-@pytest.mark.long
 def test_a_lost_node_changes_no_bit(tmp_path):
     here, folder = tmp_path / "here", tmp_path / "run"
     every = ("--iterations", "20", *SAME)
@@ -257,7 +246,6 @@ def test_a_lost_node_changes_no_bit(tmp_path):
     assert bits_of(folder) == bits_of(here)
 
 
-@pytest.mark.long
 def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(cluster, tmp_path):
     results = []
     for devices in ("cpu:2", "ray:cpu:2"):

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count, groupby
 from pathlib import Path
@@ -22,6 +22,7 @@ from easyrl.channels import ring_buffer
 from easyrl.channels.memory import available_memory_bytes, kill_reason, oom_kills
 from easyrl.channels.ring_buffer import ARRAYS, HEADER, READY, RingBuffer, RingLayout
 from easyrl.types import RolloutGroup
+from own_workers import assert_same
 
 RING_FILE = sys.modules[RingBuffer.__module__].__file__
 BOUND_SECONDS = 30.0
@@ -67,13 +68,6 @@ def make_group(index, lengths=None, prompt_length=None):
         segment_after=rng.integers(-1, 9, num_segments, dtype=np.int32),
         teacher_prompt_ids=rng.integers(0, 99, int(rng.integers(0, 6)), dtype=np.int32),
     )
-
-
-def assert_same(got, expected):
-    for field in fields(RolloutGroup):
-        np.testing.assert_array_equal(getattr(got, field.name), getattr(expected, field.name))
-        if isinstance(getattr(got, field.name), np.ndarray):
-            assert getattr(got, field.name).dtype == getattr(expected, field.name).dtype
 
 
 def take_all(port):

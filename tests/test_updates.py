@@ -1,150 +1,46 @@
-"""The train worker's gradient: the same in any order of arrival, and of the right weights.
+"""The train worker's gradient: the same in any order of arrival, on one rank and on two, and of the
+right weights; and the trainer's step."""
 
-Hand-made groups cross a real ring into a real train worker."""
-
-import multiprocessing
-import sys
-from dataclasses import dataclass, field
+import copy
+import math
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
-from test_logprobs import plain_logprobs
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
-import own_workers
+import own_training
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.model import tri_model
 from easyrl.model.policy import Policy
-from easyrl.model.sharding import own_part, whole
+from easyrl.model.sharding import whole
 from easyrl.model.tri_model import OtherWeights
-from easyrl.types import MicroBatch
-from easyrl.workers.train import TrainWorker
-from own_workers import NUM_GENERATIONS, VOCABULARY, make_ring, settings_on_cpu
-from tiny_models import largest_gradient_gap, plain_model, tiny_model
+from easyrl.workers.learner import Learner
+from easyrl.workers.packing import EMPTY
+from own_training import (
+    BASE,
+    GROUPS,
+    HARDER,
+    NUM_GROUPS,
+    NUM_RANKS,
+    SHUFFLED,
+    TEMPERATURE,
+    model,
+    ranks,
+    shake,
+    train,
+)
+from own_workers import NUM_GENERATIONS
+from tiny_models import largest_gradient_gap, plain_logprobs, plain_model
 
 torch.set_num_threads(1)
 
-NUM_GROUPS = 6
-TEMPERATURE = 0.8
-MODEL = ""
-BASE = (
-    f"train.prompts_per_iteration={NUM_GROUPS}",
-    f"rollout.num_generations={NUM_GENERATIONS}",
-    f"rollout.max_completion_length={own_workers.LONGEST_COMPLETION}",
-    f"rollout.temperature={TEMPERATURE}",
-    f"data.max_prompt_length={own_workers.LONGEST_PROMPT}",
-    "train.max_grad_norm=1e9",
-    "train.learning_rate=0.02",
-    "train.lr_scheduler_type=constant",
-)
-SHUFFLED = (3, 5, 0, 4, 2, 1)
-
-
-def make_group(index):
-    """Ragged, with masked tokens and completions of advantage 0: group 4 has no others, and group 5
-    only one."""
-    group = own_workers.make_group(own_workers.FIRST + index, policy_version=0)
-    group.advantages[: (0, 1, 0, 1, 3, 2)[index]] = 0.0
-    group.truncated[1] = index == 3
-    group.rollout_logprobs[:] *= 4
-    return group
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(tmp_path_factory):
-    """`MODEL` is the folder of a tiny random model."""
-    folder = tmp_path_factory.mktemp("model")
-    changes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
-    tiny_model("qwen3", **changes).save_pretrained(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "MODEL", str(folder))
-        yield
-
-
-GROUPS = [make_group(index) for index in range(NUM_GROUPS)]
-
-
-@dataclass
-class Trained:
-    config: Config
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    batches: list[list[tuple[MicroBatch, LossInputs]]] = field(default_factory=lambda: [[]])
-    weights_before: list[dict[str, Tensor]] = field(default_factory=list)  # and after the last
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-def state_of(policy):
-    return {name: weight.detach().clone() for name, weight in policy.named_weights()}
-
-
-def shake(policy, scale):
-    """Move the policy, which may be sharded, away from its reference."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in policy.model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if isinstance(weight, DTensor):
-                noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
-            weight.add_(noise, alpha=scale)
-
-
-def whole_gradients(policy):
-    named = policy.model.named_parameters()
-    return {n: whole(cast(Tensor, p.grad)).clone() for n, p in named if p.requires_grad}
-
-
-def train(*words, order=None):
-    config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
-    ring = make_ring(NUM_GROUPS)
-    theirs, ours = multiprocessing.Pipe()
-    try:
-        worker = TrainWorker(settings_on_cpu("train-0", config), ring.attach(0), ours)
-        arrivals = [GROUPS[index] for index in order or range(NUM_GROUPS)]
-        return train_iteration(worker, ring.attach(1), arrivals)
-    finally:
-        ring.close()
-        theirs.close()
-        ours.close()
-
-
-def train_iteration(worker, producer, arrivals):
-    """Groups arrive one for each wait. Steps are plain descent: Adam's first steps have the same
-    size for any gradient, which amplifies rounding."""
-    learner, trained = worker.learner, Trained(worker.config)
-    loss_inputs = learner._loss_inputs
-
-    def arrive():
-        assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
-
-    def note_batch(batch):
-        inputs = loss_inputs(batch)
-        trained.batches[-1].append((batch, inputs))
-        return inputs
-
-    def descend():
-        trained.gradients.append(whole_gradients(learner.policy))
-        with torch.no_grad():
-            for weight in learner.policy.trained_parameters():
-                own_part(weight).sub_(own_part(cast(Tensor, weight.grad)), alpha=0.02)
-        trained.weights_before.append(state_of(learner.policy))
-        trained.batches.append([])
-
-    worker._wait_for_group = arrive
-    learner._loss_inputs = note_batch
-    learner.optimizer.step = descend
-    shake(learner.policy, 0.02)
-    trained.weights_before.append(state_of(learner.policy))
-    event = worker._train(own_workers.ITERATION)
-    trained.metrics = dict(event.metrics)
-    is_reader = worker.is_first_rank  # of the ring
-    assert event.groups_trained == (NUM_GROUPS if is_reader else 0) and is_reader != bool(arrivals)
-    assert event.policy_version == worker.config.train.updates_per_iteration
-    trained.batches.pop()
-    return trained
+__all__ = ["model", "ranks"]  # fixtures
 
 
 def sequence_logprobs(model, prompt, completion):
@@ -157,7 +53,9 @@ def gradient_by_definition(trained, update):
     """Sequence by sequence, with three separate models, nothing left out."""
     config = trained.config
     weights = (trained.weights_before[update], trained.weights_before[0], None)
-    policy, old, reference = (plain_model(MODEL, each, torch.float64) for each in weights)
+    policy, old, reference = (
+        plain_model(own_training.MODEL, each, torch.float64) for each in weights
+    )
     per_update = NUM_GROUPS // config.train.updates_per_iteration
     groups = GROUPS[update * per_update : (update + 1) * per_update]
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
@@ -205,17 +103,31 @@ LOSSES = {
     "correction": ("algorithm.importance_sampling_correction=truncate",),
     "truncated masked": ("algorithm.mask_truncated_completions=true", "algorithm.loss_type=dapo"),
 }
+FEW = ("grpo", "dapo, kl")
+"""Tested with any number of updates; the other losses have most of them in the long tests alone."""
+
+
+def losses_with(*numbers, always):
+    """Cases of a loss and a number of updates."""
+    return pytest.mark.parametrize(
+        ("loss", "num_updates"),
+        [
+            pytest.param(loss, n, marks=() if loss in FEW or n in always else pytest.mark.long)
+            for loss in LOSSES
+            for n in numbers
+        ],
+    )
+
+
 WAYS = [
-    (("train.max_tokens_per_micro_batch=21",), None),
+    (("train.max_tokens_per_micro_batch=21", "train.offload=[reference, old]"), None),
     (("train.max_tokens_per_micro_batch=70", "model.attention=repeated"), SHUFFLED),
     (("runtime.schedule=sync", "train.offload=[old]"), SHUFFLED),
     (("runtime.deterministic=true", "train.max_tokens_per_micro_batch=45"), SHUFFLED),
-    (("train.offload=[reference, old]",), None),
 ]
 
 
-@pytest.mark.parametrize("num_updates", [1, 2, 3])
-@pytest.mark.parametrize("loss", LOSSES)
+@losses_with(1, 2, 3, always=(1, 2))
 def test_the_gradient_is_that_of_the_formula_in_any_order(loss, num_updates):
     words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
     expected = train(*words, "runtime.schedule=sync")
@@ -236,7 +148,7 @@ def test_the_gradient_is_that_of_the_formula_in_any_order(loss, num_updates):
 
 def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monkeypatch):
     """The device reads parts of a sharded model after the forward has returned on the host."""
-    policy = Policy.load(MODEL)
+    policy = Policy.load(own_training.MODEL)
     weight = next(policy.model.parameters())
     policy.device = torch.device("meta")  # stands for an accelerator
     monkeypatch.setattr(tri_model, "is_sharded", lambda parameter: True)
@@ -248,3 +160,252 @@ def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monke
         others = weight.detach().clone()
     assert not torch.equal(own, others) and torch.equal(weight, own)
     torch.testing.assert_close(seen, [own, others], rtol=0, atol=0)
+
+
+BUDGETS = ("train.max_tokens_per_micro_batch=21", "train.max_tokens_per_micro_batch=4096")
+HARD = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "runtime.deterministic=true")
+
+
+def assert_close(got, expected, names=("kl", "loss", "grad_norm"), rel=1e-4):
+    for gradients, others in zip(got.gradients, expected.gradients, strict=True):
+        if any(bool(gradient.any()) for gradient in others.values()):
+            assert largest_gradient_gap(gradients, others) <= 1e-5
+        else:
+            assert not any(bool(gradient.any()) for gradient in gradients.values())
+    for name in names:
+        close = pytest.approx(expected.metrics[name], rel=rel, abs=1e-5, nan_ok=True)
+        assert got.metrics[name] == close, name
+
+
+@losses_with(1, 2, 6, always=(2,))
+def test_two_ranks_have_the_gradients_and_metrics_of_one(ranks, loss, num_updates):
+    """Updates of six groups, three, and one, of which the fifth has no gradient at all, and the
+    sixth has only one rollout, of the first rank."""
+    words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
+    expected = train(*words)
+    for number, budget in enumerate(BUDGETS):
+        outcomes = ranks.train(*words, budget, order=SHUFFLED if number == 0 else None)
+        for outcome in outcomes:
+            assert len(outcome.gradients) == num_updates
+            assert_close(outcome, expected, expected.metrics, rel=1e-3)
+        assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=0, nan_ok=True)
+        if (loss, num_updates) == ("grpo", 6):
+            assert [bool(each.batches[-1].loss_mask.any()) for each in outcomes] == [True, False]
+
+
+REINFORCE = """
+from easyrl.algorithm.losses import LossOutputs
+
+def loss(inputs):
+    per_token = -inputs.advantages * inputs.logprobs * inputs.loss_mask
+    likely = inputs.logprobs.detach().exp() * inputs.loss_mask
+    return LossOutputs(per_token.sum(), {"probability": likely.sum()})
+"""
+
+
+def test_every_rank_uses_the_loss_of_a_file(ranks, tmp_path):
+    (tmp_path / "own.py").write_text(REINFORCE)
+    own = f"algorithm.loss_type={tmp_path}/own.py:loss"
+    expected = train(own)
+    for outcome in ranks.train(own, BUDGETS[0]):
+        assert_close(outcome, expected, ("loss", "grad_norm", "loss/probability", "entropy"))
+        assert 0.0 < outcome.metrics["loss/probability"] <= 1.0
+        assert "clip_ratio/low_mean" not in outcome.metrics
+
+
+LORA = {
+    "all layers": ("model.lora.rank=3",),
+    "fewer rows than ranks": ("model.lora.rank=1", "model.lora.target_modules=[q_proj, up_proj]"),
+    "little memory": (
+        *("model.lora.rank=3", "train.activation_checkpointing=true"),
+        "train.offload=[old, optimizer]",
+    ),
+}
+
+
+@pytest.mark.parametrize("lora", LORA)
+def test_two_ranks_have_the_gradients_of_one_with_lora(ranks, lora):
+    words = (*HARDER, *LORA[lora])
+    expected = train(*words)
+    for outcome in ranks.train(*words, BUDGETS[0], order=SHUFFLED):
+        for one in expected.gradients:
+            assert all(".lora_" in name and bool(one[name].any()) for name in one)
+        assert_close(outcome, expected)
+
+
+@pytest.mark.parametrize(
+    "words", [("model.lora.rank=3",), (), ("model.dtype=bfloat16",)], ids=["LoRA", "", "bfloat16"]
+)
+def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(ranks, words):
+    # Adam's first steps have one size whatever the gradient's: each update amplifies rounding.
+    words = (*HARDER, "train.updates_per_iteration=3", BUDGETS[0], *words)
+    expected = ranks.train(*words)
+    for outcome, other in zip(ranks.train(*words, "train.reshard=false"), expected, strict=True):
+        assert len(outcome.gradients) == 3 and outcome.owned_bytes == other.owned_bytes
+        assert_close(outcome, other)
+
+
+class Counted(TorchDispatchMode):
+    gathers = reductions = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.gathers += "allgather" in str(operator)
+        self.reductions += "reduce_scatter" in str(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def gathers_and_reductions(ranks):
+    """One update has three micro-batches. Gathered weights are dropped, or kept to its end."""
+    found = []
+    for reshard in ("true", "false"):
+        config = load_config(words=[*BASE, "model.path=tiny", f"train.reshard={reshard}"])
+        learner = Learner(Policy.load("tiny"), config, copy.copy(ranks))
+        with Counted() as counted:
+            for _ in range(3):
+                learner.accumulate(EMPTY)
+            learner.step(num_completions=1, num_tokens=1)
+        found.append((counted.gathers, counted.reductions))
+    return len(learner.policy.blocks), *found
+
+
+def test_kept_weights_are_gathered_and_summed_once_per_update(ranks):
+    for layers, dropped, kept in ranks.each_does(gathers_and_reductions):
+        assert kept == (layers + 1, layers + 1)
+        # The root's weights stay from forward to backward.
+        assert dropped == (3 * (2 * layers + 1), 3 * (layers + 1))
+
+
+@pytest.mark.parametrize("lora", [(), LORA["all layers"]])
+def test_weights_stored_in_bfloat16_are_sharded_without_loss(ranks, lora, tmp_path):
+    stored = AutoModelForCausalLM.from_pretrained(own_training.MODEL, dtype=torch.bfloat16)
+    stored.save_pretrained(tmp_path)
+    words = (f"model.path={tmp_path}", *HARDER, *lora)
+    expected = train(*words)
+    for outcome in ranks.train(*words):
+        assert all(g.dtype == torch.float32 for got in outcome.gradients for g in got.values())
+        assert_close(outcome, expected, ())
+
+
+@pytest.mark.parametrize(
+    ("words", "order"),
+    [
+        ((), SHUFFLED),
+        # On the CPU the same memory, but the same code: gathered from there, stepped on there.
+        (("train.offload=[reference, old, optimizer]",), None),
+    ],
+    ids=["order of arrival", "offloading"],
+)
+def test_in_deterministic_mode_no_bit_depends_on(ranks, words, order):
+    budget = "train.max_tokens_per_micro_batch=30"
+    expected, got = ranks.train(*HARD, budget), ranks.train(*HARD, budget, *words, order=order)
+    for a, b in zip(expected, got, strict=True):
+        assert a.metrics == b.metrics
+        rows = [[x.input_ids.tolist() for x in outcome.batches] for outcome in (a, b)]
+        assert rows[0] == rows[1]
+        for x, y in zip(a.gradients, b.gradients, strict=True):
+            assert all(torch.equal(x[name], y[name]) for name in x)
+
+
+def test_all_ranks_drop_an_update_that_is_not_finite_on_one(ranks):
+    poisoned = copy.deepcopy(GROUPS)
+    poisoned[1].rollout_logprobs[:] = -np.inf  # the correction's weight: infinite
+    outcomes = ranks.train(
+        "algorithm.importance_sampling_correction=truncate",
+        "algorithm.importance_sampling_cap=1e38",
+        "train.updates_per_iteration=2",
+        groups=poisoned,
+    )
+    for outcome in outcomes:
+        assert len(outcome.gradients) == 1  # of the second update alone
+        assert outcome.metrics["num_updates_not_finite"] == 1
+        assert all(bool(g.isfinite().all()) for g in outcome.gradients[0].values())
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["all weights", "lora"])
+def test_each_rank_owns_half_of_weights_gradients_and_optimizer_state(ranks, lora):
+    outcomes = ranks.train(*lora)
+    num_trained = sum(gradient.numel() for gradient in outcomes[0].gradients[0].values())
+    for outcome in outcomes:  # 4 numbers of 4 bytes per weight; rows are cut as evenly as possible
+        assert outcome.owned_bytes == pytest.approx(16 * num_trained / NUM_RANKS, rel=0.05)
+    if lora:  # frozen weights are sharded too
+        adapter_bytes = outcomes[0].all_bytes - ranks.train()[0].all_bytes
+        assert adapter_bytes == pytest.approx(4 * num_trained / NUM_RANKS, rel=0.05)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.of_number = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in range(NUM_RANKS + 1))
+
+    def forward(self, hidden, number):
+        return self.of_number[number](hidden)
+
+
+class OneExpertEach(nn.Module):
+    """Each token uses only the expert of its number; no token uses the last one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.experts = nn.Embedding(NUM_RANKS, 3), Experts()
+
+    def forward(self, token):
+        chosen = self.experts(self.embedding(torch.tensor([token])), token)
+        return chosen.square().sum()
+
+
+def train_own_expert(ranks):
+    own = OneExpertEach()
+    ranks.shard(own, [own.experts], dtype=torch.float32, offload=False)
+    for step in (0, 0, 1):
+        own((ranks.rank + step) % NUM_RANKS).backward()
+    return [whole(cast(Tensor, weight.grad)) for weight in own.parameters()]
+
+
+def test_a_weight_that_one_rank_does_not_use_gets_the_other_ranks_gradient(ranks):
+    """Every rank sums the gradients of the same weights, in the same order."""
+    alone = OneExpertEach()
+    for token in (0, 1) * 3:
+        alone(token).backward()
+    for gradients in ranks.each_does(train_own_expert):
+        for (name, weight), got in zip(alone.named_parameters(), gradients, strict=True):
+            expected = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            assert torch.allclose(got, expected, rtol=1e-6), name
+
+
+@pytest.fixture
+def learner():
+    config = load_config(words=["train.learning_rate=1e-2", "train.max_grad_norm=1.0"])
+    return Learner(Policy.load("tiny"), config)
+
+
+def step_alone(learner, iteration):
+    """The iteration's only update, and its metrics."""
+    learner.step(num_completions=1, num_tokens=1)
+    metrics = learner.metrics()
+    learner.begin_iteration(iteration + 1)
+    return metrics
+
+
+@pytest.mark.parametrize(("what", "poison"), [("gradient", math.inf), ("loss", math.nan)])
+def test_a_loss_or_gradient_that_is_not_finite_is_dropped_and_counted(learner, what, poison):
+    policy = learner.policy
+    before = policy.weights_sha256()
+    parameter = next(policy.model.parameters())
+    parameter.grad.view(-1)[0] = poison if what == "gradient" else 1.0
+    learner._loss += poison if what == "loss" else 0.0
+    assert step_alone(learner, 0)["num_updates_not_finite"] == 1
+    assert policy.weights_sha256() == before
+    assert learner.policy_version == 1  # everything stays in step
+    # The next update is a whole one: nothing of the bad one is left.
+    parameter.grad.view(-1)[0] = 1.0
+    assert step_alone(learner, 1)["num_updates_not_finite"] == 0
+    assert policy.weights_sha256() != before
+    assert all(bool(p.isfinite().all()) for p in policy.model.parameters())
+
+
+def test_the_gradient_is_clipped_to_its_norm(learner):
+    for parameter in learner.policy.model.parameters():
+        parameter.grad.fill_(1.0)
+    norm = math.sqrt(learner.policy.model.num_parameters())
+    assert step_alone(learner, 0)["grad_norm"] == pytest.approx(norm, rel=1e-4)

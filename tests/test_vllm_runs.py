@@ -16,10 +16,14 @@ import pytest
 
 from easyrl.engines.vllm.processes import processes_of
 from easyrl.runtime.control import request
+from ray_clusters import cluster_of
 from runs import (
     SMALL,
     bits_of,
+    both_schedules,
     descendants,
+    finish_after,
+    kill_worker,
     lines_of,
     shared_memory,
     start,
@@ -29,7 +33,6 @@ from runs import (
     wait_for_line,
     wait_until,
     wait_until_gone,
-    workers,
 )
 from tiny_models import untied_model
 
@@ -104,19 +107,15 @@ SCHEDULED = {
 @pytest.mark.long
 @pytest.mark.parametrize("case", SCHEDULED)
 def test_both_schedules_end_in_the_same_bits_under_random_delays(tmp_path, case):
-    for schedule in ("sync", "periodic"):
-        words = (*SCHEDULED[case], "--schedule", schedule, "runtime.deterministic=true")
-        train(tmp_path / schedule, *words, timeout=1200, EASYRL_RANDOM_DELAYS="0.05")
-    metrics = lines_of(tmp_path / "sync" / "metrics.jsonl")
+    words = (*SCHEDULED[case], "rollout.engine=vllm")
+    run = both_schedules(tmp_path, *words, delays="0.05", timeout=1200)
+    assert_on_policy(run)
+    metrics = lines_of(run / "metrics.jsonl")
     assert max(line.get("episodes/turns", 2) for line in metrics) > 1
-    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
 
 
 @pytest.mark.long
 def test_two_engines_on_two_nodes_end_in_the_same_bits_as_without_ray(tmp_path):
-    pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
-    from ray_clusters import cluster_of
-
     words = ("--iterations", "3", "devices.threads=1", "runtime.deterministic=true", *SMALL, *VLLM)
     train(tmp_path / "here", "--infer-devices", "cpu:2", "--train-devices", "cpu", *words)
     with cluster_of(*[{"num_cpus": 1}] * 3) as cluster:
@@ -131,11 +130,9 @@ def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path):
     words = (*words, "runtime.deterministic=true", "rollout.max_concurrent_groups=2")
     train(tmp_path / "whole", *words, timeout=900)
     lost = tmp_path / "lost"
-    process = start("--output", str(lost), *words, EASYRL_RANDOM_DELAYS="0.1")
-    wait_for_line(process, "iteration 1/", timeout=START_SECONDS)
-    workers(process.pid)["rollout-1"].kill()
-    _, err = process.communicate(timeout=900)
-    assert (process.returncode, err) == (0, "")
+    how = {"timeout": 900, "EASYRL_RANDOM_DELAYS": "0.1"}
+    code, _, err = finish_after("iteration 1/", kill_worker, "--output", str(lost), *words, **how)
+    assert (code, err) == (0, "")
     assert summary_of(lost)["worker_restarts"] == 1
     assert bits_of(lost) == bits_of(tmp_path / "whole")
 

@@ -1,15 +1,19 @@
-"""The weight channel between spawned processes: complete, equal, versioned, bounded in time."""
+"""The weight channel between processes: complete, equal, versioned, bounded in time.
+
+The tests of an accelerator's backend are on torch's `meta` device, with a stand-in for it.
+"""
 
 import hashlib
 import json
 import mmap
-import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +21,14 @@ import torch
 from easyrl import devices
 from easyrl.channels import weights
 from easyrl.channels.memory import anonymous_memory, mark_memory, open_memory
-from easyrl.channels.weights import WeightChannel
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config
 from easyrl.runtime import launch
 from easyrl.types import Weight
-from own_workers import settings_on_cpu
+from own_workers import fork_server, settings_on_cpu
 
 pytestmark = pytest.mark.alone
 
-SPAWN = multiprocessing.get_context("spawn")
 TIMEOUT_SECONDS = 2.0
 PATIENCE_SECONDS = TIMEOUT_SECONDS + 4.0  # a bounded wait, seen from outside on a busy machine
 START_SECONDS = 60.0
@@ -164,7 +167,8 @@ def peer_main(control):
 class Peers:
     """Processes that stay from test to test: importing torch is the slow part."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, context):
+        self.context = context
         self.stores = (str(folder / f"store-{number}") for number in count())
         self.processes, self.controls = {}, {}
 
@@ -172,8 +176,8 @@ class Peers:
         """Start those of the first `number` peers that do not live."""
         fresh = {*range(number)} - {*self.living()}
         for n in fresh:
-            self.controls[n], theirs = SPAWN.Pipe()
-            self.processes[n] = SPAWN.Process(target=peer_main, args=(theirs,))
+            self.controls[n], theirs = self.context.Pipe()
+            self.processes[n] = self.context.Process(target=peer_main, args=(theirs,))
             self.processes[n].start()
             theirs.close()
         for n in fresh:
@@ -236,10 +240,11 @@ class Peers:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    peers = Peers(tmp_path_factory.mktemp("stores"))
-    yield peers
-    for number in peers.processes:
-        peers.kill(number)
+    with fork_server() as context:
+        peers = Peers(tmp_path_factory.mktemp("stores"), context)
+        yield peers
+        for number in peers.processes:
+            peers.kill(number)
 
 
 @pytest.fixture
@@ -413,3 +418,93 @@ def test_memory_is_opened_by_a_handle_of_this_machine_alone():
         with pytest.raises(RuntimeError):
             open_memory(wrong)
     os.close(fd)
+
+
+SHORT_SECONDS = 0.4
+
+
+class Backend:
+    """Stub of a process group on an accelerator, and of its broadcasts."""
+
+    num_aborts, is_stuck = 0, False
+
+    def __init__(self):
+        self.log, self.number, self.connect = [], 0, lambda: None
+
+    def abort(self):
+        self.num_aborts += 1
+
+    def broadcast(self, tensors, options=None):
+        if options is None:  # the first one, which connects
+            return SimpleNamespace(wait=self.connect)
+        number, polls = self.number, 3
+        self.number += 1
+
+        def is_completed():
+            nonlocal polls
+            polls -= not self.is_stuck
+            if polls < 0:
+                self.log.append(f"{number} done")
+            return polls < 0
+
+        def wait():  # with a timeout, a backend would rest a millisecond between two polls
+            self.log.append(f"{number} waited")
+
+        self.log.append(f"{number} begun")
+        return SimpleNamespace(is_completed=is_completed, wait=wait)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    backend = Backend()
+    monkeypatch.setattr(devices, "make_process_group", lambda *arguments: (backend, backend.abort))
+    return backend
+
+
+def join_on_meta(folder, bucket_bytes=2**21, is_cancelled=lambda: False):
+    where = (str(folder / "store"), 0, 1, "worker-0", "meta", SHORT_SECONDS)
+    return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes), is_cancelled)
+
+
+def on_meta(number, num_elements=2**19):
+    values = torch.empty(num_elements, device="meta")
+    return [Weight(f"w{n}", values, lambda: values, is_trained=True) for n in range(number)]
+
+
+def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(tmp_path, backend):
+    """The device's next work is ordered after each broadcast (`wait`)."""
+    channel = join_on_meta(tmp_path, bucket_bytes=2**20)
+    backend.log.clear()
+    channel.send(0, on_meta(8, num_elements=2**17))  # two per bucket
+    numbers = {line: index for index, line in enumerate(backend.log)}  # 0, 1: version and names
+    for bucket in (4, 5):
+        assert numbers[f"{bucket - 2} waited"] < numbers[f"{bucket} begun"]
+        assert numbers[f"{bucket} begun"] < numbers[f"{bucket - 1} done"], "two are in progress"
+    assert backend.log[-2:] == ["5 done", "5 waited"]
+
+
+@pytest.mark.parametrize(
+    ("cancelled", "kind", "bounds"),
+    [
+        (False, TimeoutError, (SHORT_SECONDS, SHORT_SECONDS + 2.0)),
+        (True, ConnectionError, (0.0, SHORT_SECONDS)),
+    ],
+)
+def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
+    cancelled, kind, bounds, tmp_path, backend
+):
+    channel = join_on_meta(tmp_path, is_cancelled=lambda: cancelled)
+    channel.send(0, on_meta(1))
+    backend.is_stuck, started = True, time.monotonic()
+    with pytest.raises(kind, match=r"worker-0 \(rank 0 of 1\), announcing a version"):
+        channel.send(1, on_meta(1))
+    assert bounds[0] <= time.monotonic() - started <= bounds[1]
+    assert backend.num_aborts == 1, "its group is not awaited"
+
+
+def test_a_backend_that_hangs_when_it_connects_is_left_behind(tmp_path, backend):
+    connected = threading.Event()
+    backend.connect = connected.wait
+    with pytest.raises(TimeoutError, match="making the process group"):
+        join_on_meta(tmp_path)
+    connected.set()

@@ -143,6 +143,12 @@ def plain_model(path, weights=None, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
+def plain_logprobs(logits, targets, temperature):
+    """Log-probabilities and entropies by definition, in float64."""
+    every = torch.log_softmax(logits.double() / temperature, dim=-1)
+    return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
 def pieces_of(weights, size=100):
     """Each weight in pieces of `size` elements, in memory that is overwritten by the next."""
     for weight in weights:
