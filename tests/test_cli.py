@@ -12,7 +12,7 @@ import yaml
 
 import easyrl
 import easyrl_train
-from easyrl.config import ConfigError, load_config, options_by_key, to_commented_yaml
+from easyrl.config import ConfigError, load_config, options_by_key
 from easyrl.runtime.launch import _describe
 from runs import easyrl as run_easyrl
 
@@ -141,15 +141,3 @@ def test_config_prints_the_settings_that_are_named_or_found(words, shown):
     result = run_easyrl("config", *words)
     assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, shown)
     assert "# Default: " in result.stdout
-
-
-def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path):
-    config = load_config(words=["train.iterations=7", "output.log_to=[tensorboard]"])
-    (tmp_path / "config.yaml").write_text(to_commented_yaml(config))
-    result = run_easyrl("config", "--diff", str(tmp_path))
-    assert yaml.safe_load(result.stdout).keys() == {"train", "output"}
-    assert "  # Default: 60\n  iterations: 7\n" in result.stdout
-    (tmp_path / "again.yaml").write_text(result.stdout)
-    assert load_config(tmp_path / "again.yaml") == config
-    default = str(ROOT / "configs" / "default.yaml")
-    assert yaml.safe_load(run_easyrl("config", "--diff", default).stdout) is None

@@ -4,13 +4,12 @@ A line is `ok`, a `warning` (some runs cannot start or are slower), or `failed` 
 The last two contain a remedy.
 """
 
-import json
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
@@ -39,16 +38,15 @@ class Line:
     remedy: str = ""
 
 
-def run_doctor(*, as_json: bool, has_test: bool) -> int:
+def run_doctor(*, has_test: bool) -> int:
     """Print the report; return the exit code: 1 if no run can start or a part of the test fails."""
     lines: list[Line] = []
 
     def add(line: Line) -> None:
         lines.append(line)
-        if not as_json:
-            print(f"{line.status:<8} {line.name:<13} {line.text}", flush=True)
-            if line.remedy:
-                print(f"{'':<22} -> {line.remedy}")
+        print(f"{line.status:<8} {line.name:<13} {line.text}", flush=True)
+        if line.remedy:
+            print(f"{'':<22} -> {line.remedy}")
 
     for line in check():
         add(line)
@@ -57,10 +55,7 @@ def run_doctor(*, as_json: bool, has_test: bool) -> int:
         remedy = f"passes with {safe}" if safe else "use other devices"
         text = f"{error or 'passed'} ({seconds:.0f} s)"
         add(Line(part, "failed", text, remedy) if error else Line(part, "ok", text))
-    if as_json:
-        print(json.dumps({"can_run": can_run, "lines": [asdict(line) for line in lines]}, indent=2))
-    else:
-        print("runs can start" if can_run else "no run can start before each failed line is fixed")
+    print("runs can start" if can_run else "no run can start before each failed line is fixed")
     return int(any(line.status == "failed" for line in lines))
 
 

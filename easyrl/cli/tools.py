@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from easyrl.cli.common import ConfigFile, Force, NoLive, check_new, command, echo
-from easyrl.formatting import ConfigError, require
+from easyrl.formatting import require
 
 
 @command
@@ -72,10 +72,6 @@ def export(
 @command
 def print_config(
     config: ConfigFile = None,
-    diff: Annotated[
-        Path | None,
-        Option(metavar="RUN", help="Only what differs from the defaults in this run or file."),
-    ] = None,
     search: Annotated[
         str | None, Option(metavar="WORD", help="Only settings with this in name or meaning.")
     ] = None,
@@ -89,28 +85,18 @@ def print_config(
 
     names = [word for word in words or () if "=" not in word]
     words = [word for word in words or () if "=" in word]
-    only = find_keys(names, search)
-    if diff is not None and (config is not None or only):
-        raise ConfigError("--diff: expected neither --config nor names of settings with it")
-    if diff is None:
-        text = to_commented_yaml(load_config(config, {}, words), only=only)
-    else:
-        resolved = load_config(diff / "config.yaml" if diff.is_dir() else diff, {}, words)
-        changes = to_commented_yaml(resolved, only_changes=True)
-        heading = "What differs from the defaults" if changes else "Every setting has its default"
-        text = f"# {heading}: {diff}\n{changes}"
-    echo(text, nl=False)
+    resolved, only = load_config(config, {}, words), find_keys(names, search)
+    echo(to_commented_yaml(resolved, only=only), nl=False)
 
 
 @command
 def doctor(
-    json: Annotated[bool, Option("--json", help="Print the lines as JSON.")] = False,
     test: Annotated[bool, Option("--test", help="Also test devices: two minutes.")] = False,
 ) -> int:
     """Check what EasyRL can use on this machine, and how to fix the rest."""
     from easyrl.cli.doctor import run_doctor
 
-    return run_doctor(as_json=json, has_test=test)
+    return run_doctor(has_test=test)
 
 
 @command

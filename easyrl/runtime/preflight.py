@@ -156,8 +156,7 @@ def make_plan(
     placement = resolve_placement(config, assumed)
     lines = [describe(placement), *never_run(placement), ""]
     warnings, size = choice_warnings(config, placement), None
-    is_refused = is_tight = False
-    described = describe_model(config.model.path)
+    is_refused, is_tight, described = False, False, describe_model(config.model.path)
     try:
         config, _ = start_from(config, is_resumed=is_resumed)
         model = measure_model(config, is_whole=False)
