@@ -136,7 +136,7 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
         table.add_row(name, value)
     table.add_row("run folder", Text(str(run.folder)))
     folder, train = quote(str(run.folder)), run.config.train
-    commands = [f"easyrl {each} {folder}" for each in ("samples", "report", "eval --model")]
+    commands = [f"easyrl samples {folder}", f"easyrl report {folder}"]
     if train.keep_checkpoints:
         commands.append(f"easyrl grpo --resume {folder} --iterations {2 * train.iterations}")
     lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]
