@@ -280,6 +280,13 @@ MISTAKES = {
     " data.columns={a:\\ answer}": "'answer'",
     f"grpo --dry-run {EXACT}/good.jsonl algorithm.loss_type=no.py:f": "loss_type",
     "grpo --dry-run --dataset hub/data --environment no.py:E": "rollout.environment",
+    "grpo --dry-run --output FOLDER/taken": "--output",
+    "grpo --no-live --dry-run --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
+    f"grpo --dry-run {EXACT}/good.jsonl eval.dataset=no.jsonl": "eval.dataset: there is no file",
+    "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file; GGUF files are quantized",
+    "grpo my.yaml": "--config my.yaml",
+    "grpo peft_config=r16": "in EasyRL: model.lora.rank",
+    "grpo bf16=true": "in EasyRL: model.dtype=bfloat16",
     # evaluation
     "eval eval.temperature=0 --num-samples 2": "eval.num_samples",
     "eval data.num_held_out=0": "data.num_held_out",

@@ -158,8 +158,8 @@ def make_plan(
     warnings, size = choice_warnings(config, placement), None
     is_refused, is_tight, described = False, False, describe_model(config.model.path)
     try:
-        config, _ = start_from(config, is_resumed=is_resumed)
-        model = measure_model(config, is_whole=False)
+        given, _ = start_from(config, is_resumed=is_resumed)
+        config, model = given, measure_model(given, is_whole=False)
         size, described = model.size, describe_weights(model, config)
         check_engine(config, placement, size)
         estimate = memory.estimate_run(config, placement, size)
@@ -172,7 +172,7 @@ def make_plan(
         is_tight = True  # if the next line raises
         tight = memory.check_memory(*estimate[1:])
         is_tight, warnings = bool(tight), warnings + tight
-        resumed = find_resume(config, folder_of(config) if is_resumed else None)
+        resumed = find_resume(given, folder_of(given) if is_resumed else None)
         if resumed is None:
             refuse_existing(folder_of(config))
         else:
