@@ -122,7 +122,7 @@ def _without_conversion(create: Callable[..., Any]) -> Callable[..., Any]:
     history: messages of plain JSON go into the body as they are."""
 
     @functools.wraps(create)
-    def call(*, messages: Any = (), **rest: Any) -> Any:
+    def call(*, messages: Any, **rest: Any) -> Any:
         with contextlib.suppress(TypeError, ValueError):  # objects of the client's classes
             json.dumps(messages)
             rest["extra_body"] = {"messages": messages} | (rest.get("extra_body") or {})

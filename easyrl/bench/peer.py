@@ -185,18 +185,14 @@ def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
     if placement.train.kind == "cpu":
         return [{"micro-batch": size} for size in work.micro_batches]
     infer, train = (list(each.indices) for each in (placement.infer, placement.train))
-    settings: list[dict[str, Any]] = [{"devices": sorted({*infer, *train}), "vllm": "colocate"}]
-    if not {*infer} & {*train}:
-        settings.append({"devices": train, "vllm": "server", "server devices": infer})
-    for each in settings:
-        count = len(each["devices"])
-        if work.num_completions % count:
-            raise ConfigError(
-                "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
-                f"divides {work.num_completions} completions, got {count}"
-            )
-        each["micro-batch"] = math.gcd(work.micro_batches[0], work.num_completions // count)
-    return settings
+    used = sorted({*infer, *train})
+    if work.num_completions % len(used):
+        raise ConfigError(
+            "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
+            f"divides {work.num_completions} completions, got {len(used)}"
+        )
+    size = math.gcd(work.micro_batches[0], work.num_completions // len(used))
+    return [{"devices": used, "vllm": "colocate", "micro-batch": size}]
 
 
 def run_trl(
@@ -227,12 +223,6 @@ def run_trl(
         run |= {"iterations": work.iterations, "result": str(result), "rank": work.lora_rank}
         asked.write_text(json.dumps({**run, "config": {**config, "output_dir": folder}}))
         log = stack.enter_context(log_file.open("w"))
-        if settings.get("vllm") == "server":
-            seen = os.environ | visible_environment(accelerator()[0], settings["server devices"])
-            serve = [sys.executable, "-m", "trl.cli.main", "vllm-serve", "--model", run["model"]]
-            server = subprocess.Popen(serve, env=seen, stdout=log, stderr=log)
-            stack.callback(server.wait)
-            stack.callback(server.terminate)
         program += ["easyrl.bench.peer", str(asked)]
         code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
         if code.returncode != 0:

@@ -197,8 +197,8 @@ def load_config(
     values = _read_file(file) if file is not None else {}
     for name, value in (settings or {}).items():
         _put(values, name, value)
-    if isinstance(values.get("runtime"), dict):
-        values["runtime"].pop("restart", None)  # a setting of earlier runs
+    if isinstance(runtime := values.get("runtime"), dict):  # `restart` is in earlier runs' files
+        values["runtime"] = {key: runtime[key] for key in runtime if key != "restart"}
     problems: list[str] = []
     for word in words or ():
         try:

@@ -108,7 +108,7 @@ def export_checkpoint(
     with replace_folder(folder, is_new=not force) as new:
         policy.save(new, tokenizer, dtype=None if name == trained else name)
         if text is not None:
-            (new / "README.md").write_text(text)
+            (new / "README.md").write_bytes(text.encode(errors="replace"))
     rounded = "" if name == trained else f" before they were converted to {name}"
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "

@@ -70,7 +70,9 @@ def model_card(run: History, title: str) -> str:
 
 def _name(value: Any) -> Any:
     if isinstance(value, list):
-        return [_name(each) for each in value]
+        names = [_name(each) for each in value]
+        is_unique = len({*map(str, names)}) == len(names)
+        return names if is_unique else [f"{n}-{name}" for n, name in enumerate(names, 1)]
     if isinstance(value, dict):
         return {name: _name(each) for name, each in value.items()}
     return Path(value).name if value is not None and value.startswith("/") else value

@@ -51,7 +51,8 @@ def show_samples(
 
     before: Any = None
     lines = from_1(folder, GrowingFile(file).read())
-    for line, count in deque(folded(filter(is_wanted, lines)), limit):
+    wanted = folded(filter(is_wanted, lines))
+    for line, count in deque(wanted, limit) if limit else wanted:
         prompt = _prompt(line)
         texts = line.get("raw") if is_raw else (line["prompt"], line["completion"])
         if not texts:

@@ -46,8 +46,8 @@ from easyrl.rewards.loading import digest_code, reward_models
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
 from easyrl.runtime.placement import Placement, describe, resolve_placement
-from easyrl.runtime.resume import Resume, differing, find_resume, start_from
-from easyrl.runtime.run_folder import folder_of, refuse_existing
+from easyrl.runtime.resume import Resume, check_resumed, differing, start_from
+from easyrl.runtime.run_folder import folder_of, is_unstarted, refuse_existing
 from easyrl.types import Messages, Prompt
 
 SHOWN_CHARACTERS = 1000
@@ -172,11 +172,10 @@ def make_plan(
         is_tight = True  # if the next line raises
         tight = memory.check_memory(*estimate[1:])
         is_tight, warnings = bool(tight), warnings + tight
-        resumed = find_resume(given, folder_of(given) if is_resumed else None)
-        if resumed is None:
-            refuse_existing(folder_of(config))
-        else:
-            os.close(resumed.lock)
+        if is_resumed:
+            check_resumed(given, folder_of(given))
+        elif given.runtime.resume == "never" and not is_unstarted(folder_of(given)):
+            refuse_existing(folder_of(given))
         # Last: what is known of the memory is shown first.
         warnings += check_inputs(config)
     except ConfigError as refused:
@@ -443,7 +442,7 @@ def _held_out(
     try:
         opened = datasets.open_prompts(other, is_trained=False)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("data.dataset (--dataset)", "eval.dataset")) from None
+        raise type(error)(str(error).replace("data.dataset (--dataset)", "eval.dataset")) from None
     problems = datasets.problems_of(opened, other)
     warnings = try_rewards(config, next(iter(problems.values())))
     kept = [] if interfaces is None else short_problems(other, problems, interfaces, tokenizer)
@@ -519,7 +518,7 @@ def describe_prompts(
     heading = f"first prompt, {counted(len(ids), 'token')}"
     if config.rollout.environment is not None:
         heading += ", without what the environment's `reset` adds"
-    elif not isinstance(content, str) and content[-1]["role"] == "assistant":
+    elif not isinstance(content, str) and content[-1]["role"] in ("assistant", "model"):
         heading += ", an answer that completions continue"
     shown = [rows, f"{heading}:", *(f"  {each}" for each in lines)]
     return shown + [warning] * bool(hidden)

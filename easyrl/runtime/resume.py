@@ -32,7 +32,7 @@ from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.environments.loading import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from easyrl.formatting import ConfigError, counted
-from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, newest_checkpoint
+from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
 from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.rewards.loading import BUILT_IN, reward_specs, reward_weights
 from easyrl.runtime import run_folder
@@ -128,9 +128,7 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
         checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
         path, state = None, SavedState()
         if checkpoint is not None:
-            names = SavedState.__dataclass_fields__  # a newer version may add some
-            values = {name: value for name, value in checkpoint.state.items() if name in names}
-            path, state = checkpoint.path, SavedState(**values)
+            path, state = checkpoint.path, _state_of(checkpoint)
             _check_settings(config, state, path)
         is_lost = damaged or not is_auto or (folder / "summary.json").exists()
         if path is None and not is_finished and is_lost:
@@ -145,6 +143,18 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
         os.close(lock)
         raise
     return Resume(folder, lock, path, state, damaged, is_finished)
+
+
+def check_resumed(config: Config, folder: Path) -> None:
+    """Check the settings of a run to resume as `find_resume` does; read and lock nothing else."""
+    checkpoint, _ = newest_checkpoint(folder / CHECKPOINTS, verify=False)
+    if checkpoint is not None:
+        _check_settings(config, _state_of(checkpoint), checkpoint.path)
+
+
+def _state_of(checkpoint: Checkpoint) -> SavedState:
+    names = SavedState.__dataclass_fields__  # a newer version may add some
+    return SavedState(**{name: value for name, value in checkpoint.state.items() if name in names})
 
 
 def _is_finished(folder: Path, config: Config) -> bool:
