@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -217,14 +216,14 @@ def run_trl(
         environment |= visible_environment(accelerator()[0], used)
         config |= {"use_vllm": True, "vllm_mode": settings["vllm"]}
         program += ["accelerate.commands.launch", f"--num_processes={num_processes}", "-m"]
-    with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         asked, result, log_file = (Path(folder, each) for each in ("asked", "result", "log"))
         run = {"model": inputs["model.path"], "prompts": inputs["data.dataset"]}
         run |= {"iterations": work.iterations, "result": str(result), "rank": work.lora_rank}
         asked.write_text(json.dumps({**run, "config": {**config, "output_dir": folder}}))
-        log = stack.enter_context(log_file.open("w"))
         program += ["easyrl.bench.peer", str(asked)]
-        code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
+        with log_file.open("w") as log:
+            code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
         if code.returncode != 0:
             lines = log_file.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
             raise WorkerFailure("\n".join([f"bench, {name}: exit code {code.returncode}", *lines]))

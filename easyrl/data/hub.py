@@ -58,8 +58,7 @@ def model_config_from_hub(repository: str) -> Path:
     Raises ConfigError, with the hub's own explanation, if there is none.
     """
     if Path(repository).expanduser().is_file():
-        found = "a file; GGUF files are quantized: take the model that they were made from"
-        raise ConfigError(f"{KEY}: '{repository}' is {found}; {FORMS}")
+        raise ConfigError(f"{KEY}: '{repository}' is a file (GGUF files are quantized); {FORMS}")
     if not is_hub_id(repository):
         raise ConfigError(f"{KEY}: '{repository}' does not exist; {FORMS}")
     import huggingface_hub

@@ -242,8 +242,7 @@ def describe_weights(model: Measured, config: Config) -> str:
     if trained is None:
         return text if total is None else f"{text}, {total:,} weights, all trained"
     share = "" if total is None else f" of {total + trained:,} ({trained / (total + trained):.1%})"
-    lora = f"LoRA of rank {config.model.lora.rank} trains {trained:,} weights{share}"
-    return f"{text}; {lora}, the base is frozen"
+    return f"{text}; LoRA of rank {config.model.lora.rank} trains {trained:,}{share}, base frozen"
 
 
 def check_functions(

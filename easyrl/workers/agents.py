@@ -44,6 +44,7 @@ from easyrl.types import Completion, Messages, Prompt
 Key = tuple[int, ...]
 MAX_REFUSED = 16
 """Requests beyond a limit after which an agent is given up: it may ask for ever."""
+STEPS_TOGETHER = 4  # requests wait for so many of the engine's steps: rows together cost less
 PREFIX_TOKENS = 256
 """Tokens before an answer that reading its calls may need."""
 
@@ -121,6 +122,7 @@ class AgentEpisodes:
         """Not submitted yet, by group, prompt and most tokens: these share a request."""
         self._num_live = 0  # sequences that the engine keeps
         self._replaced: set[str] = set()
+        self._next_step = 0  # of the engine, after which requests are served
 
     def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
         """Use this engine, which keeps so many sequences, once the agent is loaded. Raises
@@ -184,11 +186,14 @@ class AgentEpisodes:
             if refused > MAX_REFUSED and not episode.future.done():
                 self.pool.give_up(episode.future)
         waits = not self._engine.can_step and all(e.waiting or e.future.done() for e in going_on)
+        is_due = self._engine.num_steps >= self._next_step or not self._engine.can_step
         if waits or not self._config.runtime.deterministic:
+            if is_due and (num_steps := self._engine.num_steps):  # 0: it does not count
+                self._next_step = num_steps + STEPS_TOGETHER
             for episode in going_on:
                 if episode.future.done():
                     self._end(episode)
-                while episode.waiting and self._serve(episode, episode.waiting[0]):
+                while is_due and episode.waiting and self._serve(episode, episode.waiting[0]):
                     episode.waiting.popleft()
         finished = [*map(self._finished, filter(_is_complete, self._groups.values()))]
         if waits or not self._config.runtime.deterministic:
