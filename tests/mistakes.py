@@ -283,7 +283,7 @@ MISTAKES = {
     "grpo --dry-run --output FOLDER/taken": "--output",
     "grpo --no-live --dry-run --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
     f"grpo --dry-run {EXACT}/good.jsonl eval.dataset=no.jsonl": "eval.dataset: there is no file",
-    "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized); use tiny",
+    "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized)",
     "grpo my.yaml": "--config my.yaml",
     "grpo peft_config=r16": "in EasyRL: model.lora.rank",
     "grpo bf16=true": "in EasyRL: model.dtype=bfloat16",
