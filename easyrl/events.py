@@ -230,7 +230,7 @@ class PromptEvaluated(WorkerEvent):
     evaluation_round: int
     prompt_index: int
     samples: Sequence[Sample]
-    """With rewards of NaN where the reward call failed and the prompt is skipped."""
+    """Rewards are NaN if the reward call failed and the prompt is skipped."""
     prompt: str | None = None
     errors: Sequence[str] = ()
     logged: Mapping[str, float] = field(default_factory=dict)  # by reward functions

@@ -1,4 +1,4 @@
-"""What a run or an evaluation starts from: models, and checkpoints and weights of other runs."""
+"""Runs and evaluations start from models, from checkpoints, and from the weights of other runs."""
 
 import hashlib
 import json

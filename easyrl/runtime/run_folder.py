@@ -170,7 +170,7 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
 
 
 def sample_values(sample: events.Sample) -> dict[str, Any]:
-    """What lines of runs and of evaluations have in common."""
+    """Return the values that samples of runs and of evaluations both have."""
     names = ("completion", "reward", "rewards", "length", "truncated", "raw")
     values = {name: getattr(sample, name) for name in names}
     return {**values, "rewards": finite(sample.rewards)}

@@ -44,7 +44,7 @@ from easyrl.types import Completion, Messages, Prompt
 Key = tuple[int, ...]
 MAX_REFUSED = 16
 """Requests beyond a limit after which an agent is given up: it may ask for ever."""
-STEPS_TOGETHER = 4  # requests wait for so many of the engine's steps: rows together cost less
+STEPS_TOGETHER = 4  # engine steps between two looks at new requests: a batch of rows costs less
 PREFIX_TOKENS = 256
 """Tokens before an answer that reading its calls may need."""
 
