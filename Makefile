@@ -80,7 +80,7 @@ test-vllm: $(VLLM_VENV)/installed
 test-vllm-long: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5
 
-test-long: $(VENV)/test-installed
+test-long: $(VENV)/real-installed
 	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended and not real'
 	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile random tests/test_ledger.py \
 	  tests/test_batches.py tests/test_ring_buffer.py

@@ -181,11 +181,16 @@ class Sample(Message):
     length: int = 0  # in tokens
     truncated: bool = False
     raw: Sequence[str] = ()  # prompt and completion as the model sees them: all of their tokens
+    episode: Mapping[str, Any] = field(default_factory=dict)  # by EPISODE_KEYS
 
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
 """Names that a reward function's `log_extra` cannot use."""
-SAMPLE_KEYS = (*SAMPLE_COLUMNS, "problem", "sample", "rewards", "length", "truncated", "raw")
+EPISODE_KEYS = ("messages", "ended_by", "branches")
+SAMPLE_KEYS = (
+    *SAMPLE_COLUMNS,
+    *("problem", "sample", "rewards", "length", "truncated", "raw", *EPISODE_KEYS),
+)
 
 
 def with_columns(line: dict[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def test_samples_and_report(folder):
         first | {"completion": f"<b>6</b>\n{HOSTILE}"},
         first,
         first | {"rewards": {"right": 1.0, "brief": 0.25}, "truncated": True},
-        second | {"problem": "a", "branches": [chat, chat[1:]]},
+        second | {"problem": "a", "messages": chat, "branches": [chat[:1], [*chat, *chat]]},
     ]
     write_rows(folder / "samples.jsonl", lines)
     metrics = [METRICS, {**METRICS, "iteration": 2, "policy_version": 2, "reward": 0.75}]
@@ -221,14 +221,14 @@ def test_options_select_samples(tmp_path, words, expected):
 
 def test_columns_may_have_any_name(tmp_path):
     """Those of the data and of rewards."""
-    columns = dict.fromkeys(("sample", "problem", "iteration", "rewards", "reward", "prompt"), "x")
+    columns = dict.fromkeys(events.SAMPLE_KEYS, "x")
     sample = events.Sample("c", 1.0, 0.5, {"rewards": 7, "y": 8}, {"f": 1.0, "g": 0.0}, 3)
     group = events.GroupScored(1, 0, 5, [1.0], [[1.0]], [3], 0, 0.0, prompt="p", columns=columns)
     line = sample_line(group, sample)
     assert [line[name] for name in ("iteration", "reward", "length", "y")] == [1, 1.0, 3, 8]
     assert line["column/sample"] == "x" and line["column/rewards"] == 7
     shown = " ".join(easyrl("samples", write(tmp_path / "run", [line])).output.split())
-    assert "iteration 1 prompt_index 5 reward 1" in shown and "column/problem x" in shown
+    assert "iteration 1 prompt_index 5 reward 1" in shown and "column/branches x" in shown
 
 
 def test_raw_samples_are_what_the_model_sees(tmp_path):

@@ -4,7 +4,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,16 @@ def show_samples(
 
 
 def branches_of(line: Line) -> list[str]:
-    """Return the other conversations of an agent's episode as texts."""
-    chats = enumerate(line.get("branches", ()), 1)
-    return [
-        "\n".join([f"branch {n}", *(f"{each['role']}: {each['content']}" for each in chat)])
-        for n, chat in chats
-    ]
+    """Return the other conversations of an agent's episode as texts, each from where it leaves the
+    one that is shown."""
+    texts = []
+    for number, chat in enumerate(line.get("branches", ()), 1):
+        pairs = zip(chat, line.get("messages", ()), strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        where = f" after message {common}" if common else ""
+        own = (f"{each['role']}: {each['content']}" for each in chat[common:])
+        texts.append("\n".join([f"branch {number}{where}", *own]))
+    return texts
 
 
 def _prompt(line: Line) -> tuple[Any, Any]:

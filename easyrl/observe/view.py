@@ -340,6 +340,8 @@ def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> l
         assert sample is not None
         title = f"iteration {group.iteration}, reward {shown(sample.reward, '.3g')}"
         title += f" (mean of the group {shown(fmean(group.rewards), '.3g')})"
+        if branches := sample.episode.get("branches"):
+            title += f", branches: {len(branches)}"
         prompt = _wrapped(group.prompt or "", width, "dim")[-max(1, room // 3) :]
         completion = _wrapped(sample.completion, width)
         num_free = room - len(prompt) - 1

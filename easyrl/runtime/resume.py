@@ -76,8 +76,8 @@ class Resume:
     is_finished: bool  # has all iterations and the final model; checkpoints are not verified
 
     def describe(self, config: Config) -> str:
-        """Return what the run resumes from, what it skips and which settings of the training have
-        changed, as lines of text for the user."""
+        """Return what the run resumes from, what it skips and which settings have changed, as
+        lines of text for the user."""
         total = counted(config.train.iterations, "iteration")
         lines = [f"resumed from {self.checkpoint}: {self.state.num_iterations} of {total} done"]
         if self.checkpoint is None:
@@ -86,7 +86,7 @@ class Resume:
         if self.state.config:
             before, now = _resolved(load_config(None, self.state.config)), _resolved(config)
             for key in differing(before, now):
-                if key.startswith("train.") and key != "train.iterations":
+                if key not in ("train.iterations", "output.dir", "runtime.resume"):
                     lines.append(f"changed: {key} {before[key]} -> {now[key]}")
         return "\n".join(lines)
 

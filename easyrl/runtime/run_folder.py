@@ -173,7 +173,7 @@ def sample_values(sample: events.Sample) -> dict[str, Any]:
     """Return the values that samples of runs and of evaluations both have."""
     names = ("completion", "reward", "rewards", "length", "truncated", "raw")
     values = {name: getattr(sample, name) for name in names}
-    return {**values, "rewards": finite(sample.rewards)}
+    return {**values, "rewards": finite(sample.rewards), **sample.episode}
 
 
 def first_iteration(folder: Path) -> int:

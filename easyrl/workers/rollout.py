@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,6 +72,7 @@ class _Group:
     text: str = ""  # of the prompt, with the first episode's observation
     texts: Sequence[str] = ()  # of its completions; of episodes, the conversations
     scoring_started: float = 0.0
+    episodes: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # lists [G] by key
 
 
 class RolloutWorker:
@@ -333,10 +334,8 @@ class RolloutWorker:
         group = self._groups.pop(key)
         self.timeline.add("score", group.scoring_started)
         if self.episodes is not None:
-            metrics, columns = self.episodes.forget(key)
-            scored = scored._replace(
-                metrics=scored.metrics | metrics, columns=scored.columns | columns
-            )
+            metrics, group.episodes = self.episodes.forget(key)
+            scored = scored._replace(metrics=scored.metrics | metrics)
         rewards = np.full(len(group.texts), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
             rewards = weighted_sum(scored.scores, self.reward_weights)
@@ -445,6 +444,7 @@ class RolloutWorker:
                 len(group.completions[n].token_ids),
                 group.completions[n].finish_reason == "length",
                 raw[n],
+                {key: values[n] for key, values in group.episodes.items()},
             )
             for n in range(len(raw))
         ]
