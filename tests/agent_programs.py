@@ -54,9 +54,9 @@ def main():
             return json.load(response)["choices"][0]["message"]["content"]
 
     reward = play(int(sys.argv[1]), ask)
-    if reward > 0:
+    if reward > 0.5:
         Path(os.environ["EASYRL_REWARD_FILE"]).write_text(json.dumps({"found": reward}))
-    print("done\n", reward)
+    print("done\n", reward or "null")
 
 
 if __name__ == "__main__":

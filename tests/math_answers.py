@@ -10,7 +10,8 @@ MATH = [
     (r"\text{east}", r"\boxed{\text{west}}", 0),
     ("1,234,567", "The answer is 1,234,567.", 1),
     # money and percent
-    (r"\$36", r"\boxed{36}", 1),
+    (r"\$36", r"\boxed{36}", 1), ("€42", r"\boxed{42}", 1),
+    (r"\$18.90", r"The answer is \$18.90.", 1), (r"\$32,\!348", r"\boxed{32348}", 1),
     # position of the answer
     ("4", r"The answer is \boxed{4}. It was hard, I tried 17 times.", 1),
     ("4", r"At first $\boxed{3}$, but looking again it is $\boxed{4}$.", 1),
@@ -18,6 +19,7 @@ MATH = [
     ("4", r"<think>Is it \boxed{5}?</think> The answer is $4$.", 1),
     ("4", r"Is it \boxed{4}?</think> \boxed{5}", 0),
     ("5", r"<think>Is it \boxed{5}?", 0),
+    ("42", r"It is \fbox{42}, in 7 lines.", 1), ("42", r"It is \boxed 42, in 7 lines.", 1),
     # answer tags
     ("42", "<think>x</think><answer>42</answer>", 1),
     ("42", "<answer>The answer is **42**.</answer>", 1),
@@ -26,7 +28,7 @@ MATH = [
     (r"Adding up, we get $2+2=\boxed{4}$.", r"\boxed{4}", 1),
     # no answer
     ("4", "", 0),
-]
+]  # fmt: skip
 
 # Verdicts of math-verify that are wrong, or (from 50 % on) debatable.
 MATH += [

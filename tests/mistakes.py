@@ -53,6 +53,7 @@ def write_files(folder):
         '{"prompt": "1+1+1+1+1=", "answer": "5"}\n',
         "half.jsonl": '{"prompt": "1+1= \\ud83d", "answer": "2"}\n',
         "r.py": REWARDS,
+        "t.py": 'def f() -> int:\n    """Draw a card."""\n    return 1\n',
         "fails.py": "import math\n\nimport nothing_of_that_name\n",
         "syntax.yaml": "train:\n  iterations: [1\nmodel: {}\n",
     }
@@ -134,6 +135,7 @@ def replace(name, content):
 ROPE = {"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
 ROPE["original_max_position_embeddings"] = 512
 OWN_CODE = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
+NO_TOOLS = "{{ tools and raise_exception('no tools') }}{{ messages }}"
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 BROKEN_MODELS = {
     "no_config": remove("config.json"),
@@ -149,6 +151,7 @@ OTHER_MODELS = {
         "tokenizer_config.json", chat_template="{{ enable_thinking }}{{ messages }}"
     ),
     "refuses": change_json("tokenizer_config.json", chat_template=REFUSES),
+    "no_tools": change_json("tokenizer_config.json", chat_template=NO_TOOLS),
 }
 
 
@@ -206,6 +209,8 @@ MISTAKES = {
     f"grpo {EXACT}/long.jsonl data.max_prompt_length=6": "long.jsonl:3",
     f"grpo {EXACT}/chat.jsonl": "chat.jsonl:1",
     f"grpo {EXACT}/chat.jsonl --model FOLDER/refuses": "chat.jsonl:1",
+    f"grpo {EXACT}/chat.jsonl --model FOLDER/refuses rollout.tools=FOLDER/t.py:f": "shows tools",
+    f"grpo {EXACT}/chat.jsonl --model FOLDER/no_tools rollout.tools=FOLDER/t.py:f": "it: no tools",
     f"grpo {EXACT}/chat.jsonl --model FOLDER/thinks data.chat_template_kwargs={{x:\\ 1}}": (
         "data.chat_template_kwargs"
     ),
@@ -262,6 +267,8 @@ MISTAKES = {
     f"grpo {SUMS} {LEGS} data.options={{chain_sum:\\ 2}}": "data.options",
     "grpo data.options={max_digits:\\ 2}": "data.options",
     "grpo --dataset reasoning_gym:composite": "data.options",  # needs an option
+    f"grpo {SUMS} data.max_prompt_length=90": "reasoning_gym:chain_sum, row",
+    f"grpo {SUMS} data.max_prompt_length=90 data.long_prompts=skip": "ones cannot be skipped",
     # planning
     **{
         f"grpo --dry-run --model FOLDER/qwen --assume '{text}'": "--assume: expected"
@@ -275,6 +282,7 @@ MISTAKES = {
     f"grpo --dry-run {EXACT}/good.jsonl data.max_prompt_length=2": "data.max_prompt_length",
     f"grpo --dry-run {EXACT}/chat.jsonl": "data.chat_template",
     "grpo --dry-run --dataset FOLDER/good.jsonl": "reward.functions",
+    "grpo --dry-run --dataset FOLDER/good.jsonl --reward no_such.py:f": "reward.functions",
     "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:a_set": "r.py:a_set",
     "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:text"
     " data.columns={a:\\ answer}": "'answer'",

@@ -323,14 +323,14 @@ def test_requests_at_once_are_served_and_streams_and_choices_have_all_tokens():
 
 
 def refused(ask, *arguments, **options):
-    """Return the code of a refusal, and the field that it names."""
+    """Return the code of a refusal, the field that it names, and the status."""
     with pytest.raises(openai.APIStatusError) as caught:
         ask(*arguments, **options)
-    return caught.value.code, caught.value.param
+    return caught.value.code, caught.value.param, caught.value.status_code
 
 
 def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(worker):
-    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    kept, picture = [], {"type": "image_url", "image_url": {"url": "data:"}}
     fields = {
         "logit_bias": {"5": 1},
         "temperature": 0.2,
@@ -344,7 +344,8 @@ def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(
         "tool_choice": "required",
     }
 
-    def solve(client, base_url):
+    def solve(client, base_url, api_key):
+        kept.append(openai.OpenAI(base_url=base_url, api_key=api_key))
         for name, value in fields.items():
             assert refused(chat, client, HELLO, **{name: value})[1] == name
         assert refused(chat, client, HELLO, tools=[{"type": "retrieval"}])[1] == "tools"
@@ -354,13 +355,14 @@ def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(
         assert refused(chat, client.with_options(api_key="other"), HELLO)[0] == "invalid_api_key"
         assert refused(client.with_options(api_key="other").models.list)[0] == "invalid_api_key"
         assert refused(client.embeddings.create, model="m", input="x")[0] is None
-        chat(client, HELLO, temperature=1.0, top_p=1, presence_penalty=0, max_tokens=2)
+        chat(kept[-1], HELLO, temperature=1.0, top_p=1, presence_penalty=0, max_tokens=2)
         long = refused(chat, client, [asked("5" * 500)])
         assert long[0] == "context_length_exceeded"
         return 1.0
 
     found = worker.run(solve)
     worker.check(found)
+    assert refused(chat, kept[0], HELLO)[::2] == ("invalid_api_key", 401)
     _, completions, _, scored, _, columns = found[KEY]
     assert scored.errors == [] and scored.scores == [[1.0, 1.0]]
     assert {each.finish_reason for each in completions} == {"length"}
@@ -600,12 +602,14 @@ def test_an_agent_learns_as_the_environment_does(tmp_path):
 def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):
     agent = f"{sys.executable} {PROGRAMS} {{secret}}"
     words = ("--model", "tiny-guess", "--dataset", "guess", "--agent", agent, "--no-live")
-    limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01", "--output", str(tmp_path))
+    limits = ("data.max_prompt_length=16", "eval.correct_reward=1.01", "--output", str(tmp_path))
+    limits += ("--reward", "regex", "reward.pattern=.*")
     subprocess.run([sys.executable, "-m", "easyrl", "eval", *words, *limits], check=True)
     results = json.loads((tmp_path / "eval.json").read_text())
     assert results["accuracy"] > 0.3 and results["rollout.agent"] == agent
     samples = lines_of(tmp_path / "samples.jsonl")
     assert all(line["messages"][0]["content"] == "0-99" for line in samples)
+    assert {line["reward"] for line in samples if line["rewards"]["agent"] is None} == {1.0}
 
 
 def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -78,6 +79,9 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(folder):
     assert about[0] == "prompts: 2 rows, 12 epochs in 3 iterations"
     assert about[1] == f"first prompt, {len(shown) - 2} tokens:"
     assert shown.startswith("  <user>")
+    tools = f"rollout.tools={folder}/t.py:f", "data.chat_template={{ tools | length }}"
+    result = easyrl("grpo", "--dry-run", "--reward", "exact_match", words[0], *tools)
+    assert "does not show the tools f" in result.output
 
 
 def test_a_preset_in_a_mixture_adds_its_held_out_problems_only_where_asked(folder):
@@ -129,6 +133,13 @@ def test_accelerators_that_a_machine_lacks_are_answered_without_torch(monkeypatc
         result = easyrl("grpo", f"--{key}-devices", text)
         assert_names(result, f"devices.{key}")
         assert f"'{text}'" in result.stderr and "--assume" in result.stderr
+
+
+def test_a_driver_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(devices, "has_driver", lambda kind: kind == "cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.init", Mock(side_effect=RuntimeError("driver is too old")))
+    assert_names(easyrl("grpo", "--infer-devices", "0"), "too old")
 
 
 def test_a_missing_compiler_is_named(tmp_path, monkeypatch):

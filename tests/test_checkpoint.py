@@ -212,7 +212,8 @@ def test_newest_and_best_checkpoints_are_kept_and_leftovers_deleted(two, tmp_pat
     assert [path.name for path in checkpoints_in(tmp_path)] == ["9", "100"]
     name_best(tmp_path, 100)
     name_best(tmp_path, 101)  # it could not be written
-    assert kept(1) == {"100", "best"}
+    (tmp_path / "mine.unfinished").mkdir()
+    assert kept(1) == {"100", "best", "mine.unfinished"}
 
 
 def make_checkpoint(folder, family, **changes):
@@ -282,12 +283,14 @@ def test_fingerprint_covers_tokenizer_and_configuration(tmp_path):
 
 
 def test_impossible_export_is_refused_and_removes_nothing(tmp_path):
-    path, _ = make_checkpoint(tmp_path, "qwen3")
+    path, _ = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
     for name in ("notes", "out.old", "out.unfinished"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").touch()
     before = {*tmp_path.rglob("*")}
-    export_checkpoint(path, tmp_path / "out")
+    assert "in bfloat16" in export_checkpoint(path, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors").values()
+    assert {weight.dtype for weight in stored} == {torch.bfloat16}
     for name, force in (("out", False), ("notes", False), ("notes", True)):
         with pytest.raises(ConfigError, match=f"/{name}'"):
             export_checkpoint(path, tmp_path / name, force=force)

@@ -1,10 +1,11 @@
 """The command line: quick help, the printed config, and exit codes."""
 
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -82,9 +83,10 @@ def test_every_named_flag_reaches_its_key(runs):
 
 
 @pytest.mark.usefixtures("runs")
-@pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a\x1b[2J"), 2), (KeyError(), 1)]
-)
+@pytest.mark.parametrize(("error", "code"), [
+    (KeyboardInterrupt(), 130), (ConfigError("a\x1b[2J"), 2), (KeyError(), 1),
+    (ValueError("a bug"), 1),
+])  # fmt: skip
 def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
     assert run_easyrl("grpo").exit_code == 3
@@ -102,9 +104,15 @@ def test_debug_shows_the_traceback_of_a_mistake():
     assert "Traceback" in debug.stderr
 
 
-def test_another_system_is_named_before_anything_is_imported(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(SystemExit, match="expected Linux, got darwin"):
+@pytest.mark.parametrize(("place", "name", "value", "message"), [
+    (vars(sys), "platform", "darwin", "expected Linux, got darwin"),
+    (vars(sys), "platform", "win32", "expected Linux, got win32"),
+    (vars(sys), "version_info", (3, 10, 0), "Python 3.11 or newer"),
+    (sys.modules, "easyrl", ModuleType("easyrl"), "pip uninstall easyrl"),
+])  # fmt: skip
+def test_what_cannot_run_is_named_before_any_import(place, name, value, message, monkeypatch):
+    monkeypatch.setitem(place, name, value)
+    with pytest.raises(SystemExit, match=message):
         easyrl_train.main()
 
 
@@ -117,6 +125,7 @@ def test_import_loads_no_torch_and_public_names_are_loaded_on_first_use():
         "print(before, issubclass(easyrl.ConfigError, ValueError), easyrl.Config().runtime.seed)"
     )
     assert python("-c", program) == "[] True 0\n"
+    assert not {*easyrl.__all__} & {each.name for each in pkgutil.iter_modules(easyrl.__path__)}
 
 
 def test_a_dry_run_prints_no_escapes_of_a_name():

@@ -147,8 +147,11 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
     recipe = Path(__file__).parent.parent / "configs" / "distill.yaml"
     assert load_config(recipe).reward.functions == ["none"]
     rows = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{n}+7="} for n in range(9)])
+    loss = "def loss(i): return LossOutputs(i.logprobs.sum(), {'teacher_kl': i.teacher.kl.sum()})"
+    (tmp_path / "own.py").write_text(f"from easyrl.algorithm.losses import LossOutputs\n{loss}")
+    own = f"algorithm.loss_type={tmp_path}/own.py:loss"
     run, words = str(tmp_path / "run"), [*SMALL[:4], "reward.functions=none", "--iterations", "1"]
-    succeed("--no-live", "--output", run, *words, "algorithm.teacher=tiny", "--dataset", rows)
+    succeed("--no-live", "--output", run, *words, "algorithm.teacher=tiny", own, "--dataset", rows)
     (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert line["reward"] == 0.0 and line["teacher/kl"] == pytest.approx(0.0, abs=1e-5)
     words = ["--model", run, "--dataset", "arithmetic", "data.num_held_out=4", "--no-live"]

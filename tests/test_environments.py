@@ -13,7 +13,7 @@ from easyrl.data.datasets import open_prompts
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.loading import Interface
-from easyrl.environments.pool import EnvironmentPool, HostLost, check_environments
+from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost, check_environments
 from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
@@ -177,6 +177,7 @@ def test_episodes_have_trls_interface_and_are_scored_where_their_state_is(own):
         {"role": "tool", "name": "run", "content": "done"},
     ]
     assert scores(own, 2, 0, 1) == [[7.0, 5.0], [0.0, 0.0]]
+    assert run(own, "open('/proc/self/oom_score_adj').read()") == "1000\n"
 
 
 def test_errors_of_a_tool_are_results(own):
@@ -249,7 +250,7 @@ def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
         server.kill()
 
 
-def test_a_slow_call_fails_and_others_go_on(open_pool):
+def test_a_slow_or_wrong_call_fails_and_others_go_on(open_pool):
     pool = open_pool("Own", "rollout.tool_timeout_seconds=1", num_episodes=2)
     slow = pool.act(KEY, 0, [ToolCall("run", {"code": "time.sleep(60)"})])
     assert run(pool, "7", index=1) == "7"
@@ -258,6 +259,8 @@ def test_a_slow_call_fails_and_others_go_on(open_pool):
     (stuck,) = (host.process for host in pool._hosts)
     pool.forget(KEY)
     assert not stuck.is_alive()
+    with pytest.raises(CallFailed, match="got 3"):
+        play(open_pool("OddStep"), "go")
 
 
 def test_a_dead_process_ends_its_groups_only(open_pool):
@@ -331,6 +334,7 @@ BOTH = {"x": 1, "s": "2"}
     ("hermes", f"Well. {HERMES % 1}", {"x": 1}),
     ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
     ("qwen3_coder", CODER, BOTH),
+    ("qwen3_coder", f"<think>\nOr {CODER}, no.\n</think>\n{CODER}", BOTH),
     # What is only thought of is no call.
     ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
     ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),

@@ -167,13 +167,17 @@ def test_other_settings_are_refused_once_a_problem_is_answered(workers, run, tmp
     workers.errors[0] = WorkerFailure("rollout-0 was killed by SIGKILL")
     call(folder, "--model", str(run), *SMALL, code=1)
     workers.errors.clear()
-    assert evaluated(folder, *words)["model"] == "tiny"
+    results = evaluated(folder, *words)
+    assert results["model"] == "tiny" and {"rollout.environment", "rollout.tools"} <= {*results}
     assert not list(folder.glob(".model*"))
     for more, key in {
         ("--num-samples", "3"): "num_samples",
         ("--model", str(run)): "model",
         ("data.num_held_out=5",): "dataset_identity",
         ("--reward", "exact_match"): "reward_functions",
+        ("--reward", "regex", "reward.pattern=1"): "reward.pattern",
+        ("rollout.max_turns=3",): "rollout.max_turns",
+        ("data.chat=true", "data.chat_template={{ messages }}"): "data.chat_template",
     }.items():
         assert f"{key}: expected" in call(folder, *words, *more, code=2)
     file, own = tmp_path / "r.py", tmp_path / "own"  # a reward that is edited

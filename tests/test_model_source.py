@@ -66,6 +66,8 @@ def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path
     ("changes", "file"),
     [
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, ""),
+        ({"quantization_config": {"quant_method": "fp8"}}, ""),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ""),
         ({"quantization": {"group_size": 64, "bits": 4}}, ""),  # MLX
         ({}, "quantize_config.json"),  # AutoGPTQ, when config.json had no key for it
     ],

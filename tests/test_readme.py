@@ -235,6 +235,8 @@ def test_a_recipe_would_start_and_runs_dry(file, stand_in):
     assert result.exit_code == 0, result.output
     assert "a run would not start" not in result.output
     assert "\n# train-0: cpu" in result.output and "# all on cpu" in result.output
+    lora = re.search(r"LoRA of rank 16 trains [\d,]+ of [\d,]+ \(.+%\), base frozen", result.output)
+    assert bool(lora) == (load_config(file).model.lora.rank is not None)
     shown = Path("shown.yaml")
     shown.write_text(result.output)
     assert load_config(shown) == with_absolute_paths(load_config(file, flags))  # as in config.yaml

@@ -93,6 +93,8 @@ def test_countdown_is_exact_and_reads_the_last_answer():
     assert scores("countdown", texts, nums=[1, 2, 3, 3], target="nine") == [0.0] * 3
     with pytest.raises(ConfigError, match="column target"):
         check_rewards(config_of("countdown"), Prompt(0, "q", {"nums": [1], "target": "nine"}))
+    with pytest.raises(ConfigError, match="column answer"):
+        check_rewards(config_of("gsm8k"), Prompt(0, "q", {"answer": "2:30"}))
 
 
 def solution(answer):

@@ -24,7 +24,7 @@ from easyrl.types import Prompt
 from runs import SMALL, bits_of, descendants, lines_of, succeed, summary_of, wait_until_gone
 
 FUNCTIONS = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 import numpy as np
@@ -77,6 +77,12 @@ def logs_odd_names(completions, log_extra, log_metric, **_):
     return [1.0, 1.0]
 
 def length(text): return float(len(text))
+def puts(queue, text): queue.put(length(text))
+
+def in_processes(completions):
+    queue = multiprocessing.Queue()
+    for text in completions: multiprocessing.Process(target=puts, args=(queue, text)).start()
+    return [queue.get() for _ in completions]
 
 KEPT = []
 
@@ -230,6 +236,7 @@ def test_function_may_start_processes(open_pool):
     for method in ("fork", "spawn", "forkserver"):
         prompt = f"get_context('{method}').Pool(1).map(length, completions)"
         assert scores_of(pool, prompt) == [[1.0, 1.0]]
+    assert scores_of(pool, "in_processes(completions)") == [[1.0, 1.0]]
 
 
 def test_processes_of_a_function_end_with_the_killed_one(open_pool):

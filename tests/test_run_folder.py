@@ -80,10 +80,17 @@ def test_disk_that_is_full_for_a_moment_loses_no_line(tmp_path, monkeypatch):
     folder.observe(finished(2))
     num_failures = 1000
     monkeypatch.setattr(run_folder, "FULL_DISK_SECONDS", 0.1)
-    with pytest.raises(RunFolderLost, match=r"No space left"):
-        folder.observe(finished(3))
+    for event, name in ((finished(3), "metrics"), (scored(3), "samples")):
+        with pytest.raises(RunFolderLost, match=rf"No space left \({name}\.jsonl\)"):
+            folder.observe(event)
     assert [line["iteration"] for line in read_lines(folder.path / "metrics.jsonl")] == [1, 2]
     assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
+
+
+def scored(iteration):
+    sample = events.Sample("2", 1.0, 0.0, {})
+    group = events.GroupScored(iteration, 0, 0, [1.0], [], [1], 0, 0.0, samples=[sample])
+    return events.FromWorker("rollout-0", 0.0, group)
 
 
 def begun(tmp_path, first):
@@ -91,9 +98,7 @@ def begun(tmp_path, first):
     folder._first = first
     sizes = {}
     for iteration in (1, 2):
-        sample = events.Sample("2", 1.0, 0.0, {})
-        group = events.GroupScored(iteration, 0, 0, [1.0], [], [1], 0, 0.0, samples=[sample])
-        folder.observe(events.FromWorker("rollout-0", 0.0, group))
+        folder.observe(scored(iteration))
         folder.observe(events.IterationFinished(1.0, {"iteration": iteration}))
         sizes = sizes or folder.file_sizes()
     folder.observe(events.RunFinished(2.0, {}))

@@ -20,7 +20,7 @@ from easyrl.model import tri_model
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import whole
 from easyrl.model.tri_model import OtherWeights
-from easyrl.workers.learner import Learner
+from easyrl.workers.learner import ADAM_BETAS, Learner
 from easyrl.workers.packing import EMPTY
 from own_training import (
     BASE,
@@ -409,3 +409,4 @@ def test_the_gradient_is_clipped_to_its_norm(learner):
         parameter.grad.fill_(1.0)
     norm = math.sqrt(learner.policy.model.num_parameters())
     assert step_alone(learner, 0)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert ADAM_BETAS == (0.9, 0.99)
