@@ -113,8 +113,8 @@ def write_model_and_prompts(
     is_chat: bool = False,
 ) -> dict[str, Any]:
     """Write a random model, with the tokenizer of `tiny`, and prompts of that many digits, or
-    questions for a sum with so many. Return the flags that name them, and the reward. `model`: also
-    the path of one, which is used as it is."""
+    chats that ask for a sum with so many. Return the flags that name them, and the reward.
+    `model`: also the path of one, which is used as it is."""
     if isinstance(model, str):
         path = resolve_model(model)
     else:
@@ -128,8 +128,9 @@ def write_model_and_prompts(
     prompts: list[str | Messages] = [*digits]
     if is_chat:
         half = prompt_length // 2
-        sums = (f"What is {text[:half]} + {text[half:]}?" for text in digits)
-        prompts = [[{"role": "user", "content": text}] for text in sums]
+        example = [("user", "What is 12 + 25?"), ("assistant", "37")]  # answers are brief, as here
+        sums = ([*example, ("user", f"What is {x[:half]} + {x[half:]}?")] for x in digits)
+        prompts = [[{"role": role, "content": text} for role, text in chat] for chat in sums]
     rows = (json.dumps({"prompt": prompt}) for prompt in prompts)
     (folder / "prompts.jsonl").write_text("\n".join(rows))
     return {
