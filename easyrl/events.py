@@ -187,10 +187,8 @@ class Sample(Message):
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
 """Names that a reward function's `log_extra` cannot use."""
 EPISODE_KEYS = ("messages", "ended_by", "branches")
-SAMPLE_KEYS = (
-    *SAMPLE_COLUMNS,
-    *("problem", "sample", "rewards", "length", "truncated", "raw", *EPISODE_KEYS),
-)
+SAMPLE_VALUES = ("completion", "reward", "rewards", "length", "truncated", "raw")
+SAMPLE_KEYS = (*SAMPLE_COLUMNS, *SAMPLE_VALUES, *EPISODE_KEYS, "problem", "sample")
 
 
 def with_columns(line: dict[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,8 +104,7 @@ class Completion:
     is_sampled: Bool  # [R], False for inserted tokens, whose log-probability is 0
     segment_lengths: Int32 = field(default_factory=_no_tokens)
     segment_after: Int32 = field(default_factory=_no_tokens)
-    """Segments of an agent's episode, as in `RolloutGroup`, with indices in the prompt followed by
-    this completion."""
+    """Segments of an agent's episode, as in `RolloutGroup`; indices count from the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

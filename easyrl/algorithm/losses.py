@@ -36,8 +36,7 @@ class TeacherScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Completion tokens of a micro-batch. Values at masked tokens, finite or not, change
-    nothing."""
+    """Completion tokens of a micro-batch. Values at masked tokens, also NaN, change nothing."""
 
     logprobs: Tensor  # [K], of the policy, with gradient
     old_logprobs: Tensor  # [K], of the policy before the iteration's first update, no gradient

@@ -53,8 +53,7 @@ Environment = str | type | Mapping[str, str | type]
 
 
 class Results:
-    """The folder of a run or an evaluation, and what is in it now. Raises ConfigError for another
-    folder."""
+    """The folder of a run or an evaluation, and what is in it. Raises ConfigError for another."""
 
     def __init__(self, folder: StrPath) -> None:
         self.folder = Path(folder)

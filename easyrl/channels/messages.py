@@ -49,8 +49,7 @@ class RemoteRing:
         return self.pipe.fileno()
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Send a group; return False if no token came in time. Raises ValueError if it does not
-        fit."""
+        """Send a group; return False without a token in time. Raises ValueError if too big."""
         self.layout.lengths(group)
         if not self.pipe.poll(timeout_seconds):
             return False

@@ -281,8 +281,7 @@ class EmbeddedEngine(PolicyEngine):
         self._sequences[row], state["state"] = None, ENDED
 
     def _arrange(self) -> None:
-        """Move the rows that are not in the order of their states and, if active, length
-        classes."""
+        """Move rows that are not in the order of their states and, if active, length classes."""
         held = self._rows[: self.num_held]
         ranks = held["state"] + (held["state"] == ACTIVE) * length_class(held["cell"] + 1)
         is_alive = ranks != ENDED

@@ -181,8 +181,7 @@ class ModelSource:
 
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
-    """Find the model of `path`, or an adapter's, with `base` if it names none. Raises
-    ConfigError."""
+    """Find the model of `path`, or an adapter's (`base` if it names none). Raises ConfigError."""
     folder = Path(path).expanduser()
     is_folder = path not in BUILT_IN_MODELS and folder.is_dir()
     is_adapter = is_folder and (folder / ADAPTER_CONFIG).is_file()

@@ -139,8 +139,7 @@ class SharedPrompt:
     def prompt_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> Iterator[tuple[slice, slice, Block]]:
-        """Yield a block for each segment and what is below it, with the tokens of its queries and
-        of its keys."""
+        """Yield a block for each segment and what is below it, with its queries and keys."""
         window = settings.sliding_window
         for start, stop, end, position in self._shared:
             below, after = slice(stop, end), position + stop - start

@@ -70,8 +70,7 @@ def show_samples(
 
 
 def branches_of(line: Line) -> list[str]:
-    """Return the other conversations of an agent's episode as texts, each from where it leaves the
-    one that is shown."""
+    """Return an agent's other conversations as texts, each from where it leaves the shown one."""
     texts = []
     for number, chat in enumerate(line.get("branches", ()), 1):
         pairs = zip(chat, line.get("messages", ()), strict=False)

@@ -120,8 +120,7 @@ def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
 
 
 def _reward_memory(placement: Placement) -> str:
-    """The memory of the reward models: of a device of their own, or of one that also trains or
-    generates."""
+    """The memory of the reward models: of a device of their own, or of a worker's."""
     index = placement.reward_index
     for role, used in (("train", placement.train), ("rollout", placement.infer)):
         if used.kind == "accelerator" and index in used.indices:
@@ -144,7 +143,6 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     is_embedded = placement.engine.name == "embedded"
     is_batched, dtype_bytes = is_embedded and model.is_batched, DTYPE_BYTES[config.model.dtype]
     weights, layers = (dtype_bytes * n for n in (model.num_weights, model.layer_weights))
-    copied = layers + dtype_bytes * model.vocabulary_size * model.width
     prompt = padded(config.data.max_prompt_length)
     row = row_cells(config.data.max_prompt_length, rollout.max_completion_length)
     num_groups = placement.max_concurrent_groups if model.is_batched or not is_embedded else 1
@@ -173,7 +171,7 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
         "KV cache": cached * dtype_bytes * model.kv_elements,
         "engine's step": step + activations,
         "CUDA graphs": step * has_graphs,
-        "weights for decoding": copied * (is_batched and on_cpu and dtype_bytes == FLOAT_BYTES),
+        "weights for decoding": layers * (is_batched and on_cpu and dtype_bytes == FLOAT_BYTES),
         # Into the weights themselves on the CPU, where they fit.
         "buckets": 0 if is_embedded and on_cpu else _bucket_bytes(placement, "rollout", weights),
     }

@@ -171,8 +171,7 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
 
 def sample_values(sample: events.Sample) -> dict[str, Any]:
     """Return the values that samples of runs and of evaluations both have."""
-    names = ("completion", "reward", "rewards", "length", "truncated", "raw")
-    values = {name: getattr(sample, name) for name in names}
+    values = {name: getattr(sample, name) for name in events.SAMPLE_VALUES}
     return {**values, "rewards": finite(sample.rewards), **sample.episode}
 
 
