@@ -301,8 +301,7 @@ class WeightChannel:
         ]
 
     def _signal_read(self, number: int) -> None:
-        """Signal from all receivers that a shared bucket is read. Broadcasts need no reply: each
-        rank has a copy."""
+        """Signal from all receivers that a shared bucket is read. A broadcast needs no reply."""
         if self._is_shared and number >= 0:
             devices.synchronize(self._buckets[0].device)
             for rank in range(1, self._world_size):

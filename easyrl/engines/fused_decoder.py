@@ -6,9 +6,8 @@ the same result:
     q, k and v in one product, gate and up in one; norms' weights multiplied into the next product's
     weights; RMSNorm and RoPE in four operations
 
-Products are oneDNN's, of layers with copies of the weights in its layout: for 4 to 64 rows 1.3 to
-3 times as fast as torch's own, and a row's result does not depend on the others. Where logits
-differ, the model's own code is used.
+Large products are oneDNN's, of layers with copies of the weights in its layout: for 4 to 64 rows
+1.3 to 3 times as fast as torch's own. Where logits differ, the model's own code is used.
 
 Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
 head size, V tokens of the vocabulary.
@@ -29,6 +28,7 @@ from easyrl.model.shared_prompt import LayerSettings
 
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
 PACKED_ROWS = 8  # that the layout of the weights is for
+SMALL = 100_000  # weights: a product of fewer takes less time than to call oneDNN
 CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
 
 
@@ -46,6 +46,8 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.numel() < SMALL:
+        return nn.functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -56,7 +58,8 @@ class _Product:
         weight = torch.cat([layer.weight for layer in layers])
         if norm is not None:
             weight *= norm.weight * len(norm.weight) ** 0.5  # see _normalized
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # [N, H]
+        packed, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
+        self.weight = weight.t().contiguous().t() if is_small else packed(weight, PACKED_ROWS)
         self.bias: Tensor | None = None  # [N]
         if layers[0].bias is not None:
             self.bias = torch.cat([layer.bias for layer in layers])

@@ -121,8 +121,7 @@ class StopStrings:
         self._text_of = cache(lambda token: self._decode([token, token]))
 
     def is_complete(self, token_ids: Int32) -> bool:
-        """Return whether the text of `token_ids` [R] contains a string, given that it did not
-        before."""
+        """Return whether the text of `token_ids` [R] has a string that it did not have before."""
         newest = self._text_of(int(token_ids[-1]))
         if self._last_characters.isdisjoint(newest) and INCOMPLETE not in newest:
             return False

@@ -63,8 +63,7 @@ class Group:
 
 
 MakeCommand = Callable[[Sequence[IndexedPrompt], bool, Mapping[int, int]], events.Command]
-"""Make the command for these prompts. The other arguments are `is_last_round` and `known` of
-`events.Generate`."""
+"""Make the command for these prompts, with `Generate`'s `is_last_round` and `known`."""
 
 
 @dataclass(eq=False)

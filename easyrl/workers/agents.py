@@ -125,8 +125,7 @@ class AgentEpisodes:
         self._next_step = 0  # of the engine, after which requests are served
 
     def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
-        """Use this engine, which keeps so many sequences, once the agent is loaded. Raises
-        ConfigError."""
+        """Use this engine, with so many sequences, once the agent is loaded. Raises ConfigError."""
         self._engine, self._tokenizer, self._num_rows = engine, tokenizer, num_rows
         self._decode = text_decoder(tokenizer)
         self.pool.loaded()
