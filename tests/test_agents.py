@@ -593,7 +593,7 @@ def test_killed_workers_and_agents_lose_no_group_and_nothing_is_trained_twice(tm
 def test_an_agent_learns_as_the_environment_does(tmp_path):
     words = ("--agent", f"{PROGRAMS}:solve", "--iterations", "60", "rollout.num_generations=8")
     words += ("train.learning_rate=0.0005", "rollout.max_completion_length=160")
-    succeed(*GUESS, *words, "--output", str(tmp_path / "run"))
+    succeed(*GUESS, *words, "--output", str(tmp_path / "run"), timeout=1800)
     assert_on_policy(tmp_path / "run")
     rewards = [line["reward"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
