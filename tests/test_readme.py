@@ -32,8 +32,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHORT_RUNS = {
     "grpo*--dry-run*|grpo*--help*": "",
     "grpo*--resume*": "--iterations 2 --no-live",
-    "grpo*|--debug*": "--iterations 2 --no-live train.prompts_per_iteration=2 rollout.num_generations=2 "
-    "rollout.max_completion_length=8 data.num_held_out=2 data.max_prompt_length=32",
+    "grpo*|--debug*": "--iterations 2 --no-live train.prompts_per_iteration=2 "
+    "rollout.num_generations=2 rollout.max_completion_length=8 data.num_held_out=2 "
+    "data.max_prompt_length=32",
     "eval*": "--no-live data.num_held_out=2 eval.max_completion_length=8",
     "watch*": "--no-live",
 }
