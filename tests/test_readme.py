@@ -44,7 +44,7 @@ def score(prompts, completions, completion_ids, answer, **columns):
     return [float(right in text) for text, right in zip(completions, answer)]
 """
 SKIPPED = re.compile(
-    r"pip install|bench|devices [0-9]|log_to|docker|\[--|SUITE|STUDENT|model MODEL|--install-completion"
+    r"pip install|bench|devices [0-9]|log_to|docker|\[--|STUDENT|MODEL|SUITE|--install"
 )
 FEATURES = (
     *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
