@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWarper
 
 import recorded_graphs
-from easyrl.engines import embedded, kv_cache, sampling, step_graphs
+from easyrl.engines import embedded, fused_decoder, kv_cache, sampling, step_graphs
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
@@ -112,6 +112,8 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", {"shared": 0, "either": 5}.get(prompts_are, 64))
     monkeypatch.setattr(kv_cache, "BUCKET_STEP", 4)
     monkeypatch.setattr(kv_cache, "BUCKET_NUMBERS", 0)
+    if prompts_are == "shared":
+        monkeypatch.setattr(fused_decoder, "SMALL", 0)  # all products are oneDNN's
     prompts, num_narrow = draw_prompts(6), 0
     reference = tiny_model(name, "eager") if name in EMBEDDED else policy_of(name).model
     for key, group in run(make_engine(name, temperature=temperature), requests(prompts, 3)).items():
@@ -182,8 +184,12 @@ def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
     assert not lengths
 
 
-def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weights():
+@pytest.mark.parametrize("small", [0, fused_decoder.SMALL])  # oneDNN's products, torch's own
+def test_fused_operations_of_llamas_kind_are_checked_with_each_new_set_of_weights(
+    small, monkeypatch
+):
     """A difference may be hidden by the first weights: here what follows it is multiplied by 0."""
+    monkeypatch.setattr(fused_decoder, "SMALL", small)
     are_fused = [each._run_model is each._decoder for each in map(make_engine, EMBEDDED)]
     assert are_fused == [True, True, True, False]  # Gemma 2 is of another kind
     policy, new = make_policy("qwen3"), make_policy("qwen3", seed=2)

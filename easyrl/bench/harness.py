@@ -128,7 +128,7 @@ def write_model_and_prompts(
     prompts: list[str | Messages] = [*digits]
     if is_chat:
         half = prompt_length // 2
-        example = [("user", "What is 12 + 25?"), ("assistant", "37")]  # answers are brief, as here
+        example = [("user", "What is 12 + 25?"), ("assistant", "37")]  # so that answers are brief
         sums = ([*example, ("user", f"What is {x[:half]} + {x[half:]}?")] for x in digits)
         prompts = [[{"role": role, "content": text} for role, text in chat] for chat in sums]
     rows = (json.dumps({"prompt": prompt}) for prompt in prompts)

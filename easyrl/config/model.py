@@ -22,8 +22,7 @@ class LoraConfig(Section):
     alpha: int | None = Field(default=None, ge=1)
     """An adapter's output is multiplied by alpha / rank; null: twice the rank."""
     target_modules: Annotated[list[str] | None, EACH_ONCE] = Field(default=None, min_length=1)
-    """Linear layers that get an adapter, by the ends of their names ([q_proj, v_proj]); null: all
-    except the head."""
+    """Linear layers to adapt, by the ends of their names ([q_proj]); null: all except the head."""
 
     @model_validator(mode="after")
     def _has_rank(self) -> Self:

@@ -48,8 +48,7 @@ class OutputConfig(Section):
     dir: Annotated[str | None, MAY_CHANGE] = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
     samples: Annotated[int | None, BeforeValidator(_as_number), MAY_CHANGE] = Field(default=1, ge=0)
-    """Groups of each iteration whose texts and rewards are written to samples.jsonl; `all` or null:
-    all of them."""
+    """Groups of each iteration that are written to samples.jsonl; `all` or null: all of them."""
     log_to: Annotated[
         list[Literal["tensorboard", "wandb", "trackio"]], AS_LIST, EACH_ONCE, MAY_CHANGE
     ] = Field(default_factory=list)

@@ -4,7 +4,8 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
-LEFT_OUT = ("prompt", "completion", "entry", "problem", "rewards", "messages", "branches", "raw")
+MESSAGES = ("messages", "column/messages")
+LEFT_OUT = ("prompt", "completion", "entry", "problem", "rewards", "branches", "raw", *MESSAGES)
 
 
 def show_samples(
@@ -73,11 +75,9 @@ def branches_of(line: Line) -> list[str]:
     """Return an agent's other conversations as texts, each from where it leaves the shown one."""
     texts = []
     for number, chat in enumerate(line.get("branches", ()), 1):
-        pairs = zip(chat, line.get("messages", ()), strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        where = f" after message {common}" if common else ""
-        own = (f"{each['role']}: {each['content']}" for each in chat[common:])
-        texts.append("\n".join([f"branch {number}{where}", *own]))
+        common = sum(accumulate(map(eq, chat, line.get("messages", ())), min))
+        own = (f"{each['role']}: {each['content'] or ''}" for each in chat[common:])
+        texts.append("\n".join([f"branch {number} from message {common + 1}", *own]))
     return texts
 
 

@@ -87,7 +87,8 @@ class Resume:
             before, now = _resolved(load_config(None, self.state.config)), _resolved(config)
             for key in differing(before, now):
                 if key not in ("train.iterations", "output.dir", "runtime.resume"):
-                    lines.append(f"changed: {key} {before[key]} -> {now[key]}")
+                    old, new = map(json.dumps, (before[key], now[key]))
+                    lines.append(f"changed: {key} {old} -> {new}")
         return "\n".join(lines)
 
 
