@@ -26,7 +26,7 @@ from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from mistakes import TINY, make_run
-from runs import descendants, easyrl, lines_of, wait_until_gone, write_rows
+from runs import descendants, easyrl, kill_worker, lines_of, wait_until_gone, write_rows
 
 NUM_PROBLEMS = 6
 SMALL = ("--infer-devices=cpu", f"data.num_held_out={NUM_PROBLEMS}", "eval.max_completion_length=9")
@@ -311,7 +311,7 @@ def test_stopped_evaluation_leaves_nothing_behind(tmp_path, how, code):
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
     elif how == "a worker":
-        next(p for p in children if "resource_tracker" not in " ".join(p.cmdline())).kill()
+        kill_worker(process)
     else:
         process.kill()
     process.communicate(timeout=30)
