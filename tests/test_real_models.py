@@ -172,7 +172,7 @@ def test_a_step_is_that_of_a_plain_loop_and_the_saved_model_has_the_same_logits(
     assert min(steps) > 0 and max(steps) > 100 * LARGEST_ERROR
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
-    learner.policy.save(tmp_path / "model", tokenizer, dtype=torch.float32)
+    learner.policy.save(tmp_path / "model", tokenizer, dtype="float32")
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True, attn_implementation="eager"
     )
