@@ -27,7 +27,7 @@ from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
-ROWS = 8, 64  # of a product by oneDNN, which keeps a kernel for each number: a multiple, and most
+PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
 CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
 
@@ -48,7 +48,7 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.numel() < SMALL:
         return nn.functional.linear(x, weight, bias)
-    parts = torch.split(nn.functional.pad(x, (0, 0, 0, -len(x) % ROWS[0])), ROWS[1])
+    parts = torch.split(nn.functional.pad(x, (0, 0, 0, -len(x) % PADDED_TO)), MOST_ROWS)
     multiply = torch.ops.mkldnn._linear_pointwise
     return torch.cat([multiply(part, weight, bias, "none", [], "") for part in parts])[: len(x)]
 
@@ -61,7 +61,7 @@ class _Product:
         if norm is not None:
             weight *= norm.weight * len(norm.weight) ** 0.5  # see _normalized
         pack, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
-        self.weight = weight.t().contiguous().t() if is_small else pack(weight, ROWS[0])
+        self.weight = weight.t().contiguous().t() if is_small else pack(weight, PADDED_TO)
         self.bias: Tensor | None = None  # [N]
         if layers[0].bias is not None:
             self.bias = torch.cat([layer.bias for layer in layers])
