@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,9 +58,9 @@ def with_none(row: Mapping[str, Any]) -> dict[str, Any]:
 def answers_of(value: Any) -> list[str]:
     """Return the texts that a row's answer accepts: each of a list, and of `18.0` also `18`."""
     values = value if isinstance(value, list | tuple | np.ndarray) else [value]
-    texts = [str(each) for each in values if not is_missing(each)]
-    floats = [float(text) for text in texts if FLOAT.fullmatch(text)]
-    return texts + [np.format_float_positional(each, trim="-") for each in floats]
+    found = {str(each): each for each in values if not is_missing(each)}
+    floats = [float(t) for t, x in found.items() if FLOAT.fullmatch(t) or isinstance(x, Decimal)]
+    return [*found, *(np.format_float_positional(each, trim="-") for each in floats)]
 
 
 class BrokenInvariant(RuntimeError):

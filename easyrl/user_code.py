@@ -7,13 +7,15 @@ import ast
 import functools
 import hashlib
 import importlib
-import importlib.machinery
+import importlib.abc
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -24,6 +26,21 @@ PACKAGE = Path(__file__).parent.parent
 FORMS = "file.py:function or package.module:function"
 Kind = Literal["function", "class"]
 sources: dict[str, str] = {}  # by path, of the files that are loaded as they were at the start
+__path__: list[str] = []  # this module has modules, files that cannot be imported by their own name
+PREFIX = f"{__name__}."  # of their names; the path follows
+
+
+class _Files(importlib.abc.MetaPathFinder):
+    """Finds them also in the processes that a user's function starts, which import this module."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        if not fullname.startswith(PREFIX):
+            return None
+        file = os.fsdecode(bytes.fromhex(fullname.removeprefix(PREFIX)))
+        return importlib.util.spec_from_file_location(fullname, file)
+
+
+sys.meta_path.append(_Files())
 
 
 def load_function(
@@ -112,9 +129,11 @@ def _load(path: str) -> ModuleType:
     if not is_file:
         return importlib.import_module(path)
     name = file.stem  # by which processes that it starts can import it, unless it is another's
-    found = None if name in sys.modules else importlib.machinery.PathFinder.find_spec(name)
+    found = None
+    if name.isidentifier() and name not in sys.modules:
+        found = PathFinder.find_spec(name)
     if found is None or _file(found.origin or "") != file:
-        name = f"easyrl_user_{name}"
+        name = PREFIX + os.fsencode(file).hex()
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)

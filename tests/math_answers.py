@@ -3,6 +3,8 @@ r"""Completions with the score that `math` and `gsm8k` give them, checked by han
 (the row's answer, the completion, the score)
 """
 
+from decimal import Decimal
+
 MATH = [
     # what math-verify is for
     (r"\frac{1}{2}", "The answer is 1/2.", 1),
@@ -86,6 +88,9 @@ TYPED = [
     ("math", [None, ""], "5", None),
     ("gsm8k", 18.0, "#### 18", 1),
     ("exact_match", 18.0, "18", 1),
+    *((name, Decimal("18.00"), "#### 18", 1) for name in ("gsm8k", "math")),
+    ("exact_match", Decimal("18.00"), "18", 1),
+    ("exact_match", "18.00", "18", 0),
     ("exact_match", "1e-05", "0.00001", 1),
     ("exact_match", "007", "7", 0),
     ("exact_match", ["a", " b"], "<think>x</think> b", 1),

@@ -84,10 +84,14 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         ("data.system_prompt", r"{prompt}\n\nsteps\n", "{prompt}\n\nsteps\n"),
         ("data.system_prompt", LATEX, LATEX),
         ("data.prompt_template", r"{q}\nA:", "{q}\nA:"),
+        ("data.prompt_template", r"{q}\nnot now\n", "{q}\nnot now\n"),  # \nnot is no command
+        ("data.prompt_template", r"{q}\\nA:", r"{q}\\nA:"),
         ("data.chat_template", __file__, Path(__file__).read_text()),
         # Null, as YAML and Python write it.
         *(("data.preset", text, None) for text in ("null", "~", "", "None")),
-        *((f"data.{key}", "None", None) for key in ("chat_template", "system_prompt")),
+        *((f"data.{key}", "None", None) for key in ("system_prompt", "prompt_column")),
+        ("data.chat_template", "None", None),
+        ("data.chat_template", "NONE", None),
         ("algorithm.scale_rewards", "none", "none"),
         ("reward.functions", "None", None),
         # Lists, mappings and other forms.
@@ -158,7 +162,8 @@ def test_commented_yaml_loads_again_to_an_equal_config(text, number, texts, tmp_
         *("train.learning_rate=1e999", 'rollout.stop=[""]', "runtime.deterministic=maybe"),
         *("runtime.schedule=async", "runtime.resume=auto", "reward.pattern=a", "model.lora=1"),
         *("model.path=", "model.lora.alpha=2", "data.dataset=[]", "data.weights=[1, 2]"),
-        *("data.chat_template=no_such.j2", "data.chat_template=chatml", "data.system_prompt=s.txt"),
+        *(f"data.chat_template={text}" for text in ("no_such.j2", "chatml", "default", "/tmp")),
+        *("data.system_prompt=s.txt", "data.system_prompt=a/b.md", "data.prompt_template=t.jinja"),
         *("train.max_tokens_per_micro_batch=767", "train.updates_per_iteration=3"),
         *(f"devices.infer={text}" for text in ("3-1", "0,,2", "gpu", "cpu:0", "0-2,1")),
     ],

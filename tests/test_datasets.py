@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 from collections import Counter
+from decimal import Decimal
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -148,10 +149,13 @@ class Point:
         self.values = values
 
 
-def image(kind, color):
+def image(kind, color, size=(4, 4), palette=()):
     from PIL import Image
 
-    return Image.new(kind, (4, 4), color)
+    made = Image.new(kind, size, color)
+    if palette:
+        made.putpalette(palette)
+    return made
 
 
 VALUES = [
@@ -162,6 +166,12 @@ VALUES = [
     lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
     lambda k: Point(1, [Point(k)]),
     lambda k: [float("nan"), None, datetime.datetime(2020, 1, k)],
+    lambda k: bytes([k, 255]),
+    lambda k: {"bytes": bytes([k]), "path": None},  # an image that is not decoded
+    lambda k: [Decimal(k) / 3, datetime.timedelta(seconds=k)],
+    lambda k: image("L", 7, (k, 4 // k)),  # the same bytes, another size
+    lambda k: np.array([Point(k), None], dtype=object),
+    lambda k: image("P", 0, palette=[k, 0, 0]),
 ]
 
 

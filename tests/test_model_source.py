@@ -69,7 +69,9 @@ def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path
         ({"quantization_config": {"quant_method": "fp8"}}, ""),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ""),
         ({"quantization": {"group_size": 64, "bits": 4}}, ""),  # MLX
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, ""),
         ({}, "quantize_config.json"),  # AutoGPTQ, when config.json had no key for it
+        ({}, "hf_quant_config.json"),  # NVIDIA's Model Optimizer
     ],
 )
 def test_quantized_model_is_refused_before_anything_is_loaded(tmp_path, changes, file):
@@ -82,11 +84,11 @@ def test_quantized_model_is_refused_before_anything_is_loaded(tmp_path, changes,
             find_model(str(path))
 
 
-def adapter(folder, base):
+def adapter(folder, base, **changes):
     """Write a peft adapter for the built-in model's query projections."""
     folder.mkdir()
     content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
-    content |= {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    content |= {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]} | changes
     (folder / "adapter_config.json").write_text(json.dumps(content))
     generator = torch.Generator().manual_seed(0)
     weights = {}
@@ -100,8 +102,17 @@ def adapter(folder, base):
     return folder
 
 
-def test_adapter_is_merged_into_its_base_model(tmp_path):
-    source = find_model(str(adapter(tmp_path / "adapter", str(TINY))))
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({}, 3),
+        ({"lora_alpha": 1}, 0.5),
+        ({"use_rslora": True}, 6 / 2**0.5),
+        ({"alpha_pattern": {"q_proj": 8}}, 4),
+    ],
+)
+def test_adapter_is_merged_into_its_base_model(tmp_path, changes, factor):
+    source = find_model(str(adapter(tmp_path / "adapter", str(TINY), **changes)))
     made = Path(source.make(tmp_path / "made"))
     before, merged = (load_file(folder / "model.safetensors") for folder in (TINY, made))
     parts = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -109,13 +120,27 @@ def test_adapter_is_merged_into_its_base_model(tmp_path):
         prefix = f"base_model.model.{name.removesuffix('.weight')}"
         if "q_proj" in name:
             a, b = (parts[f"{prefix}.lora_{part}.weight"] for part in "AB")
-            before[name] = weight + 3 * b @ a
-        torch.testing.assert_close(merged.pop(name), before[name])
+            before[name] = weight + factor * b @ a
+        torch.testing.assert_close(merged.pop(name), before[name], rtol=1e-5, atol=1e-5)
     assert not merged
     assert find_model(str(made)).kind == "model", "tokenizer and configuration are there"
     assert source.identity() != find_model("tiny").identity()
-    other = find_model(str(adapter(tmp_path / "again", None)), base="tiny")
+    other = find_model(str(adapter(tmp_path / "again", None, **changes)), base="tiny")
     assert other.identity() == source.identity()
+
+
+def test_adapter_that_does_not_fit_its_base_is_refused(tmp_path):
+    """peft would leave the layers whose weights it does not find as they were."""
+    for old, new in (("model.layers", "model.text.layers"), ("q_proj", "v_proj")):
+        folder = adapter(tmp_path / old, "tiny")
+        file = folder / "adapter_model.safetensors"
+        save_file({name.replace(old, new): part for name, part in load_file(file).items()}, file)
+        with pytest.raises(ConfigError, match=r"--base.*missing adapter keys"):
+            find_model(str(folder)).make(tmp_path / "made")
+    for changes in ({"target_modules": ["nope"]}, {"r": 3}):
+        folder = adapter(tmp_path / str(*changes), "tiny", **changes)
+        with pytest.raises(ConfigError, match="--base"):
+            find_model(str(folder)).make(tmp_path / "made")
 
 
 def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path):

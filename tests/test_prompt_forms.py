@@ -17,10 +17,16 @@ ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None, "braces": B
 CHAT = [{"role": "user", "content": "2+3?"}]
 FROM_SYSTEM = [{"role": "system", "content": "Add."}, *CHAT]
 TEXT = {"type": "text", "text": "2+3?"}
+OUTPUT = {"type": "output_text", "text": "5"}
 TWICE = [{"role": "user", "content": "2+3?2+3?"}]
 OWN = [{"role": "system", "content": "Own."}, *CHAT]
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
-OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
+
+
+def with_arguments(arguments):
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+CALL, OF_OPENAI = with_arguments({"a": 17}), with_arguments('{"a": 17}')
 TEMPLATE = "{% if thinks %}think{% endif %}{{ messages[0].content }}"
 SUM = [{"role": "user", "content": "1+1="}]
 TURNS = (
@@ -67,16 +73,28 @@ def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
         ({"prompt": OWN}, {"system_prompt": "Add."}, OWN),
         ({"prompt": [{"role": "user", "content": [TEXT, TEXT]}]}, {}, TWICE),
         ({"prompt": [{"role": "user", "content": {**TEXT, "type": "input_text"}}]}, {}, CHAT),
+        *(
+            ({"prompt": [{"role": "user", "content": parts, "name": None}]}, {}, CHAT)
+            for parts in (["2+", {**TEXT, "text": "3?"}], [{"text": "2+3?"}], [{**TEXT, "a": None}])
+        ),
+        ({"prompt": [{"role": "system", "content": [{**TEXT, "text": "Own."}]}, *CHAT]}, {}, OWN),
+        (
+            {"prompt": [*CHAT, {"role": "assistant", "content": [OUTPUT]}, *CHAT]},
+            {},
+            [*CHAT, {"role": "assistant", "content": "5"}, *CHAT],
+        ),
     ],
 )
 def test_a_prompt_is_a_filled_template_a_string_or_a_chat(tmp_path, row, data, content):
     assert first(tmp_path, row, **data).content == content
 
 
-@pytest.mark.parametrize("call", [CALL, OF_OPENAI])
-def test_a_tool_call_needs_no_content(tmp_path, call):
+@pytest.mark.parametrize(
+    ("call", "read"), [(CALL, CALL), (OF_OPENAI, CALL), (with_arguments(""), with_arguments({}))]
+)
+def test_a_tool_call_needs_no_content(tmp_path, call, read):
     row = {"prompt": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, *CHAT]}
-    content = [*CHAT, {"role": "assistant", "tool_calls": [CALL], "content": ""}, *CHAT]
+    content = [*CHAT, {"role": "assistant", "tool_calls": [read], "content": ""}, *CHAT]
     assert first(tmp_path, row).content == content
     (tmp_path / "data.jsonl").unlink()
     assert "message 1" in error_of(tmp_path, {"prompt": row["prompt"][:2]})
@@ -87,6 +105,11 @@ def test_a_tool_call_needs_no_content(tmp_path, call):
     [
         ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "image"),
         ({"role": "user", "content": None}, "None"),
+        ({"role": "user", "content": [{"type": "text"}]}, "{'type': 'text'}"),
+        *(
+            ({"role": "user", "content": [TEXT, {"type": kind, kind: {}}]}, kind)
+            for kind in ("image_url", "input_audio", "video")
+        ),
         ({"from": "human", "value": "a"}, "from"),
     ],
 )
@@ -129,6 +152,11 @@ def tokenizer():
         ("$A <eos>", "1+1=", "1+1="),
         ("<pad> $A <eos>", "1+1=", "<pad>1+1="),
         ("<pad> $A <eos>", "<pad>1+1=", "<pad>1+1="),
+        ("<pad> $A", "1+<pad>1=", "<pad>1+<pad>1="),  # inside it is no begin
+        ("<pad> $A", "<pad>", "<pad>"),
+        *(("<pad> <unk> $A", text, "<pad><unk>1+1=") for text in ("1+1=", "<pad><unk>1+1=")),
+        ("$A <eos>", "1+1=<eos>", "1+1=<eos>"),  # the user's own end
+        *(("<eos> $A <eos>", text, "<eos>1+1=") for text in ("1+1=", "<eos>1+1=")),
     ],
 )
 def test_a_string_begins_once_and_has_no_end_unlike_a_chat(added, text, rendered, tokenizer):
@@ -160,6 +188,16 @@ def characters(template):
             [("user", "a"), ("assistant", "b"), ("user", "c")],
             "<user>a<eos><assistant>b<eos><user>c<eos><assistant>",
         ),
+        *(
+            ([("user", "1+1="), (role, text)], f"<user>1+1=<eos><{role}>{text}")
+            for role, text in (
+                *(("assistant", each) for each in ("", "\n", "o", "1+1=", "<eos>", r"\boxed{")),
+                ("model", "It is"),
+            )
+        ),
+        ([("system", "a"), ("assistant", "b")], "<system>a<eos><assistant>b"),
+        ([("assistant", "a"), ("assistant", "b")], "<assistant>a<eos><assistant>b"),
+        ([("user", "a"), ("tool", "5")], "<user>a<eos><tool>5<eos><assistant>"),
     ],
 )
 def test_an_assistants_message_at_the_end_is_continued(messages, rendered):
@@ -180,6 +218,9 @@ def test_a_template_shows_tool_calls_or_refuses_them():
 
 def test_rewards_see_tags_and_no_other_special_tokens():
     tokenizer = characters(TURNS)
+    for text in ("is it 5?<think>", "</think>", "<think>is it 6?<think></think></think>", ""):
+        ids = tokenizer(f"<bos><pad>{text}<|turn|>4<eos><eos><pad>")["input_ids"]
+        assert text_decoder(tokenizer)(ids) == f"{text}4"
     ids = tokenizer("<bos><think>is it 5?</think>\nIt is 6.<|turn|><eos><pad>")["input_ids"]
     assert text_decoder(tokenizer)(ids) == "<think>is it 5?</think>\nIt is 6."
     assert StopStrings(tokenizer, ["</think>"]).is_complete(np.array(ids[:11], np.int32))

@@ -23,6 +23,7 @@ from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
 from runs import SMALL, bits_of, descendants, lines_of, succeed, summary_of, wait_until_gone
 
+METHODS = ("fork", "spawn", "forkserver")
 FUNCTIONS = """
 import multiprocessing, os, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
@@ -79,6 +80,21 @@ def logs_odd_names(completions, log_extra, log_metric, **_):
 def length(text): return float(len(text))
 def puts(queue, text): queue.put(length(text))
 
+def length_plus(text): return len(text) + BASE
+def set_up(value): globals()["BASE"] = value
+def add(a, b): return a + b
+def sends(pipe, text): pipe.send(len(text))
+class Lengths:
+    def of(self, text): return len(text)
+
+def piped(completions):
+    ours, theirs = multiprocessing.Pipe()
+    for text in completions: multiprocessing.Process(target=sends, args=(theirs, text)).start()
+    return [ours.recv() for _ in completions]
+
+def managed(completions):
+    with multiprocessing.Manager() as manager: return list(manager.list(map(len, completions)))
+
 def in_processes(completions):
     queue = multiprocessing.Queue()
     for text in completions: multiprocessing.Process(target=puts, args=(queue, text)).start()
@@ -115,8 +131,11 @@ def open_pool(own, reports):
     """Pools of one process, unless more are asked for."""
     with ExitStack() as opened:
 
-        def make(*names, **settings):
-            specs = [name if name == "math" else f"{own}:{name}" for name in names]
+        def make(*names, file="own", **settings):
+            at = own.with_name(f"{file}.py")
+            if at != own:
+                at.write_text(FUNCTIONS)
+            specs = [name if name == "math" else f"{at}:{name}" for name in names]
             config = config_of(*specs, **{"reward__num_workers": 1} | settings)
             pool = RewardPool(config, None, reports.append)
             opened.callback(pool.close)
@@ -231,12 +250,22 @@ def test_results_are_of_plain_types(open_pool):
     assert {type(each) for each in (*metrics, *columns, *columns["column"])} == {str}
 
 
-def test_function_may_start_processes(open_pool):
-    pool = open_pool("evaluates")
-    for method in ("fork", "spawn", "forkserver"):
-        prompt = f"get_context('{method}').Pool(1).map(length, completions)"
-        assert scores_of(pool, prompt) == [[1.0, 1.0]]
-    assert scores_of(pool, "in_processes(completions)") == [[1.0, 1.0]]
+WITH_PROCESSES = {  # completions are "2" and "3"
+    **{f"get_context('{each}').Pool(1).map(length, completions)": 1.0 for each in METHODS},
+    "get_context('forkserver').Pool(1).map(Lengths().of, completions)": 1.0,
+    "get_context('spawn').Pool(1, set_up, (3,)).map(length_plus, completions)": 4.0,
+    "ProcessPoolExecutor(2).map(length, completions)": 1.0,
+    "ProcessPoolExecutor(1, get_context('spawn'), set_up, (3,)).map(length_plus, completions)": 4.0,
+    "multiprocessing.Pool(2).starmap(add, [(1, len(text)) for text in completions])": 2.0,
+    **{f"{each}(completions)": 1.0 for each in ("in_processes", "piped", "managed")},
+}
+
+
+@pytest.mark.parametrize("name", ["own", "json", "mine.v2"])  # `json` is Python's, too
+def test_function_may_start_processes(open_pool, name):
+    pool = open_pool("evaluates", file=name)
+    for prompt, score in list(WITH_PROCESSES.items())[: None if name == "own" else 3]:
+        assert scores_of(pool, f"list({prompt})") == [[score, score]]
 
 
 def test_processes_of_a_function_end_with_the_killed_one(open_pool):

@@ -322,7 +322,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _read_word(word: str) -> tuple[str, Any]:
     """Read `train.learning_rate=1e-6`: the key's name and its value, as YAML. But for a key that
     takes a string every text is one, as in `reward.pattern=[0-4]$`, except null, text in quotes
-    and, where the key takes them, lists and mappings. In the section `data`, a typed \\n ends a
+    and, where the key takes them, lists and mappings. In a prompt's text, a typed \\n ends a
     line, unless it begins a LaTeX command."""
     name, equals, text = word.partition("=")
     name, first = name.strip(), text.strip()[:1]
@@ -338,7 +338,8 @@ def _read_word(word: str) -> tuple[str, Any]:
         or (first == "{" and any(get_origin(each) is dict for each in accepted))
     )
     value = text if is_text else _parse_yaml(text, name)
-    return name, NEWLINE.sub("\n", value) if is_text and name.startswith("data.") else value
+    is_prompt = is_text and name.startswith(("data.", "algorithm.teacher_prompt"))
+    return name, NEWLINE.sub("\n", value) if is_prompt else value
 
 
 def _problem(details: Any) -> str:

@@ -66,14 +66,14 @@ def _text(content: Any) -> str:
         return "".join(map(_text, content))
     part = content if isinstance(content, dict) else {"text": content}
     if part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise ValueError(f"expected text, got {part.get('type', content)!r:.80}")
+        raise ValueError(f"expected text, got {content!r:.80}")
     return str(part["text"])
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Leave None out, and parse the arguments of a call, which OpenAI's API writes as JSON."""
     if "name" in values and isinstance(values.get("arguments"), str):
-        values["arguments"] = json.loads(values["arguments"])
+        values["arguments"] = json.loads(values["arguments"] or "{}")
     return {key: value for key, value in values.items() if value is not None}
 
 

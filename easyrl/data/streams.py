@@ -144,8 +144,8 @@ def content_of(value: Any) -> Any:
     text = re.sub(" at 0x[0-9a-fA-F]+", "", str(value))
     if text == str(value):
         return text
-    if hasattr(value, "tobytes"):  # an image
-        return [text, hashlib.sha256(value.tobytes()).hexdigest()]
+    if hasattr(value, "getpalette"):  # an image
+        return [text, hashlib.sha256(value.tobytes()).hexdigest(), value.getpalette()]
     return [text, getattr(value, "_hf_encoded", getattr(value, "__dict__", None))]
 
 

@@ -168,6 +168,7 @@ class ModelSource:
                 raise ValueError(f"{len(tokenizer)} tokens, but {num_tokens} embeddings")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # old names
+                warnings.filterwarnings("error", "Found missing adapter keys")
                 merged = peft.PeftModel.from_pretrained(base, self.path).merge_and_unload()
         except Exception as error:  # of many types
             raise ConfigError(
