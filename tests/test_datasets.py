@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import make_tiny
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
@@ -26,6 +25,7 @@ from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, applied, score
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
+from examples import make_tiny
 from hub_rows import GSM8K, put_in_place_of_the_hub
 from runs import succeed, summary_of, write_rows
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -41,14 +41,6 @@ TINY = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-MID = TINY | {
-    "hidden_size": 384,
-    "intermediate_size": 1152,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ class Work:
     prompt_length: int
     cap: int  # longest completion
     iterations: int  # measured per run
-    micro_batches: Sequence[int]  # in completions: all are measured on the CPU, else the first
+    micro_batch: int  # TRL's, in completions: of 16 and 64 the faster one on two cores
     lora_rank: int | None = None
 
     @property
@@ -73,16 +65,11 @@ class Work:
         return self.num_prompts * self.num_generations
 
 
-# Micro-batches of 16 and 64 were compared by whole iterations on two cores, in three rounds of each
-# row but `mid_1k`.
 ROWS = {
-    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, micro_batches=[64]),
-    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, micro_batches=[64]),
-    "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, micro_batches=[16, 64]),
-    "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, micro_batches=[16, 64]),
-    "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, micro_batches=[16]),
-    "smollm2": Work(None, 8, 8, 4, 64, iterations=2, micro_batches=[16]),
-    "smollm2_lora": Work(None, 8, 8, 4, 64, iterations=2, micro_batches=[16], lora_rank=16),
+    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, micro_batch=64),
+    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, micro_batch=64),
+    "smollm2": Work(None, 8, 8, 4, 64, iterations=2, micro_batch=16),
+    "smollm2_lora": Work(None, 8, 8, 4, 64, iterations=2, micro_batch=16, lora_rank=16),
 }
 RANDOM = [name for name, work in ROWS.items() if work.size is not None]
 TRL_SETTINGS = {
@@ -111,8 +98,8 @@ def run(
     rounds: int = 3,
 ) -> Iterator[harness.Row]:
     """One row per name in `rows` (separated by commas; default: those of random models, which
-    `model` replaces). Rates are medians over rounds, the peer's of its fastest settings. Raises
-    ConfigError for unknown rows and devices that TRL cannot use, or without TRL."""
+    `model` replaces). Rates are medians over rounds. Raises ConfigError for unknown rows
+    and devices that TRL cannot use, or without TRL."""
     names = [name.strip() for name in rows.split(",")] if rows is not None else RANDOM
     if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
@@ -141,27 +128,19 @@ def run(
             sizes = work.num_prompts, work.prompt_length
             how = {"is_chat": work.size is None}
             inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes, **how)
-            actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
-            for each in settings[name]:
-                label = ", ".join(f"{key} {value}" for key, value in each.items())
-                actions[label] = partial(run_trl, f"{name}, TRL ({label})", work, inputs, each)
+            used = ", ".join(f"{key} {value}" for key, value in settings[name].items())
+            peer = f"TRL {metadata.version('trl')}, {used}"
+            actions = {
+                "easyrl": partial(run_easyrl, name, work, {**flags, **inputs}),
+                "peer": partial(run_trl, f"{name}, {peer}", work, inputs, settings[name]),
+            }
             runs = harness.take_turns(actions, rounds, num_warm_up=0)
-        yield {"row": name} | compare(runs)
-
-
-def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> harness.Row:
-    """Return a row. `runs`: tokens per second and mean lengths by round, of EasyRL and TRL."""
-    rates = {side: [rate for rate, _ in of_side] for side, of_side in runs.items()}
-    medians = {side: statistics.median(of_side) for side, of_side in rates.items()}
-    best = max((side for side in medians if side != "easyrl"), key=lambda side: medians[side])
-    return {
-        "ratio": harness.median_ratio(rates["easyrl"], rates[best]),
-        "easyrl_tokens_per_second": medians["easyrl"],
-        "peer_tokens_per_second": medians[best],
-        "easyrl_mean_length": statistics.mean(length for _, length in runs["easyrl"]),
-        "peer_mean_length": statistics.mean(length for _, length in runs[best]),
-        "peer": f"TRL {metadata.version('trl')}, {best}",
-    }
+        rates, lengths = zip(*(zip(*runs[side], strict=True) for side in actions), strict=True)
+        row: harness.Row = {"row": name, "ratio": harness.median_ratio(*rates), "peer": peer}
+        for side, of_rounds, means in zip(actions, rates, lengths, strict=True):
+            row[f"{side}_tokens_per_second"] = statistics.median(of_rounds)
+            row[f"{side}_mean_length"] = statistics.mean(means)
+        yield row
 
 
 def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, float]:
@@ -179,10 +158,10 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
     return num_tokens / figures["seconds"], num_tokens / work.num_completions
 
 
-def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
-    """Return the settings to measure. Raises ConfigError if completions cannot be divided."""
+def peer_settings(work: Work, placement: Placement) -> dict[str, Any]:
+    """Return TRL's settings. Raises ConfigError if completions cannot be divided."""
     if placement.train.kind == "cpu":
-        return [{"micro-batch": size} for size in work.micro_batches]
+        return {"micro-batch": work.micro_batch}
     infer, train = (list(each.indices) for each in (placement.infer, placement.train))
     used = sorted({*infer, *train})
     if work.num_completions % len(used):
@@ -190,8 +169,8 @@ def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
             "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
             f"divides {work.num_completions} completions, got {len(used)}"
         )
-    size = math.gcd(work.micro_batches[0], work.num_completions // len(used))
-    return [{"devices": used, "vllm": "colocate", "micro-batch": size}]
+    size = math.gcd(work.micro_batch, work.num_completions // len(used))
+    return {"devices": used, "vllm": "colocate", "micro-batch": size}
 
 
 def run_trl(

@@ -69,5 +69,4 @@ def bench(
 
 
 of_suites = ";\n".join(f"{name}: {text}" for name, text in SUITES.items())
-note = "All but loop and peer are measured in a checkout of the repository."
-bench.__doc__ = f"{bench.__doc__}\n\n{of_suites}.\n\n{note}"
+bench.__doc__ = f"{bench.__doc__}\n\n{of_suites}.\n\nAll but loop and peer need a checkout."

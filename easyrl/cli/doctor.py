@@ -24,10 +24,10 @@ from easyrl.processes import num_cores
 from easyrl.rewards import sandbox
 from easyrl.runtime import self_test
 from easyrl.runtime.fork_server import MODULES
+from easyrl.runtime.memory import GIB, in_gib
 
 SUPPORTED = {"torch": ">=2.10,<2.16", "transformers": ">=5.14", "peft": ">=0.21"}
 """Lower bounds as in pyproject.toml; the upper bound is above the newest version tested."""
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ def check() -> Iterator[Line]:
     missing = sorted(name for name, module in EXTRAS.items() if find_spec(module) is None)
     text = f"missing: {', '.join(missing)} (to install: {install_command('NAME')})"
     yield Line("extras", "ok", text if missing else "all are installed")
-    yield Line("memory", "ok", f"{_size(available_memory_bytes())}, {num_cores()} CPU cores")
+    yield Line("memory", "ok", f"{in_gib(available_memory_bytes())}, {num_cores()} CPU cores")
     if len(lines) > 1 or platforms.vllm_version() is not None:
         free, remedy = shutil.disk_usage("/dev/shm").free, "docker run --shm-size=8g"
         needs = "" if free >= GIB else "; vLLM and several devices need 1 GiB"
-        text = f"{_size(free)} free in /dev/shm{needs}"
+        text = f"{in_gib(free)} free in /dev/shm{needs}"
         yield Line("shared memory", "warning" if needs else "ok", text, remedy if needs else "")
     yield _code_sandbox()
 
@@ -117,7 +117,7 @@ def _accelerators() -> tuple[str, list[Line]]:
         text, _, remedy = " ".join(f"{type(error).__name__}: {error}".split()).partition("; ")
         return "cpu", [Line("accelerators", "failed", text, remedy)]
     if count:
-        sizes = [_size(devices.total_memory_bytes(kind, index)) for index in range(count)]
+        sizes = [in_gib(devices.total_memory_bytes(kind, index)) for index in range(count)]
         return kind, [
             Line(f"{kind}:{index}", "ok", f"{devices.device_label(kind, index)}, {size}")
             for index, size in enumerate(sizes)
@@ -149,7 +149,3 @@ def _code_sandbox() -> Line:
         text, _, remedy = str(error).rpartition("\n")
         return Line("code sandbox", "warning", f"--reward code cannot run: {text}", remedy)
     return Line("code sandbox", "ok", "bwrap")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB"

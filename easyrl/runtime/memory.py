@@ -323,7 +323,7 @@ def held_by_others(placement: Placement) -> str:
     for index in sorted({index for each in used for index in each.indices}):
         num_bytes, programs = devices.memory_in_use(kind, index)
         if num_bytes > CONTEXT_BYTES:  # less is the driver's
-            found.append(f"{_gib(num_bytes)} of {kind}:{index}: {programs or 'unknown'}")
+            found.append(f"{in_gib(num_bytes)} of {kind}:{index}: {programs or 'unknown'}")
     return f"; other programs hold {', '.join(found)}" if found else ""
 
 
@@ -347,10 +347,10 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str 
             for _, num_processes, where, what, num_bytes in counted:
                 if where == memory and what in KEYS:
                     totals[f"{what} ({KEYS[what]})"] += num_bytes * num_processes
-            largest = "; ".join(f"{_gib(n)} {what}" for what, n in totals.most_common(5))
+            largest = "; ".join(f"{in_gib(n)} {what}" for what, n in totals.most_common(5))
             message = (
-                f"this run needs{least} {_gib(needed)} of memory on {memory}, but only "
-                f"{_gib(budget)} are available{held}; the largest parts, and keys that make them "
+                f"this run needs{least} {in_gib(needed)} of memory on {memory}, but only "
+                f"{in_gib(budget)} are available{held}; the largest parts, and keys that make them "
                 f"smaller: {largest}"
             )
             if least:
@@ -377,7 +377,7 @@ def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
     return "\n".join(["memory at the most, by estimate:", *lines])
 
 
-def _gib(num_bytes: float) -> str:
+def in_gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:,.0f} MiB"
 
 

@@ -1,1 +1,1 @@
-"""The built-in models, which `benchmarks/make_tiny.py` has trained."""
+"""The built-in models, which `examples/make_tiny.py` has trained."""

@@ -1,4 +1,4 @@
-"""Train a built-in model: `python -m benchmarks.make_tiny [NAME] [--output DIR]`.
+"""Train a built-in model: `python -m examples.make_tiny [NAME] [--output DIR]`.
 
 All are small Qwen3 models with one token per character, trained from scratch: first on correct
 solutions of generated problems, then shortly on solutions with mistakes, so that RL has something
