@@ -58,9 +58,11 @@ def with_none(row: Mapping[str, Any]) -> dict[str, Any]:
 def answers_of(value: Any) -> list[str]:
     """Return the texts that a row's answer accepts: each of a list, and of `18.0` also `18`."""
     values = value if isinstance(value, list | tuple | np.ndarray) else [value]
-    found = {str(each): each for each in values if not is_missing(each)}
-    floats = [float(t) for t, x in found.items() if FLOAT.fullmatch(t) or isinstance(x, Decimal)]
-    return [*found, *(np.format_float_positional(each, trim="-") for each in floats)]
+    found = [each for each in values if not is_missing(each)]
+    texts = [str(each) for each in found]
+    floats = (float(text) for text in [*texts] if FLOAT.fullmatch(text))
+    texts += (np.format_float_positional(each, trim="-") for each in floats)
+    return texts + [f"{each.normalize():f}" for each in found if isinstance(each, Decimal)]
 
 
 class BrokenInvariant(RuntimeError):

@@ -26,18 +26,17 @@ PACKAGE = Path(__file__).parent.parent
 FORMS = "file.py:function or package.module:function"
 Kind = Literal["function", "class"]
 sources: dict[str, str] = {}  # by path, of the files that are loaded as they were at the start
-__path__: list[str] = []  # this module has modules, files that cannot be imported by their own name
-PREFIX = f"{__name__}."  # of their names; the path follows
+__path__: list[str] = []  # makes this module a package, of the files without a name of their own
+PREFIX = f"{__name__}."  # of the modules' names; the file's path in hex follows
 
 
 class _Files(importlib.abc.MetaPathFinder):
-    """Finds them also in the processes that a user's function starts, which import this module."""
+    """Imports such a file by its path, also in processes that the user's code starts."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        if not fullname.startswith(PREFIX):
-            return None
-        file = os.fsdecode(bytes.fromhex(fullname.removeprefix(PREFIX)))
-        return importlib.util.spec_from_file_location(fullname, file)
+        found = re.fullmatch(rf"{PREFIX}((?:[0-9a-f]{{2}})+)", fullname)
+        file = os.fsdecode(bytes.fromhex(found[1])) if found else ""
+        return importlib.util.spec_from_file_location(fullname, file) if file else None
 
 
 sys.meta_path.append(_Files())
@@ -129,9 +128,7 @@ def _load(path: str) -> ModuleType:
     if not is_file:
         return importlib.import_module(path)
     name = file.stem  # by which processes that it starts can import it, unless it is another's
-    found = None
-    if name.isidentifier() and name not in sys.modules:
-        found = PathFinder.find_spec(name)
+    found = None if "." in name or name in sys.modules else PathFinder.find_spec(name)
     if found is None or _file(found.origin or "") != file:
         name = PREFIX + os.fsencode(file).hex()
     spec = importlib.util.spec_from_file_location(name, file)
@@ -150,4 +147,5 @@ def user_traceback(error: BaseException) -> str:
     ignored = (str(PACKAGE), importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    return re.sub(rf"{PREFIX}[0-9a-f]+\.", "", text)

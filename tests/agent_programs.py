@@ -43,6 +43,25 @@ def unlucky(row, client):
     return reward
 
 
+def calculate(row, base_url, api_key):
+    """An agent of smolagents with a calculator."""
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return a * b
+
+    model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
+    agent = ToolCallingAgent([multiply], model, max_steps=2, verbosity_level=0)
+    return float(str(row["a"] * row["b"]) in str(agent.run(f"What is {row['a']} * {row['b']}?")))
+
+
 def main():
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ from runs import (
     lines_of,
     succeed,
     wait_until,
+    write_rows,
 )
 from tool_models import chat_model, example
 
@@ -528,6 +530,19 @@ def test_the_examples_of_the_docs_run(tmp_path):
             worker.check(found)
         assert found[KEY][3].errors == [] and None not in found[KEY][3].scores[0]
     assert all(len(each.segment_lengths) >= 2 for each in found[KEY][1])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="needs jq and curl")
+def test_the_command_of_the_docs_runs(tmp_path):
+    (tmp_path / "ask.sh").write_text(example("ask.sh", "agents.md"))
+    rows = [{"question": f"What is {n}?", "answer": "a"} for n in range(4)]
+    words = ("--model", chat_model(tmp_path / "model"), "--no-live", "--iterations", "1")
+    words += ("--dataset", str(write_rows(tmp_path / "rows.jsonl", rows)), "data.num_held_out=0")
+    words += ("--agent", f"sh {tmp_path}/ask.sh {{question}} {{answer}}", "--output")
+    succeed(*words, str(tmp_path / "run"), "rollout.max_completion_length=60")
+    found = {sample["reward"] for sample in lines_of(tmp_path / "run" / "samples.jsonl")}
+    assert found <= {0.0, 1.0} and found
 
 
 def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():

@@ -137,6 +137,14 @@ def test_adapter_that_does_not_fit_its_base_is_refused(tmp_path):
         save_file({name.replace(old, new): part for name, part in load_file(file).items()}, file)
         with pytest.raises(ConfigError, match=r"--base.*missing adapter keys"):
             find_model(str(folder)).make(tmp_path / "made")
+    folder = adapter(tmp_path / "more", "tiny")
+    file = folder / "adapter_model.safetensors"
+    parts = load_file(file)
+    save_file(
+        parts | {n.replace("layers.0", "layers.40"): p.clone() for n, p in parts.items()}, file
+    )
+    with pytest.raises(ConfigError, match=r"--base.*no layer for .*layers\.40"):
+        find_model(str(folder)).make(tmp_path / "made")
     for changes in ({"target_modules": ["nope"]}, {"r": 3}):
         folder = adapter(tmp_path / str(*changes), "tiny", **changes)
         with pytest.raises(ConfigError, match="--base"):

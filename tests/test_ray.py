@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from easyrl.runtime.control import request
 from ray_clusters import cluster_of
 from runs import (
+    GUESS,
     SMALL,
     bits_of,
     finish,
@@ -31,6 +33,7 @@ from runs import (
 pytestmark = pytest.mark.long  # `make test-vllm` runs a first one
 
 ONE_THREAD = "devices.threads=1"
+AGENTS = Path(__file__).with_name("agent_programs.py")
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
 """A deterministic run that trains in every iteration."""
 FEATURES = {
@@ -44,6 +47,7 @@ FEATURES = {
         *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
         *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
     ),
+    "agent": (*GUESS, "--agent", f"{AGENTS}:solve"),
 }
 SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}
 """Numbers of engines and of train ranks."""

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,13 @@ from easyrl.runtime.self_test_part import errors, packed
 from easyrl.workers.learner import ADAM_BETAS, Learner
 from easyrl.workers.packing import Rollout, pack
 from real_models import real_model
+from runs import assert_on_policy, lines_of, succeed, write_rows
 from tiny_models import largest_gradient_gap, plain_model
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MODELS = ("smollm2", "gemma3")
+PROGRAMS = Path(__file__).with_name("agent_programs.py")
 LARGEST_GAP = 1e-4  # of a log-probability, in nats
 LARGEST_ERROR = 1e-5  # of a tensor, relative
 LEARNING_RATE = 1e-4
@@ -224,3 +227,20 @@ def test_the_gap_in_bfloat16_is_reported(name):
     gap = (packed_logprobs(sampled.policy, sampled.rollouts) - torch.from_numpy(of_engine)).abs()
     print(f"\n{name} in bfloat16: mean {float(gap.mean()):.1e}, largest {float(gap.max()):.1e}")
     assert 0.0 < float(gap.mean()) < 0.05
+
+
+def test_an_agent_of_a_library_is_trained_as_it_is(tmp_path):
+    pytest.importorskip("smolagents")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"a": 12, "b": n} for n in range(2, 8)])
+    words = ("--model", real_model("smollm2"), "--dataset", str(rows), "--iterations", "3")
+    words += ("--agent", f"{PROGRAMS}:calculate", "rollout.agent_sampling=ignore", "--no-live")
+    words += ("rollout.tool_format=hermes", "data.max_prompt_length=2048", "data.num_held_out=0")
+    words += ("train.prompts_per_iteration=2", "rollout.num_generations=2", "train.save_every=9")
+    run = tmp_path / "run"
+    succeed(*words, "rollout.max_completion_length=512", "--output", str(run), timeout=900)
+    assert_on_policy(run)
+    lines = lines_of(run / "metrics.jsonl")
+    assert min(line["episodes/turns"] for line in lines) >= 1
+    for sample in lines_of(run / "samples.jsonl"):
+        roles = [message["role"] for message in sample["messages"]]
+        assert roles[:2] == ["system", "user"] and "assistant" in roles

@@ -25,6 +25,8 @@ from runs import SMALL, bits_of, descendants, lines_of, succeed, summary_of, wai
 
 METHODS = ("fork", "spawn", "forkserver")
 FUNCTIONS = """
+try: from .beside import nothing
+except ImportError: pass
 import multiprocessing, os, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context

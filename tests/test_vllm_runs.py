@@ -18,6 +18,7 @@ from easyrl.engines.vllm.processes import processes_of
 from easyrl.runtime.control import request
 from ray_clusters import cluster_of
 from runs import (
+    GUESS,
     SMALL,
     bits_of,
     both_schedules,
@@ -94,6 +95,7 @@ def test_evaluation_uses_the_models_own_weights(tmp_path):
 
 MANY = (*SMALL[1:], "train.prompts_per_iteration=16", "rollout.max_concurrent_groups=3")
 """Sequences wait for a free row."""
+AGENTS = Path(__file__).with_name("agent_programs.py")
 SCHEDULED = {
     "one engine": ("--infer-devices", "cpu", "--iterations", "6", *MANY),
     "two engines": ("--infer-devices", "cpu:2", "--iterations", "6", *MANY),
@@ -101,6 +103,7 @@ SCHEDULED = {
         *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess"),
         *("--iterations", "3", *SMALL, "data.num_held_out=0"),
     ),
+    "an agent": (*GUESS, "--agent", f"{AGENTS}:solve", "--iterations", "2"),
 }
 
 

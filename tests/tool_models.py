@@ -46,6 +46,7 @@ def chat_model(folder, calls=(), template=TEMPLATE):
 def example(name, page="environments.md"):
     """Return the code of the page under the comment `# name`."""
     page = Path(__file__).parent.parent / "docs" / page
-    found = re.search(rf"^```python\n(# {re.escape(name)}\n.*?)^```", page.read_text(), re.M | re.S)
+    start = r"^```\w+\n((?:#![^\n]*\n)?"
+    found = re.search(rf"{start}# {re.escape(name)}\b.*?)^```", page.read_text(), re.M | re.S)
     assert found is not None
     return found[1]

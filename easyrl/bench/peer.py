@@ -53,7 +53,7 @@ class Work:
     prompt_length: int
     cap: int  # longest completion
     iterations: int  # measured per run
-    micro_batch: int  # TRL's, in completions: of 16 and 64 the faster one on two cores
+    micro_batch: int  # TRL's, in completions: the faster of 16 and 64 on two cores
     lora_rank: int | None = None
 
     @property
@@ -125,8 +125,7 @@ def run(
         work = ROWS[name]
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
             source: Any = model if work.size is None or model else random_model(work.size)
-            sizes = work.num_prompts, work.prompt_length
-            how = {"is_chat": work.size is None}
+            sizes, how = (work.num_prompts, work.prompt_length), {"is_chat": work.size is None}
             inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes, **how)
             used = ", ".join(f"{key} {value}" for key, value in settings[name].items())
             peer = f"TRL {metadata.version('trl')}, {used}"
@@ -135,11 +134,12 @@ def run(
                 "peer": partial(run_trl, f"{name}, {peer}", work, inputs, settings[name]),
             }
             runs = harness.take_turns(actions, rounds, num_warm_up=0)
-        rates, lengths = zip(*(zip(*runs[side], strict=True) for side in actions), strict=True)
-        row: harness.Row = {"row": name, "ratio": harness.median_ratio(*rates), "peer": peer}
-        for side, of_rounds, means in zip(actions, rates, lengths, strict=True):
-            row[f"{side}_tokens_per_second"] = statistics.median(of_rounds)
-            row[f"{side}_mean_length"] = statistics.mean(means)
+        rates = {side: [rate for rate, _ in runs[side]] for side in runs}
+        ratio = harness.median_ratio(*rates.values())
+        row: harness.Row = {"row": name, "ratio": ratio, "peer": peer}
+        for side in runs:
+            row[f"{side}_tokens_per_second"] = statistics.median(rates[side])
+            row[f"{side}_mean_length"] = statistics.mean(length for _, length in runs[side])
         yield row
 
 

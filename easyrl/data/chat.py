@@ -73,7 +73,7 @@ def _text(content: Any) -> str:
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Leave None out, and parse the arguments of a call, which OpenAI's API writes as JSON."""
     if "name" in values and isinstance(values.get("arguments"), str):
-        values["arguments"] = json.loads(values["arguments"] or "{}")
+        values["arguments"] = json.loads(values["arguments"].strip() or "{}")
     return {key: value for key, value in values.items() if value is not None}
 
 

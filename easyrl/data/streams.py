@@ -145,7 +145,8 @@ def content_of(value: Any) -> Any:
     if text == str(value):
         return text
     if hasattr(value, "getpalette"):  # an image
-        return [text, hashlib.sha256(value.tobytes()).hexdigest(), value.getpalette()]
+        palette = bytes(value.getpalette(None) or b"")
+        return [text, hashlib.sha256(value.tobytes() + palette).hexdigest()]
     return [text, getattr(value, "_hf_encoded", getattr(value, "__dict__", None))]
 
 

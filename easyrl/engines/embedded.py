@@ -25,7 +25,7 @@ from torch import Tensor
 from easyrl import devices
 from easyrl.engines import CELLS, MAX_PREFILL_TOKENS, SLOT_STEP
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
-from easyrl.engines.fused_decoder import NUM_RECHECKS, RECHECKED_TOKENS, fused_decoder
+from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
 from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
@@ -65,7 +65,6 @@ class EmbeddedEngine(PolicyEngine):
         self._eos = np.asarray(policy.eos_token_ids, dtype=np.int64)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[..., Tensor] = self._decoder or policy.forward
-        self._num_rechecks = 0  # of the decoder
         self._ready: deque[_Sequence] = deque()
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
         self.num_active = self.num_held = 0
@@ -106,10 +105,8 @@ class EmbeddedEngine(PolicyEngine):
         self.cache.shrink()
         if self._decoder is not None:
             self._decoder.copy_weights()
-            if self._num_rechecks < NUM_RECHECKS:
-                self._num_rechecks += 1
-                is_equal = self._decoder.equals(self.policy, RECHECKED_TOKENS)
-                self._run_model = self._decoder if is_equal else self.policy.forward
+            is_equal = self._decoder.equals(self.policy, RECHECKED_TOKENS)
+            self._run_model = self._decoder if is_equal else self.policy.forward
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:

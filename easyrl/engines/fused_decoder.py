@@ -30,7 +30,6 @@ TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit:
 PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
 CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
-NUM_RECHECKS = 3  # the first weights again, then changed ones; later a metric of the trainer tells
 
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:

@@ -169,12 +169,15 @@ class ModelSource:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # old names
                 warnings.filterwarnings("error", "Found missing adapter keys")
-                merged = peft.PeftModel.from_pretrained(base, self.path).merge_and_unload()
+                model = peft.PeftModel.from_pretrained(base, self.path)
+                for key in load_file(file).keys() - peft.get_peft_model_state_dict(model).keys():
+                    assert ".lora_" not in key, f"it has no layer for {key}"
+                merged = model.merge_and_unload()
         except Exception as error:  # of many types
             raise ConfigError(
                 f"{KEY}: the adapter '{self.path}' cannot be merged into '{self.base}'; needed are "
                 "the model that it was trained on (--base), and peft "
-                f"({install_command('lora')}): {error}"
+                f"({install_command('lora')}): {error!s:.500}"
             ) from error
         with replace_folder(folder) as new:
             merged.save_pretrained(new)
