@@ -91,7 +91,6 @@ def export_checkpoint(
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"
         )
-    files.quieten_transformers()
     tokenizer = files.tokenizer_of(config)
     trained = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
     policy = Policy.load(model.path, trust_remote_code=trust, dtype=trained)
@@ -150,7 +149,6 @@ class ModelSource:
         from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
 
-        files.quieten_transformers()
         tokenizer = files.load_tokenizer(self.tokenizer or self.base)
         try:
             import peft

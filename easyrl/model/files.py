@@ -261,13 +261,13 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 def model_config_of(config: Config) -> Any:
     """Transformers' configuration of `model.path`."""
-    quieten_transformers()
     return load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def load_part(auto_class: Any, what: str, path: str, key: str = KEY, **options: Any) -> Any:
     """Load a part of the model of `path`. Raises ConfigError, which names the setting `key`."""
     source = loadable_model(path)
+    quieten_transformers()
     try:
         return auto_class.from_pretrained(source, **options)
     except Exception as error:  # of many types, depending on the files

@@ -10,7 +10,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.devices import accelerator
-from easyrl.model.files import load_part, max_positions, quieten_transformers, read_model_files
+from easyrl.model.files import load_part, max_positions, read_model_files
 from easyrl.rewards.loading import KEY, reward_models
 from easyrl.types import Messages, Prompt
 
@@ -37,7 +37,6 @@ def check_reward_models(config: Config, example: Prompt | None) -> None:
                 f"{LABEL_KEY}: expected which of the labels of '{path}' is the score, 0 to "
                 f"{num_labels - 1} ({content.get('id2label') or 'without names'}), got {label}"
             )
-        quieten_transformers()
         _load(config, path, "AutoConfig", "configuration")
         tokenizer = _load(config, path, "AutoTokenizer", "tokenizer")
         is_chat = example is not None and not isinstance(example.content, str)
@@ -98,7 +97,6 @@ def _load_model(config: Config, path: str) -> tuple[Any, Any]:
     """Load model and tokenizer onto the device, which is the only one that this process sees."""
     import torch
 
-    quieten_transformers()
     if config.runtime.deterministic:  # how sums are split between threads changes their bits
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
