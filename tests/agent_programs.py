@@ -59,7 +59,8 @@ def calculate(row, base_url, api_key):
 
     model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
     agent = ToolCallingAgent([multiply], model, max_steps=2, verbosity_level=0)
-    return float(str(row["a"] * row["b"]) in str(agent.run(f"What is {row['a']} * {row['b']}?")))
+    answer = str(agent.run(f"What is {row['a']} * {row['b']}?"))
+    return {"right": float(str(row["a"] * row["b"]) in answer), "length": -len(answer) / 1000}
 
 
 def main():

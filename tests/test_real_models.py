@@ -237,7 +237,7 @@ def test_an_agent_of_a_library_is_trained_as_it_is(tmp_path):
     words += ("rollout.tool_format=hermes", "data.max_prompt_length=2048", "data.num_held_out=0")
     words += ("train.prompts_per_iteration=2", "rollout.num_generations=2", "train.save_every=9")
     run = tmp_path / "run"
-    succeed(*words, "rollout.max_completion_length=512", "--output", str(run), timeout=900)
+    succeed(*words, "rollout.max_completion_length=256", "--output", str(run), timeout=900)
     assert_on_policy(run)
     lines = lines_of(run / "metrics.jsonl")
     assert min(line["episodes/turns"] for line in lines) >= 1
