@@ -128,7 +128,8 @@ def _load(path: str) -> ModuleType:
     if not is_file:
         return importlib.import_module(path)
     name = file.stem  # by which processes that it starts can import it, unless it is another's
-    found = None if "." in name or name in sys.modules else PathFinder.find_spec(name)
+    is_taken = name in sys.modules and getattr(sys.modules[name], "__file__", "") != str(file)
+    found = None if "." in name or is_taken else PathFinder.find_spec(name)
     if found is None or _file(found.origin or "") != file:
         name = PREFIX + os.fsencode(file).hex()
     spec = importlib.util.spec_from_file_location(name, file)

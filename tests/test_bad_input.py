@@ -140,6 +140,8 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.init", Mock(side_effect=RuntimeError("driver is too old")))
     assert_names(easyrl("grpo", "--infer-devices", "0"), "too old")
+    found = easyrl("grpo", "--dry-run")
+    assert found.exit_code == 0 and "driver is too old" in found.output
 
 
 def test_a_missing_compiler_is_named(tmp_path, monkeypatch):

@@ -263,7 +263,7 @@ WITH_PROCESSES = {  # completions are "2" and "3"
 }
 
 
-@pytest.mark.parametrize("name", ["own", "json", "mine.v2"])  # `json` is Python's, too
+@pytest.mark.parametrize("name", ["own", "sys", "mine.v2"])  # `sys` is Python's, too
 def test_function_may_start_processes(open_pool, name):
     pool = open_pool("evaluates", file=name)
     for prompt, score in list(WITH_PROCESSES.items())[: None if name == "own" else 3]:

@@ -409,6 +409,9 @@ def choice_warnings(config: Config, placement: Placement) -> list[str]:
     if placement.train.kind == "accelerator" and config.model.dtype == "float32" and not is_demo:
         text = "in float32 accelerators take twice the memory and several times as long"
         warnings.append(f"warning: {text}: model.dtype=bfloat16")
+    on_cpu = placement.train.kind == "cpu" and not placement.assumed
+    if on_cpu and config.devices.infer is None and (reason := devices.unusable_reason()):
+        warnings.append(f"warning: the CPU is used, since torch cannot use the GPUs: {reason}")
     infer, train = placement.infer.count, placement.train.count
     if max(infer, train) >= LOPSIDED * min(infer, train):
         text = f"{counted(infer, 'device')} for generation and {train} for training is lopsided"
