@@ -57,6 +57,7 @@ class Turn:
 
 class Engine:
     report: Callable[[str], None] = staticmethod(print)  # called where a slower way is taken
+    use_cores: Callable[[], None] = staticmethod(lambda: None)  # called between parts of long work
 
     def __init__(self, sampling: SamplingSettings) -> None:
         self.sampling = sampling

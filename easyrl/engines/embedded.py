@@ -104,7 +104,7 @@ class EmbeddedEngine(PolicyEngine):
         super().load_weights(pieces)
         self.cache.shrink()
         if self._decoder is not None:
-            self._decoder.copy_weights()
+            self._decoder.copy_weights(self.use_cores)
             is_equal = self._decoder.equals(self.policy, RECHECKED_TOKENS)
             self._run_model = self._decoder if is_equal else self.policy.forward
 

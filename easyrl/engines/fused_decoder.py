@@ -15,6 +15,7 @@ head size, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -148,10 +149,11 @@ class FusedDecoder:
         self.copy_weights()
 
     @torch.no_grad()
-    def copy_weights(self) -> None:
+    def copy_weights(self, use_cores: Callable[[], None] = lambda: None) -> None:
         """Copy the model's weights, after each change of these."""
         # Layer by layer: the memory of the previous layer's old copies is used again.
         for number, layer in enumerate(zip(self._modules, self._settings, strict=True)):
+            use_cores()
             self._layers[number : number + 1] = [_Layer(*layer)]
         self._norm_weight = self._norm.weight * len(self._norm.weight) ** 0.5
 

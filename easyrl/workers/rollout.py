@@ -105,7 +105,7 @@ class RolloutWorker:
         control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()
-            self.engine.report = report
+            self.engine.report, self.engine.use_cores = report, self.cores.use_available
             self._decode = text_decoder(self.tokenizer)
             if self.episodes is not None:
                 rows = settings.max_concurrent_groups * self.sampling.num_samples
