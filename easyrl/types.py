@@ -60,9 +60,8 @@ def answers_of(value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple | np.ndarray) else [value]
     found = [each for each in values if not is_missing(each)]
     texts = [str(each) for each in found]
-    floats = (float(text) for text in [*texts] if FLOAT.fullmatch(text))
-    texts += (np.format_float_positional(each, trim="-") for each in floats)
-    return texts + [f"{each.normalize():f}" for each in found if isinstance(each, Decimal)]
+    plain = [np.format_float_positional(float(x), trim="-") for x in texts if FLOAT.fullmatch(x)]
+    return texts + plain + [f"{each.normalize():f}" for each in found if isinstance(each, Decimal)]
 
 
 class BrokenInvariant(RuntimeError):

@@ -168,8 +168,9 @@ class ModelSource:
                 warnings.simplefilter("ignore")  # old names
                 warnings.filterwarnings("error", "Found missing adapter keys")
                 model = peft.PeftModel.from_pretrained(base, self.path)
-                for key in load_file(file).keys() - peft.get_peft_model_state_dict(model).keys():
-                    assert ".lora_" not in key, f"it has no layer for {key}"
+                others = load_file(file).keys() - peft.get_peft_model_state_dict(model).keys()
+                if unused := [key for key in others if ".lora_" in key]:
+                    raise ValueError(f"it has no layer for {unused[0]}")
                 merged = model.merge_and_unload()
         except Exception as error:  # of many types
             raise ConfigError(
