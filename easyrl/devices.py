@@ -22,7 +22,7 @@ import socket
 import struct
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -33,7 +33,6 @@ from easyrl.formatting import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
     from torch import Tensor
 
 T = TypeVar("T")
@@ -210,21 +209,19 @@ def device_module(kind: str) -> Any:
     return torch.get_device_module(kind)
 
 
-def visible_environment(
-    kind: str, indices: Sequence[int], environment: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """Environment that shows a process only these of the devices that `environment` shows. If the
+def visible_environment(kind: str, indices: Sequence[int]) -> dict[str, str]:
+    """Environment that shows a process only these of the devices that this process sees. If the
     user has set the variable, its entries are device numbers or names."""
     variable = VISIBLE_DEVICES[kind]
-    seen = environment.get(variable)
+    seen = os.environ.get(variable)
     names = map(str, indices) if seen is None else (seen.split(",")[i].strip() for i in indices)
     return {variable: ",".join(names)}
 
 
-def allocator_environment(kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment with which torch's memory on a GPU has fewer holes; empty if `environment`
-    configures it. Not for memory that is passed to `share_memory`."""
-    is_set = "PYTORCH_ALLOC_CONF" in environment or "PYTORCH_CUDA_ALLOC_CONF" in environment
+def allocator_environment(kind: str) -> dict[str, str]:
+    """Environment with which torch's memory on a GPU has fewer holes; empty if the user configures
+    it. Not for memory that is passed to `share_memory`."""
+    is_set = "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ
     return {} if kind != "cuda" or is_set else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -338,11 +335,6 @@ def capture(function: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T
     return graph.replay, result
 
 
-def listen(address: str) -> socket.socket:
-    """Return a socket that listens on this address alone, at a free port."""
-    return socket.create_server((address, 0), backlog=1024)
-
-
 _served: list[Any] = []  # stores live as long as the process
 
 
@@ -431,10 +423,3 @@ def join_train_world(
     dist.init_process_group(
         backends[device.type], store=opened, rank=rank, world_size=size, timeout=timeout
     )
-
-
-def join_checkpoint_group() -> dist.ProcessGroup:
-    """Create a CPU process group of all train ranks, for the threads that write checkpoints."""
-    import torch.distributed as dist
-
-    return dist.new_group(backend="gloo", timeout=timedelta(days=1))  # type: ignore[no-any-return]

@@ -11,34 +11,24 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-CPU_QUOTAS = (  # files with a container's CPU quota
-    ("/sys/fs/cgroup/cpu.max",),  # cgroup v2: "quota period", or "max period"
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),  # v1
-)
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: "quota period", or "max period"
 TOPOLOGY = Path("/sys/devices/system/cpu")
+MAX_OPEN_FILES = 65536
 
 
 def num_cores() -> int:
     """CPU cores this process may use: its affinity, limited by a container's quota, rounded up."""
-    cores = len(allowed_cores())
-    for files in CPU_QUOTAS:
-        try:
-            quota, period = " ".join(Path(file).read_text() for file in files).split()
-            if int(quota) > 0:  # -1 and "max": no quota
-                cores = min(cores, -(-int(quota) // int(period)))
-        except (OSError, ValueError):
-            continue
-    return max(1, cores)
-
-
-def allowed_cores() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no quota
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+        cores = min(cores, -(-quota // period))
+    return cores
 
 
 def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
     """Disjoint core sets of equal size, one per worker; hyperthreads of a core stay together. Empty
     if there are not more cores than workers, or under a quota: other containers use these too."""
-    allowed = sorted(allowed_cores(), key=_position)
+    allowed = sorted(os.sched_getaffinity(0), key=_position)
     if num_workers >= len(allowed) or num_cores() < len(allowed):
         return ()
     share = len(allowed) // num_workers
@@ -53,11 +43,11 @@ def pin(cores: Collection[int]) -> None:
             os.sched_setaffinity(0, cores)
 
 
-def spin_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that bound how long a waiting OpenMP thread spins; empty if
-    `environment` sets one of them. With GNU OpenMP's 300,000 turns, an iteration on contended cores
-    takes minutes instead of seconds. Without spinning, two threads are slower than one."""
-    is_set = "GOMP_SPINCOUNT" in environment or "OMP_WAIT_POLICY" in environment
+def spin_environment() -> dict[str, str]:
+    """Environment variables that bound how long a waiting OpenMP thread spins; empty if the user
+    sets one of them. With GNU OpenMP's 300,000 turns, an iteration on contended cores takes minutes
+    instead of seconds. Without spinning, two threads are slower than one."""
+    is_set = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
     return {} if is_set else {"GOMP_SPINCOUNT": "10000"}
 
 
@@ -109,9 +99,9 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as it may: each request of an agent is a connection."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Let this process open many files: connections of agents, pipes of workers."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, MAX_OPEN_FILES)), most))
 
 
 def set_name(name: str) -> None:
@@ -126,11 +116,10 @@ LARGEST_THRESHOLD = 2**31 - 1
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for reuse: by default a trainer on the CPU spends about a tenth
     of its time on page faults. The cost is fragmentation: the peak grew from 1014 to 1291 MiB with
-    13 million parameters. Does nothing with another C library."""
+    13 million parameters."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
-        libc.mallopt(M_TRIM_THRESHOLD, LARGEST_THRESHOLD)
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
+    libc.mallopt(M_TRIM_THRESHOLD, LARGEST_THRESHOLD)
 
 
 MAX_DELAY_SECONDS = float(os.environ.get("EASYRL_RANDOM_DELAYS", "0") or 0)

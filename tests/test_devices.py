@@ -34,7 +34,7 @@ def machine(tmp_path, monkeypatch):
         (folder / "physical_package_id").write_text("0\n")
         (folder / "core_id").write_text(f"{core % 4}\n")
     monkeypatch.setattr(processes, "TOPOLOGY", tmp_path)
-    monkeypatch.setattr(processes, "CPU_QUOTAS", ())
+    monkeypatch.setattr(processes, "CPU_QUOTA", tmp_path / "none")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     return monkeypatch
 
@@ -42,7 +42,7 @@ def machine(tmp_path, monkeypatch):
 def test_num_cores_respects_a_containers_quota(machine, tmp_path):
     for quota, expected in (("150000", 2), ("max", 8), ("1600000", 8)):  # 1.5 cores serve 2 threads
         (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
-        machine.setattr(processes, "CPU_QUOTAS", (("/none",), (str(tmp_path / "cpu.max"),)))
+        machine.setattr(processes, "CPU_QUOTA", tmp_path / "cpu.max")
         assert processes.num_cores() == expected
 
 
@@ -52,7 +52,7 @@ def test_workers_get_disjoint_physical_cores_of_the_process(machine, tmp_path):
     assert len(processes.split_cores(7)) == 7 and processes.split_cores(8) == ()
     (tmp_path / "cpu.max").write_text("400000 100000")
     with machine.context() as patch:
-        patch.setattr(processes, "CPU_QUOTAS", ((str(tmp_path / "cpu.max"),),))
+        patch.setattr(processes, "CPU_QUOTA", tmp_path / "cpu.max")
         assert processes.num_cores() == 4 and processes.split_cores(2) == ()  # under a quota
     machine.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 3, 7})
     assert processes.split_cores(2) == ((1, 5), (3, 7))

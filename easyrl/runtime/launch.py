@@ -90,7 +90,7 @@ def with_environment(settings: WorkerSettings) -> WorkerSettings:
     if _is_vllm(settings):
         variables |= vllm_platforms.environment(kind)
     elif kind == "cpu":
-        variables |= spin_environment(os.environ)
+        variables |= spin_environment()
     if settings.config.runtime.deterministic:
         variables |= devices.DETERMINISTIC_ENVIRONMENT
     return replace(settings, environment=variables)
@@ -111,9 +111,8 @@ def _set_up_environment(settings: WorkerSettings) -> None:
     devices.load_backend(kind)
     if expected and (seen := devices.num_usable(kind)) != expected:
         raise ConfigError(
-            f"devices: expected {expected} device(s) that {settings.name} can use, got {seen}: the "
-            f"program that started the run changes {devices.VISIBLE_DEVICES[kind]} and uses the "
-            'devices when it is imported; put that under `if __name__ == "__main__":`'
+            f"devices: expected {expected} for {settings.name}, got {seen}: the user's program "
+            'uses devices when it is imported; put that under `if __name__ == "__main__":`'
         )
     if settings.listener is not None:
         devices.serve_store(settings.listener)

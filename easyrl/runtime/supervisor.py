@@ -11,7 +11,6 @@ stop, or if a worker fails or dies that is not replaceable. `stop` leaves no pro
 import contextlib
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -27,13 +26,12 @@ from typing import IO, Any, Literal, Self
 
 from easyrl import events
 from easyrl.channels.memory import kill_reason, oom_kills
-from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE
+from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE, raise_open_files
 from easyrl.runtime.fork_server import ForkServer
 
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
 """After a worker failed, look for the first cause for this long: its death makes others fail."""
-MAX_OPEN_FILES = 65536
 SHOWN_BYTES = 4000  # of what a process wrote that died before it had a log
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
@@ -193,8 +191,7 @@ class Supervisor:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # many workers have many pipes
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, MAX_OPEN_FILES)), most))
+        raise_open_files()  # many workers have many pipes
         self._wake_reader, self._wake_writer = os.pipe()
         for fd in (self._wake_reader, self._wake_writer):
             self._exit.callback(os.close, fd)

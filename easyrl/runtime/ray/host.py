@@ -24,7 +24,7 @@ from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from socket import socket
+from socket import create_server, socket
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -213,7 +213,7 @@ class WorkerHost:
 
     def open_store(self) -> str:
         """Open the port of the store, which the worker then serves; return its address."""
-        self._listener = devices.listen(get_node_ip_address())
+        self._listener = create_server((get_node_ip_address(), 0), backlog=1024)
         host, port = self._listener.getsockname()
         return f"tcp://{host}:{port}"
 
