@@ -89,20 +89,12 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator
 def signals_as_interrupts() -> Iterator[None]:
     """Let these signals raise Interrupted, where no Supervisor handles them."""
 
-    received = []
-
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
         time.sleep(MERGE_SECONDS)  # another one raises in here
         raise Interrupted(signum)
 
     with handle_signals(interrupt):
-        try:
-            yield
-        except KeyboardInterrupt:  # Ray raises its own instead
-            if not received:
-                raise
-            raise Interrupted(received[-1]) from None
+        yield
 
 
 @dataclass(eq=False)
