@@ -55,8 +55,8 @@ COMMANDS = list(easyrl_commands())
 def test_a_command_exists_and_its_run_would_be_placed(words, monkeypatch):
     assert len(COMMANDS) == 9
     monkeypatch.chdir(ROOT)
-    resources = cluster.Resources("cuda", 24, (64, 64, 64))
-    monkeypatch.setattr(cluster, "connect", lambda config, num_workers: resources)
+    machine = placement.Machine("cuda", 24, (64, 64, 64), "a cluster")
+    monkeypatch.setattr(cluster, "connect", lambda config, num_workers: machine)
     monkeypatch.setattr(placement, "unsupported_reason", lambda kind, dtype: None)  # of vLLM
     placed = []
 

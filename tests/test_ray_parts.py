@@ -8,15 +8,15 @@ import pytest
 from easyrl.channels.messages import encode_group
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
-from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.placement import Machine, resolve_placement
 from easyrl.runtime.ray import cluster as cluster_module
-from easyrl.runtime.ray.cluster import Resources, connect, versions
+from easyrl.runtime.ray.cluster import connect, versions
 from own_workers import FIRST, make_group, make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
 
-CPUS = Resources("cpu", 0, (8, 4, 4), "a cluster")
-GPUS = Resources("cuda", 8, (32, 32), "a cluster")
+CPUS = Machine("cpu", 0, (8, 4, 4), "a cluster")
+GPUS = Machine("cuda", 8, (32, 32), "a cluster")
 
 
 def test_ray_devices_are_counted_and_others_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
@@ -15,9 +15,6 @@ from easyrl.config.rollout import MAX_BRANCHES
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
 from easyrl.rewards.loading import reward_models
-
-if TYPE_CHECKING:
-    from easyrl.runtime.ray.cluster import Resources
 
 ROWS_OF_EVALUATION = 128  # sequences in flight per engine in an evaluation
 
@@ -47,6 +44,12 @@ class Placement:
     cluster: str = ""  # the Ray cluster, as text
     assumed: devices.AssumedDevices | None = None  # instead of what the machine has
     reward_index: int | None = None  # the reward models' accelerator; None: the CPU, or no models
+
+    @property
+    def accelerators(self) -> list[int]:
+        """Numbers of the accelerators that generate or train."""
+        sets = (self.infer, self.train)
+        return sorted({n for each in sets if each.kind == "accelerator" for n in each.indices})
 
     @property
     def reward_environment(self) -> dict[str, str]:
@@ -105,12 +108,13 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Machine:
-    """The accelerators to choose from."""
+class Machine:
+    """The accelerators to choose from, whether in use or not: of this machine or a Ray cluster."""
 
     kind: str  # in torch; "cpu" where there are none
     count: int
-    cluster: Resources | None = None  # the Ray cluster, if it has them
+    node_cpus: tuple[int, ...] = ()  # of each node of a Ray cluster
+    cluster: str = ""  # its nodes, as text
     assumed: devices.AssumedDevices | None = None
 
 
@@ -122,14 +126,11 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
     if assumed is None:
         machine = _find_machine(config, [infer, train, *_reward_device(config)], spare)
     else:
-        machine = _Machine(assumed.kind, assumed.count, assumed=assumed)
+        machine = Machine(assumed.kind, assumed.count, assumed=assumed)
         wanted = [each for each in (infer, train, spare) if each is not None]
         if others := [each for each in wanted if each.is_ray or each.kind == "cpu"]:
-            raise ConfigError(
-                "--assume: expected accelerators in devices.infer (--infer-devices), devices.train "
-                f"(--train-devices) and devices.spare, as in 0-3, got '{others[0]}'"
-            )
-    if machine.cluster is not None:
+            raise ConfigError(f"--assume: expected devices like 0-3 with it, got '{others[0]}'")
+    if machine.cluster:
         infer, train, spare = _on_cluster(infer, train, spare)
     kept = [spare, *_reward_device(config)]
     infer = infer or _default("infer", machine.count, train, kept)
@@ -164,8 +165,7 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
     placement = _place(config, infer, DeviceSet("cpu", ()), machine)
     most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
-    in_flight = min(most, per_engine)
-    return replace(placement, max_concurrent_groups=in_flight, most_rollout_workers=None)
+    return replace(placement, max_concurrent_groups=min(most, per_engine))
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
@@ -181,7 +181,7 @@ def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
 
 def _find_machine(
     config: Config, used: Sequence[DeviceSet | None], spare: DeviceSet | None = None
-) -> _Machine:
+) -> Machine:
     """Connect to the Ray cluster if devices of one are wanted, else look at this machine, without
     torch if only CPUs are used."""
     kinds = {None if each is None else each.kind for each in used}
@@ -193,8 +193,8 @@ def _find_machine(
                 f"(--infer-devices ray:1), or null, got '{config.devices.ray_address}'"
             )
         if kinds == {"cpu"}:
-            return _Machine("cpu", 0)
-        return _Machine(*devices.accelerator(is_asked="accelerator" in kinds))
+            return Machine("cpu", 0)
+        return Machine(*devices.accelerator(is_asked="accelerator" in kinds))
     if not all(each.is_ray and each.kind == wanted[0].kind for each in wanted):
         raise ConfigError(
             "devices (--infer-devices, --train-devices, --spare-devices): expected all of one "
@@ -202,12 +202,10 @@ def _find_machine(
         )
     from easyrl.runtime.ray.cluster import connect
 
-    cluster = connect(config, sum(each.count for each in wanted) + 1)
-    if wanted[0].kind == "accelerator" and cluster.accelerator == "cpu":
-        raise ConfigError(
-            "devices: expected ray:cpu:N in a cluster without accelerators, got ray:N"
-        )
-    return _Machine(cluster.accelerator, cluster.num_accelerators, cluster)
+    machine = connect(config, sum(each.count for each in wanted) + 1)
+    if wanted[0].kind == "accelerator" and machine.kind == "cpu":
+        raise ConfigError("devices: expected ray:cpu:N, as there are no accelerators, got ray:N")
+    return machine
 
 
 def _on_cluster(
@@ -226,11 +224,10 @@ def _behind(devices: DeviceSet, first: int) -> DeviceSet:
     return replace(devices, indices=tuple(first + index for index in devices.indices))
 
 
-def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine) -> Placement:
-    kind, cluster = machine.kind, machine.cluster
+def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine) -> Placement:
+    kind = machine.kind
     for key, wanted in (("infer", infer), ("train", train)):
-        name, typed = f"devices.{key} (--{key}-devices)", getattr(config.devices, key)
-        _check_exist(name, wanted, kind, machine.count, typed)
+        _check_exist(f"devices.{key} (--{key}-devices)", wanted, kind, machine.count)
     for wanted in (of_rewards := _reward_device(config)):
         _check_exist("reward.model_device", wanted, kind, machine.count)
     is_planned = machine.assumed is not None
@@ -238,11 +235,11 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
     is_on_cpu = infer.kind == train.kind == "cpu"
-    has_own_cores = config.devices.threads is None and is_on_cpu and cluster is None
+    has_own_cores = config.devices.threads is None and is_on_cpu and not machine.cluster
     num_threads = max(1, num_cores() // num_workers)
-    if cluster is not None:
+    if machine.cluster:
         # The most with which all workers fit the nodes.
-        count, nodes = max(num_workers, 0 if is_on_cpu else machine.count), cluster.num_cpus
+        count, nodes = max(num_workers, 0 if is_on_cpu else machine.count), machine.node_cpus
         most = range(max(nodes, default=1), 0, -1)
         num_threads = next((n for n in most if sum(c // n for c in nodes) >= count), 1)
     can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
@@ -264,7 +261,7 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: _Machine
         lends_cores=lends_cores,
         most_rollout_workers=config.devices.max_rollout_workers,
         num_accelerators=machine.count,
-        cluster=cluster.text if cluster is not None else "",
+        cluster=machine.cluster,
         assumed=machine.assumed,
         reward_index=of_rewards[0].indices[0] if of_rewards else None,
     )
@@ -279,19 +276,18 @@ def _reward_device(config: Config) -> list[DeviceSet]:
     return [DeviceSet("accelerator", (index,))]
 
 
-def _check_exist(
-    key: str, wanted: DeviceSet, kind: str, count: int, typed: str | None = None
-) -> None:
+def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
     if wanted.is_ray:  # the cluster may grow: `ray.launcher` waits for it
         return
     if wanted.kind == "accelerator" and max(wanted.indices) >= count:
-        got = f"got '{typed or wanted}'"
         if count:
-            raise ConfigError(f"{key}: expected {kind} devices 0-{count - 1}, or cpu, {got}")
+            expected = f"{kind} devices 0-{count - 1}, or cpu"
+            raise ConfigError(f"{key}: expected {expected}, got '{wanted}'")
         reason = devices.unusable_reason() or "easyrl doctor"
         raise ConfigError(
             f"{key}: expected cpu, as this machine has no accelerator that torch can use "
-            f"({reason}), {got}; to plan for others: easyrl grpo --dry-run --assume 8x80GiB"
+            f"({reason}), got '{wanted}'; to plan for others: easyrl grpo --dry-run --assume "
+            "8x80GiB"
         )
 
 
@@ -325,14 +321,11 @@ def check_scale(
     ConfigError. `changing`: workers that are starting or leaving."""
     if config.runtime.deterministic:
         raise ConfigError(
-            "runtime.deterministic: expected false in a run whose engines change (which engine "
-            "generates a group changes its last bits), got true"
+            "runtime.deterministic: expected false in a run whose engines change, got true"
         )
     if changing:
-        raise ConfigError(
-            "expected one change at a time, and these workers are still starting or leaving (see "
-            f"easyrl status): {', '.join(changing)}"
-        )
+        names = ", ".join(changing)
+        raise ConfigError(f"expected one change at a time, still starting or leaving: {names}")
     key, before = "--infer-devices", engines_on(current, placement)
     _check_engines(key, wanted, placement, current, kept=before)
     num_workers = len({*before, *engines_on(wanted, placement)})

@@ -43,10 +43,9 @@ def before_run(
     config: Config, placement: Placement, notify: events.Observer
 ) -> tuple[Config, list[str]]:
     """Test a run's accelerators, unless they have passed. Return what it uses, and warnings."""
-    sets = [each for each in (placement.infer, placement.train) if each.kind == "accelerator"]
-    if not sets or placement.is_ray:
+    if not placement.accelerators or placement.is_ray:
         return config, []
-    indices = sorted({*placement.spare, *(index for each in sets for index in each.indices)})
+    indices = sorted({*placement.spare, *placement.accelerators})
     try:
         text = _cache_file(placement.accelerator, indices).read_text()
         results = [Result(*each) for each in json.loads(text)]

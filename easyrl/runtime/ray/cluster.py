@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from easyrl import __version__
@@ -21,6 +20,7 @@ from easyrl.devices import RAY_RESOURCES
 from easyrl.engines.vllm.platforms import package_version
 from easyrl.formatting import counted, require
 from easyrl.processes import num_cores
+from easyrl.runtime.placement import Machine
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -29,17 +29,7 @@ CONNECT_SECONDS = 10.0
 POLL_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Resources of a cluster, whether in use or not."""
-
-    accelerator: str  # kind in torch; "cpu" where there is none
-    num_accelerators: int
-    num_cpus: tuple[int, ...]  # of each node
-    text: str = ""  # its nodes
-
-
-def connect(config: Config, num_workers: int) -> Resources:
+def connect(config: Config, num_workers: int) -> Machine:
     """Connect to the cluster, or start one on this machine for `num_workers`, and return what it
     has. Raises ConfigError without Ray, or without a cluster at the address."""
     require("ray", "devices: a device set of Ray (ray:)")
@@ -77,7 +67,7 @@ def connect(config: Config, num_workers: int) -> Resources:
     texts = sorted(f"{node['NodeManagerAddress']} ({text_of(node['Resources'])})" for node in alive)
     counts = {k: int(sum(node.get(n, 0) for node in nodes)) for k, n in RAY_RESOURCES.items()}
     kind = max(counts, key=lambda kind: counts[kind])
-    return Resources(
+    return Machine(
         kind if counts[kind] else "cpu",
         counts[kind],
         tuple(int(node.get("CPU", 0)) for node in nodes),
