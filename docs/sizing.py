@@ -61,9 +61,9 @@ def cell(folder: str, devices: str, *, lora: bool) -> str:
     if "x" not in devices:
         words += ["devices.infer=0", "devices.train=0"]
     plan = make_plan(load_config(words=words), parse_assumed(devices))
-    if not plan.is_tight:
-        return "fits"
-    return ", ".join(filter(None, (SHORT[key] for key in plan.changes))) or "–"
+    if plan.changes is None:
+        return "–"
+    return ", ".join(filter(None, (SHORT[key] for key in plan.changes))) or "fits"
 
 
 def sizing_markdown() -> str:

@@ -144,13 +144,6 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
     assert found.exit_code == 0 and "driver is too old" in found.output
 
 
-def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    words = ("--output", tmp_path / "run", "train.compile=true")
-    assert_names(easyrl("grpo", *words), "train.compile")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

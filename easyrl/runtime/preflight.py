@@ -6,12 +6,12 @@
 Each stage has a typed result: `Measured`, `PromptStream`, `Interfaces`, `Placement`, `Estimate`.
 """
 
-import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,19 +97,16 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     notes = describe_prompts(config, prompts, interfaces, loaded)
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
     check_engine(config, placement, model.size)
-    warnings += [*of_eval, *choice_warnings(config, placement), *peer_warnings(placement)]
+    warnings += [*of_eval, *choice_warnings(config, placement)]
     estimate = memory.estimate_run(config, placement, model.size)
     config = estimate.config
     try:
         warnings += memory.check_memory(*estimate[1:])
     except ConfigError as error:
         raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
-    # A resumed run has its checkpoints already; those of adapters are small.
-    has_checkpoint = resume is not None and resume.checkpoint is not None
-    is_small = has_checkpoint or model.num_trained is not None
-    num_kept = config.train.keep_checkpoints
-    num_kept += num_kept > 0 and config.train.eval_every > 0  # the best one
-    check_disk(folder_of(config), model.files, 0 if is_small else num_kept)
+    # A resumed run was checked when it started; the checkpoints of adapters are small.
+    is_small = resume is not None or model.num_trained is not None
+    check_disk(folder_of(config), model.files, 0 if is_small else config.train.keep_checkpoints)
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
@@ -142,10 +139,7 @@ class Plan:
 
     text: str
     would_start: bool
-    is_tight: bool  # some memory may not suffice, or surely does not
-    changes: Mapping[str, Any]  # settings with which everything fits; empty if there are none
-    host_bytes: int  # that all processes need with the changes
-    is_assumed: bool  # by `--assume`
+    changes: Mapping[str, Any] | None  # with which everything fits; None: nothing that was tried
 
 
 def make_plan(
@@ -165,8 +159,7 @@ def make_plan(
         estimate = memory.estimate_run(config, placement, size)
         config = estimate.config
         if size is None:
-            path = config.model.path
-            lines.append(f"memory: unknown, as the config.json of '{path}' gives no sizes")
+            lines.append("memory: unknown, as the model's config.json gives no sizes")
         else:
             lines.append(memory.memory_table(estimate.parts, estimate.budgets))
         is_tight = True  # if the next line raises
@@ -180,15 +173,10 @@ def make_plan(
         warnings += check_inputs(config)
     except ConfigError as refused:
         warnings, is_refused = [*warnings, f"a run would not start: {refused}"], True
-    changes, host_bytes = None, 0
+    changes: Mapping[str, Any] | None = {}
     if size is not None and is_tight and placement.accelerator != "cpu":
         changes = memory.propose_changes(config, placement, size)
-        if changes is not None:
-            changed = change_config(config, changes)
-            parts = memory.estimate_memory(changed, resolve_placement(changed, assumed), size)
-            host_bytes = memory.bytes_by_memory(parts)["cpu"]
-    text = "\n".join([described, *lines, *warnings])
-    return Plan(text, not is_refused, is_tight, changes or {}, host_bytes, assumed is not None)
+    return Plan("\n".join([described, *lines, *warnings]), not is_refused, changes)
 
 
 def check_inputs(config: Config) -> list[str]:
@@ -279,24 +267,20 @@ def _check_teacher(config: Config) -> None:
         raise ConfigError(f"reward.functions: expected a reward (--reward) or {other}, got none")
     if algorithm.teacher == POLICY and algorithm.teacher_prompt is None:
         raise ConfigError(
-            f"{TEACHER_PROMPT_KEY}: expected a column or a template, because the policy is its own "
-            "teacher (algorithm.teacher=policy) and would agree with itself, got null"
+            f"{TEACHER_PROMPT_KEY}: expected a column or a template, without which the policy "
+            "agrees with itself (algorithm.teacher=policy), got null"
         )
     path = algorithm.teacher_path
     if path is None:
         return
     check_positions(config, teacher := read_model_files(path, TEACHER_KEY))
-    trusts, tokens = config.model.trust_remote_code, []
-    for each in (config.model.path, path):
-        vocabulary = load_tokenizer(each, trust_remote_code=trusts).get_vocab()
-        tokens.append({number: token for token, number in vocabulary.items()})
-    mine, others = tokens
-    if unlike := sorted(n for n in mine.keys() | others.keys() if mine.get(n) != others.get(n)):
-        number = unlike[0]
+    trusts, paths = config.model.trust_remote_code, (config.model.path, path)
+    mine, others = (load_tokenizer(each, trust_remote_code=trusts).get_vocab() for each in paths)
+    if unlike := mine.items() ^ others.items():
+        token, number = min(unlike, key=itemgetter(1))
         raise ConfigError(
-            f"{TEACHER_KEY}: expected the policy's tokens, as it scores them: token {number} is "
-            f"{mine.get(number)!r}, got {others.get(number)!r} in '{path}'; use a model of the "
-            "same family"
+            f"{TEACHER_KEY}: expected the policy's tokens, as it scores them, got '{path}', which "
+            f"differs in token {number} ({token!r} in one of them); use a model of the same family"
         )
     files = read_model_files(config.model.path), teacher
     sizes = [(of.config.get("text_config") or of.config).get("vocab_size", 0) for of in files]
@@ -307,8 +291,7 @@ def _check_teacher(config: Config) -> None:
 
 def never_run(placement: Placement) -> list[str]:
     """Name what of a plan has never run on real hardware (README, "What has run where")."""
-    kind, sets = placement.accelerator, (placement.infer, placement.train)
-    used = {index for each in sets if each.kind == "accelerator" for index in each.indices}
+    kind, used = placement.accelerator, placement.accelerators
     is_vllm = placement.engine.name == "vllm" and placement.infer.kind == "accelerator"
     parts = {
         "Ascend NPUs": kind == devices.ASCEND and bool(used),
@@ -322,23 +305,14 @@ def never_run(placement: Placement) -> list[str]:
 
 
 def check_compiler(config: Config, placement: Placement) -> None:
-    """Raise ConfigError if layers are to be compiled for the CPU without a C++ compiler, or kernels
-    for GPUs without a C compiler."""
+    """Raise ConfigError if kernels are to be compiled for GPUs without a C compiler."""
     uses_kernels = config.train.compile or config.model.dtype != "float32"
     is_on_gpu = placement.train.kind == "accelerator" and uses_kernels
     is_on_gpu |= placement.infer.kind == "accelerator" and placement.engine.name == "vllm"
     is_on_gpu &= placement.accelerator != devices.ASCEND and not placement.is_ray
     if is_on_gpu and not devices.has_c_compiler():
         raise ConfigError(
-            "devices: expected a C compiler, which kernels for GPUs need at run time, got none. "
-            "Install one (Debian: apt install gcc), or name it in CC"
-        )
-    compiler = os.environ.get("CXX", "g++")
-    is_local_cpu = placement.train.kind == "cpu" and not placement.is_ray
-    if config.train.compile and is_local_cpu and shutil.which(compiler) is None:
-        raise ConfigError(
-            f"train.compile: expected a C++ compiler, got none: '{compiler}' is not installed. "
-            "Install one (Debian: apt install g++), name it in CXX, or set train.compile to false"
+            "devices: expected a C compiler for GPU kernels (CC, or apt install gcc), got none"
         )
 
 
@@ -351,25 +325,9 @@ def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
     needed = weights * (1 + copies)
     if needed > free:
         raise ConfigError(
-            f"output.dir (--output): the final model and the checkpoints take {needed / 2**30:.2f} "
-            f"GiB, but the disk of '{folder}' has {free / 2**30:.2f} GiB left; keep fewer "
-            "(train.keep_checkpoints; 0: none, and no --resume), or use another disk"
+            f"output.dir (--output): model and checkpoints take {needed / 2**30:.2f} GiB, but "
+            f"'{folder}' has {free / 2**30:.2f} GiB left; keep fewer (train.keep_checkpoints)"
         )
-
-
-def peer_warnings(placement: Placement) -> list[str]:
-    """Warn of GPUs that cannot read each other's memory."""
-    kind, sets = placement.accelerator, (placement.infer, placement.train)
-    local = (each for each in sets if each.kind == "accelerator" and not each.is_ray)
-    pairs = combinations(sorted({index for each in local for index in each.indices}), 2)
-    apart = [
-        f"{one} and {two}" for one, two in pairs if not devices.has_peer_access(kind, one, two)
-    ]
-    text = (
-        f"warning: {kind} devices {', '.join(apart)} cannot read each other's memory: weights and "
-        "gradients go through the host's memory, which is slower"
-    )
-    return [text] if apart else []
 
 
 def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> str:
@@ -384,40 +342,38 @@ def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> 
 
 
 def check_engine(config: Config, placement: Placement, size: ModelSize | None) -> None:
-    """Raise ConfigError for a model that the engine would refuse once it has started."""
-    path, is_vllm = config.model.path, placement.engine.name == "vllm"
-    if size is not None and is_vllm and not size.is_in_vllm:
+    """Raise ConfigError for a model whose weights vLLM cannot receive."""
+    if placement.engine.name == "vllm" and size is not None and not size.is_in_vllm:
         raise ConfigError(
-            f"rollout.engine: expected embedded, because vLLM names weights of '{path}' otherwise "
-            "than transformers, so it cannot receive updates, got vllm"
-        )
-    if size is not None and not (is_vllm or size.is_batched) and config.rollout.has_environments:
-        raise ConfigError(
-            f"{config.rollout.acts}: expected a model that the embedded engine or vLLM can serve, "
-            f"got '{path}', which has layers without attention to all tokens or a window"
+            "rollout.engine: expected embedded, because vLLM cannot receive the weights of "
+            f"'{config.model.path}' (it names them otherwise than transformers), got vllm"
         )
 
 
 def choice_warnings(config: Config, placement: Placement) -> list[str]:
-    """Warn of settings that are allowed and rarely meant."""
-    warnings, top_k, top_p = [], config.rollout.top_k, config.rollout.top_p
+    """Warn of settings that are allowed and rarely meant, and of slow devices."""
+    texts, top_k, top_p = [], config.rollout.top_k, config.rollout.top_p
     if (top_k, top_p) != (0, 1.0):
         given = f"rollout.top_k={top_k}, rollout.top_p={top_p}"
-        text = f"with {given} completions are not sampled from the trained distribution"
-        warnings.append(f"warning: {text}")
+        texts.append(f"with {given} completions are not sampled from the trained distribution")
     is_demo = config.model.path in BUILT_IN_MODELS
     if placement.train.kind == "accelerator" and config.model.dtype == "float32" and not is_demo:
-        text = "in float32 accelerators take twice the memory and several times as long"
-        warnings.append(f"warning: {text}: model.dtype=bfloat16")
+        texts.append("in float32 accelerators take twice the memory and time: model.dtype=bfloat16")
     on_cpu = placement.train.kind == "cpu" and not placement.assumed
     if on_cpu and config.devices.infer is None and (reason := devices.unusable_reason()):
-        warnings.append(f"warning: the CPU is used, since torch cannot use the GPUs: {reason}")
+        texts.append(f"the CPU is used, since torch cannot use the GPUs: {reason}")
     infer, train = placement.infer.count, placement.train.count
     if max(infer, train) >= LOPSIDED * min(infer, train):
         text = f"{counted(infer, 'device')} for generation and {train} for training is lopsided"
         advice = f"a short run, then easyrl plan RUN --devices {infer + train}"
-        warnings.append(f"warning: {text}; to find the fastest split: {advice}")
-    return warnings
+        texts.append(f"{text}; to find the fastest split: {advice}")
+    kind, is_here = placement.accelerator, not (placement.assumed or placement.is_ray)
+    pairs = combinations(placement.accelerators if is_here else (), 2)
+    apart = [f"{a} and {b}" for a, b in pairs if not devices.has_peer_access(kind, a, b)]
+    if apart:
+        text = f"{kind} devices {', '.join(apart)} cannot read each other's memory"
+        texts.append(f"{text}: copies through the host's memory are slower")
+    return [f"warning: {text}" for text in texts]
 
 
 def _held_out(
@@ -433,10 +389,7 @@ def _held_out(
                 "train.eval_every: expected 0, because there are no held-out problems, got "
                 f"{config.train.eval_every}; set eval.dataset and data.num_held_out"
             )
-        ignored = (
-            "warning: data.num_held_out is ignored: the data has no problems of its own for "
-            "evaluation, so name some (eval.dataset)"
-        )
+        ignored = "warning: data.num_held_out is ignored: the data has none (set eval.dataset)"
         return [], [ignored] if config.data.num_held_out else []
     if config.eval.dataset is None:
         return list(datasets.problems_of(prompts, config).values()), []
@@ -517,12 +470,8 @@ def describe_prompts(
     names = [tool["function"]["name"] for tool in tools]
     hidden = [name for name in names if name not in text]
     warning = f"warning: the chat template does not show the tools {', '.join(hidden)}"
-    heading = f"first prompt, {counted(len(ids), 'token')}"
-    if config.rollout.environment is not None:
-        heading += ", without what the environment's `reset` adds"
-    elif not isinstance(content, str) and content[-1]["role"] in ("assistant", "model"):
-        heading += ", an answer that completions continue"
-    shown = [rows, f"{heading}:", *(f"  {each}" for each in lines)]
+    heading = f"first prompt, {counted(len(ids), 'token')}:"
+    shown = [rows, heading, *(f"  {each}" for each in lines)]
     return shown + [warning] * bool(hidden)
 
 

@@ -40,9 +40,9 @@ def run(
         config, source = start_from(config)
     elif resumed.is_finished:
         os.close(resumed.lock)
-        done = f"has finished its {counted(config.train.iterations, 'iteration')}"
-        hint = "nothing to do (train more with a higher --iterations)"
-        notify(events.RunEnded(supervisor.FINISHED, f"{resumed.folder} {done}; {hint}"))
+        done = f"{resumed.folder} has finished its {counted(config.train.iterations, 'iteration')}"
+        more = "train more with a higher --iterations"
+        notify(events.RunEnded(supervisor.FINISHED, f"{done} ({more})"))
         return supervisor.FINISHED
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
@@ -158,8 +158,6 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     teacher = f"teacher: {config.algorithm.teacher}; " if config.algorithm.teacher else ""
     notes.append(f"data: {data}; reward: {rewards}; {teacher}learning rate {rate:g}")
     if checked.num_prompts_skipped:
-        notes.append(
-            f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="
-            f"{config.data.max_prompt_length}), left: {checked.prompts.epoch_length}"
-        )
+        skipped, left = checked.num_prompts_skipped, checked.prompts.epoch_length
+        notes.append(f"prompts skipped: {skipped} (data.max_prompt_length), left: {left}")
     return [*notes, *checked.about_prompts, *checked.warnings]
