@@ -39,14 +39,13 @@ T = TypeVar("T")
 
 ASCEND = "npu"  # torch's name for Ascend's accelerators
 
+# By kind of accelerator: the variable that restricts what a process sees, and Ray's name of it.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""Kind of accelerator -> environment variable that restricts what a process sees."""
-RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # kind of accelerator -> Ray's name of it
+RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported, which otherwise fails where torch_npu is installed without Ascend's
 libraries. `load_backend` loads the backend that is needed."""
-AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-"""Variables for processes of other programs, which do not call `load_backend`."""
+AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}  # for programs that do not call `load_backend`
 
 LOOPBACK = "127.0.0.1"
 SHARED_DEVICE_ENVIRONMENT = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}

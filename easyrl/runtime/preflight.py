@@ -133,8 +133,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Description of a run that is not started: its devices, memory and data."""
 
     text: str

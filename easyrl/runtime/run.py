@@ -41,8 +41,7 @@ def run(
     elif resumed.is_finished:
         os.close(resumed.lock)
         done = f"{resumed.folder} has finished its {counted(config.train.iterations, 'iteration')}"
-        more = "train more with a higher --iterations"
-        notify(events.RunEnded(supervisor.FINISHED, f"{done} ({more})"))
+        notify(events.RunEnded(supervisor.FINISHED, f"{done} (to train more: --iterations)"))
         return supervisor.FINISHED
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")

@@ -37,10 +37,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
 MERGE_SECONDS = 0.5
 """Signals in this time count once: a wrapper that forwards Ctrl-C repeats the terminal's."""
-FINISHED, FAILED, USER_ERROR = 0, 1, 2
-"""Exit codes of a command."""
-SIGNALLED = 128
-"""Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
+FINISHED, FAILED, USER_ERROR = 0, 1, 2  # exit codes of a command
+SIGNALLED = 128  # to which the number of the signal that ended the command is added
 PENDING = "pending"  # device of a worker that waits for a place on a cluster
 WorkerState = Literal["starting", "ready", "joining", "working", "leaving", "lost"]  # see `fleet`
 NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
