@@ -40,17 +40,8 @@ IGNORED = {
     *("service_tier", "prompt_cache_key", "safety_identifier", "messages", "prompt", "tools"),
     *("tool_choice", "n", "max_tokens", "max_completion_tokens"),  # these are read otherwise
 }
-NEUTRAL: dict[str, list[Any]] = {
-    "logit_bias": [{}],
-    "logprobs": [False, 0],
-    "top_logprobs": [0],
-    "echo": [False],
-    "best_of": [1],
-    "suffix": [""],
-    "response_format": [{"type": "text"}],
-}
-"""Values of other fields that change nothing."""
-SAME = ", as in the run (rollout.agent_sampling=ignore replaces others)"
+NEUTRAL: list[Any] = [False, "", {}]
+"""Values of any other field that change nothing."""
 MAX_CHOICES = 64
 NEVER_SECONDS = 10**6  # the server closes no connection of an agent that does something else
 
@@ -69,7 +60,7 @@ def no_episode() -> ApiError:
 class Request:
     key: str  # of its episode
     messages: Messages  # [] in a text completion
-    prompt: str | list[int]  # of a text completion
+    prompt: str  # of a text completion
     tools: list[dict[str, Any]]
     reads_calls: bool  # not with tool_choice=none
     num_choices: int
@@ -89,13 +80,14 @@ class Request:
 
 
 class Endpoint:
-    """The server. `keys` may call it (None: any)."""
+    """The server. `keys` may call it, or any key where `takes_any_key`."""
 
     def __init__(self, config: Config, sampling: SamplingChoice, port: int = 0) -> None:
         """`sampling`: of the engine; requests may also name that of `config`. `port`: 0: a free
         one. Raises ConfigError if it is taken."""
         raise_open_files()
-        self.keys: set[str] | None = set()
+        self.keys: set[str] = set()
+        self.takes_any_key = False
         self.refused: Counter[str] = Counter()  # requests that could not be read, by key
         rollout, of_run = config.rollout, SamplingChoice.of_training(config.rollout)
         stop, self._ignores = rollout.stop, rollout.agent_sampling == "ignore"
@@ -149,7 +141,7 @@ class Endpoint:
 
     def _key_of(self, http: HttpRequest) -> str:
         key = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.keys is not None and key not in self.keys:
+        if not self.takes_any_key and key not in self.keys:
             raise no_episode()
         return key
 
@@ -164,8 +156,7 @@ class Endpoint:
             body = json.loads(await http.body())
             request = self._read(key, body, is_chat=is_chat)
         except (ApiError, ValueError, TypeError, KeyError, AttributeError) as error:
-            if self.keys is not None:
-                self.refused[key] += 1
+            self.refused[key] += 1
             text = str(error) or "expected a JSON object"
             raise (error if isinstance(error, ApiError) else ApiError(text)) from None
         self._requests.put(request)
@@ -186,17 +177,17 @@ class Endpoint:
 
     def _read(self, key: str, body: Mapping[str, Any], *, is_chat: bool) -> Request:
         """Check the fields of a request. Raises ApiError or ValueError, which names the field."""
-        replaced, fields = set(), NEUTRAL | self._sampling
-        for name in [name for name in body if body[name] is not None and name not in IGNORED]:
-            if name not in fields:
-                raise ApiError(f"{name}: this field is not supported", "unsupported_parameter")
-            value, allowed = body[name], fields[name]
-            if value in allowed:
+        replaced = set()
+        for name, value in body.items():
+            allowed = self._sampling.get(name, NEUTRAL)
+            if value is None or name in IGNORED or value in allowed:
                 continue
-            if name in NEUTRAL or not self._ignores:
+            if name not in self._sampling:
+                raise ApiError(f"{name}: this field is not supported", "unsupported_parameter")
+            if not self._ignores:
                 expected = " or ".join(map(str, allowed)) or "none"
-                expected += SAME if name in self._sampling else ""
-                raise ApiError(f"{name}: expected {expected}, got {value!r:.80}")
+                same = "as in the run (rollout.agent_sampling=ignore replaces others)"
+                raise ApiError(f"{name}: expected {expected}, {same}, got {value!r:.80}")
             replaced.add(name)
         choice = body.get("tool_choice") or "auto"
         if choice == "required" and self._ignores:
@@ -210,9 +201,8 @@ class Endpoint:
                 raise ValueError(f"{name}: expected a whole number from 1, got {value!r:.80}")
         messages = _read_chat(body.get("messages")) if is_chat else []
         prompt, tools = body.get("prompt") or "", body.get("tools") or []
-        is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
-        if not (is_chat or (prompt and (is_tokens or isinstance(prompt, str)))):
-            raise ValueError(f"prompt: expected a text or its tokens, got {prompt!r:.80}")
+        if not (is_chat or (prompt and isinstance(prompt, str))):
+            raise ValueError(f"prompt: expected a text, got {prompt!r:.80}")
         tools = [
             {"type": "function", "function": {"description": "", "parameters": {}} | function}
             for function in (each.get("function") or {} for each in tools)

@@ -58,15 +58,15 @@ class Agent:
             inspect.signature(self._solve).bind(**accepted_arguments(self._solve, given))
         except TypeError as error:
             raise ConfigError(f"{KEY}: '{spec}': {error}; it gets {', '.join(given)}") from None
-        has_client = "client" in inspect.signature(self._solve).parameters
-        self._kind = "AsyncOpenAI" if inspect.iscoroutinefunction(self._solve) else "OpenAI"
-        self._kind = self._kind if has_client else ""
+        self._kind = ""
+        if "client" in inspect.signature(self._solve).parameters:
+            self._kind = "AsyncOpenAI" if inspect.iscoroutinefunction(self._solve) else "OpenAI"
 
     def run(
         self, row: Mapping[str, Any], base_url: str, api_key: str, awaited: Callable[[Any], Any]
     ) -> Value:
         """Run an episode. `awaited` returns the result of a coroutine. Raises what the agent
-        raises, and TypeError or ValueError for a result that is no reward."""
+        raises, and ValueError for a result that is no reward."""
         if self.words:
             return self._execute(row, base_url, api_key)
         given: dict[str, Any] = {"row": dict(row), "base_url": base_url, "api_key": api_key}
@@ -81,7 +81,7 @@ class Agent:
         import openai  # takes long
 
         # Connections and certificates are shared by the episodes.
-        if self._kind not in self._clients or self._clients[self._kind].is_closed():
+        if self._kind not in self._clients:
             make = getattr(openai, self._kind)
             self._clients[self._kind] = make(
                 base_url=base_url, api_key=api_key, timeout=None, max_retries=0
@@ -113,8 +113,8 @@ class Agent:
             text = text or output.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
         try:
             return as_value(json.loads(text.strip() or "null"))
-        except (ValueError, TypeError) as error:
-            raise TypeError(f"in EASYRL_REWARD_FILE or the last line: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"in EASYRL_REWARD_FILE or the last line: {error}") from None
 
 
 def _without_conversion(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,16 +148,13 @@ def fill_in(words: list[str], row: Mapping[str, Any]) -> list[str]:
 
 
 def as_value(returned: Any) -> Value:
-    """Convert what an agent returned. Raises TypeError, or ValueError for NaN and infinity."""
+    """Convert what an agent returned. Raises ValueError."""
     if returned is None:
         return None, {}
     named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
-    problem = f"expected finite numbers by name, one number, or None, got {returned!r:.80}"
-    if not (named and all(isinstance(name, str) for name in named)):
-        raise TypeError(problem)
-    if not all(hasattr(value, "__float__") for value in named.values()):
-        raise TypeError(problem)
+    are_finite = (hasattr(x, "__float__") and math.isfinite(x) for x in named.values())
+    if not (named and all(isinstance(name, str) for name in named) and all(are_finite)):
+        problem = "expected finite numbers by name, one number, or None"
+        raise ValueError(f"{problem}, got {returned!r:.80}")
     numbers = {name: float(value) for name, value in named.items()}
-    if not all(map(math.isfinite, numbers.values())):
-        raise ValueError(problem)
     return sum(numbers.values()), numbers if isinstance(returned, Mapping) else {}

@@ -48,7 +48,7 @@ def serve(config: Config, port: int) -> None:
     """Serve a config's model on one of `devices.infer` until interrupted. Raises ConfigError."""
     source, choice = find_model(config.model.path), SamplingChoice.of_training(config.rollout)
     endpoint = Endpoint(config, choice, port)
-    endpoint.keys = None
+    endpoint.takes_any_key = True
     placement, trust = place_evaluation(config, NUM_ROWS, 1), config.model.trust_remote_code
     device = "cpu"
     if placement.infer.kind != "cpu":

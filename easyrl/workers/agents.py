@@ -212,7 +212,6 @@ class AgentEpisodes:
         group.started, group.prompt_ids = time.monotonic(), None
         group.num_starts += 1
         keys = [secrets.token_urlsafe(24) for _ in range(group.num_generations)]
-        assert self.endpoint.keys is not None
         self.endpoint.keys.update(keys)
         row = row_of(group.prompt, "")
         futures = self.pool.run_agents(group.key, row, self.endpoint.url, keys)
@@ -246,8 +245,7 @@ class AgentEpisodes:
             return
         episode.has_ended = True
         self._episodes.pop(episode.key, None)
-        if self.endpoint.keys is not None:
-            self.endpoint.keys.discard(episode.key)
+        self.endpoint.keys.discard(episode.key)
         self.endpoint.refused.pop(episode.key, None)
         for request in [*episode.waiting, *episode.answering]:
             request.reply(no_episode())
@@ -336,18 +334,13 @@ class AgentEpisodes:
             return ApiError(f"expected at most {MAX_BRANCHES} branches (MAX_BRANCHES)")
         if limit < 1:
             episode.limit = "length"
-            text = f"expected at most {most} tokens behind an episode's prompt, all branches "
-            text += "together (rollout.max_completion_length), and more with this request"
+            text = f"expected at most {most} tokens of an episode (rollout.max_completion_length)"
             return ApiError(text, "context_length_exceeded")
         return None
 
     def _ids(self, episode: Episode, request: Request) -> list[int]:
         """Return the tokens of a request: those of the longest answered conversation that it
         continues, and what is new behind them. Raises ConfigError."""
-        if isinstance(request.prompt, list):
-            if not 0 <= min(request.prompt) <= max(request.prompt) < len(self._tokenizer):
-                raise ConfigError(f"prompt: expected tokens from 0 to {len(self._tokenizer) - 1}")
-            return [*request.prompt]
         if not request.messages:
             found = [each for each in episode.texts if request.prompt.startswith(each[0])]
             if not found:
@@ -432,8 +425,7 @@ class AgentEpisodes:
         stops = () if turn.is_cut else self._config.rollout.stop
         reason = "length" if turn.is_cut else "stop"
         if not request.messages:
-            text, given = self._decode(tokens), request.prompt
-            before = given if isinstance(given, str) else self._decode(given)
+            text, before = self._decode(tokens), request.prompt
             episode.texts.append((before + text, sequence, length))
             chat = [{"role": "user", "content": before}, {"role": "assistant", "content": text}]
             digest = _digest(before.encode(), chat[1])
