@@ -293,7 +293,7 @@ class RolloutWorker:
         num_prefilled = self.engine.num_prompt_tokens - num_prompt_tokens
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
         kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
-        self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
+        self._busy_seconds += self.timeline.add(kind, started, num_generated)
         for request, completions in self.episodes.take(finished) if self.episodes else finished:
             self._score(request, completions)
 

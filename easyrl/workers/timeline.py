@@ -7,7 +7,6 @@ quiet worker does. The controller ends or replaces workers that report no work f
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,7 +24,7 @@ class Timeline:
         self._newest: dict[SpanKind, int] = {}  # of each kind, its index in _spans
         self._seconds: dict[SpanKind, float] = {}  # of each kind, the length of the last span
         self._ended: dict[SpanKind, float] = {}  # of each kind, the end of the last span
-        self._counts: Counter[str] = Counter()  # for the next report
+        self._num_tokens = 0  # for the next report
         self._shown: SpanKind | None = None  # the newest report says that this is under way
         self._reported = time.monotonic()
 
@@ -37,26 +36,22 @@ class Timeline:
             self.report(UnderWay(kind, started + self._offset))
         return started
 
-    def add(self, kind: SpanKind, started: float, **counts: int) -> float:
-        """End a span; return its length in seconds. `counts`: fields of Activity."""
+    def add(self, kind: SpanKind, started: float, num_tokens: int = 0) -> float:
+        """End a span; return its length in seconds. Reported spans of one kind never overlap: time
+        of concurrent calls counts once."""
         ended = time.monotonic()
-        self._note(kind, started + self._offset, ended + self._offset)
-        self._seconds[kind] = ended - started
-        self._counts.update(counts)
+        last = self._ended.get(kind, started)
+        begun, index = max(started, last), self._newest.get(kind)
+        if index is not None and begun - last < MERGE_SECONDS:
+            self._spans[index] = Span(kind, self._spans[index].started, ended + self._offset)
+        else:
+            self._newest[kind] = len(self._spans)
+            self._spans.append(Span(kind, begun + self._offset, ended + self._offset))
+        self._seconds[kind], self._ended[kind] = ended - started, ended
+        self._num_tokens += num_tokens
         if ended - self._reported >= REPORT_SECONDS:
             self.report()
         return ended - started
-
-    def _note(self, kind: SpanKind, started: float, ended: float) -> None:
-        """Add a span. Spans of one kind never overlap: time of concurrent calls counts once."""
-        last, self._ended[kind] = self._ended.get(kind, started), ended
-        started = max(started, last)
-        index = self._newest.get(kind)
-        if index is not None and started - last < MERGE_SECONDS:
-            self._spans[index] = Span(kind, self._spans[index].started, ended)
-        else:
-            self._newest[kind] = len(self._spans)
-            self._spans.append(Span(kind, started, ended))
 
     @contextmanager
     def measure(
@@ -74,7 +69,7 @@ class Timeline:
     def report(self, under_way: UnderWay | None = None) -> None:
         """Report finished spans, and what begins now."""
         if self._spans or under_way is not None:
-            self._send(Activity(tuple(self._spans), under_way=under_way, **self._counts))
+            self._send(Activity(tuple(self._spans), under_way, self._num_tokens))
             self._shown = under_way.kind if under_way is not None else None
-        self._spans, self._newest, self._counts = [], {}, Counter()
+        self._spans, self._newest, self._num_tokens = [], {}, 0
         self._reported = time.monotonic()

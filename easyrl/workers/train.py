@@ -284,8 +284,7 @@ class TrainWorker:
         version, train = self.learner.policy_version, self.config.train
         self._iteration_version = version
         # `Halt` may drop later updates; the checkpoint then needs the state before the first one.
-        keeps_state = train.updates_per_iteration > 1 and train.keep_checkpoints > 0
-        if keeps_state:
+        if train.updates_per_iteration > 1 and train.keep_checkpoints > 0:
             _, earlier = self._state_before_updates or (0, {})
             self._state_before_updates = version, self.learner.state(earlier)
         try:
@@ -310,7 +309,7 @@ class TrainWorker:
         for batch in self._received() if reader is None else self._dispatched(reader):
             if isinstance(batch, UpdateEnd):
                 self.cores.use_available()
-                started, counts = time.monotonic(), {}
+                started, num_tokens = time.monotonic(), 0
                 self.learner.step(num_completions=num_completions, num_tokens=batch.num_loss_tokens)
             else:
                 started = self.timeline.begin("train")
@@ -319,8 +318,8 @@ class TrainWorker:
                 self.learner.accumulate(batch)
                 # Otherwise queued device work counts as waiting, and groups are taken too early.
                 devices.synchronize(self.device)
-                counts = {"num_tokens": len(batch.input_ids)}
-            busy_seconds += self.timeline.add("train", started, **counts)
+                num_tokens = len(batch.input_ids)
+            busy_seconds += self.timeline.add("train", started, num_tokens)
         self.timeline.report()
         while attention.notes:
             self._report(events.Note(attention.notes.pop()))
