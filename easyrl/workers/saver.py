@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -48,16 +47,9 @@ class CheckpointSaver:
                     checkpoint_files.name_best(path.parent, command.best_version)
                 checkpoint_files.keep_newest(path.parent, self._keep)
         except BaseException as cause:  # torch's own CheckpointException is no Exception
-            error = _reason(cause)
+            # torch writes the errors of all ranks below each other.
+            error = (str(cause).strip() or type(cause).__name__).splitlines()[-1]
             if self._ranks.rank == 0:
                 checkpoint_files.discard_unfinished(path.parent)  # free the disk for the next one
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._send(CheckpointSaved(command.policy_version, time.monotonic() - began, size, error))
-
-
-def _reason(error: BaseException) -> str:
-    """Return the error in one line. torch wraps the errors of all ranks; the first is returned."""
-    failures: Any = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
