@@ -156,17 +156,13 @@ class Episodes:
 
     def _check_lengths(self, longest: int, num_common: int) -> None:
         """Raise ValueError if the prompts of a group, with the observations, are too long."""
-        limit = self._config.data.max_prompt_length
-        if longest > limit:
+        most = self._config.data.max_prompt_length
+        most_own = self._config.rollout.max_completion_length
+        if longest > most or longest - num_common >= most_own:
             raise ValueError(
-                f"expected a prompt of at most {limit} tokens (data.max_prompt_length), got "
-                f"{longest} with the observation"
-            )
-        limit = self._config.rollout.max_completion_length
-        if longest - num_common >= limit:
-            raise ValueError(
-                f"expected observations that differ in fewer than {limit} tokens "
-                f"(rollout.max_completion_length), got {longest - num_common}"
+                f"expected a prompt of at most {most} tokens with the observation "
+                f"(data.max_prompt_length), of which fewer than {most_own} differ in a group "
+                f"(rollout.max_completion_length), got {longest} and {longest - num_common}"
             )
 
     def _send(self, turn: Turn) -> None:
