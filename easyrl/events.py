@@ -285,6 +285,10 @@ class Lost(WorkerEvent):
 # -- events of a run --------------------------------------------------------------------------
 
 
+class TimedEvent(Event):
+    time: float
+
+
 class FromWorker(Event):
     """An event of a worker, and when the controller received it."""
 
@@ -308,28 +312,24 @@ class RunStarted(Event):
     """Held-out accuracies so far, each with the number of iterations trained before."""
 
 
-class WorkerSpawned(Event):
+class WorkerSpawned(TimedEvent):
     """A rollout worker is added, or starts in the place of a dead one."""
 
-    time: float
     worker: str
     device: str
 
 
-class WorkerLeft(Event):
+class WorkerLeft(TimedEvent):
     """A rollout worker has been removed."""
 
-    time: float
     worker: str
 
 
-class EvaluationStarted(Event):
-    time: float
+class EvaluationStarted(TimedEvent):
     num_prompts: int
 
 
-class Evaluated(Event):
-    time: float
+class Evaluated(TimedEvent):
     accuracy: float
     num_prompts: int
     standard_error: float
@@ -337,26 +337,23 @@ class Evaluated(Event):
     reward: float | None = None  # mean
 
 
-class IterationStarted(Event):
-    time: float
+class IterationStarted(TimedEvent):
     iteration: int  # from 1
 
 
-class IterationFinished(Event):
+class IterationFinished(TimedEvent):
     """All updates of an iteration are done."""
 
-    time: float
     metrics: Mapping[str, Any]  # a line of `metrics.jsonl`, with `iteration` and `policy_version`
 
 
-class SavingModel(Event):
-    time: float
+class SavingModel(TimedEvent):
+    """All iterations are done; the train workers write the model."""
 
 
-class RunFinished(Event):
+class RunFinished(TimedEvent):
     """All iterations are done and the model is saved."""
 
-    time: float
     summary: Mapping[str, Any]  # contents of `summary.json`
 
 
