@@ -91,7 +91,7 @@ IndexedPrompt = tuple[int, Prompt]
 """A group index (0 … prompts_per_iteration - 1) and the prompt of that group."""
 
 
-def _no_tokens() -> Int32:
+def no_tokens() -> Int32:
     return np.zeros(0, dtype=np.int32)
 
 
@@ -104,8 +104,8 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     """`stop`: end token or stop string; `length`: cut off at the maximum length."""
     is_sampled: Bool  # [R], False for inserted tokens, whose log-probability is 0
-    segment_lengths: Int32 = field(default_factory=_no_tokens)
-    segment_after: Int32 = field(default_factory=_no_tokens)
+    segment_lengths: Int32 = field(default_factory=no_tokens)
+    segment_after: Int32 = field(default_factory=no_tokens)
     """Segments of an agent's episode, as in `RolloutGroup`; indices count from the prompt."""
 
 
@@ -125,17 +125,13 @@ class RolloutGroup:
     rewards: Float32  # [G]
     advantages: Float32  # [G]
     truncated: Bool  # [G], True where the completion was cut off
-    segment_lengths: Int32 = field(default_factory=_no_tokens)  # [S], positive
+    segment_lengths: Int32 = field(default_factory=no_tokens)  # [S], positive
     """Lengths of the segments that the completions consist of, in the order of the tokens. Those of
     a completion add up to its length. Empty: every completion continues the prompt's end."""
-    segment_after: Int32 = field(default_factory=_no_tokens)  # [S]
+    segment_after: Int32 = field(default_factory=no_tokens)  # [S]
     """Index in `prompt_ids` followed by `completion_ids` of the token that each segment continues:
     any before it, of the prompt or of its own completion; -1: it begins a context of its own."""
-    teacher_prompt_ids: Int32 = field(default_factory=_no_tokens)  # [P'], empty: `prompt_ids`
-
-    @property
-    def num_generations(self) -> int:
-        return len(self.completion_lengths)
+    teacher_prompt_ids: Int32 = field(default_factory=no_tokens)  # [P'], empty: `prompt_ids`
 
     @property
     def num_completion_tokens(self) -> int:

@@ -650,5 +650,5 @@ def test_an_episode_is_one_completion_whatever_its_branches(loss_type, level, lo
         num_completions=batch.num_completions,
     )
     assert policy_loss(inputs, config).loss.item() == pytest.approx(loss)
-    counts = {"num_completions": group.num_generations, "num_tokens": int(mask.sum())}
+    counts = {"num_completions": len(group.rewards), "num_tokens": int(mask.sum())}
     assert loss_denominator(config, **counts) == denominator

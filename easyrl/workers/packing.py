@@ -20,13 +20,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from easyrl.types import Bool, Float32, Groups, Int32, MicroBatch, RolloutGroup
+from easyrl.types import Bool, Float32, Groups, Int32, MicroBatch, RolloutGroup, no_tokens
 
 Branches = Sequence[tuple[int, int]]
 """The tokens of `[P | R]` that do not continue the one before, each with the index of the token
 that it continues; -1: it begins a context of its own."""
-
-NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Rollout:
     loss_mask: Bool  # [R]
     advantage: float
     branches: Branches = ()
-    teacher_prompt_ids: Int32 = field(default_factory=lambda: NO_IDS)  # [P'], empty: the same
+    teacher_prompt_ids: Int32 = field(default_factory=no_tokens)  # [P'], empty: the same
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Tokens that this rollout adds to a row that ends with `previous`."""
@@ -180,7 +178,7 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
     for_teacher = None
     if len(rollouts[0].teacher_prompt_ids):
         own = [
-            replace(each, prompt_ids=each.teacher_prompt_ids, teacher_prompt_ids=NO_IDS)
+            replace(each, prompt_ids=each.teacher_prompt_ids, teacher_prompt_ids=no_tokens())
             for each in rollouts
         ]
         for_teacher = pack(own, shares_prompts=shares_prompts)
