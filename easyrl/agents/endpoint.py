@@ -40,7 +40,7 @@ IGNORED = {
     *("service_tier", "prompt_cache_key", "safety_identifier", "messages", "prompt", "tools"),
     *("tool_choice", "n", "max_tokens", "max_completion_tokens"),  # these are read otherwise
 }
-NEUTRAL: list[Any] = [False, "", {}]
+NEUTRAL: list[Any] = [False, "", {}, {"type": "text"}]
 """Values of any other field that change nothing."""
 MAX_CHOICES = 64
 NEVER_SECONDS = 10**6  # the server closes no connection of an agent that does something else

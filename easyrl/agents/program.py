@@ -81,7 +81,7 @@ class Agent:
         import openai  # takes long
 
         # Connections and certificates are shared by the episodes.
-        if self._kind not in self._clients:
+        if self._kind not in self._clients or self._clients[self._kind].is_closed():
             make = getattr(openai, self._kind)
             self._clients[self._kind] = make(
                 base_url=base_url, api_key=api_key, timeout=None, max_retries=0

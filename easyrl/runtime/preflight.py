@@ -106,7 +106,9 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
     # A resumed run was checked when it started; the checkpoints of adapters are small.
     is_small = resume is not None or model.num_trained is not None
-    check_disk(folder_of(config), model.files, 0 if is_small else config.train.keep_checkpoints)
+    num_kept = config.train.keep_checkpoints
+    num_kept += num_kept > 0 and config.train.eval_every > 0  # the best one
+    check_disk(folder_of(config), model.files, 0 if is_small else num_kept)
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
