@@ -8,7 +8,7 @@ import json
 import random
 from collections import Counter
 from decimal import Decimal
-from itertools import pairwise, permutations
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from easyrl.data import datasets as own_datasets
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
-from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, applied, score
+from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, score
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
 from examples import make_tiny
@@ -445,17 +445,6 @@ def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, in
     keys = {key(row) for row in held_out}
     for seed in (0, 1):
         assert keys.isdisjoint(key(task.train_row(seed, index)) for index in range(1000))
-
-
-def is_solvable(nums, target, operations):
-    if len(nums) == 1:
-        return nums[0] == target
-    for left, right, *others in permutations(nums):
-        for operation in operations:
-            value = applied(operation, left, right)
-            if value is not None and is_solvable((value, *others), target, operations):
-                return True
-    return False
 
 
 def test_arithmetic_rewards_exactly_the_answer():
