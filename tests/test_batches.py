@@ -7,7 +7,6 @@ Shapes: P prompt tokens of a group, ΣR its completion tokens.
 
 import dataclasses
 from collections import Counter
-from contextlib import closing
 from itertools import chain, combinations_with_replacement, pairwise
 from multiprocessing import Pipe
 
@@ -63,13 +62,14 @@ GROUPS = st.lists(
 
 
 def config_of(num_groups, *, max_tokens=10**6, **flags):
-    """`flags`: deterministic, sync, num_updates."""
+    """`flags`: deterministic, sync, num_updates, mask_truncated."""
     settings = {
         "train.prompts_per_iteration": num_groups,
         "rollout.num_generations": NUM_GENERATIONS,
         "runtime.schedule": "sync" if flags.get("sync") else "periodic",
         "runtime.deterministic": flags.get("deterministic", False),
         "train.updates_per_iteration": flags.get("num_updates", 1),
+        "algorithm.mask_truncated_completions": flags.get("mask_truncated", False),
     }
     config = load_config(None, settings)
     # A budget smaller than a config may have: rollouts longer than it.
@@ -135,7 +135,9 @@ def batches_of(groups, max_tokens, *, order=None, **how):
     source = Feed([groups[i] for i in order or range(len(groups))])
     try:
         *found, end = source.steps(len(groups), max_tokens=max_tokens, **how)
-        assert end == UpdateEnd(num_loss_tokens=sum(group.loss_mask.sum() for group in groups))
+        mask_truncated = how.get("mask_truncated", False)
+        masks = (group.trained_mask(mask_truncated=mask_truncated) for group in groups)
+        assert end == UpdateEnd(num_loss_tokens=sum(mask.sum() for mask in masks))
         assert source.last_reader.num_read == len(groups)
         tokens = sum(g.num_completion_tokens for g in groups)
         assert source.last_reader.completion_tokens == tokens
@@ -367,12 +369,6 @@ def test_a_slot_is_free_before_its_last_micro_batch_is_trained(
 WHOLE = encode_group(make_group(FIRST))
 
 
-@given(st.integers(0, 10**6))
-def test_groups_arrive_as_they_were_sent(seed):
-    group = make_group(seed)
-    assert_same(group, decode_group(encode_group(group)))
-
-
 def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy():
     ring, group = make_ring(1), make_group(FIRST)
     assert ring.attach(0).put(decode_group(WHOLE), 0.0)
@@ -482,30 +478,11 @@ def visible(batch):
     return mask(None, None, places[:, None], places).numpy()
 
 
-def tree_batches(groups, config, *, num_ranks, shares_prompts):
-    """The micro-batches of all ranks, from the ring."""
-    with closing(make_ring(len(groups))) as ring:
-        port = ring.attach(0)
-        for group in groups:
-            assert port.put(group, 0.0)
-        reader = GroupReader(config, port, (ITERATION, VERSION), wait=lambda: pytest.fail("waits"))
-        how = {"num_ranks": num_ranks, "shares_prompts": shares_prompts}
-        for step in micro_steps(config, reader, **how):
-            if isinstance(step[0], UpdateEnd):
-                mask_truncated = config.algorithm.mask_truncated_completions
-                masks = (each.trained_mask(mask_truncated=mask_truncated) for each in groups)
-                assert step[0].num_loss_tokens == sum(mask.sum() for mask in masks)
-            yield from (each for each in step if isinstance(each, MicroBatch) and each is not EMPTY)
-
-
 @settings(max_examples=60, deadline=None)
 @given(drawn_groups(), st.integers(1, 60), st.integers(1, 3), st.booleans(), st.booleans())
 def test_every_sampled_token_is_trained_once_after_its_own_path(
     groups, max_tokens, num_ranks, shares_prompts, mask_truncated
 ):
-    config = config_of(len(groups), max_tokens=max_tokens, deterministic=True)
-    changes = {"mask_truncated_completions": mask_truncated}
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=changes)})
     found, expected, num_prompt = Counter(), Counter(), {}
     for group in groups:
         ids = np.concatenate([group.prompt_ids, group.completion_ids])
@@ -518,7 +495,8 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
             alone = pack([rollout], shares_prompts=shares_prompts)
             num_tokens = rollout.num_tokens_behind(None, shares_prompts=shares_prompts)
             assert num_tokens == len(alone.input_ids)
-    for batch in tree_batches(groups, config, num_ranks=num_ranks, shares_prompts=shares_prompts):
+    how = {"num_ranks": num_ranks, "shares_prompts": shares_prompts, "deterministic": True}
+    for batch in batches_of(groups, max_tokens, mask_truncated=mask_truncated, **how):
         sees, num_tokens = visible(batch), len(batch.input_ids)
         values = batch.loss_mask, batch.targets, batch.rollout_logprobs, batch.advantages
         for at, is_trained, *of_token in zip(batch.logits_at, *values, strict=True):
