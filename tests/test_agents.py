@@ -225,18 +225,19 @@ class Worker:
                 found = paths[(*before, *tokens[: index + 1])]
                 expected = float(scores[len(before) + index - 1, token])
                 assert found == pytest.approx(expected, abs=1e-4)
-        return len(trained)
+
+
+def played(solve, *words, model="tiny-guess", num_groups=1, columns=None, **how):
+    """Run an agent, check the tokens that are trained, and return its finished groups."""
+    with closing(Worker(model, *words, **how)) as worker:
+        found = worker.run(solve, num_groups=num_groups, **columns or {})
+        worker.check(found)
+    return found
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def worker():
-    with closing(Worker("tiny-guess", num=2)) as made:
-        yield made
 
 
 def chat(client, messages, **options):
@@ -252,7 +253,7 @@ def asked(text):
     return {"role": "user", "content": text}
 
 
-def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens(worker):
+def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens():
     def solve(client, row):
         messages = list(HELLO)
         for _ in range(3):  # a conversation that goes on
@@ -266,8 +267,7 @@ def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens(
         last = chat(client, messages)  # the first conversation goes on
         return {"turns": 8, "length": len(last) / 100}
 
-    found = worker.run(solve)
-    assert worker.check(found) > 20
+    found = played(solve, num=2)
     _, completions, answers, scored, metrics, columns = found[KEY]
     for completion, messages, branches in zip(
         completions, answers, columns["branches"], strict=True
@@ -288,9 +288,7 @@ def test_suspended_sequences_make_room_for_others():
                 messages = texts.setdefault(prompt, [asked(prompt)])
                 messages += [said(chat(client, messages)), asked("lower")]
 
-    with closing(Worker("tiny-guess", num=3, max_open=2, num_rows=2)) as worker:
-        found = worker.run(solve, num_groups=4)
-        worker.check(found)
+    found = played(solve, num_groups=4, num=3, max_open=2, num_rows=2)
     assert all(each.is_sampled.any() for group in found.values() for each in group[1])
 
 
@@ -299,28 +297,20 @@ def test_requests_at_once_are_served_and_streams_and_choices_have_all_tokens():
         with ThreadPoolExecutor(100) as threads:
             own = list(threads.map(lambda n: chat(client, [asked(f"0-{n}")]), range(100)))
         n = client.chat.completions.create(model="m", messages=HELLO, n=3, max_tokens=20)
-        parts = client.chat.completions.create(
-            model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
-        )
-        chunks = list(parts)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(model="m", messages=HELLO, **options))
         assert chunks[-1].usage.completion_tokens > 0 and chunks[-1].choices == []
         text = "".join(each.choices[0].delta.content or "" for each in chunks[:-1])
         whole = client.completions.create(model="m", prompt="0-5", max_tokens=3)
-        more = client.completions.create(
-            model="m", prompt=f"0-5{whole.choices[0].text}x", max_tokens=3
-        )
-        assert (more.usage.prompt_tokens, whole.usage.prompt_tokens) == (
-            4 + whole.usage.completion_tokens,
-            3,
-        )
+        longer = f"0-5{whole.choices[0].text}x"
+        more = client.completions.create(model="m", prompt=longer, max_tokens=3)
+        assert whole.usage.prompt_tokens == 3
+        assert more.usage.prompt_tokens == 4 + whole.usage.completion_tokens
         assert [model.id for model in client.models.list()]
         assert n.usage.completion_tokens >= 3 and len(n.choices) == 3
         return float(len(own) == 100 and text.strip() != "")
 
-    words = "rollout.max_turns=200"
-    with closing(Worker("tiny-guess", words, num=1, length=1500)) as worker:
-        found = worker.run(solve)
-        worker.check(found)
+    found = played(solve, "rollout.max_turns=200", length=1500)
     assert found[KEY][3].scores == [[1.0]], found[KEY][3].errors
 
 
@@ -331,7 +321,7 @@ def refused(ask, *arguments, **options):
     return caught.value.code, caught.value.param, caught.value.status_code
 
 
-def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(worker):
+def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name():
     kept, picture = [], {"type": "image_url", "image_url": {"url": "data:"}}
     fields = {
         "logit_bias": {"5": 1},
@@ -362,9 +352,10 @@ def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(
         assert long[0] == "context_length_exceeded"
         return 1.0
 
-    found = worker.run(solve)
-    worker.check(found)
-    assert refused(chat, kept[0], HELLO)[::2] == ("invalid_api_key", 401)
+    with closing(Worker("tiny-guess", num=2)) as worker:
+        found = worker.run(solve)
+        worker.check(found)
+        assert refused(chat, kept[0], HELLO)[::2] == ("invalid_api_key", 401)
     _, completions, _, scored, _, columns = found[KEY]
     assert scored.errors == [] and scored.scores == [[1.0, 1.0]]
     assert {each.finish_reason for each in completions} == {"length"}
@@ -433,9 +424,11 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
         (insistent, 0.0, "time"),
         (careless, 0.25, "answer"),
     ]
-    with closing(Worker("tiny-guess", "rollout.max_turns=5", max_open=2)) as worker:
-        found = worker.run(lambda client, row: ends[row["answer"]][0](client), num_groups=len(ends))
-        worker.check(found)
+
+    def solve(client, row):
+        return ends[row["answer"]][0](client)
+
+    found = played(solve, "rollout.max_turns=5", max_open=2, num_groups=len(ends))
     for index, (_, value, ended_by) in enumerate(ends):
         _, completions, _, scored, metrics, columns = found[0, 0, index]
         assert scored.scores == [[value]] and columns["ended_by"] == [ended_by]
@@ -445,9 +438,7 @@ def test_every_end_of_an_agent_is_counted_and_the_run_continues():
 
 
 def test_an_answer_that_ends_with_the_tokens_of_its_episode_is_truncated():
-    with closing(Worker("tiny-guess", length=1)) as worker:
-        found = worker.run(lambda client: len(chat(client, HELLO)))
-        (completion,) = found[KEY][1]
+    (completion,) = played(lambda client: len(chat(client, HELLO)), length=1)[KEY][1]
     assert completion.finish_reason == "length" and len(completion.token_ids) == 1
 
 
@@ -509,9 +500,7 @@ def test_tools_are_called_through_the_client_and_their_results_continue_the_toke
         assert not answer.choices[0].message.tool_calls
         return 1.0
 
-    with closing(Worker(model, num=2, length=700)) as worker:
-        found = worker.run(solve)
-        worker.check(found)
+    found = played(solve, model=model, num=2, length=700)
     assert found[KEY][3].errors == []
     assert all(len(each.segment_lengths) == 2 for each in found[KEY][1])
 
@@ -525,9 +514,7 @@ def test_the_examples_of_the_docs_run(tmp_path):
     }.items():
         code = {}
         exec(example(name, "agents.md"), code)
-        with closing(Worker(model, num=2, length=700)) as worker:
-            found = worker.run(code["solve"], **columns)
-            worker.check(found)
+        found = played(code["solve"], model=model, num=2, length=700, columns=columns)
         assert found[KEY][3].errors == [] and None not in found[KEY][3].scores[0]
     assert all(len(each.segment_lengths) >= 2 for each in found[KEY][1])
 
@@ -561,13 +548,9 @@ def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
     results = []
     for _ in range(2):
         words = "runtime.deterministic=true"
-        with closing(Worker("tiny-guess", words, num=3, max_open=2)) as worker:
-            found = worker.run(solve, num_groups=3)
-            worker.check(found)
-            results.append(
-                [[*c.token_ids, *c.logprobs] for k in sorted(found) for c in found[k][1]]
-            )
-            assert all(of[3].errors == [] for of in found.values())
+        found = played(solve, words, num=3, max_open=2, num_groups=3)
+        results.append([[*c.token_ids, *c.logprobs] for k in sorted(found) for c in found[k][1]])
+        assert all(of[3].errors == [] for of in found.values())
     assert results[0] == results[1]
 
 
