@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -206,15 +204,3 @@ def test_a_lost_worker_loses_no_episode_and_a_resumed_run_ends_in_the_same_bits(
     assert summary_of(folder)["worker_restarts"] == 1
     succeed("--resume", str(folder), "--iterations", "4", "--no-live")
     assert summary_of(folder)["weights_sha256"] == summary_of(whole)["weights_sha256"]
-
-
-@pytest.mark.long
-def test_an_evaluation_plays_the_held_out_rows(tmp_path):
-    words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live")
-    limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01", "--output", str(tmp_path))
-    subprocess.run([sys.executable, "-m", "easyrl", "eval", *words, *limits], check=True)
-    results = json.loads((tmp_path / "eval.json").read_text())
-    samples = lines_of(tmp_path / "samples.jsonl")
-    assert results["accuracy"] > 0.3
-    assert {line["ended_by"] for line in samples} <= {"done", "max_turns", "length"}
-    assert all(line["messages"][0]["content"] == "0-99" for line in samples)

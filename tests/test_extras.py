@@ -1,24 +1,11 @@
-"""Optional dependencies: what works without them, and how a missing one is named."""
+"""How a missing optional dependency is named. Runs without any are in `test_wheel.py`."""
 
 from pathlib import Path
 
 import pytest
 
-from easyrl.data.hub import resolve_model
 from easyrl.formatting import EXTRAS
-from runs import SMALL, easyrl, succeed, summary_of, without_optional_libraries, write_rows
-
-
-@pytest.mark.long
-def test_a_resumed_run_with_data_of_ones_own_needs_no_optional_library(tmp_path):
-    """That one with the built-in task needs none is shown by the fixture `finished_run`."""
-    path, run = without_optional_libraries(tmp_path), tmp_path / "run"
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    words = "--model", resolve_model("tiny"), "--dataset", data, "--reward", "exact_match"
-    succeed(*words, "--output", str(run), "--iterations", "1", *SMALL, **path)
-    succeed("--resume", str(run), "--iterations", "2", **path)
-    assert summary_of(run)["policy_version"] == 2
+from runs import easyrl
 
 
 @pytest.mark.parametrize(
