@@ -1,7 +1,5 @@
 """Hostile programs fail and leave nothing behind, as root and as another user."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,11 +7,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import venv
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +17,7 @@ from reward_pools import needs_bwrap
 from easyrl.rewards import code_runner, sandbox
 from easyrl.rewards.sandbox import SandboxError
 from hostile_code import ATTACKS, SECRET
+from runs import wait_until
 
 pytestmark = pytest.mark.alone
 TESTS = Path(__file__).parent
@@ -33,7 +29,7 @@ NOT_STOPPED_BY_LIMITS = {"fills /tmp"}  # several files; a folder on disk, remov
 class Surroundings:
     """Things that a program might reach: a folder, listeners, this process, its environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         (folder / "secret").write_text(SECRET)
         self.internet = socket.create_server(("127.0.0.1", 0))
@@ -47,22 +43,19 @@ class Surroundings:
             path.chmod(0o777)
         self.before = self.state()
 
-    def state(self) -> set[object]:
+    def state(self):
         files = {(str(p), p.stat().st_mode, p.stat().st_size) for p in self.folder.rglob("*")}
         return files | {*Path("/dev/shm").glob("easyrl-hostile*")}
 
-    def check(self) -> None:
+    def check(self):
         assert self.state() == self.before
-        deadline = time.monotonic() + 5
-        while left := sandboxed_processes():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        wait_until(lambda: not sandboxed_processes(), seconds=5)
         for read in (self.internet.accept, lambda: self.datagrams.recv(1)):
             with pytest.raises(BlockingIOError):
                 read()
 
 
-def sandboxed_processes() -> list[psutil.Process]:
+def sandboxed_processes():
     """Every process that runs the runner or was started by it."""
     found = []
     for process in psutil.process_iter(["cmdline", "name", "status"]):
@@ -74,7 +67,7 @@ def sandboxed_processes() -> list[psutil.Process]:
 
 
 @pytest.fixture
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Surroundings]:
+def surroundings(monkeypatch):
     monkeypatch.setenv("HOSTILE", SECRET)
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
         there = Surroundings(Path(folder))
@@ -85,11 +78,9 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Surroundings]:
             each.close()
 
 
-def run_as(
-    user: int | None, *words: object, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_as(user, *words, **environment):
     """Run a command with little of an environment, in a folder that other users can enter."""
-    as_user: Any = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    as_user = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     paths = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
     return subprocess.run(
         [str(word) for word in words],
@@ -103,7 +94,7 @@ def run_as(
     )
 
 
-def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None) -> set[str]:
+def hostile(kind, surroundings, python, user):
     """The attacks that succeeded in a process of this user."""
     folder = str(surroundings.folder)
     words = TESTS / "hostile_code.py", kind, folder, surroundings.port
@@ -113,7 +104,7 @@ def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None
     return set(json.loads(done.stdout))
 
 
-def can_start(python: str, user: int) -> bool:
+def can_start(python, user):
     """Return whether this user can start this Python and read this code."""
     try:
         return (
@@ -164,11 +155,8 @@ def test_killed_reward_process_takes_the_program_with_it(surroundings):
     )
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=TESTS.parent) as scoring:
-        assert scoring.stdout is not None and scoring.stdout.readline()
-        deadline = time.monotonic() + 20
-        while len(sandboxed_processes()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert scoring.stdout.readline()
+        wait_until(lambda: len(sandboxed_processes()) >= 2, seconds=20)
         scoring.kill()
     surroundings.check()
 
@@ -213,7 +201,7 @@ def test_limits_name_the_folder_that_other_users_cannot_enter():
         assert run_probe(python, "limits", Path("/")).stdout == "['1\\n']\n"
 
 
-def run_probe(python: str, kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_probe(python, kind, folder):
     script = f"from easyrl.rewards import sandbox as s; print(s.run(s.PROBE, {kind!r}, 20))"
     return run_as(None, python, "-c", script, PWD=str(folder))
 
@@ -232,7 +220,7 @@ print("done" if all(os.read(reader, 1) for _ in range(8)) else "")
 
 
 @needs_bwrap
-def test_a_memory_cgroup_bounds_all_processes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_cgroup_bounds_all_processes_together(monkeypatch):
     with contextlib.ExitStack() as stack:
         if sandbox._make_memory_group(stack) is None:
             pytest.skip("this user cannot make a memory cgroup here")

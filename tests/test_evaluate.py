@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -26,7 +25,7 @@ from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from mistakes import TINY, make_run
-from runs import descendants, easyrl, kill_worker, lines_of, wait_until_gone, write_rows
+from runs import descendants, easyrl, kill_worker, lines_of, wait_until, wait_until_gone, write_rows
 
 NUM_PROBLEMS = 6
 SMALL = ("--infer-devices=cpu", f"data.num_held_out={NUM_PROBLEMS}", "eval.max_completion_length=9")
@@ -304,9 +303,7 @@ def test_stopped_evaluation_leaves_nothing_behind(tmp_path, how, code):
     run = eval_command(*words, "data.num_held_out=64", "eval.max_completion_length=128")
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     samples = tmp_path / "samples.jsonl"
-    while not (samples.exists() and samples.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: samples.exists() and samples.stat().st_size, process)
     children = descendants(process.pid)
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
