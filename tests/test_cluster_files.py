@@ -32,10 +32,6 @@ SLURM, RAY_JOB, PAGE = (
     for path in ("configs/cluster/slurm.sbatch", "configs/cluster/rayjob.yaml", "docs/cluster.md")
 )
 JOB = yaml.safe_load(RAY_JOB.read_text())
-SBATCH_OPTIONS = {
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "exclusive"),
-    *("time", "output", "signal", "requeue"),
-}
 
 
 def easyrl_commands():
@@ -78,13 +74,10 @@ def test_a_command_exists_and_its_run_would_be_placed(words, monkeypatch):
         assert parse_device_set(parsed["infer_devices"]).is_ray
 
 
-def test_the_slurm_file_is_a_script_with_known_options():
+def test_the_slurm_file_is_a_script_with_its_options_before_the_code():
     subprocess.run(["bash", "-n", SLURM], check=True)
-    lines = re.findall(r"^#SBATCH (.*)", SLURM.read_text(), re.M)
-    options = [re.fullmatch(r"--([a-z-]+)(?:=\S+)?", line) for line in lines]
-    assert {option and option[1] for option in options} == SBATCH_OPTIONS
-    before_code = SLURM.read_text().partition("\nset -")[0]  # Slurm reads no options behind it
-    assert before_code.count("#SBATCH --") == len(lines) == len(SBATCH_OPTIONS)
+    options, code = SLURM.read_text().split("\nset -")  # Slurm reads no options behind it
+    assert "#SBATCH --" in options and "#SBATCH" not in code
 
 
 def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
