@@ -277,15 +277,10 @@ def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypa
     flex_shared_prompt.trains.cache_clear()
 
 
-def saved(tmp_path, family, dtype=torch.float32, **changes):
-    tiny_model(family, **changes).to(dtype).save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
 def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):
     """Weights are in name order, and tied ones have one name."""
-    path = saved(tmp_path, "qwen3")
-    one, other = Policy.load(path), Policy.load(path)
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    one, other = (Policy.load(str(tmp_path)) for _ in range(2))
     names = [name for name, _ in one.named_weights()]
     assert names == sorted(set(names))
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
@@ -303,11 +298,6 @@ def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):
 def policy_of(model_type):
     model = tiny_model(model_type, None, SPREAD, **UNSHARED[model_type][0])
     return Policy(model, torch.device("cpu"), no_packing_reason=attend_packed(model))
-
-
-def load(tmp_path, model_type, changes, **options):
-    tiny_model(model_type, None, **changes).save_pretrained(tmp_path)
-    return Policy.load(str(tmp_path), **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -338,8 +328,9 @@ def test_check_of_a_model_in_bfloat16_needs_no_wide_copy_of_its_vocabulary(
 def test_what_cannot_be_trained_or_not_with_shared_prompts_is_refused(
     model_type, changes, reason, tmp_path
 ):
+    tiny_model(model_type, None, **changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"model\.(attention|path).*{reason}"):
-        load(tmp_path, model_type, changes, attention="shared_prompt")
+        Policy.load(str(tmp_path), attention="shared_prompt")
 
 
 def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):

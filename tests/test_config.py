@@ -83,7 +83,6 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         # A typed end of a line is one, unless it begins a LaTeX command.
         ("data.system_prompt", r"{prompt}\n\nsteps\n", "{prompt}\n\nsteps\n"),
         ("data.system_prompt", LATEX, LATEX),
-        ("data.prompt_template", r"{q}\nA:", "{q}\nA:"),
         ("data.prompt_template", r"{q}\nnot now\n", "{q}\nnot now\n"),  # \nnot is no command
         ("data.prompt_template", r"{q}\\nA:", r"{q}\\nA:"),
         ("data.chat_template", __file__, Path(__file__).read_text()),
@@ -91,7 +90,6 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         *(("data.preset", text, None) for text in ("null", "~", "", "None")),
         *((f"data.{key}", "None", None) for key in ("system_prompt", "prompt_column")),
         ("data.chat_template", "None", None),
-        ("data.chat_template", "NONE", None),
         ("algorithm.scale_rewards", "none", "none"),
         ("reward.functions", "None", None),
         # Lists, mappings and other forms.
