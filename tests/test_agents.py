@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -65,21 +65,10 @@ class Threads:
 
     def run_agents(self, key, row, url, keys):
         self.url = url
-        return [self._start(row, url, each) for each in keys]
-
-    def _start(self, *arguments):
-        future = Future()
-
-        def keep(done):
-            with suppress(InvalidStateError):  # it was given up
-                error = done.exception()
-                future.set_exception(error) if error else future.set_result(done.result())
-
-        self._threads.submit(self._run, *arguments).add_done_callback(keep)
-        return future
+        return [self._threads.submit(self._run, row, url, each) for each in keys]
 
     def give_up(self, future):
-        future.set_exception(TimeoutError())
+        future.set_exception(TimeoutError())  # its thread ends when it cannot set another result
 
     def _run(self, row, url, key):
         agent = Agent.__new__(Agent)
