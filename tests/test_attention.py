@@ -217,30 +217,21 @@ def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num
 SIZE = SMALLEST_FLEX_HEAD_SIZE
 
 
-@pytest.mark.parametrize(
-    ("trains_flex", "head_size", "softcap", "dtype"),
-    [
-        (True, SIZE, None, torch.bfloat16),
-        (True, SIZE - 1, None, torch.bfloat16),
-        (True, SIZE, None, torch.float32),
-        (True, SIZE, 30.0, torch.bfloat16),
-        (False, SIZE, None, torch.bfloat16),
-    ],
-)
-def test_it_is_chosen_where_it_can_train(monkeypatch, trains_flex, head_size, softcap, dtype):
-    """In the first case alone."""
-    monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
+def test_it_is_chosen_where_it_can_train(monkeypatch):
+    def is_chosen(trains_flex=True, head_size=SIZE, softcap=None, dtype=torch.bfloat16):
+        monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
+        row = torch.zeros(5, 2, head_size, dtype=dtype)
+        attention = LayerSettings(0, 1.0, None, softcap)
+        return PackedGroups([(2, [2, 1])]).attend(row, row, row, attention) is None
+
     monkeypatch.setattr(FlexSharedPrompt, "attend", lambda *_: None)
     monkeypatch.setattr(flex_shared_prompt, "trains", lambda *_: True)
-    row = torch.zeros(5, 2, head_size, dtype=dtype)
-    attention = LayerSettings(0, 1.0, None, softcap)
-    output = PackedGroups([(2, [2, 1])]).attend(row, row, row, attention)
-    is_first = (trains_flex, head_size, softcap, dtype) == (True, SIZE, None, torch.bfloat16)
-    assert (output is None) == is_first
+    assert is_chosen()
+    assert not is_chosen(trains_flex=False) and not is_chosen(head_size=SIZE - 1)
+    assert not is_chosen(softcap=30.0) and not is_chosen(dtype=torch.float32)
 
 
 def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypatch):
-
     def fail(function):
         raise RuntimeError("no C compiler\nmore")
 

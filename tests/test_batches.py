@@ -216,7 +216,6 @@ def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, num_
 def test_deterministic_batches_follow_from_the_groups_alone(
     groups, budget, num_ranks, sync, random
 ):
-    """Neither order of arrival nor schedule shows in any array."""
     order = random.sample(range(len(groups)), len(groups))
     how = {"deterministic": True, "num_ranks": num_ranks}
     plain = batches_of(groups, budget, **how)
@@ -316,7 +315,6 @@ def test_sync_hands_nothing_out_before_all_have_arrived(feed, deterministic):
 
 
 def test_the_first_update_does_not_wait_for_groups_of_the_second(feed):
-    """Half of the groups are enough for the first step; groups of the second wait."""
     source = feed([make_group(FIRST + index) for index in (4, 0, 2, 1, 3, 5)])
     steps, sizes = source.steps(6, num_updates=2, max_tokens=1), []
     while isinstance(step := next(steps), MicroBatch):

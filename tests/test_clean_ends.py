@@ -22,6 +22,7 @@ from easyrl.observe.trace import MAX_BYTES
 from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked, read_lines
 from easyrl.runtime.supervisor import Supervisor
+from mistakes import TINY
 from runs import (
     HARDER,
     SMALL,
@@ -278,9 +279,7 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path, words):
         assert ("train-1: cpu" in out) == (devices == TWO)
         ends.append((load_file(folder / "model/model.safetensors"), summary_of(folder), folder))
     (one, _, _), (two, summary, folder) = ends
-    before = load_file(
-        Path(__file__).parent.parent / "easyrl/model/built_in/tiny/model.safetensors"
-    )
+    before = load_file(TINY / "model.safetensors")
     digest = hashlib.sha256()
     for name, weight in sorted(one.items()):
         gap = float((two[name] - weight).norm() / weight.norm())

@@ -88,13 +88,11 @@ def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run():
     user = re.search(r"ARG USER_ID=(\d+)", (ROOT / "Dockerfile").read_text())
     groups = {pod["template"]["spec"]["securityContext"]["fsGroup"] for pod in pods}
     assert user and groups == {int(user[1])}
-    assert len({container["image"] for container in containers}) == 1
     (group,) = spec["workerGroupSpecs"]
     num_gpus = group["replicas"] * int(containers[1]["resources"]["limits"]["nvidia.com/gpu"])
     words = COMMANDS[-1]
     sets = (words[words.index(f"--{role}-devices") + 1] for role in ("infer", "train"))
     assert sum(parse_device_set(each).count for each in sets) == num_gpus
-    assert set(yaml.safe_load(JOB["spec"]["runtimeEnvYAML"])) == {"env_vars"}
 
 
 SHORTER = (

@@ -29,7 +29,6 @@ WORDS = (
 )
 OWN_PROMPT = "algorithm.teacher=policy", "algorithm.teacher_prompt={answer};{prompt}"
 SIZES = {"hidden_size": 48, "intermediate_size": 40, "vocab_size": VOCABULARY + 7}
-
 """The teacher's: other widths, and a vocabulary that is padded further."""
 
 
