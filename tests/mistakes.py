@@ -92,7 +92,7 @@ def make_run(folder, states):
         }
         text = special
         if not isinstance(special, str):
-            content = {"format": 1, "files": {}, "sha256": {}, "state": state | special}
+            content = {"format": 1, "sha256": {}, "state": state | special}
             own = checkpoint_files._content_sha256(content)
             text = json.dumps(content | {checkpoint_files.OWN_CHECKSUM: own})
         (folder / "checkpoints" / str(version)).mkdir()

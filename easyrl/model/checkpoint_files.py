@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ BEST = "best"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
 FORMAT = 1  # format of state.json; incremented by changes that older versions cannot read
 OWN_CHECKSUM = "content_sha256"
-PROGRESS_SECONDS = 5.0  # between reports while checksums are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +50,10 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
             raise ValueError(f"expected format {FORMAT}, got {content['format']}")
         if content.pop(OWN_CHECKSUM) != _content_sha256(content):
             raise ValueError("the content does not match its checksum")
-        names, reported = sorted(content["sha256"]) if verify else [], time.monotonic()
-        for number, name in enumerate(names, start=1):
+        for name in sorted(content["sha256"]) if verify else ():
             file = path / name
             if _sha256(file) != content["sha256"][name]:
                 raise ValueError("the content does not match its checksum")
-            if time.monotonic() - reported > PROGRESS_SECONDS:
-                print(f"verified {number} of {len(names)} files of {path}", file=sys.stderr)
-                reported = time.monotonic()
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"the checkpoint '{path}' cannot be read: {file.name}: {error}") from None
     state = content["state"]
@@ -124,7 +118,6 @@ def publish(path: Path, state: Mapping[str, Any], known: Mapping[str, str] | Non
     files = sorted(written.iterdir())
     content = {
         "format": FORMAT,
-        "files": {file.name: file.stat().st_size for file in files},
         "sha256": {file.name: (known or {}).get(file.name) or _sha256(file) for file in files},
         "state": state,
     }
