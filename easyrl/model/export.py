@@ -31,7 +31,6 @@ from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_ch
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
-REMOVED = "was removed by its run meanwhile; for a newer one start the command again"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -78,8 +77,6 @@ def export_checkpoint(
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
-    from torch.distributed.checkpoint.api import CheckpointException
-
     from easyrl.model.checkpoint import read_tensors
     from easyrl.model.policy import Policy
 
@@ -96,12 +93,7 @@ def export_checkpoint(
     policy = Policy.load(model.path, trust_remote_code=trust, dtype=trained)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
-    try:
-        read_tensors(checkpoint.path, policy.model)
-    except (Exception, CheckpointException):
-        if checkpoint.path.exists():
-            raise
-        raise ConfigError(f"'{checkpoint.path}' {REMOVED}") from None
+    read_tensors(checkpoint.path, policy.model)
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     text = card(checkpoint)
     with replace_folder(folder, is_new=not force) as new:
@@ -137,8 +129,6 @@ class ModelSource:
         if self.kind == "adapter" and not folder.exists():
             self._merge(folder)
         elif not folder.exists():
-            if not Path(self.path).exists():
-                raise ConfigError(f"{KEY}: '{self.path}' {REMOVED}")
             # It is verified already.
             export_checkpoint(Path(self.path), folder, trust=trust, verify=False, dtype="trained")
         return str(folder)
