@@ -16,7 +16,6 @@ from easyrl.types import Messages, Prompt
 
 LABEL_KEY, DEVICE_KEY = "reward.model_label", "reward.model_device"
 CLASSIFIER = "ForSequenceClassification"
-DEFAULT_LABELS = 2  # transformers' own, of a config.json that does not say
 _loaded: dict[str, tuple[Any, Any]] = {}
 
 
@@ -26,18 +25,16 @@ def check_reward_models(config: Config, example: Prompt | None) -> None:
     if not paths and (label, config.reward.model_device) != (None, "cpu"):
         raise ConfigError(f"{LABEL_KEY}, {DEVICE_KEY}: expected a reward model in {KEY}, got none")
     for path in paths:
-        content = read_model_files(path, KEY).config
-        names = content.get("architectures") or ["none"]
+        names = read_model_files(path, KEY).config.get("architectures") or ["none"]
         if not all(name.endswith(CLASSIFIER) for name in names):
             expected = f"expected a model with the architecture ...{CLASSIFIER} (config.json)"
             raise ConfigError(f"{KEY}: {expected}, got {', '.join(names)} in '{path}'")
-        num_labels = len(content.get("id2label") or {}) or content.get("num_labels", DEFAULT_LABELS)
-        if num_labels > 1 and (label is None or label >= num_labels):
+        labels = _load(config, path, "AutoConfig", "configuration").id2label
+        if len(labels) > 1 and (label is None or label >= len(labels)):
             raise ConfigError(
                 f"{LABEL_KEY}: expected which of the labels of '{path}' is the score, 0 to "
-                f"{num_labels - 1} ({content.get('id2label') or 'without names'}), got {label}"
+                f"{len(labels) - 1} ({labels}), got {label}"
             )
-        _load(config, path, "AutoConfig", "configuration")
         tokenizer = _load(config, path, "AutoTokenizer", "tokenizer")
         is_chat = example is not None and not isinstance(example.content, str)
         if is_chat and not tokenizer.chat_template:
