@@ -42,7 +42,6 @@ class TrainRanks:
     group_for_files: dist.ProcessGroup | None = None  # for checkpoints; None: this rank is alone
     keeps_gathered = False  # weights stay gathered until the update ends; set before `shard`
     _parts: Sequence[Any] = ()  # the sharded modules
-    _timeout_seconds = 0.0
 
     @classmethod
     def join(
@@ -55,7 +54,6 @@ class TrainRanks:
 
         ranks = cls()
         ranks.rank, ranks.size, ranks.device = rank, size, device
-        ranks._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         with ranks.naming_failures():
             devices.join_train_world(device, store, rank, size, timeout)
@@ -117,8 +115,8 @@ class TrainRanks:
                 raise
             message = f"train rank {self.rank} of {self.size}, waiting for the others: {text}"
             if "imed out" in text or "imeout" in text:
-                bound = f"{self._timeout_seconds:g} s, twice runtime.timeout_seconds"
-                raise TimeoutError(f"{message} (the bound is {bound})") from error
+                message += " (the bound is twice runtime.timeout_seconds)"
+                raise TimeoutError(message) from error
             raise ConnectionError(message) from error
 
 
