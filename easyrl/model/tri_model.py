@@ -48,13 +48,10 @@ class TriModel:
         micro-batch."""
         train, algorithm = config.train, config.algorithm
         self.policy = policy
-        has_entropy_gradient = algorithm.entropy_coef > 0.0
         self._ranks = ranks or TrainRanks()
         own = policy if algorithm.teacher == POLICY else teacher
         self._teacher = None if own is None else Teacher(own, config, self._ranks)
-        self._forward = _Forward(
-            policy, self._teacher, config.rollout.temperature, has_entropy_gradient
-        )
+        self._forward = _Forward(policy, self._teacher, config)
         if self._ranks.mesh is not None:
             dtype, offload = getattr(torch, config.model.dtype), "optimizer" in train.offload
             self._ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
@@ -132,15 +129,16 @@ class TriModel:
 class _Forward(nn.Module):
     """Micro-batch -> log-probabilities [K] and entropies [K], as one module to shard."""
 
-    def __init__(
-        self, policy: Policy, teacher: Teacher | None, temperature: float, has_gradient: bool
-    ) -> None:
+    def __init__(self, policy: Policy, teacher: Teacher | None, config: Config) -> None:
         super().__init__()
         self.model = policy.model
         self._policy = policy
         self._distil = None if teacher is None else teacher.distil  # no submodule of this one
         self._logprobs = partial(
-            chunked_token_logprobs, policy, temperature=temperature, entropy_gradient=has_gradient
+            chunked_token_logprobs,
+            policy,
+            temperature=config.rollout.temperature,
+            entropy_gradient=config.algorithm.entropy_coef > 0.0,
         )
 
     def forward(  # noqa: PLR0917
