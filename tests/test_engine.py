@@ -244,15 +244,14 @@ def test_memory_of_an_evaluations_prompts_is_freed_for_training():
     """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
     engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
     training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
-    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
+    expected, size = bits_of(run(engine, training)), engine.cache.prompts[0][0].shape
     run(engine, evaluation)
-    assert engine.cache.prompts_size[0] > 2 * size[0]
+    assert engine.cache.prompts[0][0].shape[0] > 2 * size[0]
     for _ in range(2):
         engine.load_weights(pieces_of(make_policy("qwen3").weights()))
         assert bits_of(run(engine, training)) == expected
     engine.load_weights(pieces_of(make_policy("qwen3").weights()))
-    assert engine.cache.prompts_size == size  # training needs as much again
-    assert engine.cache.prompts[0][0].shape[0] == size[0]
+    assert engine.cache.prompts[0][0].shape == size  # training needs as much again
 
 
 def sample(logits, uniforms, temperature, **settings):
@@ -578,12 +577,12 @@ def test_graphs_read_new_weights_and_no_prompts_that_were_freed(monkeypatch):
     recorded_graphs.install(monkeypatch)
     engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
     run(engine, first)
-    size = engine.cache.prompts_size
+    size = engine.cache.prompts[0][0].shape
     for _ in range(2):  # nothing was needed in between
         engine.load_weights(pieces_of(new.weights()))
-    assert engine.cache.prompts_size == (0, 0)
+    assert engine.cache.prompts[0][0].numel() == 0
     assert tokens_of(run(engine, second)) == expected[0]
-    assert engine.cache.prompts_size == size
+    assert engine.cache.prompts[0][0].shape == size
     assert tokens_of(run(engine, longer)) == expected[1]
 
 

@@ -58,11 +58,6 @@ class KVCache:
         """Length [C] of each slot's prompt; 0 if it is copied to its rows."""
         return np.where(self.prompt_lengths > COPIED_TOKENS, self.prompt_lengths, 0)
 
-    @property
-    def prompts_size(self) -> tuple[int, int]:
-        """C and P."""
-        return len(self.prompt_lengths), self._longest_prompt
-
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
 
@@ -71,7 +66,7 @@ class KVCache:
             return key.new_zeros(sizes[0]), value.new_zeros(sizes[1])
 
         self.rows.append(zeros(self.num_rows, self.cells_per_row))
-        self.prompts.append(zeros(*self.prompts_size))
+        self.prompts.append(zeros(len(self.prompt_lengths), self._longest_prompt))
 
     def prompt_cells(self, length: int) -> int:
         """Return the cells that a prompt takes."""
