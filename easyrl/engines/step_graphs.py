@@ -80,7 +80,7 @@ class StepGraphs:
 
     def __init__(self, policy: Policy, cache: KVCache, sampling: SamplingSettings) -> None:
         self._policy, self._cache, self._sampling = policy, cache, sampling
-        self._graphs: dict[_Sizes, _Graph] = {}  # the least recently used first
+        self._graphs: dict[_Sizes, _Graph] = {}
         self._num_seen: Counter[_Sizes] = Counter()
         self._pool: Any = None
         self._num_allocations = 0  # of the prompts that graphs read
@@ -105,8 +105,7 @@ class StepGraphs:
         if self._num_allocations != self._cache.num_allocations:
             self._graphs.clear()
             self._num_allocations = self._cache.num_allocations
-        graph = self._graphs.pop(sizes, None)
-        if graph is not None:
+        if (graph := self._graphs.get(sizes)) is not None:
             graph.integers.copy_(integers)
             graph.replay()
             self.num_replays += 1
@@ -116,12 +115,7 @@ class StepGraphs:
             drawn = self._compute(sizes, on_device)
             self._num_seen[sizes] += 1
             if self._captures and self._num_seen[sizes] >= CAPTURED_AT:
-                graph = self._capture(sizes, on_device, drawn)
-        if graph is not None:
-            self._graphs[sizes] = graph
-            if len(self._graphs) > MAX_GRAPHS:
-                oldest = next(iter(self._graphs))
-                del self._graphs[oldest], self._num_seen[oldest]
+                self._capture(sizes, on_device, drawn)
         return drawn[0][: len(rows)], drawn[1][: len(rows)]
 
     def _prepare(
@@ -165,7 +159,10 @@ class StepGraphs:
             return False
         return True
 
-    def _capture(self, sizes: _Sizes, integers: Tensor, expected: Drawn) -> _Graph | None:
+    def _capture(self, sizes: _Sizes, integers: Tensor, expected: Drawn) -> None:
+        if len(self._graphs) == MAX_GRAPHS:
+            self._graphs.clear()
+            self._num_seen.clear()
         if not self._graphs:  # torch cannot reuse a pool whose graphs are gone
             self._pool = devices.graph_pool()
         try:
@@ -174,13 +171,13 @@ class StepGraphs:
             pairs = zip(drawn, expected, strict=True)
             # Log-probabilities may be NaN.
             if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
-                return _Graph(integers, replay, drawn)
+                self._graphs[sizes] = _Graph(integers, replay, drawn)
+                return
             _warn("a replayed step differs")
         except Exception as error:  # any: out of memory, or a kernel that cannot be captured
             _warn(error.__context__ or error)  # the end of the capture raises one more error
         self._captures = False
         self._graphs.clear()
-        return None
 
 
 def _warn(reason: object) -> None:
