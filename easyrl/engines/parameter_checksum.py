@@ -39,9 +39,8 @@ class ChecksumVerifier:
         ]
         if stale:
             raise RuntimeError(
-                f"weights {policy_version} were acknowledged, but the engine does not hold them: "
-                f"{len(stale)} of {len(ranks[0])} parameters are not what was sent "
-                f"({', '.join(stale[:3])})"
+                f"weights {policy_version} are not what the engine holds: {len(stale)} of "
+                f"{len(ranks[0])} parameters differ ({', '.join(stale[:3])})"
             )
 
     def _is_current(self, parts: Sequence[ParameterChecksum]) -> bool:
