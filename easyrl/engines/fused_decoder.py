@@ -35,9 +35,7 @@ CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first a
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
     """Return a decoder for sequences of up to `max_length` tokens, or None if it is not exact."""
-    parameters = list(policy.model.parameters())
-    is_float32_on_cpu = all(p.dtype == torch.float32 and p.is_cpu for p in parameters)
-    if not is_float32_on_cpu or policy.no_packing_reason is not None:
+    if not all(p.dtype == torch.float32 and p.is_cpu for p in policy.model.parameters()):
         return None
     with torch.inference_mode(), suppress(Exception):  # any: its layers may be of another kind
         decoder = FusedDecoder(policy, max_length)
