@@ -100,10 +100,9 @@ def export_checkpoint(
         policy.save(new, tokenizer, dtype=None if name == trained else name)
         if text is not None:
             (new / "README.md").write_bytes(text.encode(errors="replace"))
-    rounded = "" if name == trained else f" before they were converted to {name}"
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
-        f"{folder} in {name} (weights{rounded}: sha256 {sha256})"
+        f"{folder} in {name} (weights as trained: sha256 {sha256})"
     )
 
 
