@@ -111,9 +111,7 @@ class Adapter:
         state = {}
         for name, parameter in self._peft.named_parameters():
             if parameter.requires_grad:
-                values = whole(parameter)
-                if is_writer:
-                    state[name] = values.cpu()
+                state[name] = whole(parameter).cpu()
         if is_writer:  # with embedding layers peft would query the hub
             self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
