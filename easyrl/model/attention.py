@@ -23,10 +23,7 @@ from easyrl.model.shared_prompt import LayerSettings, SharedPrompt
 from easyrl.types import Groups
 
 ATTENTION_NAME = "easyrl"
-
 SMALLEST_FLEX_HEAD_SIZE = 16  # the smallest that FlexAttention's kernels support
-
-
 notes: list[str] = []  # for the user, until a worker reports them
 
 

@@ -304,8 +304,7 @@ def _load(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
     """Run the model in float32 although its weights may be narrower: those of a decoder layer are
-    float32 only while it runs. A wide vocabulary has CHECKED_WORDS random words meanwhile.
-    """
+    float32 only while it runs. A wide vocabulary has CHECKED_WORDS random words meanwhile."""
     kept = {weight: weight.data for weight in model.parameters()}
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     padding = [embedding.padding_idx for embedding in embeddings]
