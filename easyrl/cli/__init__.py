@@ -72,9 +72,4 @@ def main() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
-    try:
-        app(prog_name="easyrl")
-    except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # `| head` has read enough
-            raise SystemExit(0) from None
-        raise
+    app(prog_name="easyrl")
