@@ -18,7 +18,6 @@ from easyrl.cli.grpo import grpo
 
 app = typer.Typer(
     name="easyrl",
-    cls=common.Commands,
     help="Strictly on-policy reinforcement learning of language models, at asynchronous speed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

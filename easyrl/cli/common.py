@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from typer import Option
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from easyrl.formatting import ConfigError, printable
 
@@ -46,18 +46,6 @@ RayAddress = Annotated[
 Seed = Annotated[int | None, Option(help="Same seed, same data and sampling.")]
 Force = Annotated[bool, Option("--force", help="Replace what is there.")]
 NoLive = Annotated[bool, Option("--no-live", help="Plain lines instead of the live view.")]
-
-
-class Commands(TyperGroup):
-    """The commands, which names `grpo` to who types another trainer's name of it."""
-
-    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        try:
-            return super().resolve_command(context, arguments)
-        except Exception as error:
-            if arguments[0].lower() in ("train", "run", "fit", "grpo"):
-                error.message += " To train: easyrl grpo"  # type: ignore[attr-defined]
-            raise
 
 
 class CommandWithSettings(TyperCommand):
