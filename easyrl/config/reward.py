@@ -3,18 +3,19 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from easyrl.config.section import AS_LIST, COMPARED, MAY_CHANGE, NAMES_FILES, Section
 
 Index = Annotated[int, Field(ge=0)]
 
 
-def _regular_expression(text: str) -> re.Pattern[str]:
+def _check_pattern(text: str | None) -> str | None:
     try:
-        return re.compile(text)
+        re.compile(text or "")
     except re.error as error:
         raise ValueError(f"expected a regular expression ({error})") from None
+    return text
 
 
 class JudgeConfig(Section):
@@ -31,7 +32,7 @@ class JudgeConfig(Section):
     `{answer}`, are replaced; null: it asks for a score from 0 to 10."""
     mode: Annotated[Literal["single", "listwise"], COMPARED] = "single"
     """A question for each completion, or one for a whole group (`{completions}`)."""
-    pattern: Annotated[str, COMPARED] = (
+    pattern: Annotated[str, AfterValidator(_check_pattern), COMPARED] = (
         r"(?i)score(?: \d+)?(?: ?\([^)\n]*\))?[^\w:=]{0,3}[:=]"
         r"[^\w.+\-\u2212\u2013]{0,5}([-+]?(?:\d*\.)?\d+)"
     )
@@ -49,15 +50,10 @@ class JudgeConfig(Section):
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0.0, le=3600.0)
     """Longest time of one answer, in seconds; then it is asked for again."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _has_one_group(cls, value: str) -> str:
-        if _regular_expression(value).groups != 1:
-            raise ValueError("expected one group (...)")
-        return value
-
     @model_validator(mode="after")
-    def _range_is_one(self) -> Self:
+    def _score_can_be_read(self) -> Self:
+        if re.compile(self.pattern).groups != 1:
+            raise ValueError(f"reward.judge.pattern: expected one group (...), got {self.pattern}")
         if self.range[0] >= self.range[1]:
             raise ValueError(f"reward.judge.range: expected a lower number first, got {self.range}")
         return self
@@ -73,7 +69,7 @@ class RewardConfig(Section):
     reward models; null: the preset's."""
     weights: list[float] | None = None
     """One weight per function, in their order; null: 1 each."""
-    pattern: Annotated[str | None, COMPARED] = None
+    pattern: Annotated[str | None, AfterValidator(_check_pattern), COMPARED] = None
     """Python's regular expression that the function `regex` searches a completion for."""
     code_timeout_seconds: Annotated[float, COMPARED] = Field(default=10.0, gt=0.0, le=3600.0)
     """Longest time of one program with all of its tests, in seconds."""
@@ -104,12 +100,6 @@ class RewardConfig(Section):
     def is_none(self) -> bool:
         """Whether the policy is trained without rewards."""
         return self.functions == ["none"]
-
-    @field_validator("pattern")
-    @classmethod
-    def _is_regular_expression(cls, value: str | None) -> str | None:
-        _regular_expression(value or "")
-        return value
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
