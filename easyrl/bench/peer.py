@@ -21,7 +21,6 @@ from typing import Any
 
 from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
-from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
 from easyrl.formatting import require
 from easyrl.processes import die_with_parent, num_cores
@@ -105,7 +104,7 @@ def run(
         raise ConfigError(f"--rows {chats[0]}: expected --model FOLDER too, a chat model; got none")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     config = load_config(None, flags)
-    is_ray = any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices))
+    is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
     placement = None if is_ray else resolve_placement(config)  # else a cluster would be started
     if placement is None or placement.infer.kind != placement.train.kind:
         infer, train = infer_devices or "the default", train_devices or "the default"
@@ -113,7 +112,6 @@ def run(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
             f"machine, got {infer} and {train}"
         )
-    settings = {name: peer_settings(ROWS[name], placement) for name in names}
     on_cpu = placement.train.kind == "cpu"
     for extra in ("peer",) if on_cpu else ("peer", "vllm"):
         require(extra, "bench peer")
@@ -124,11 +122,12 @@ def run(
             source: Any = model if work.size is None or model else random_model(work.size)
             sizes, how = (work.num_prompts, work.prompt_length), {"is_chat": work.size is None}
             inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes, **how)
-            used = ", ".join(f"{key} {value}" for key, value in settings[name].items())
+            settings = peer_settings(work, placement)
+            used = ", ".join(f"{key} {value}" for key, value in settings.items())
             peer = f"TRL {metadata.version('trl')}, {used}"
             actions = {
                 "easyrl": partial(run_easyrl, name, work, {**flags, **inputs}),
-                "peer": partial(run_trl, f"{name}, {peer}", work, inputs, settings[name]),
+                "peer": partial(run_trl, f"{name}, {peer}", work, inputs, settings),
             }
             runs = harness.take_turns(actions, rounds, num_warm_up=0)
         rates = {side: [rate for rate, _ in runs[side]] for side in runs}
@@ -156,16 +155,10 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 
 
 def peer_settings(work: Work, placement: Placement) -> dict[str, Any]:
-    """Return TRL's settings. Raises ConfigError if completions cannot be divided."""
+    """Return TRL's settings."""
     if placement.train.kind == "cpu":
         return {"micro-batch": work.micro_batch}
-    infer, train = (list(each.indices) for each in (placement.infer, placement.train))
-    used = sorted({*infer, *train})
-    if work.num_completions % len(used):
-        raise ConfigError(
-            "--infer-devices, --train-devices: expected 1, 2, 4 or 8 devices, among which TRL "
-            f"divides {work.num_completions} completions, got {len(used)}"
-        )
+    used = sorted({*placement.infer.indices, *placement.train.indices})
     size = math.gcd(work.micro_batch, work.num_completions // len(used))
     return {"devices": used, "vllm": "colocate", "micro-batch": size}
 
