@@ -5,7 +5,7 @@ samples of one problem are correlated (Miller, arXiv 2411.00640, sections 2.1 an
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from math import comb
 from typing import Any
 
@@ -149,9 +149,8 @@ def paired(first: Bools, second: Bools) -> dict[str, Any]:
     n, p_value, is_exact = len(nonzero), 1.0, 2 ** len(nonzero) <= NUM_RESAMPLES
     if n and np.ptp(np.abs(nonzero)) < 1e-12:
         # The sum depends on the number of positive signs alone.
-        fewer = range(min(better, worse))
-        ways = accumulate(fewer, lambda ways, k: ways * (n - k) // (k + 1), initial=1)
-        p_value, is_exact = min(1.0, sum(ways) / 2 ** (n - 1)), True
+        ways = sum(comb(n, k) for k in range(min(better, worse) + 1))
+        p_value, is_exact = min(1.0, ways / 2 ** (n - 1)), True
     elif n:
         flips: Iterable[Any] = (k >> np.arange(n) & 1 for k in range(2**n))
         if not is_exact:  # the observed signs count among random ones (arXiv 1603.05766)

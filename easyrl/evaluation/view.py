@@ -61,10 +61,7 @@ class EvalView:
         mean = mean_reward(accuracy, float(rewards.mean()) if len(rewards) else None)
         speed = f"{num_tokens / max(1e-9, seconds):,.0f} tokens/s"
         num_new = len(answers) - self._num_before
-        early = (
-            10 * num_new < self._total - self._num_before
-        )  # the first answers are short, or come all at once
-        remaining = "-:--" if early else clock(num_left * seconds / num_new)
+        remaining = clock(num_left * seconds / num_new)
         figures = f"accuracy {with_error(accuracy, error)}{mean}  {speed}  ETA {remaining}"
         self.bar.update(self.bar.task_ids[0], completed=len(answers), figures=figures)
         if not self._is_live:
