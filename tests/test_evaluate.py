@@ -273,13 +273,13 @@ def test_comparison_is_printed_and_written(workers, tmp_path):
 
 
 def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp_path):
-    """The warning comes before the answers too."""
+    """The warning comes before the answers."""
     words = ("--dataset", write_sums(tmp_path / "d.jsonl", *range(6)), "--reward", "exact_match")
     call(tmp_path / "a", *words, *SMALL)
     words += ("--compare", str(tmp_path / "a"), "data.prompt_template=Add {prompt}", *SMALL)
     output, warning = call(tmp_path / "b", *words), "data.prompt_template: Add {prompt} here, None"
     assert "on 6 common problems" in output
-    assert output.index(warning) < output.index("6/6") < output.rindex(warning)
+    assert output.index(warning) < output.index("6/6")
     write_sums(tmp_path / "d.jsonl", *range(1, 7))
     assert "without a common problem" in " ".join(call(tmp_path / "c", *words, code=2).split())
 

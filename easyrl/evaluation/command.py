@@ -133,8 +133,8 @@ def evaluate(
         plan = check_evaluation(with_absolute_paths(config), base)
         with closing(EvalFolder(plan.config, plan.settings)) as folder:
             answers, num = folder.answers, len(plan.problems)
-            if other is not None:  # before the evaluation, which may take long
-                _warn_of_differences(other, plan.settings)
+            for difference in [] if other is None else differing_settings(other, plan.settings):
+                say(f"warning: not the same evaluation: {difference}")
             devices = describe(plan.placement)
             try:
                 with view.bar:
@@ -241,9 +241,3 @@ def _compare(folder: EvalFolder, results: Mapping[str, Any], other: Answers, pat
     file = folder.path / "comparison.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in problems), encoding="utf-8")
     show_comparison(figures, name, file)
-    _warn_of_differences(path, results)
-
-
-def _warn_of_differences(other: Path, settings: Mapping[str, Any]) -> None:
-    for difference in differing_settings(other, settings):
-        say(f"warning: not the same evaluation: {difference}")
