@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from easyrl.config import Config
     from easyrl.runtime.preflight import Plan
 
-NOTHING_FITS = (
-    "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
-    "checkpointing, offloading, fewer groups in flight; use more or larger devices, a smaller "
-    "model or shorter sequences"
-)
-
 
 @common.command
 def grpo(
@@ -115,6 +109,8 @@ def _print_plan(
         if "train.offload" in plan.changes and not has_lora:
             lines.append("LoRA needs much less (model.lora.rank=16)")
     elif plan.changes is None:
-        lines += ["", NOTHING_FITS + ("" if has_lora else ", or LoRA (model.lora.rank)")]
+        others = "more or larger devices, a smaller model or shorter sequences"
+        others += "" if has_lora else ", or LoRA (model.lora.rank)"
+        lines += ["", f"nothing that was tried fits: use {others}"]
     for line in lines:  # comments: the whole output is a config file
         common.echo(f"# {line}".rstrip())
