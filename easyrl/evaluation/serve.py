@@ -17,7 +17,7 @@ from easyrl.model.export import find_model
 from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.observe.text import say
-from easyrl.runtime.placement import place_evaluation
+from easyrl.runtime.placement import device_name, place_evaluation
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes, Episode, Group
 from easyrl.workers.rollout import sampling_settings
@@ -50,9 +50,7 @@ def serve(config: Config, port: int) -> None:
     endpoint = Endpoint(config, choice, port)
     endpoint.takes_any_key = True
     placement, trust = place_evaluation(config, NUM_ROWS, 1), config.model.trust_remote_code
-    device = "cpu"
-    if placement.infer.kind != "cpu":
-        device = f"{placement.accelerator}:{placement.infer.indices[0]}"
+    device = device_name(placement.accelerator, placement.indices_of("rollout", 0)[:1])
     with TemporaryDirectory() as scratch:
         path = source.make(Path(scratch) / "model", trust=trust)
         policy = Policy.load(path, device, trust_remote_code=trust, dtype=config.model.dtype)
