@@ -8,7 +8,6 @@ So workers, `resume` and the command line find all that a run needs in its confi
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import pickletools
@@ -141,14 +140,11 @@ class Inputs:
                 values = json.dumps(config.model_dump(mode="json", exclude_unset=True))
                 config = Config(**json.loads(values.replace(HERE, json.dumps(str(home))[1:-1])))
             yield config
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(f"{folder}/", "")) from None
         except OSError as error:
             raise ConfigError(f"output.dir (output): cannot write '{folder}': {error}") from None
         finally:
-            with contextlib.suppress(OSError):
-                if is_new and has_only_inputs(folder):
-                    shutil.rmtree(folder)
+            if is_new and has_only_inputs(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def __bool__(self) -> bool:
         return bool(self._texts)
