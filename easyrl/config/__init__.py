@@ -395,10 +395,9 @@ def to_commented_yaml(
         text += "" if outer or not text else "\n"
         text += f"{_comment(section.__doc__, indent)}{indent}{last}:\n"
         for key in (key for key in shown if key.rpartition(".")[0] == name):
-            comments = [KEYS[key].description]
+            text += _comment(KEYS[key].description, f"{indent}  ")
             if only_changes or only:
-                comments.append(f"Default: {yaml_value(attrgetter(key)(Config()))}")
-            text += "".join(_comment(comment, f"{indent}  ") for comment in comments)
+                text += _comment(f"Default: {yaml_value(attrgetter(key)(Config()))}", f"{indent}  ")
             value = yaml_value(attrgetter(key)(config))
             text += f"{indent}  {key.rpartition('.')[2]}: {value}\n"
     return text
@@ -415,10 +414,8 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
             raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
     if search is None:
         return [*names]
-    here = names_of_others().get(search.lower(), "")
-    words = {search.lower(), *re.findall(r"[a-z]\w*\.[\w.]+", here)}
     texts = {key: f"{key} {on_one_line(field.description)}".lower() for key, field in KEYS.items()}
-    found = [key for key, text in texts.items() if any(word in text for word in words)]
+    found = [key for key, text in texts.items() if search.lower() in text]
     if not found:
         raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
     return [*names, *found]
