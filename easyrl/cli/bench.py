@@ -50,9 +50,8 @@ def bench(
     force: Force = False,
 ) -> int:
     """Measure a part or whole runs (docs/benchmarks.md)."""
-    options = {name: value for name, value in dict(locals()).items() if value}
-    for name in ("suite", "json", "force"):
-        options.pop(name, None)
+    given = dict(locals())
+    options = {k: v for k, v in given.items() if v and k not in ("suite", "json", "force")}
     suites = SUITES if (ROOT / "benchmarks" / "ring.py").exists() else SHIPPED
     if suite not in suites:
         raise ConfigError(f"bench: expected one of {', '.join(suites)}, got '{suite}'")

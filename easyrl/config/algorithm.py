@@ -11,9 +11,6 @@ LOSS_KEY, TEACHER_KEY = "algorithm.loss_type", "algorithm.teacher"
 TEACHER_PROMPT_KEY = "algorithm.teacher_prompt"
 POLICY = "policy"  # as a teacher: the policy itself, with its current weights
 LOSS_FORMS = f"one of {', '.join(LOSS_TYPES)}, or file.py:function, or package.module:function"
-CISPO_EPSILON_HIGH = 5.0
-"""Recommended by ScaleRL (arXiv 2510.13786)."""
-
 REPLACEMENT_ROUNDS = 3
 """Most rounds of fresh prompts per iteration, for groups with equal rewards (dynamic_sampling) and
 for groups that `reward.on_error=skip_group` skips."""
@@ -77,7 +74,8 @@ class AlgorithmConfig(Section):
         """`epsilon_high` with its default."""
         if self.epsilon_high is not None:
             return self.epsilon_high
-        return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
+        # 5 is what ScaleRL recommends (arXiv 2510.13786).
+        return 5.0 if self.loss_type == "cispo" else self.epsilon
 
     @property
     def teacher_path(self) -> str | None:
