@@ -87,47 +87,45 @@ class Config(Section):
     def _sections_agree(self) -> Self:
         updates, prompts = self.train.updates_per_iteration, self.train.prompts_per_iteration
         longest, budget = self.max_sequence_length, self.max_tokens_per_micro_batch
-        runtime, problems = self.runtime, []
+        runtime, algorithm, rollout = self.runtime, self.algorithm, self.rollout
         must_hold_all = runtime.schedule == "sync" or runtime.deterministic or updates > 1
-        if self.ring_slots < prompts and (must_hold_all or self.algorithm.dynamic_sampling):
-            problems.append(
+        if self.ring_slots < prompts and (must_hold_all or algorithm.dynamic_sampling):
+            raise ValueError(
                 f"rollout.ring_slots: expected null or at least {prompts}, as all groups of an "
                 "iteration may wait in the ring with runtime.schedule=sync, runtime.deterministic, "
                 "train.updates_per_iteration over 1 or algorithm.dynamic_sampling, got "
                 f"{self.ring_slots}"
             )
         if prompts % updates:
-            problems.append(
+            raise ValueError(
                 f"train.updates_per_iteration: expected a divisor of {prompts} "
                 f"(train.prompts_per_iteration), got {updates}"
             )
         if longest > budget:
-            problems.append(
+            raise ValueError(
                 f"train.max_tokens_per_micro_batch: expected null or at least {longest}, one "
                 f"rollout (data.max_prompt_length + rollout.max_completion_length), got {budget}"
             )
         if runtime.resume == "auto" and self.output.dir is None:
-            problems.append("runtime.resume: expected output.dir (--output) too with auto")
+            raise ValueError("runtime.resume: expected output.dir (--output) too with auto")
         if runtime.autoscale and (runtime.deterministic or self.devices.spare is None):
-            problems.append(
+            raise ValueError(
                 "runtime.autoscale: expected false without devices.spare (--spare-devices) or with "
                 "runtime.deterministic, got true"
             )
-        if runtime.deterministic and self.rollout.episode_timeout_seconds is not None:
-            problems.append(
+        if runtime.deterministic and rollout.episode_timeout_seconds is not None:
+            raise ValueError(
                 "rollout.episode_timeout_seconds: expected null with runtime.deterministic, got "
-                f"{self.rollout.episode_timeout_seconds:g}"
+                f"{rollout.episode_timeout_seconds:g}"
             )
-        own_prompt, has_environments = self.algorithm.teacher_prompt, self.rollout.has_environments
-        if own_prompt is not None and (self.algorithm.teacher is None or has_environments):
-            problems.append(
+        has_no_use = algorithm.teacher is None or rollout.has_environments
+        if algorithm.teacher_prompt is not None and has_no_use:
+            raise ValueError(
                 "algorithm.teacher_prompt: expected null without algorithm.teacher, and with "
-                f"rollout.environment or rollout.tools, got {own_prompt!r}"
+                f"rollout.environment or rollout.tools, got {algorithm.teacher_prompt!r}"
             )
         if runtime.deterministic and self.train.compile:
-            problems.append("train.compile: expected false with runtime.deterministic, got true")
-        if problems:
-            raise ValueError("\n".join(problems))
+            raise ValueError("train.compile: expected false with runtime.deterministic, got true")
         return self
 
 

@@ -104,9 +104,8 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _epsilon_high_fits(self) -> Self:
         # The two ranges do not meet, so that a value meant for the other kind of loss is noticed.
-        if self.has_own_loss:
-            return self
-        if (self.resolved_epsilon_high >= 1.0) != (self.loss_type == "cispo"):
+        is_of_cispo = self.resolved_epsilon_high >= 1.0
+        if is_of_cispo != (self.loss_type == "cispo") and not self.has_own_loss:
             raise ValueError(
                 "algorithm.epsilon_high: expected null, at least 1 with algorithm.loss_type=cispo, "
                 f"or under 1 with any other, got {self.epsilon_high} with {self.loss_type}"

@@ -101,8 +101,6 @@ class DataConfig(Section):
                 f"thousandth of their sum, got {weights}"
             )
         if isinstance(self.columns, list) and len(self.columns) != num:
-            raise ValueError(
-                f"data.columns: expected names for each of {counted(num, 'data set')} in a list, "
-                f"got {len(self.columns)}"
-            )
+            expected = f"expected a list of names for each of {counted(num, 'data set')}"
+            raise ValueError(f"data.columns: {expected}, got {len(self.columns)}")
         return self

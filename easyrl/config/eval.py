@@ -28,8 +28,6 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
         if self.temperature == 0.0 and (self.num_samples or 1) > 1:
-            raise ValueError(
-                "eval.num_samples: expected 1 with eval.temperature=0 (all samples of a problem "
-                f"are the same), got {self.num_samples}"
-            )
+            expected = "expected 1 with eval.temperature=0, as samples would be the same"
+            raise ValueError(f"eval.num_samples: {expected}, got {self.num_samples}")
         return self

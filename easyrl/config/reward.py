@@ -105,20 +105,14 @@ class RewardConfig(Section):
     def _keys_agree(self) -> Self:
         functions = self.functions or ["the preset's"]
         if self.weights is not None and len(self.weights) != len(functions):
-            raise ValueError(
-                f"reward.weights: expected one for each of {', '.join(functions)}, got "
-                f"{self.weights}"
-            )
+            expected = f"expected one for each of {', '.join(functions)}"
+            raise ValueError(f"reward.weights: {expected}, got {self.weights}")
         if "none" in functions and len(functions) > 1:
             raise ValueError(f"reward.functions: expected none alone, got {', '.join(functions)}")
         if ("regex" in functions) != (self.pattern is not None):
-            raise ValueError(
-                "reward.pattern: expected a regular expression with the reward function regex, and "
-                f"null without it, got {self.pattern!r}"
-            )
+            expected = "expected a regular expression with the function regex, else null"
+            raise ValueError(f"reward.pattern: {expected}, got {self.pattern!r}")
         if ("judge" in functions) != (self.judge.url is not None):
-            raise ValueError(
-                "reward.judge.url: expected a server's address with the reward function judge, and "
-                f"null without it, got {self.judge.url!r}"
-            )
+            expected = "expected a server's address with the function judge, else null"
+            raise ValueError(f"reward.judge.url: {expected}, got {self.judge.url!r}")
         return self

@@ -81,10 +81,8 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _has_one_loop(self) -> Self:
         if self.agent is not None and (self.environment is not None or self.tools):
-            raise ValueError(
-                "rollout.agent (--agent): expected neither rollout.environment nor rollout.tools "
-                f"with it, as an agent calls its own tools, got {self.agent!r}"
-            )
+            expected = "expected null with rollout.environment or rollout.tools"
+            raise ValueError(f"rollout.agent (--agent): {expected}, got {self.agent!r}")
         return self
 
     @field_validator("agent")

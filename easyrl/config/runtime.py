@@ -38,8 +38,7 @@ class RuntimeConfig(Section):
     while the ring is full."""
 
 
-def _as_number(value: object) -> object:
-    return None if value == "all" else value
+ALL_AS_NULL = BeforeValidator(lambda value: None if value == "all" else value)
 
 
 class OutputConfig(Section):
@@ -47,7 +46,7 @@ class OutputConfig(Section):
 
     dir: Annotated[str | None, MAY_CHANGE] = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
-    samples: Annotated[int | None, BeforeValidator(_as_number), MAY_CHANGE] = Field(default=1, ge=0)
+    samples: Annotated[int | None, ALL_AS_NULL, MAY_CHANGE] = Field(default=1, ge=0)
     """Groups of each iteration that are written to samples.jsonl; `all` or null: all of them."""
     log_to: Annotated[
         list[Literal["tensorboard", "wandb", "trackio"]], AS_LIST, EACH_ONCE, MAY_CHANGE
