@@ -93,13 +93,9 @@ def compare(
         scored.append({k: rewards[0] for k, rewards in of_one.items() if len(rewards)})
     common = [problem for problem in scored[0] if problem in scored[1]]
     if not common:
-        raise ConfigError(
-            "compare (--compare): expected an evaluation on the same problems (with the same "
-            "prompts and columns), got one without a common problem that both have scored"
-        )
-    correct = [
-        is_correct([of_one[problem] for problem in common], correct_reward) for of_one in scored
-    ]
+        expected = "expected an evaluation on the same problems"
+        raise ConfigError(f"compare (--compare): {expected}, got one without a common problem")
+    correct = [is_correct([each[k] for k in common], correct_reward) for each in scored]
     means = [of_one.mean(axis=1) for of_one in correct]  # [N]
     rewards = [np.mean([of_one[k].mean() for k in common]) for of_one in scored]
     (accuracy, error), (other_accuracy, other_error) = map(mean_and_error, means)

@@ -73,9 +73,8 @@ class EvalFolder:
         self.answers[problem] = lines
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        self._write(
-            "eval.json", json.dumps(run_folder.finite(results), indent=2, allow_nan=False) + "\n"
-        )
+        text = json.dumps(run_folder.finite(results), indent=2, allow_nan=False)
+        self._write("eval.json", text + "\n")
 
     def _write(self, name: str, text: str) -> None:
         new = self.path / f"{name}.unfinished"
@@ -100,10 +99,8 @@ def read_evaluation(path: Path) -> Answers:
     is_whole = file.is_file() and (path / SETTINGS).is_file()
     lines = run_folder.read_lines(file) if is_whole else []
     if not lines or "problem" not in lines[0]:
-        raise ConfigError(
-            "compare (--compare): expected the folder of an evaluation with answers (easyrl eval "
-            f"--output DIR), got '{path}'"
-        )
+        expected = "expected the folder of an evaluation with answers"
+        raise ConfigError(f"compare (--compare): {expected}, got '{path}'")
     return _by_problem(lines)
 
 

@@ -13,7 +13,7 @@ from easyrl.evaluation.figures import Answers, accuracy_of, rewards_of
 from easyrl.events import Event
 from easyrl.formatting import counted
 from easyrl.observe.lines import mean_reward, sampling_text, with_error
-from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, say_rich, shown
+from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, say_rich
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
@@ -60,8 +60,7 @@ class EvalView:
         rewards = rewards_of(answers.values())
         mean = mean_reward(accuracy, float(rewards.mean()) if len(rewards) else None)
         speed = f"{num_tokens / max(1e-9, seconds):,.0f} tokens/s"
-        num_new = len(answers) - self._num_before
-        remaining = clock(num_left * seconds / num_new)
+        remaining = clock(num_left * seconds / (len(answers) - self._num_before))
         figures = f"accuracy {with_error(accuracy, error)}{mean}  {speed}  ETA {remaining}"
         self.bar.update(self.bar.task_ids[0], completed=len(answers), figures=figures)
         if not self._is_live:
@@ -101,11 +100,7 @@ def show_comparison(figures: Named, other: str, file: Path) -> None:
         with_error(figures["accuracy"], figures["accuracy_standard_error"]),
         with_error(figures["other_accuracy"], figures["other_accuracy_standard_error"]),
     )
-    if any(
-        mean_reward(figures[f"{who}accuracy"], figures[f"{who}reward"]) for who in ("", "other_")
-    ):
-        means = [shown(figures[name], ".3f") for name in ("reward", "other_reward")]
-        table.add_row("mean reward", *means)
+    table.add_row("mean reward", f"{figures['reward']:.3f}", f"{figures['other_reward']:.3f}")
     table.add_row("better on", str(figures["num_better"]), str(figures["num_worse"]))
     say_rich(table)
     difference = with_error(figures["difference"], figures["standard_error"], sign="+")
