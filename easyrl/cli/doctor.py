@@ -69,18 +69,16 @@ def check() -> Iterator[Line]:
     kind, lines = _accelerators()
     yield from lines
     if kind not in ("cpu", devices.ASCEND) and not devices.has_c_compiler():
-        text, remedy = "none, but kernels for GPUs need one", "apt install gcc"
-        yield Line("C compiler", "warning", text, remedy)
+        yield Line("C compiler", "warning", "none: GPU kernels need one", "apt install gcc")
     yield _vllm(kind)
     missing = sorted(name for name, module in EXTRAS.items() if find_spec(module) is None)
     text = f"missing: {', '.join(missing)} (to install: {install_command('NAME')})"
     yield Line("extras", "ok", text if missing else "all are installed")
     yield Line("memory", "ok", f"{in_gib(available_memory_bytes())}, {num_cores()} CPU cores")
-    if len(lines) > 1 or platforms.vllm_version() is not None:
-        free, remedy = shutil.disk_usage("/dev/shm").free, "docker run --shm-size=8g"
-        needs = "" if free >= GIB else "; vLLM and several devices need 1 GiB"
-        text = f"{in_gib(free)} free in /dev/shm{needs}"
-        yield Line("shared memory", "warning" if needs else "ok", text, remedy if needs else "")
+    uses_shared_memory = len(lines) > 1 or platforms.vllm_version() is not None
+    if uses_shared_memory and (free := shutil.disk_usage("/dev/shm").free) < GIB:
+        text = f"{in_gib(free)} free in /dev/shm; vLLM and several devices need 1 GiB"
+        yield Line("shared memory", "warning", text, "docker run --shm-size=8g")
     yield _code_sandbox()
 
 
@@ -125,9 +123,8 @@ def _accelerators() -> tuple[str, list[Line]]:
     for kind in devices.VISIBLE_DEVICES:
         if devices.num_device_nodes(kind):
             remedy = "install torch's build and the driver for them (docs/ascend.md for NPUs)"
-            reason = devices.unusable_reason()
-            text = f"torch cannot use the devices of kind {kind}: runs use the CPU"
-            text += f" ({reason})" if reason else ""
+            reason = devices.unusable_reason() or "torch gives no reason"
+            text = f"torch cannot use the devices of kind {kind} ({reason}): runs use the CPU"
             return "cpu", [Line("accelerators", "warning", text, remedy)]
     return "cpu", [Line("accelerators", "ok", "none: runs use the CPU")]
 
