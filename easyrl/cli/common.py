@@ -59,7 +59,7 @@ class CommandWithSettings(TyperCommand):
                 from easyrl.config import key_hint
 
                 hint = key_hint(option.lstrip("-"), "=VALUE")
-                error.message += f". {hint[0].upper()}{hint[1:]}"  # type: ignore[attr-defined]
+                error.message += f" ({hint})"  # type: ignore[attr-defined]
             raise
 
 

@@ -96,7 +96,6 @@ def _print_plan(
     from easyrl.runtime.resume import with_absolute_paths
 
     resolved = with_absolute_paths(given, is_resumed=is_resumed)
-    has_lora = given.model.lora.rank is not None
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
     common.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
@@ -106,11 +105,12 @@ def _print_plan(
         words = to_arguments(change_config(given, plan.changes), load_config(file))
         command = shlex.join(["easyrl", "grpo", *start, *words])
         lines += ["", "a command that fits, by the same estimate:", command]
-        if "train.offload" in plan.changes and not has_lora:
-            lines.append("LoRA needs much less (model.lora.rank=16)")
     elif plan.changes is None:
         others = "more or larger devices, a smaller model or shorter sequences"
-        others += "" if has_lora else ", or LoRA (model.lora.rank)"
+        others += ", or LoRA (model.lora.rank)" if given.model.lora.rank is None else ""
+        lines += ["", f"nothing that was tried fits: use {others}"]
+        others = "more or larger devices, a smaller model or shorter sequences"
+        others += ", or LoRA (model.lora.rank)" if given.model.lora.rank is None else ""
         lines += ["", f"nothing that was tried fits: use {others}"]
     for line in lines:  # comments: the whole output is a config file
         common.echo(f"# {line}".rstrip())
