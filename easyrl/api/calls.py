@@ -1,7 +1,6 @@
 """`easyrl.train` and `easyrl.evaluate`: the commands `easyrl grpo` and `easyrl eval` as functions.
 
-Both make a Config as the commands do (`load_config`), and call the same functions with it. A call
-leaves no worker and no thread behind.
+A call leaves no worker and no thread behind.
 """
 
 from __future__ import annotations

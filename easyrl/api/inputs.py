@@ -97,14 +97,6 @@ class Inputs:
             while name in stored:
                 name += "_"
             stored[name] = each
-            try:
-                cloudpickle.dumps(each)
-            except Exception as error:  # of many types
-                raise ConfigError(
-                    f"{key} ({argument}): '{name}' cannot be sent to another process: {error}; "
-                    "create what it uses inside the function, or pass its name in a file: "
-                    f"'my_{file}.py:{name}'"
-                ) from None
             return f"{HERE}/{file}.py:{name}"
 
         value: Any
@@ -115,7 +107,14 @@ class Inputs:
         else:
             value = name_of(given)
         if stored:
-            pickled = cloudpickle.dumps(stored)
+            try:
+                pickled = cloudpickle.dumps(stored)
+            except Exception as error:  # of many types
+                raise ConfigError(
+                    f"{key} ({argument}): {', '.join(stored)}: cannot be sent to another process: "
+                    f"{error}; create what is used inside the function, or pass its name in a "
+                    f"file: 'my_{file}.py:NAME'"
+                ) from None
             self._texts[f"{file}.py"] = FILE.format(
                 names=", ".join(stored),
                 paths=list(filter(None, sys.path)),
