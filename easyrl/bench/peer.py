@@ -107,10 +107,9 @@ def run(
     is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
     placement = None if is_ray else resolve_placement(config)  # else a cluster would be started
     if placement is None or placement.infer.kind != placement.train.kind:
-        infer, train = infer_devices or "the default", train_devices or "the default"
         raise ConfigError(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
-            f"machine, got {infer} and {train}"
+            f"machine, got {infer_devices} and {train_devices}"
         )
     on_cpu = placement.train.kind == "cpu"
     for extra in ("peer",) if on_cpu else ("peer", "vllm"):
