@@ -109,8 +109,5 @@ def _print_plan(
         others = "more or larger devices, a smaller model or shorter sequences"
         others += ", or LoRA (model.lora.rank)" if given.model.lora.rank is None else ""
         lines += ["", f"nothing that was tried fits: use {others}"]
-        others = "more or larger devices, a smaller model or shorter sequences"
-        others += ", or LoRA (model.lora.rank)" if given.model.lora.rank is None else ""
-        lines += ["", f"nothing that was tried fits: use {others}"]
     for line in lines:  # comments: the whole output is a config file
         common.echo(f"# {line}".rstrip())
