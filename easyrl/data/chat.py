@@ -10,34 +10,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from easyrl.config import Config, ConfigError, DataConfig
-from easyrl.data.presets import preset_of
+from easyrl.config import Config, ConfigError
 from easyrl.types import Messages
 
 MAX_CHECKED = 20_000
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 NO_CHAT_TEMPLATE = (
     "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
-    "model (model.path), a column with strings (data.prompt_column), or data.chat_template=FILE."
-    "jinja (docs/data.md); the built-in models need 'data.chat_template="
-    '{% for message in messages %}{{ message["content"] }}{% endfor %}\''
+    "model (model.path), a column with strings (data.prompt_column), data.chat=false if a preset "
+    "makes chats of strings, or data.chat_template=FILE.jinja (docs/data.md); the built-in models "
+    "need 'data.chat_template={% for message in messages %}{{ message[\"content\"] }}{% endfor %}'"
 )
-
-
-def makes_chats(data: DataConfig) -> bool:
-    """Return whether strings of the data become chats: `data.chat=false` would keep them."""
-    presets = [preset_of(name, data) for name in data.datasets]
-    return data.chat is not False and bool(data.chat or any(each and each.chat for each in presets))
-
-
-def check_template(
-    template: object, examples: Mapping[str, str | Messages], data: DataConfig
-) -> None:
-    """Raise ConfigError where prompts are chats, and the model has no chat template."""
-    location, content = next(iter(examples.items()))
-    if not template and not isinstance(content, str):
-        strings = "; strings as they are: data.chat=false" if makes_chats(data) else ""
-        raise ConfigError(f"{location}: {NO_CHAT_TEMPLATE}{strings}")
 
 
 def read_messages(given: object, source: str) -> Messages:
@@ -150,7 +133,6 @@ def check_prompts(
     variables = data.chat_template_kwargs
     is_chat = not isinstance(next(iter(examples.values())), str)
     template = getattr(tokenizer, "chat_template", None)
-    check_template(template, examples, data)
     words = re.findall(r"\w+", str(template)) if is_chat else []
     if unknown := [name for name in variables if name not in words]:
         raise ConfigError(

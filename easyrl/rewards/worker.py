@@ -25,7 +25,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from easyrl import user_code
 from easyrl.config import Config, ConfigError
-from easyrl.data.chat import makes_chats
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
 from easyrl.rewards import loading
@@ -40,7 +39,10 @@ NEEDS_MESSAGES = (
     "reads chat messages (completion[0]['content']), but the prompts of the data are strings: set "
     "data.chat=true, which makes chats of them, or read the string"
 )
-NEEDS_TEXT = "reads strings, but the prompts of the data are chats: read completion[0]['content']"
+NEEDS_TEXT = (
+    "reads strings, but the prompts of the data are chats: read completion[0]['content'], or set "
+    "data.chat=false if a preset makes chats of strings"
+)
 WRONG_FORM = (TypeError, AttributeError, LookupError)
 """Exceptions of a function that expects chat messages and gets text, or the reverse."""
 PROCESS_NAME = "easyrl-reward"
@@ -205,8 +207,7 @@ def try_function(spec: str, example: Prompt | None) -> str:
         is_text = isinstance(content, str)
         other: Messages | str = [{"role": "user", "content": content}] if is_text else str(content)
         if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):
-            or_strings = ", or set data.chat=false" if makes_chats(_config.data) else ""
-            need = NEEDS_MESSAGES if is_text else NEEDS_TEXT + or_strings
+            need = NEEDS_MESSAGES if is_text else NEEDS_TEXT
             raise ConfigError(f"{loading.KEY}: '{spec}' {need}")
     if isinstance(returned, KeyError) and isinstance(key := (*returned.args, None)[0], str):
         # It is a column, and not a key of the function's own, if a row with it has another end.
