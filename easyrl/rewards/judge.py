@@ -62,10 +62,12 @@ class JudgeError(RuntimeError):
 
 
 class Judge:
-    """A reward function. Its client and files are opened at the first call."""
+    """A reward function. Its connections and files are opened at the first call."""
 
     def __init__(self, settings: JudgeConfig) -> None:
         """Raises ConfigError where the key or the template is missing."""
+        import httpx2
+
         self._settings, name = settings, settings.key_variable
         self._url = f"{settings.url}".rstrip("/") + "/chat/completions"
         self._key = os.environ.get(name or "", "").strip()
@@ -74,7 +76,12 @@ class Judge:
         self._template = next(iter(read_template(settings).values()), QUESTIONS[settings.mode])
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self._folder = Path(home, "easyrl", "judge")
-        self._client: Any = None  # httpx2.AsyncClient
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._client = httpx2.AsyncClient(
+            headers={"Content-Type": "application/json", **headers},
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(),
+        )
         self._slots: list[int] | None = None  # files of the free ones
         self._queue = asyncio.Lock()
 
@@ -166,15 +173,11 @@ class Judge:
 
     async def try_once(self, question: str) -> None:
         """Send the question in no slot, as another run may hold all; leave nothing open."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._folder):
-            pass
         try:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self.request(question, 1, dict.fromkeys(COUNTS, 0.0))
         finally:
-            if self._client is not None:
-                await self._client.aclose()
+            await self._client.aclose()
 
     async def request(
         self, question: str, size: int, counts: dict[str, float]
@@ -182,13 +185,6 @@ class Judge:
         """Send the question once; return the answer and its scores [size]. Raises JudgeError."""
         import httpx2
 
-        if self._client is None:
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            headers["Content-Type"] = "application/json"
-            timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
-            self._client = httpx2.AsyncClient(
-                headers=headers, timeout=timeout, limits=httpx2.Limits()
-            )
         limit = self._settings.timeout_seconds
         counts["judge_calls"] += 1
         started = time.monotonic()
@@ -300,8 +296,4 @@ def check_judge(config: Config, example: Prompt) -> list[str]:
         return [f"warning: reward.judge: {error}"]
     except TimeoutError:
         return [f"warning: {config.reward.judge.url} has not answered in {CHECK_SECONDS:g} s"]
-    except OSError as error:
-        raise ConfigError(
-            f"reward.judge: no folder for its cache (XDG_CACHE_HOME): {error}"
-        ) from None
     return []
