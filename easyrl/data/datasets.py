@@ -176,8 +176,6 @@ def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
         with opener(path, "rt", encoding="utf-8", newline="") as file:
             lines = (line.removeprefix("\ufeff") for line in file)  # of joined files, too
             return list(_csv_rows(lines) if ".csv" in path.name.lower()[-7:] else _json_rows(lines))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected UTF-8: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}:{error}") from None
     except (OSError, EOFError) as error:
@@ -200,7 +198,7 @@ def _json_rows(lines: Iterable[str]) -> NumberedRows:
 def _csv_rows(lines: Iterable[str]) -> NumberedRows:
     """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
     files that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
-    limit = csv.field_size_limit(2**31)  # of the whole process
+    csv.field_size_limit(2**31)  # of the whole process
     reader = csv.DictReader(lines, restkey="", strict=True)
     try:
         names = reader.fieldnames or []
@@ -214,8 +212,6 @@ def _csv_rows(lines: Iterable[str]) -> NumberedRows:
                 yield reader.line_num, {name: text or None for name, text in row.items()}
     except csv.Error as error:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
-    finally:
-        csv.field_size_limit(limit)
 
 
 def with_eval_data(config: Config) -> Config:

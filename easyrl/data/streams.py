@@ -60,7 +60,6 @@ class RowForm:
         self.prompt_column = data.prompt_column or preset.prompt_column
         columns, self.system_prompt = data.columns, data.system_prompt
         self.names = columns[number] if isinstance(columns, list) else columns
-        self._is_mixed = len(data.datasets) > 1
         is_chat = preset.chat if data.chat is None else data.chat
         self.is_chat = bool(is_chat or data.system_prompt or environments)
         self.environments = () if "" in environments else environments
@@ -95,13 +94,10 @@ class RowForm:
         needed = [] if self.may_lack_prompt else self.prompt_columns
         own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
         for key, name in own + [(self.key, name) for name in needed if name not in names]:
-            new = name if key == self.key else key.removeprefix("data.columns.")
-            hint = f"; own names for each data set: 'data.columns=[{{}}, {{{new}: COLUMN}}]'"
+            hint = "; write braces as {{ and }}" if key == "data.prompt_template" else ""
             raise ConfigError(
                 f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
-                f"'{name}'"
-                + "; write braces as {{ and }}" * (key == self.key and self.template is not None)
-                + hint * self._is_mixed
+                f"'{name}'{hint}"
             )
 
     def content(self, row: Row) -> str | Messages:
