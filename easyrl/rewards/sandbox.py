@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,8 +82,8 @@ def find_variant(kind: Kind) -> str:
             reason = "a program that prints 1 printed something else"
         except SandboxError as error:
             reason = str(error)
-    paths = [Path(path) for path in _read_only_paths() if Path(path).exists()]
-    folders = sorted({*chain(*(path.parents for path in paths))})
+    prefixes = Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
+    folders = sorted({*prefixes[0].parents, *prefixes[1].parents})
     closed = " ".join(str(path) for path in folders if not path.stat().st_mode & 0o001)
     if os.geteuid() == 0 and closed:
         reason += f"\nprograms run as another user, who needs this Python: chmod a+x {closed}"
