@@ -155,6 +155,7 @@ def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
 def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
     """Run the test, and what it defines of `check`, functions test_* and classes of unittest. Write
     "passed" at its end. Another process executes the program."""
+    global peer  # noqa: PLW0603
     calls, replies = os.pipe(), os.pipe()
     child = os.fork()  # before the test is in memory
     if child == 0:
@@ -221,7 +222,6 @@ class Peer:
         self.reader, self.writer = open(reader, "rb"), open(writer, "wb")  # noqa: SIM115
         self.objects: list[Any] = []  # own ones, of which the other process has proxies
         self.proxies: dict[int, Any] = {}
-        self.proxy_class = make_proxy_class(self)
         self.references: dict[int, Any] = {}  # both, encoded, by id()
         self.lock = threading.RLock()
 
@@ -296,59 +296,55 @@ class Peer:
         number, *exception = parts
         if number not in self.proxies:
             # A local class, since `except` takes nothing else.
-            value = (
-                type(exception[0], tuple(exception[1:]), {}) if exception else self.proxy_class()
-            )
+            value = type(exception[0], tuple(exception[1:]), {}) if exception else Proxy()
             self.proxies[number], self.references[id(value)] = value, data
         return self.proxies[number]
 
 
-def make_proxy_class(peer: Peer) -> type:
-    """Return the class of the proxies of a peer."""
+peer: Peer
+"""The only one of this process."""
 
-    class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
-        """An object of the other process, which is asked for all that is done to it.
 
-        COMPARISONS work between two of these. Another value, which can be what a test expects, does
-        not get to the program by them: it is compared with a plain copy of the object.
-        """
+class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
+    """An object of the other process, which is asked for all that is done to it.
 
-        __slots__ = ()
+    COMPARISONS work between two of these. Another value, which can be what a test expects, does
+    not get to the program by them: it is compared with a plain copy of the object.
+    """
 
-        def __getattr__(self, name: str) -> Any:
-            # By the first NumPy would read memory; with the second `import *` replaces `abs`.
-            if name.startswith(("__array", "__all__")):
-                raise AttributeError(name)
-            return peer.call("getattr", self, name)
+    __slots__ = ()
 
-        def __eq__(self, other: object) -> Any:
-            if isinstance(other, Proxy):
-                return peer.call("eq", self, other)
-            copy = peer.call("plain_copy", self)
-            return NotImplemented if copy is None else copy == other
+    def __getattr__(self, name: str) -> Any:
+        # By the first NumPy would read memory; with the second `import *` replaces `abs`.
+        if name.startswith(("__array", "__all__")):
+            raise AttributeError(name)
+        return peer.call("getattr", self, name)
 
-        def __instancecheck__(self, value: object) -> Any:
-            return isinstance(value, Proxy) and peer.call("isinstance", value, self)
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, Proxy):
+            return peer.call("eq", self, other)
+        copy = peer.call("plain_copy", self)
+        return NotImplemented if copy is None else copy == other
 
-        def __enter__(self) -> Any:
-            return self.__getattr__("__enter__")()
+    def __instancecheck__(self, value: object) -> Any:
+        return isinstance(value, Proxy) and peer.call("isinstance", value, self)
 
-        def __exit__(self, *error: object) -> None:  # the program cannot suppress it
-            self.__getattr__("__exit__")(*error)
+    def __enter__(self) -> Any:
+        return self.__getattr__("__enter__")()
 
-    def forward(name: str, is_comparing: bool) -> None:
-        def method(self: Proxy, *arguments: Any, **named: Any) -> Any:
-            if is_comparing and not isinstance(arguments[0], Proxy):
-                return NotImplemented
-            return peer.call(name, self, *arguments, **named)
+    def __exit__(self, *error: object) -> None:  # the program cannot suppress it
+        self.__getattr__("__exit__")(*error)
 
-        setattr(Proxy, f"__{name}__", method)
 
-    for name in OPERATIONS.split():
-        forward(name, is_comparing=False)
-    for name in COMPARISONS.split():
-        forward(name, is_comparing=True)
-    return Proxy
+def forward(name: str) -> Any:
+    """Return a method of Proxy."""
+
+    def method(self: Proxy, *arguments: Any, **named: Any) -> Any:
+        if name in COMPARISONS and not isinstance(arguments[0], Proxy):
+            return NotImplemented
+        return peer.call(name, self, *arguments, **named)
+
+    return method
 
 
 def take_apart(value: Any) -> tuple[str, Any] | None:
@@ -444,7 +440,10 @@ OPERATIONS = (
     "call len iter next bool str repr hash abs neg getitem setitem delitem setattr "
     "add mul truediv floordiv mod pow matmul"
 )
-COMPARISONS = "lt le gt ge sub"  # a difference tells whether a result is close to the expected one
+COMPARISONS = ("lt", "le", "gt", "ge", "sub")
+"""A difference tells whether a result is close to the expected one."""
+for each in (*OPERATIONS.split(), *COMPARISONS):
+    setattr(Proxy, f"__{each}__", forward(each))
 PROGRAM_OPERATIONS = {**vars(builtins), **vars(operator), "plain_copy": plain_copy}
 TEST_OPERATIONS = {"getattr": access_test, "setattr": access_test, "plain_copy": lambda value: None}
 for each in ("call", "iter", "next", "len", "bool", "hash", "eq", "isinstance"):
