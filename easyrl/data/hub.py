@@ -22,11 +22,8 @@ class HubUnreachable(ConfigError):
 
 
 def resolve_model(path: str) -> str:
-    """Return the folder of a built-in model or of a local one, or else `path` itself (a hub id).
-
-    A built-in name is the built-in model here: commands have replaced it by the path of a local
-    folder of that name, where there is one (`runtime.resume`).
-    """
+    """Return the folder of a built-in or local model, or `path` itself (a hub id). Commands have
+    replaced a built-in name by the path of a local folder of that name (`runtime.resume`)."""
     folder = BUILT_IN_MODELS.get(path) or Path(path).expanduser()
     return str(folder) if folder.is_dir() else path
 
@@ -53,10 +50,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def model_config_from_hub(repository: str) -> Path:
-    """Return the model's `config.json`, downloaded or from the cache.
-
-    Raises ConfigError, with the hub's own explanation, if there is none.
-    """
+    """Return the model's `config.json`, downloaded or cached. Raises ConfigError without one."""
     if Path(repository).expanduser().is_file():
         raise ConfigError(f"{KEY}: '{repository}' is a file (GGUF files are quantized); {FORMS}")
     if not is_hub_id(repository):

@@ -38,9 +38,8 @@ RESERVED_COLUMNS = {  # arguments of a reward function that are not columns
 }
 OF_TEACHER = " (algorithm.teacher_prompt)"  # ends the location of a teacher's prompt
 BLOCK = 1000  # prompts of a mixture in which each data set has its exact share
-SOURCE_COLUMN = "data_source"
+SOURCE_COLUMN = "data_source"  # names the data set of a mixture's row, unless rows have this column
 ENVIRONMENT_COLUMN = "environment"  # names the environment of a row, where there are several
-"""Column of a mixture's prompts: their data set, unless the rows have this column themselves."""
 
 
 class RowForm:
@@ -250,11 +249,8 @@ class DataSet:
 
 
 class PromptStream:
-    """Prompts without end: `prompt(i)` is always the same.
-
-    Of every BLOCK prompts each data set has its exact share, spread evenly. Which data set a prompt
-    is from is a function of the index alone. Each data set continues through its own epochs.
-    """
+    """Prompts without end. Of every BLOCK prompts each data set has its exact share, spread evenly,
+    and continues through its own epochs."""
 
     def __init__(self, data: Mapping[str, DataSet], weights: Sequence[float]) -> None:
         """`data` by the names that `data.dataset` has."""

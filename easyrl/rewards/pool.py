@@ -105,10 +105,8 @@ class RewardPool:
             tasks.append(_Task(call, part, self._schedule(call)))
 
     def finished(self) -> list[tuple[Hashable, Scored]]:
-        """Return the groups scored since the last call, without waiting.
-
-        Raises RewardError where a function failed and `reward.on_error` is `stop`.
-        """
+        """Return the groups scored since the last call, without waiting. Raises RewardError where a
+        function failed and `reward.on_error` is `stop`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         if self.is_broken:

@@ -67,11 +67,9 @@ def run(job: dict[str, Any], kind: Kind, timeout_seconds: float) -> list[str | N
 
 @functools.cache
 def find_variant(kind: Kind) -> str:
-    """Return the first way to start programs that works here. Raises SandboxError if there is none.
-
-    As root, bwrap is started as another user; where that user cannot read this Python environment
-    (in /root), it is started as root and changes the user inside.
-    """
+    """Return the first way to start programs that works here. As root, bwrap is started as another
+    user, or, where that cannot read this Python environment (in /root), changes the user inside.
+    Raises SandboxError if there is none."""
     variants: list[str] = [kind]
     if kind == "bwrap" and os.geteuid() == 0:
         variants.append("bwrap as root")

@@ -190,10 +190,8 @@ def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _l
 
 
 def try_function(spec: str, example: Prompt | None) -> str:
-    """Load a function, check its columns, and call it on dummy completions (`reward.check`).
-
-    Returns a warning, empty if all is well. Raises ConfigError where a run would fail.
-    """
+    """Load a function, check its columns, and call it on dummy completions (`reward.check`). Return
+    a warning, empty if all is well. Raises ConfigError where a run would fail."""
     function = loading.load_reward(spec, _config)
     if example is None:
         return ""
