@@ -91,10 +91,9 @@ def render_prompt(
                 **variables or {},
             )
     except Exception as error:  # a template is a program and may raise anything
-        source = "chat template (data.chat_template, or that of model.path)"
-        what = "tokenizer of the model (model.path)" if isinstance(content, str) else source
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the {what} refuses it: {reason}") from error
+        source = "tokenizer (model.path) or chat template (data.chat_template)"
+        raise ConfigError(f"the {source} refuses it: {reason}") from error
     if not ids:
         raise ConfigError(f"the prompt {content!r:.200} has no tokens")
     return ids
