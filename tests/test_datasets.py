@@ -376,7 +376,7 @@ def test_data_sets_of_a_mixture_may_have_other_columns(files, kind, tmp_path):
     else:
         jsonl(tmp_path, *make_frame(values).to_dict("records"), name=other.name)
     both, own = [files[0], str(other)], "prompt: problem, answer: solution"
-    assert error_of(both).startswith("data.prompt_column")
+    assert error_of(both).startswith("data.prompt_column") and "data.columns=[{}" in error_of(both)
     words = f"data.columns=[{{}}, {{{own}}}]", "data.prompt_template=<{prompt}>"
     stream = opened(both, *words)
     prompts = [stream.prompt(index) for index in range(4)]

@@ -195,6 +195,9 @@ def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monk
         _, (error,), counts = scored(config, ["a"])
         assert "It is fine." in error and "reward.judge.pattern" in error
         assert counts["judge_unreadable"] == 4
+        monkeypatch.setenv("XDG_CACHE_HOME", str(template))  # a file
+        with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+            try_rewards(config, prompt_of())
 
 
 def test_settings_that_do_not_fit_are_errors():

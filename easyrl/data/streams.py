@@ -58,6 +58,7 @@ class RowForm:
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         columns, self.system_prompt = data.columns, data.system_prompt
+        self._is_mixed = len(data.datasets) > 1
         self.names = columns[number] if isinstance(columns, list) else columns
         is_chat = preset.chat if data.chat is None else data.chat
         self.is_chat = bool(is_chat or data.system_prompt or environments)
@@ -94,6 +95,7 @@ class RowForm:
         own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
         for key, name in own + [(self.key, name) for name in needed if name not in names]:
             hint = "; write braces as {{ and }}" if key == "data.prompt_template" else ""
+            hint += "; 'data.columns=[{}, …]' renames those of each data set" * self._is_mixed
             raise ConfigError(
                 f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
                 f"'{name}'{hint}"

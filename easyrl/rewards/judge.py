@@ -173,6 +173,9 @@ class Judge:
 
     async def try_once(self, question: str) -> None:
         """Send the question in no slot, as another run may hold all; leave nothing open."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._folder):
+            pass
         try:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self.request(question, 1, dict.fromkeys(COUNTS, 0.0))
@@ -296,4 +299,8 @@ def check_judge(config: Config, example: Prompt) -> list[str]:
         return [f"warning: reward.judge: {error}"]
     except TimeoutError:
         return [f"warning: {config.reward.judge.url} has not answered in {CHECK_SECONDS:g} s"]
+    except OSError as error:
+        raise ConfigError(
+            f"reward.judge: no folder for its cache (XDG_CACHE_HOME): {error}"
+        ) from None
     return []
