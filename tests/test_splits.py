@@ -4,23 +4,16 @@ import re
 from statistics import median
 
 import pytest
-from typer.testing import CliRunner
 
-from easyrl.cli import app
 from easyrl.config import ConfigError, load_config
 from easyrl.observe.splits import Measured, Split, flags_of, measure, predict_splits
-from runs import lines_of
+from runs import easyrl, lines_of
 
 
 def run_of(*words, devices=("cpu", "cpu")):
     """Measured with one engine and one trainer: 1 s for the weights, 1 s that nothing explains."""
     seconds = {"seconds": 8.0, "generating": 6.0, "training": 2.0, "weights": 1.0}
     return Measured(load_config(None, {}, words), devices, 1, 1, num_tokens=800.0, **seconds)
-
-
-def plan(*words):
-    result = CliRunner().invoke(app, ["plan", *words])
-    return result.exit_code, result.output
 
 
 def test_the_slower_side_decides_what_a_split_takes():
@@ -37,17 +30,17 @@ def test_the_slower_side_decides_what_a_split_takes():
 
 
 def test_every_split_of_a_finished_run_and_the_best_one(finished_run):
-    code, output = plan(str(finished_run.folder), "--devices", "5")
-    assert code == 0, output
+    result = easyrl("plan", finished_run.folder, "--devices", 5)
+    assert result.exit_code == 0, result.output
     lines, run = lines_of(finished_run.folder / "metrics.jsonl"), measure(finished_run.folder)
     assert run.training == median(line["perf/train_seconds"] for line in lines[1:])
     splits = predict_splits(run, 5)
     assert [(s.engines, s.trainers) for s in splits] == [(n, 5 - n) for n in range(1, 5)]
     for split in splits:
         assert split.tokens_per_second > 0
-        assert re.search(rf"{split.engines} +{split.trainers} .*%", output)
+        assert re.search(rf"{split.engines} +{split.trainers} .*%", result.output)
     best = flags_of(run, max(splits, key=lambda split: split.tokens_per_second))
-    assert f"fastest: {best}, " in output and "cpu" in best  # as measured
+    assert f"fastest: {best}, " in result.output and "cpu" in best  # as measured
 
 
 @pytest.mark.parametrize(
@@ -63,13 +56,10 @@ def test_flags_name_devices_of_the_measured_kind(devices, size, flags):
     assert flags_of(run, Split(2, 3, 1.0, 0.0, 0.0)) == flags
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("{run}", "--devices", "1"), "--devices"),
-        (("no/such/run", "--devices", "8"), "no/such/run"),
-    ],
-)
-def test_mistakes_are_reported_with_their_names(words, named, finished_run):
-    code, output = plan(*(word.format(run=finished_run.folder) for word in words))
-    assert code == 2 and named in output, output
+def test_mistakes_are_reported_with_their_names(finished_run):
+    for folder, number, named in (
+        (finished_run.folder, 1, "--devices"),
+        ("no/such/run", 8, "no/such/run"),
+    ):
+        result = easyrl("plan", folder, "--devices", number)
+        assert result.exit_code == 2 and named in result.output, result.output
