@@ -1,10 +1,8 @@
 """The reward `judge` against a real HTTP server: scores, retries, cache, bounds, bad input."""
 
-import asyncio
 import contextlib
 import time
 
-import psutil
 import pytest
 from reward_pools import call, finished
 
@@ -41,13 +39,6 @@ def scored(config, texts, **columns):
     """Scores, errors and counts of a group."""
     result = call(config, prompt_of(**columns), texts)
     return result.scores[0], result.errors, result.metrics
-
-
-def left_open(server):
-    """How many slots' files and connections to the server this process has open."""
-    process, port = psutil.Process(), int(server.url.split(":")[2].split("/")[0])
-    connections = [each for each in process.net_connections() if each.raddr[1:] == (port,)]
-    return sum("slots-" in file.path for file in process.open_files()), len(connections)
 
 
 def test_scores_are_read_mapped_and_in_order_and_a_second_time_from_the_cache(tmp_path):
@@ -173,18 +164,6 @@ def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monk
             try_rewards(config, prompt_of())
     with judge_server(lambda *_: None) as server, pytest.raises(ConfigError, match="disconnected"):
         try_rewards(config_of(server), prompt_of())
-    with judge_server() as server:
-        config = config_of(server, "reward.judge.concurrency=1")
-        busy = judge.Judge(config.reward.judge)
-
-        async def check_while_all_slots_are_taken():
-            async with busy._slot():
-                slots = left_open(server)[0]
-                assert await asyncio.to_thread(try_rewards, config, prompt_of()) == []
-                assert left_open(server) == (slots, 0)
-
-        asyncio.run(check_while_all_slots_are_taken())
-        assert len(server.questions) == 1
     template = tmp_path / "ask.txt"
     template.write_text("{completion} {anser}")
     with pytest.raises(ConfigError, match=r"anser.*\{answer\}|\{answer\}.*anser"):
