@@ -215,21 +215,21 @@ def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights(
 
 
 @pytest.mark.parametrize(
-    ("devices", "words", "reshard", "tokens"),
+    ("words", "reshard", "tokens"),
     [
-        ("8x140GiB", (), False, 32_768),
-        ("8x140GiB", ("train.max_tokens_per_micro_batch=5000",), False, 5_000),
-        ("8x140GiB", ("runtime.deterministic=true",), "auto", 4_096),
+        ((), False, 32_768),
+        (("train.max_tokens_per_micro_batch=5000",), False, 5_000),
+        (("runtime.deterministic=true",), "auto", 4_096),
     ],
 )
-def test_trainer_uses_the_memory_that_there_is(devices, words, reshard, tokens):
+def test_trainer_uses_the_memory_that_there_is(words, reshard, tokens):
     qwen3 = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
     qwen3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     size = model_size({**qwen3, "vocab_size": 151_936, "tie_word_embeddings": True}, 1_720_574_976)
     split = ("devices.infer=0-3", "devices.train=4-7", "model.dtype=bfloat16")
     lengths = ("data.max_prompt_length=512", "rollout.max_completion_length=2048")
     config = load_config(words=[*split, *lengths, "train.prompts_per_iteration=64", *words])
-    changed = memory.use_memory(config, resolve_placement(config, parse_assumed(devices)), size)
+    changed = memory.use_memory(config, resolve_placement(config, parse_assumed("8x140GiB")), size)
     assert (changed.train.reshard, changed.max_tokens_per_micro_batch) == (reshard, tokens)
 
 

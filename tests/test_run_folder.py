@@ -93,24 +93,19 @@ def scored(iteration):
     return events.FromWorker("rollout-0", 0.0, group)
 
 
-def begun(tmp_path, first):
+@pytest.mark.parametrize(("num_lost", "first"), [(0, 1), (5, 1), (0, 0)])
+def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, num_lost, first):
+    """After a power failure bytes may be missing that were written before the checkpoint. The files
+    of a run that version 0.2 began count from 0 to their end."""
     folder = RunFolder(config_for(tmp_path / "run"))
     folder._first = first
-    sizes = {}
+    sizes, path = {}, folder.path
     for iteration in (1, 2):
         folder.observe(scored(iteration))
         folder.observe(events.IterationFinished(1.0, {"iteration": iteration}))
         sizes = sizes or folder.file_sizes()
     folder.observe(events.RunFinished(2.0, {}))
     folder.close()
-    return folder.path, sizes
-
-
-@pytest.mark.parametrize(("num_lost", "first"), [(0, 1), (5, 1), (0, 0)])
-def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, num_lost, first):
-    """After a power failure bytes may be missing that were written before the checkpoint. The files
-    of a run that version 0.2 began count from 0 to their end."""
-    path, sizes = begun(tmp_path, first)
     if num_lost:
         sizes["metrics.jsonl"] = (path / "metrics.jsonl").stat().st_size
         os.truncate(path / "metrics.jsonl", sizes["metrics.jsonl"] - num_lost)

@@ -33,6 +33,7 @@ MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 """Pictures are drawn after so many events of `run_events`."""
 CPUS = {"rollout-0": "cpu", "train-0": "cpu"}
 GPUS = {f"rollout-{n}": f"cuda:{n}" for n in range(4)}
+GPUS |= {f"train-{n}": f"cuda:{n}" for n in range(4, 8)}
 
 
 @pytest.fixture
@@ -110,22 +111,15 @@ def test_plain_lines(folder, capsys):
     check_golden("plain_lines", capsys.readouterr().out)
 
 
-GPUS |= {f"train-{n}": f"cuda:{n}" for n in range(4, 8)}
-
-
-def busy(infer, train):
-    return {"infer_seconds": infer, "train_seconds": train}
-
-
 ENDS = {
     "no accuracy": (CPUS, {"accuracy_after": None, "groups_not_replaced": 7}),
     "two functions": (CPUS, {"rewards": {"one": [2.0, 3.0], "other": [None, 0.5]}}),
     "graded": (CPUS, {"held_out_reward_before": 0.5, "held_out_reward_after": 0.75}),
     "no gradient": (CPUS, {"sampling_logp_difference_max": None}),
     "low overlap": (CPUS, {"overlap": 0.2}),
-    "more GPUs for inference": (GPUS, busy(47.0, 20.0)),
+    "more GPUs for inference": (GPUS, {"infer_seconds": 47.0, "train_seconds": 20.0}),
     "balanced": (GPUS, {}),
-    "one GPU for both": ({"rollout-0": "cuda:0", "train-0": "cuda:0"}, busy(40.0, 10.0)),
+    "one GPU for both": ({"rollout-0": "cuda:0", "train-0": "cuda:0"}, {"train_seconds": 10.0}),
 }
 
 
@@ -214,9 +208,8 @@ def test_options_select_samples(tmp_path, words, expected):
     run = write(tmp_path / "run", SAMPLES)
     with (run / "samples.jsonl").open("a") as file:
         file.write(json.dumps(SAMPLES[4])[:40])
-    assert (
-        re.findall(r"completion (\S+)", easyrl("samples", run, *words.split()).output) == expected
-    )
+    shown = easyrl("samples", run, *words.split()).output
+    assert re.findall(r"completion (\S+)", shown) == expected
 
 
 def test_columns_may_have_any_name(tmp_path):

@@ -40,9 +40,8 @@ def track(folder, kind="wandb", num_iterations=0):
 
 
 def finished(iteration, **more):
-    return events.IterationFinished(
-        0.0, {"iteration": iteration, "reward": 0.5 * iteration, **more}
-    )
+    metrics = {"iteration": iteration, "reward": 0.5 * iteration, **more}
+    return events.IterationFinished(0.0, metrics)
 
 
 def scalars(folder):
