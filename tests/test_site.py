@@ -73,7 +73,7 @@ def test_workflows_run_what_is_there_and_may_only_read(file):
             assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step.get("uses", "a/b@v1")), step
 
 
-def test_versions_agree_and_forms_and_the_citation_are_complete():
+def test_versions_of_python_and_ruff_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     workflow = yaml.safe_load((GITHUB / "workflows" / "test.yml").read_text())
     versions = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
@@ -83,11 +83,6 @@ def test_versions_agree_and_forms_and_the_citation_are_complete():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     pinned = (ROOT / "constraints.txt").read_text()
     assert f"\nruff=={hooks[0]['rev'].removeprefix('v')}\n" in pinned
-    for file in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml"):
-        form = yaml.safe_load(file.read_text())
-        assert file.stem == "config" or (form["name"] and form["description"] and form["body"])
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "title", "authors", "license", "message"} <= citation.keys()
 
 
 def test_converted_commands_of_other_trainers_are_read():
@@ -99,12 +94,6 @@ def test_converted_commands_of_other_trainers_are_read():
         settings = [word for word in words if re.match(r"\w+\.\w+=", word)]
         assert len(settings) >= 8
         load_config(words=settings)
-    known = (DOCS / "settings.md").read_text()
-    ours = " ".join(re.findall(r"^\|[^|]+\|([^|]+)\|", text, re.MULTILINE))
-    keys = re.findall(r"((?:train|rollout|algorithm|data|model)\.[a-z_]+)=", ours)
-    assert len(keys) > 15
-    for key in keys:
-        assert f"`{key}`" in known, key
 
 
 def test_the_images_health_check_finds_a_run_without_events(tmp_path):
