@@ -23,7 +23,7 @@ from easyrl.runtime.preflight import identify_code, measure_model
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.types import Prompt
 from mistakes import change_json
-from runs import SMALL, bits_of, easyrl, lines_of, succeed
+from runs import SMALL, both_schedules, easyrl, lines_of
 from tiny_models import SIZES
 
 TEXTS = ["2", " 33 + 33 = 66", "", "1+1=2, so"]
@@ -117,16 +117,10 @@ def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(mo
 
 @pytest.mark.long
 def test_both_schedules_end_in_the_same_bits(models, tmp_path):
-    """Two processes of models, under random delays."""
-    words = (
-        *(*SMALL, "--no-live", "--iterations", "2", "runtime.deterministic=true"),
-        *("--reward", str(models / "one"), "--infer-devices", "cpu:2"),
-    )
-    for schedule in ("sync", "periodic"):
-        own = "--schedule", schedule, "--output", str(tmp_path / schedule)
-        succeed(*words, *own, EASYRL_RANDOM_DELAYS="0.01")
-    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
-    line, *_ = lines_of(tmp_path / "sync" / "metrics.jsonl")
+    """Two processes of models."""
+    words = ("--iterations", "2", "--reward", str(models / "one"), "--infer-devices", "cpu:2")
+    folder = both_schedules(tmp_path, *SMALL, *words)
+    line, *_ = lines_of(folder / "metrics.jsonl")
     assert line["rewards/one/std"] > 0.0 and line["grad_norm"] > 0.0
 
 

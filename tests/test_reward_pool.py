@@ -21,12 +21,10 @@ from easyrl.rewards.functions import RewardError
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
-from runs import SMALL, bits_of, descendants, lines_of, succeed, summary_of, wait_until_gone
+from runs import SMALL, both_schedules, descendants, lines_of, summary_of, wait_until_gone
 
 METHODS = ("fork", "spawn", "forkserver")
 FUNCTIONS = """
-try: from .beside import nothing
-except ImportError: pass
 import multiprocessing, os, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -84,18 +82,6 @@ def puts(queue, text): queue.put(length(text))
 
 def length_plus(text): return len(text) + BASE
 def set_up(value): globals()["BASE"] = value
-def add(a, b): return a + b
-def sends(pipe, text): pipe.send(len(text))
-class Lengths:
-    def of(self, text): return len(text)
-
-def piped(completions):
-    ours, theirs = multiprocessing.Pipe()
-    for text in completions: multiprocessing.Process(target=sends, args=(theirs, text)).start()
-    return [ours.recv() for _ in completions]
-
-def managed(completions):
-    with multiprocessing.Manager() as manager: return list(manager.list(map(len, completions)))
 
 def in_processes(completions):
     queue = multiprocessing.Queue()
@@ -133,11 +119,8 @@ def open_pool(own, reports):
     """Pools of one process, unless more are asked for."""
     with ExitStack() as opened:
 
-        def make(*names, file="own", **settings):
-            at = own.with_name(f"{file}.py")
-            if at != own:
-                at.write_text(FUNCTIONS)
-            specs = [name if name == "math" else f"{at}:{name}" for name in names]
+        def make(*names, **settings):
+            specs = [name if name == "math" else f"{own}:{name}" for name in names]
             config = config_of(*specs, **{"reward__num_workers": 1} | settings)
             pool = RewardPool(config, None, reports.append)
             opened.callback(pool.close)
@@ -254,19 +237,15 @@ def test_results_are_of_plain_types(open_pool):
 
 WITH_PROCESSES = {  # completions are "2" and "3"
     **{f"get_context('{each}').Pool(1).map(length, completions)": 1.0 for each in METHODS},
-    "get_context('forkserver').Pool(1).map(Lengths().of, completions)": 1.0,
     "get_context('spawn').Pool(1, set_up, (3,)).map(length_plus, completions)": 4.0,
     "ProcessPoolExecutor(2).map(length, completions)": 1.0,
-    "ProcessPoolExecutor(1, get_context('spawn'), set_up, (3,)).map(length_plus, completions)": 4.0,
-    "multiprocessing.Pool(2).starmap(add, [(1, len(text)) for text in completions])": 2.0,
-    **{f"{each}(completions)": 1.0 for each in ("in_processes", "piped", "managed")},
+    "in_processes(completions)": 1.0,
 }
 
 
-@pytest.mark.parametrize("name", ["own", "sys", "mine.v2"])  # `sys` is Python's, too
-def test_function_may_start_processes(open_pool, name):
-    pool = open_pool("evaluates", file=name)
-    for prompt, score in list(WITH_PROCESSES.items())[: None if name == "own" else 3]:
+def test_function_may_start_processes(open_pool):
+    pool = open_pool("evaluates")
+    for prompt, score in WITH_PROCESSES.items():
         assert scores_of(pool, f"list({prompt})") == [[score, score]]
 
 
@@ -421,29 +400,21 @@ def score(prompts, completions, log_extra, log_metric, trainer_state, **_):
 
 @pytest.mark.long
 def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path):
-    """Processes that die and calls that raise, under random delays: the same groups are skipped and
-    replaced, and the same weights come out."""
+    """Processes that die and calls that raise: the same groups are skipped and replaced, and the
+    same weights come out."""
     (tmp_path / "r.py").write_text(SOMETIMES)
-    ends = {}
-    for schedule in ("sync", "periodic"):
-        folder = tmp_path / schedule
-        succeed(
-            *("--output", str(folder), "--iterations", "3", "--schedule", schedule, *SMALL),
-            *("--reward", f"{tmp_path}/r.py:score", "reward.on_error=skip_group"),
-            *("runtime.deterministic=true", "rollout.max_concurrent_groups=2"),
-            EASYRL_RANDOM_DELAYS="0.01",
-        )
-        summary, metrics = summary_of(folder), lines_of(folder / "metrics.jsonl")
-        assert (summary["groups_trained"], summary["groups_not_replaced"]) == (12, 0)
-        assert 0 < summary["groups_skipped"] == summary["groups_replaced"] < 12
-        assert summary["groups_skipped"] == sum(line["groups_skipped"] for line in metrics)
-        errors = lines_of(folder / "reward_errors.jsonl")
-        of_training = [line for line in errors if line["iteration"] is not None]
-        assert len(of_training) == summary["reward_errors"] == summary["groups_skipped"]
-        assert len(errors) > len(of_training)  # held-out problems, too
-        assert [line["steps"] for line in metrics] == [0, 1, 2]
-        samples = [line for line in lines_of(folder / "samples.jsonl") if "first" in line]
-        assert samples and all(line["first"] == line["completion"][:1] for line in samples)
-        groups = sorted((line["iteration"], line["prompt_index"]) for line in of_training)
-        ends[schedule] = bits_of(folder), groups
-    assert ends["sync"] == ends["periodic"]
+    folder = both_schedules(
+        *(tmp_path, "--iterations", "3", *SMALL, "rollout.max_concurrent_groups=2"),
+        *("--reward", f"{tmp_path}/r.py:score", "reward.on_error=skip_group"),
+    )
+    summary, metrics = summary_of(folder), lines_of(folder / "metrics.jsonl")
+    assert (summary["groups_trained"], summary["groups_not_replaced"]) == (12, 0)
+    assert 0 < summary["groups_skipped"] == summary["groups_replaced"] < 12
+    assert summary["groups_skipped"] == sum(line["groups_skipped"] for line in metrics)
+    errors = lines_of(folder / "reward_errors.jsonl")
+    of_training = [line for line in errors if line["iteration"] is not None]
+    assert len(of_training) == summary["reward_errors"] == summary["groups_skipped"]
+    assert len(errors) > len(of_training)  # held-out problems, too
+    assert [line["steps"] for line in metrics] == [0, 1, 2]
+    samples = [line for line in lines_of(folder / "samples.jsonl") if "first" in line]
+    assert samples and all(line["first"] == line["completion"][:1] for line in samples)
