@@ -7,6 +7,7 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.events import Activity, FromWorker, GroupScored, Sample, Span, UnderWay
 from easyrl.observe.state import RunState
+from easyrl.observe.trace import TraceWriter
 
 HOSTILE = "[red]no markup[/red] \x1b[2J\x07 \u202ereversed 日本"
 METRICS = {
@@ -118,6 +119,12 @@ def run_events(folder, config=None):
         events.RunFinished(189.0, SUMMARY),
         events.RunEnded(0, ""),
     ]  # fmt: skip
+
+
+def write_trace(run):
+    notify = TraceWriter()
+    for event in run:
+        notify(event)
 
 
 def state_of(run):

@@ -90,7 +90,6 @@ def test_a_model_that_vllm_would_refuse_later_gets_no_command_with_it(tmp_path):
     ("assume", "never_run"),
     [
         ("80GiB", ""),
-        ("9x80GiB", "several accelerators"),
         ("9x80GiB rollout.engine=vllm", "several accelerators, vLLM on accelerators"),
         ("910bx2", "Ascend NPUs, several accelerators"),
     ],

@@ -18,7 +18,7 @@ from easyrl.observe.run_files import RunFiles
 from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import follow, watch
-from run_events import METRICS, active, group, run_events, state_of
+from run_events import METRICS, active, group, run_events, state_of, write_trace
 from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
 from terminals import Terminal, after_the_view
 
@@ -27,12 +27,6 @@ from terminals import Terminal, after_the_view
 def written(tmp_path):
     (tmp_path / "config.yaml").write_text("")
     return tmp_path, run_events(tmp_path, Config())
-
-
-def write(run):
-    notify = TraceWriter()
-    for event in run:
-        notify(event)
 
 
 def lines_of(folder):
@@ -88,7 +82,7 @@ def test_resumed_run_reads_as_one_run(written):
     """The first command is killed after two iterations; the next resumes after the first one. The
     last end counts."""
     folder, run = written
-    write(run[:-2])
+    write_trace(run[:-2])
     with (folder / "trace.json").open("a") as file:
         file.write('{"ph": "i", "na')
     more = {"started": 300.0, "num_iterations": 1, "earlier": [METRICS]}
@@ -98,10 +92,10 @@ def test_resumed_run_reads_as_one_run(written):
         events.IterationStarted(307.0, 2),
         group(308.0, 4, iteration=2),
     ]
-    write(resumed)
+    write_trace(resumed)
     assert content(state_of(RunFiles(folder).read())) == content(state_of(resumed))
     assert lines_of(folder)
-    write([resumed[0], events.RunEnded(1, "no more memory")])
+    write_trace([resumed[0], events.RunEnded(1, "no more memory")])
     found = list(follow(RunFiles(folder)))
     assert [event for event in found if isinstance(event, events.RunEnded)] == found[-1:]
     assert found[-1] == events.RunEnded(1, "no more memory")
@@ -109,12 +103,12 @@ def test_resumed_run_reads_as_one_run(written):
 
 def test_trace_of_version_02_counts_from_0(written):
     folder, run = written
-    write(run)
+    write_trace(run)
     state, text = content(state_of(RunFiles(folder).read())), (folder / "trace.json").read_text()
     text = re.sub(r'"iteration": (\d+)', lambda found: f'"iteration": {int(found[1]) - 1}', text)
     (folder / "trace.json").write_text(text.replace(', "first_iteration": 1', ""))
     assert content(state_of(RunFiles(folder).read())) == state
-    write(run)  # a command of this version resumes it
+    write_trace(run)  # a command of this version resumes it
     assert content(state_of(RunFiles(folder).read())) == state
 
 
@@ -125,7 +119,7 @@ def test_folder_without_a_readable_trace_is_refused(written):
     (folder / "trace.json").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
         watch(folder, live=False)
-    write(run)  # the run is resumed
+    write_trace(run)  # the run is resumed
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 
 
