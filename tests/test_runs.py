@@ -101,20 +101,6 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, ca
     assert ends["sync"] == ends["periodic"]
 
 
-@pytest.mark.long
-def test_a_runs_own_config_starts_a_new_run(finished_run, tmp_path):
-    words = ("rollout.ring_slots=1", "rollout.top_p=0.9", "rollout.top_k=3")
-    out = succeed(
-        *("--config", str(finished_run.folder / "config.yaml"), "--output", str(tmp_path / "run")),
-        *("--infer-devices", "cpu:2", *words, "rollout.temperature=1.5"),
-    )
-    assert all(word in out for word in ("rollout-1: cpu", "rollout.top_k", "rollout.top_p"))
-    for line in lines_of(tmp_path / "run" / "metrics.jsonl"):
-        # Log-probabilities are of the whole distribution; of 3 tokens they would differ much.
-        assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
-    assert summary_of(tmp_path / "run")["groups_trained"] == 12
-
-
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}\\n{% endfor %}a="
 REWARDS = """
 def score(prompts, completions, completion_ids, answer, **columns):
