@@ -3,7 +3,7 @@
 Inductor and Triton run as they would on the card, down to its machine code; nothing is launched.
 Instead, the shared memory that each kernel needs is compared with what a block has on the card.
 
-    python tests/gpu_compiler.py CARD TOKENS HEADS KEY_HEADS HEAD_SIZE [WINDOW]
+    python tests/gpu_compiler.py CARD TOKENS HEADS KEY_HEADS HEAD_SIZE WINDOW
 
 compiles the trainer's FlexAttention, forward and backward, for a packed row; exit code 1 if a
 kernel does not fit. Needs Triton on PYTHONPATH and GUARD, the library of `gpu_guard.cpp`.
@@ -177,7 +177,6 @@ def compile_attention(
 
 if __name__ == "__main__":
     chosen, (tokens, *sizes) = CARDS[sys.argv[1]], map(int, sys.argv[2:])
-    window_ = sizes[3] if len(sizes) > 3 and sizes[3] else None
-    found = compile_attention(chosen, tokens, (sizes[0], sizes[1]), sizes[2], window_)
+    found = compile_attention(chosen, tokens, (sizes[0], sizes[1]), sizes[2], sizes[3] or None)
     print(json.dumps(found))
     sys.exit(any(kernel.shared_bytes > chosen.shared_bytes for kernel in found))

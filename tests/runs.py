@@ -95,12 +95,10 @@ def finish_after(
     act: Callable[[subprocess.Popen[str]], object],
     *arguments: str,
     timeout: float = 240,
-    altered: bool = False,
     **environment: str,
 ) -> tuple[int, str, str]:
     """`finish`, with `act(process)` called once the run has printed `line`."""
-    process = (start_altered if altered else start)(*arguments, **environment)
-    with process:
+    with start(*arguments, **environment) as process:
         try:
             wait_for_line(process, line, timeout)
             act(process)
