@@ -20,6 +20,14 @@ ITERATION, VERSION, FIRST = 4, 9, 40
 VOCABULARY = 31
 NUM_GENERATIONS = 3
 LONGEST_PROMPT, LONGEST_COMPLETION = 9, 12
+REINFORCE = """
+from easyrl.algorithm.losses import LossOutputs
+
+def loss(inputs):
+    per_token = -inputs.advantages * inputs.logprobs * inputs.loss_mask
+    likely = inputs.logprobs.detach().exp() * inputs.loss_mask
+    return LossOutputs(per_token.sum(), {"probability": likely.sum()})
+"""
 
 
 def make_group(index, **changes):

@@ -17,6 +17,7 @@ from easyrl.config.train import TrainConfig
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.model.logprobs import token_logprobs
 from easyrl.workers.learner import learning_rate_factor
+from own_workers import REINFORCE
 from own_workers import loss_config as config_of
 
 torch.set_num_threads(1)
@@ -207,15 +208,6 @@ def test_any_split_into_micro_batches_has_the_same_sums(lengths, chosen, seed, r
     torch.testing.assert_close(gradients(inputs, summed), gradients(inputs, whole.loss))
     for name, value in whole.metrics.items():
         torch.testing.assert_close(sum(part.metrics[name] for part in parts), value)
-
-
-REINFORCE = """
-from easyrl.algorithm.losses import LossOutputs
-def loss(inputs):
-    per_token = -inputs.advantages * inputs.logprobs
-    likely = inputs.logprobs.detach().exp() * inputs.loss_mask
-    return LossOutputs(per_token.sum(), {"probability": likely.sum()})
-"""
 
 
 def own_config(tmp_path, source):

@@ -35,7 +35,7 @@ from own_training import (
     shake,
     train,
 )
-from own_workers import NUM_GENERATIONS
+from own_workers import NUM_GENERATIONS, REINFORCE
 from tiny_models import largest_gradient_gap, plain_logprobs, plain_model
 
 torch.set_num_threads(1)
@@ -191,16 +191,6 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(ranks, loss, num_update
         assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=0, nan_ok=True)
         if (loss, num_updates) == ("grpo", 6):
             assert [bool(each.batches[-1].loss_mask.any()) for each in outcomes] == [True, False]
-
-
-REINFORCE = """
-from easyrl.algorithm.losses import LossOutputs
-
-def loss(inputs):
-    per_token = -inputs.advantages * inputs.logprobs * inputs.loss_mask
-    likely = inputs.logprobs.detach().exp() * inputs.loss_mask
-    return LossOutputs(per_token.sum(), {"probability": likely.sum()})
-"""
 
 
 def test_every_rank_uses_the_loss_of_a_file(ranks, tmp_path):
