@@ -83,12 +83,7 @@ def assert_same_bits(cluster, tmp_path, infer, train, *words, **environment):
     on_there = on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
     every = ("--iterations", "2", *SAME, *words)
     succeed("--output", str(here), *on_here, *every, **environment)
-    process = start("--output", str(there), *on_there, *every)
-    wait_for_line(process, "iteration 1/")
-    address = cluster.address.rpartition(":")[0]
-    assert {each["device"] for each in workers_of(there)[1:]} == {f"{address}/cpu"}
-    _, err = process.communicate(timeout=240)
-    assert (process.returncode, err) == (0, "")
+    succeed("--output", str(there), *on_there, *every)
     assert len({*nodes_of_newest_run(cluster)}) == infer + train
     assert bits_of(here) == bits_of(there)
     assert summary_of(there)["groups_off_policy"] == summary_of(there)["worker_restarts"] == 0
@@ -138,8 +133,7 @@ def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
     folder = tmp_path / "run"
     words = ("--output", str(folder), *on(cluster, "ray:cpu:3"))
     err = refused(*words, timeout_seconds=10)
-    for text in ("devices.infer", "runtime.timeout_seconds", "need 1 CPU each", "has 3 CPU"):
-        assert text in err
+    assert "devices.infer" in err and "runtime.timeout_seconds" in err
     process = start(*words)
     wait_for_line(process, "waiting for places")
     time.sleep(1.0)
