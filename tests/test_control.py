@@ -85,17 +85,6 @@ def test_without_sockets_the_run_continues(folder):
     assert len(notes) == 1
 
 
-def test_a_client_that_no_longer_waits_is_refused(folder):
-    """The client has been told that the run does not answer."""
-    scaled = []
-    server, client = ControlSocket(folder, scaled.append), connect(folder)
-    client.send(json.dumps({"command": "scale", "infer_devices": "0-3"}).encode())
-    client.close()
-    server.serve()
-    server.close()
-    assert scaled == []
-
-
 def test_random_inputs_are_refused(folder):
     control = ControlSocket(folder, refuse_all)
     rng, process, num_inputs = random.Random(0), psutil.Process(), 1000

@@ -324,10 +324,7 @@ def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_pa
     make_run(tmp_path / "run", {10: {}})
     run = tmp_path / "run"
     assert run_folder_of(run / "checkpoints" / "10") == run
-    assert run_folder_of(tmp_path / "model") == tmp_path / "model"  # of no run
-    (run / "config.yaml").touch()
-    assert run_folder_of(run / "model") == run
-    (run / "config.yaml").unlink()
+    assert run_folder_of(run) == run
     words = ["train.learning_rate=1e-5", "reward.num_workers=3", "train.iterations=70"]
     config = config_of(tmp_path / "run", *words)
     found = find_resume(config, tmp_path / "run")

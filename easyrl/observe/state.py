@@ -90,7 +90,6 @@ class RunState:
     """Number of iterations trained -> held-out accuracy."""
     note: str = ""  # the newest note
     lasting_note: str = ""
-    warning: str = ""  # what the workers do, if there have been no events for long
     sampled: Sequence[events.GroupScored] = ()  # the newest groups, the newest first
     evaluation: events.EvaluationStarted | None = None
     num_answered: int = 0
@@ -102,7 +101,6 @@ class RunState:
 
     def apply(self, event: Event) -> None:
         self.newest = max(self.newest, getattr(event, "time", 0.0))
-        self.warning = getattr(event, "warning", "")
         match event:
             case events.RunStarted(started=started, devices=devices, num_iterations=done):
                 workers = {

@@ -244,7 +244,7 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
 def _warnings(state: RunState, width: int) -> list[RenderableType]:
     lines = state.lines.values()
     counts = {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
-    texts = (", ".join(problems_in(counts)), state.note, state.warning)
+    texts = (", ".join(problems_in(counts)), state.note)
     notes = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
     return [_line((printable(line), "bold yellow")) for line in [*notes, *texts] if line]
 

@@ -18,7 +18,6 @@ from easyrl.runtime.run_folder import is_locked
 from easyrl.runtime.supervisor import FAILED
 
 POLL_SECONDS = 0.25
-RESUME_SECONDS = 10.0  # longest wait for the first event of a command that resumes a run
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -48,15 +47,13 @@ def watch(folder: Path, *, live: bool) -> int:
 
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
-    end, is_alive, waited = None, True, 0.0
-    # A command that resumes the run locks it seconds before its first event.
-    while is_alive and (end is None or waited < RESUME_SECONDS):
+    end, is_alive = None, True
+    while is_alive and end is None:
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         for event in files.read():
             end = event if isinstance(event, events.RunEnded) else None
             if end is None:
                 yield event
-        waited += POLL_SECONDS
         time.sleep(POLL_SECONDS)
     message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
     yield end or events.RunEnded(FAILED, message)

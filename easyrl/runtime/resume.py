@@ -93,12 +93,9 @@ class Resume:
 
 
 def run_folder_of(path: str | os.PathLike[str]) -> Path:
-    """The run to resume: the folder itself, or that of a checkpoint or of the final model."""
+    """The run to resume: the folder itself, or that of a checkpoint."""
     folder = Path(path)
-    if folder.absolute().parent.name == CHECKPOINTS:
-        return folder.parent.parent
-    is_model = folder.name == "model" and (folder.parent / "config.yaml").is_file()
-    return folder.parent if is_model else folder
+    return folder.parent.parent if folder.absolute().parent.name == CHECKPOINTS else folder
 
 
 def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
