@@ -164,22 +164,15 @@ def no_learning_warning(lines: Sequence[Mapping[str, Any]], config: Config, fold
     newest = lines[-NO_LEARNING_ITERATIONS:]
     if len(newest) < NO_LEARNING_ITERATIONS or any(line["reward"] is None for line in newest):
         return ""
-    names = ("reward", "frac_reward_zero_std", "completions/clipped_ratio")
-    reward, alike, cut_off = (min(line[name] for line in newest) for name in names)
+    names = ("frac_reward_zero_std", "completions/clipped_ratio")
+    alike, cut_off = (min(line[name] for line in newest) for name in names)
     length = max(line["completions/mean_length"] for line in newest)
     found, causes = [], []
     if alike >= EXTREME_SHARE and not config.algorithm.trains_zero_advantages:
         found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
-        correct = config.eval.correct_reward
-        if reward >= EXTREME_SHARE * correct:
-            causes.append("the model solves all problems (harder data)")
-            causes.append("the reward does not depend on the completion")
-        elif max(line["reward"] for line in newest) <= (1 - EXTREME_SHARE) * correct:
-            causes.append("the reward does not find the answers (their form, the data's columns)")
-            causes.append("the problems are too hard for the model")
-        else:
-            causes.append("a group's completions are alike (rollout.temperature)")
-            causes.append("the reward does not depend on the completion")
+        causes.append("the problems are too easy or too hard for the model")
+        causes.append("the reward does not find the answers (their form, the data's columns)")
+        causes.append("a group's completions are alike (rollout.temperature)")
     if cut_off >= EXTREME_SHARE:
         limit = config.rollout.max_completion_length
         found.append(f"{cut_off:.0%} of the completions are cut off after {limit} tokens")
