@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config
 from easyrl.config.devices import DeviceSet
 from easyrl.rewards.loading import read_sources
 from easyrl.runtime.launchers import Launcher
@@ -77,7 +77,7 @@ class Fleet:
         self._board = make_idle_board(board_size) if placement.lends_cores else None
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
         self._watchdog = Watchdog(config.runtime.stall_seconds)
-        self._deaths: deque[tuple[float, str]] = deque()  # time, worker and cause
+        self._deaths: deque[float] = deque()  # times
         self.num_restarts: Counter[str] = Counter()  # by worker
         self.num_refused = 0  # added workers that did not start
         self._retiring: list[Worker] = []  # they leave once those that were added are ready
@@ -252,10 +252,7 @@ class Fleet:
         # The ring: its slots are free again, and nothing more of it arrives. Of two dead workers
         # one may have died in a move: they are reclaimed together.
         others = [each for each, event in self._received if isinstance(event, events.Lost)]
-        try:
-            self._launcher.reclaim([each.number for each in (worker, *others)])
-        except TimeoutError as error:  # another worker was stopped in a move
-            raise WorkerFailure(str(error)) from None
+        self._launcher.reclaim([each.number for each in (worker, *others)])
 
         # The ledger: what is not in the ring waits again.
         if self.ledger is not None:
@@ -291,14 +288,12 @@ class Fleet:
         """Return how many of the allowed deaths there were. Raises WorkerFailure after too many."""
         runtime, now = self._config.runtime, time.monotonic()
         most, window = runtime.max_restarts, runtime.restart_window_seconds
-        self._deaths.append((now, f"{worker.name} {lost.cause}"))
-        while self._deaths[0][0] < now - window:
+        self._deaths.append(now)
+        while self._deaths[0] < now - window:
             self._deaths.popleft()
         if len(self._deaths) > most:
-            lines = [f"{worker.name} {lost.cause}", lost.traceback]
-            for time_, text in list(self._deaths)[-2::-1]:
-                lines.append(f"{now - time_:.0f} s before (runtime.max_restarts={most}): {text}")
-            raise WorkerFailure("\n".join(filter(None, lines)))
+            before = f"{most} others died within {window:g} s (runtime.max_restarts={most})"
+            raise WorkerFailure(f"{worker.name} {lost.cause}; {before}\n{lost.traceback}".rstrip())
         self.num_restarts[worker.name] += 1
         return f"{len(self._deaths)} of {most} in {window:g} s (runtime.max_restarts)"
 
@@ -412,20 +407,13 @@ class Fleet:
 
     def scale(self, wanted: DeviceSet) -> None:
         """Start rollout workers on the new devices of `wanted`; then let those on other devices
-        leave. The caller has checked `wanted`. Raises ConfigError, and changes nothing, if a
-        process cannot be started."""
+        leave. The caller has checked `wanted`."""
         engines, before = engines_on(wanted, self._placement), list(self.rollout)
         most, used = self._placement.max_rollout_workers, {*self._devices.values()}
         for indices in (engine for engine in engines if engine not in used):
             number = next(n for n in range(most) if n not in self._devices)
             self._devices[number] = indices
-            try:
-                self.rollout.append(self._spawn_rollout(number, "added"))
-            except OSError as error:
-                del self._devices[number]
-                self._retiring = self.rollout[len(before) :]
-                self._let_leave()
-                raise ConfigError(f"rollout-{number} cannot be started: {error}") from None
+            self.rollout.append(self._spawn_rollout(number, "added"))
         self._retiring = [w for w in before if self._devices[w.number] not in engines]
         self._let_leave()
 
