@@ -61,13 +61,12 @@ def test_an_address_without_a_cluster_is_named(address):
     *[({"expected": versions() | {name: "0.1"}}, rf"{name} 0\.1, .*got") for name in versions()],
     ({"paths": ["/models/m"]}, "/models/m.*--model"),
     ({"probe": "/no/such/run/config.yaml"}, "/no/such/run.*--output"),
-    ({"ids": {"npu": ["0"]}}, "driver for npu"),
     ({"address": "192.0.2.1"}, "address of a network interface, got 192.0.2.1"),
 ])  # fmt: skip
 def test_a_node_that_cannot_run_a_worker_is_named(changes, named, monkeypatch):
-    facts = {"expected": versions(), "paths": [], "probe": __file__, "ids": {}} | changes
-    address, ids = facts.pop("address", "127.0.0.1"), facts.pop("ids")
-    monkeypatch.setattr(ray_host, "_accelerators", lambda: ids)
+    facts = {"expected": versions(), "paths": [], "probe": __file__} | changes
+    address = facts.pop("address", "127.0.0.1")
+    monkeypatch.setattr(ray_host, "_accelerators", dict)
     monkeypatch.setattr(ray_host, "get_node_ip_address", lambda: address)
     with pytest.raises(ConfigError, match=rf"^node .* \({address}\): expected .*{named}"):
         ray_host.WorkerHost().describe(**facts, needs_folder=True)

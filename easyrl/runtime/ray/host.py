@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from multiprocessing.connection import Connection, wait
@@ -57,20 +57,13 @@ def _accelerators() -> dict[str, list[str]]:
     return {kind: ids[name] for kind, name in devices.RAY_RESOURCES.items() if ids.get(name)}
 
 
-def check_node(
-    expected: Mapping[str, str], kinds: Iterable[str], address: str, missing: Sequence[str]
-) -> None:
-    """Raise ConfigError if a worker cannot run on this node. `expected`: versions; `kinds`: of its
-    accelerators; `missing`: paths that are not there."""
+def check_node(expected: Mapping[str, str], address: str, missing: Sequence[str]) -> None:
+    """Raise ConfigError if a worker cannot run on this node. `expected`: versions; `missing`: paths
+    that are not there."""
     for name, version in versions().items():
         if expected.get(name) != version:
             raise ConfigError(f"expected {name} {expected.get(name)}, as here, got {version}")
     devices.network_environment(address)
-    if without := [kind for kind in kinds if not devices.has_driver(kind)]:
-        raise ConfigError(
-            f"expected a driver for {without[0]} devices, as Ray counts them there, got none "
-            "(easyrl doctor on that node); or start it without: ray start --num-gpus=0"
-        )
     if missing:
         raise ConfigError(
             f"expected {' and '.join(missing)}, as here: put model and run folder (--model, "
@@ -93,14 +86,15 @@ class WorkerHost:
     ) -> NodeFacts:
         """Describe the node. Raises ConfigError if a worker cannot run there. `expected`: versions;
         `paths`: of the model; `probe`: a file where the run folder is."""
-        ids, address, sees_folder = _accelerators(), get_node_ip_address(), Path(probe).exists()
+        address, sees_folder = get_node_ip_address(), Path(probe).exists()
         needed = [str(Path(probe).parent)] if needs_folder and not sees_folder else []
         missing = [path for path in paths if not Path(path).exists()]
         try:
-            check_node(expected, ids, address, missing + needed)
+            check_node(expected, address, missing + needed)
         except ConfigError as error:
             raise ConfigError(f"node {os.uname().nodename} ({address}): {error}") from None
-        return NodeFacts(address, tuple(chain.from_iterable(ids.values())), sees_folder)
+        ids = tuple(chain.from_iterable(_accelerators().values()))
+        return NodeFacts(address, ids, sees_folder)
 
     def run(
         self,

@@ -48,7 +48,6 @@ PAUSE_SECONDS = 1.0
 HEAD_SECONDS = 45.0  # then a head that does not answer is lost; Ray ends the process after 60
 CHECK_SECONDS = 10.0
 KILL_SECONDS = 5.0  # for Ray to confirm that an actor is dead: a lost node confirms nothing
-SAME_CLOCK_SECONDS = 0.01  # clocks that differ by less are the same, or as good
 QUERY_SECONDS = 30.0
 
 remote: Any = ray.remote
@@ -308,7 +307,7 @@ class RayLauncher:
             settings = replace(
                 settings,
                 address=facts.address,
-                clock_offset_seconds=offset if abs(offset) > SAME_CLOCK_SECONDS else 0.0,
+                clock_offset_seconds=offset,
                 log_file=log_file and str(Path(log_file).absolute()),
                 device_indices=tuple(range(len(settings.device_indices))),
             )
