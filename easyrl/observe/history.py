@@ -127,8 +127,6 @@ def read_history(folder: Path) -> History:
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
         shift = 1 - first_iteration(folder)
         for line in GrowingFile(folder / METRICS).read():
-            if not isinstance(line, dict) or "iteration" not in line:
-                raise ConfigError(f"{folder / METRICS}: expected metrics of `easyrl grpo`")
             number = line["iteration"] + shift
             known = run.lines.get(number, {})
             run.lines[number] = {**known, **line, "iteration": number, OVERLAP: overlap([line])}

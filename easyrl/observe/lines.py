@@ -205,13 +205,9 @@ def _balance(
     is_shared = engines != [] and engines == trainers and "cpu" not in engines[0]
     both = ("generating", "training") if infer < train else ("training", "generating")
     text = f"{summary['overlap']:.0%} of {both[0]} ran while {both[1]}"
-    if summary["overlap"] < LOW_OVERLAP and min(infer, train) >= SMALL_SHARE:
-        if config.runtime.schedule == "sync":
-            text += "; runtime.schedule=sync has none"
-        elif is_shared:
-            text += "; one device does both"
-        else:
-            text += "; a higher train.prompts_per_iteration raises it"
+    is_low = summary["overlap"] < LOW_OVERLAP and min(infer, train) >= SMALL_SHARE
+    if is_low and config.runtime.schedule == "periodic" and not is_shared:
+        text += "; a higher train.prompts_per_iteration raises it"
     yield "overlap", text
     if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
         hint = f"; for a better split: easyrl plan RUN --devices {len(devices)}"

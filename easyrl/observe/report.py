@@ -51,16 +51,11 @@ def to_page(runs: Sequence[History]) -> str:
 
 def _overview(run: History) -> dict[str, str]:
     devices = ", ".join(f"{name}: {device}" for name, device in run.devices.items())
-    versions = [int(version) for version in run.series("policy_version")[1]]
-    step = run.config.train.updates_per_iteration
-    is_complete = versions == list(range(step, run.num_done * step + 1, step))
-    missing = "none missing" if is_complete else "with gaps: metrics.jsonl lacks iterations"
     return {
         "model": run.config.model.path,
         "data": run.config.data.shown,
         "devices": devices or "unknown",
         **run.results(),
-        "policy versions": f"{versions[0]} to {versions[-1]}, {missing}" if versions else "none",
     }
 
 
