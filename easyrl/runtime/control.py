@@ -112,7 +112,7 @@ def serving(
         control.close()
 
 
-def request(folder: Path, message: Any, timeout_seconds: float = REPLY_SECONDS) -> Reply:
+def request(folder: Path, message: Any) -> Reply:
     """Send a request to the run in `folder`; return the reply. Raises ConfigError."""
     try:
         if not (folder / "config.yaml").is_file():
@@ -120,7 +120,7 @@ def request(folder: Path, message: Any, timeout_seconds: float = REPLY_SECONDS) 
         if not is_locked(folder):
             raise ConfigError(f"the run has ended; see easyrl watch {quote(str(folder))}")
         with _unix_socket() as connection, _address(folder) as address:
-            connection.settimeout(timeout_seconds)
+            connection.settimeout(REPLY_SECONDS)
             connection.connect(address)
             connection.send(json.dumps(message).encode())
             received = connection.recv(MAX_BYTES)

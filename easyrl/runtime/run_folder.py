@@ -14,7 +14,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
@@ -50,7 +49,6 @@ class RunFolder:
         self.path = folder_of(config)
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"  # the final one, a Hugging Face folder
-        is_new = not self.path.exists()
         try:
             if lock is None:
                 if not has_only_inputs(self.path):
@@ -70,8 +68,6 @@ class RunFolder:
         except OSError as error:
             if lock is not None:
                 os.close(lock)
-                if is_new:
-                    shutil.rmtree(self.path, ignore_errors=True)
             raise _unusable(self.path, error) from None
 
     def close(self) -> None:
@@ -196,15 +192,12 @@ def from_1(folder: Path, lines: Iterable[Any]) -> Iterator[Any]:
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read a .jsonl file, without an incomplete last line. Raises ConfigError for a broken line."""
-    *whole, rest = file.read_bytes().split(b"\n")
     lines = []
-    for number, line in enumerate(whole, start=1):
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
         try:
             lines.append(json.loads(line))
         except ValueError as error:
             raise ConfigError(f"{file}:{number}: expected a line of JSON: {error}") from None
-    with contextlib.suppress(ValueError):
-        lines.append(json.loads(rest))
     return lines
 
 

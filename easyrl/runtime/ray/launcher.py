@@ -34,7 +34,6 @@ from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
 from easyrl.devices import RAY_RESOURCES
 from easyrl.events import Command, Failed, Note, Observer
-from easyrl.formatting import counted
 from easyrl.runtime.placement import Placement, device_name, ring_layout
 from easyrl.runtime.ray import cluster
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
@@ -128,14 +127,9 @@ class RayLauncher:
         self._rollout: list[tuple[NodeFacts, Host]] = []  # those that are not started yet
         self._senders: dict[int, str] = {}  # by owner id
         self.store = ""
-        places = [
-            f"{counted(number, f'{role} worker')} ({cluster.text_of(self._bundle(role))} each)"
-            for role in ("train", "rollout")
-            if (number := placement.num_workers(role))
-        ]
         self._closed = threading.Event()
         threading.Thread(target=self._watch_head, daemon=True).start()
-        notify(Note(f"waiting for places on the Ray cluster: {', '.join(places)}"))
+        notify(Note("waiting for places on the Ray cluster"))
         try:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             # A folder of this name may exist on every node.
