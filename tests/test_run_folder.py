@@ -124,5 +124,3 @@ def test_folder_belongs_to_one_user_and_one_writer(tmp_path):
         lock_folder(folder.path)
     folder.close()
     os.close(lock_folder(folder.path))
-    with pytest.raises(ConfigError, match=r"output.dir"):
-        lock_folder(tmp_path / "removed")

@@ -56,9 +56,7 @@ def show_samples(
     wanted = folded(filter(is_wanted, lines))
     for line, count in deque(wanted, limit) if limit else wanted:
         prompt = _prompt(line)
-        texts = line.get("raw") if is_raw else (line["prompt"], line["completion"])
-        if not texts:
-            raise ConfigError(f"--raw: '{file}' lacks special tokens: it is of an older EasyRL")
+        texts = line["raw"] if is_raw else (line["prompt"], line["completion"])
         title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
         say_rich(Text("  ".join(title), style="bold"))
         if prompt != before:

@@ -122,8 +122,6 @@ class TraceWriter:
                     duration = round((span.ended - span.started) * 1e6)
                     more = {"pid": process, "tid": thread, "dur": duration}
                     yield self._line("X", span.kind, span.started, {}, **more)
-            case events.WeightsExchanged() | events.IterationTrained():
-                return
         name = type(event.event).__name__
         yield self._line("i", name, event.time, encode(event), pid=process, tid=EVENTS)
 

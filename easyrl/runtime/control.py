@@ -37,16 +37,12 @@ class ControlSocket:
         """Listen in the run folder, which this process has locked. `handle` turns a request into a
         reply, or raises ValueError. Raises OSError if the file system has no sockets."""
         self._handle, self._file = handle, folder / SOCKET
-        self._listener = _unix_socket()
-        try:
-            self._file.unlink(missing_ok=True)
-            with _address(folder) as address:
-                self._listener.bind(address)
-            self._file.chmod(0o600)  # nobody can connect before `listen`
-            self._listener.listen()
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._file.unlink(missing_ok=True)
+        with _address(folder) as address:
+            self._listener.bind(address)
+        self._file.chmod(0o600)  # nobody can connect before `listen`
+        self._listener.listen()
 
     def close(self) -> None:
         self._listener.close()
@@ -119,28 +115,23 @@ def request(folder: Path, message: Any) -> Reply:
             raise ConfigError(f"expected the folder of a run, got '{folder}'")
         if not is_locked(folder):
             raise ConfigError(f"the run has ended; see easyrl watch {quote(str(folder))}")
-        with _unix_socket() as connection, _address(folder) as address:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with connection, _address(folder) as address:
             connection.settimeout(REPLY_SECONDS)
             connection.connect(address)
             connection.send(json.dumps(message).encode())
             received = connection.recv(MAX_BYTES)
-    except PermissionError:
-        raise ConfigError(f"'{folder}': permission denied; expected a run of your own") from None
     except OSError:
         received = b""
     if not received:
         raise ConfigError(
             f"the run in '{folder}' does not answer: it is starting, ending or stopped (Ctrl-Z), "
-            "or its file system has no sockets (then its log says so)"
+            "or another user's, or its file system has no sockets (then its log says so)"
         )
     reply: Reply = json.loads(received)
     if "error" in reply:
         raise ConfigError(reply["error"])
     return reply
-
-
-def _unix_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,10 @@ class RunFolder:
         except OSError as error:
             if lock is not None:
                 os.close(lock)
-            raise _unusable(self.path, error) from None
+            raise ConfigError(
+                "output.dir (--output, --resume): expected a folder that can be read and written, "
+                f"got '{self.path}': {error.strerror}"
+            ) from None
 
     def close(self) -> None:
         os.close(self._lock)
@@ -212,11 +215,8 @@ def folder_of(config: Config, kind: str = "") -> Path:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock the folder until the descriptor is closed. Raises ConfigError if that is impossible."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unusable(folder, error) from None
+    """Lock the folder until the descriptor is closed. Raises ConfigError if it is locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -261,13 +261,6 @@ def refuse_existing(folder: Path, *, but_inputs: bool = True) -> None:
             f"output.dir (--output): '{folder}' exists; expected a new folder, so that no run is "
             "overwritten (to continue a run: --resume)"
         )
-
-
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        "output.dir (--output, --resume): expected a folder that can be read and written, got "
-        f"'{folder}': {error.strerror}"
-    )
 
 
 def free_name(folder: Path) -> str:
