@@ -197,7 +197,7 @@ def result_rows(
 def _balance(
     summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """The overlap, and why it is low; and how busy each side was, if they differ much."""
+    """The overlap, and what raises a low one; how busy each side was, if they differ much."""
     seconds = summary["iteration_seconds"]
     infer, train = summary["infer_seconds"] / seconds, summary["train_seconds"] / seconds
     engines = [name for worker, name in devices.items() if worker.startswith("rollout")]

@@ -62,16 +62,13 @@ class Group:
         return self.state == "GIVEN" or self.is_recomputed
 
 
-MakeCommand = Callable[[Sequence[IndexedPrompt], bool, Mapping[int, int]], events.Command]
-"""Make the command for these prompts, with `Generate`'s `is_last_round` and `known`."""
-
-
 @dataclass(eq=False)
 class Ledger:
     config: Config
     placement: Placement
     prompt_at: Callable[[int], Prompt]  # the stream of prompts
-    make_command: MakeCommand
+    make_command: Callable[[Sequence[IndexedPrompt], bool, Mapping[int, int]], events.Command]
+    """From prompts, and `Generate`'s `is_last_round` and `known`."""
     num_groups: int
     num_samples: int  # completions of a group
     iteration: int | None = None  # None: of an evaluation

@@ -177,7 +177,6 @@ class WorkerHost:
 
     @method(concurrency_group="deliver")  # type: ignore[untyped-decorator]
     def deliver(self, pipe: int | str, message: Any) -> None:
-        """Send a message to the child."""
         self._pipes[pipe].send(message)
 
     @method(concurrency_group="put")  # type: ignore[untyped-decorator]
