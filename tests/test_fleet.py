@@ -1,5 +1,7 @@
 """Who gets weights and groups, who is replaced and who leaves: without processes."""
 
+import contextlib
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from easyrl import events
-from easyrl.config import load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.placement import resolve_placement
@@ -45,11 +47,15 @@ class Stubs:
 
     def __init__(self):
         self.steps = []
+        self.most = 99  # processes that can be started
         self.newest = {}
         self.in_ring, self.reclaimed = set(), []
         self.reclaim, self.delivered = self.reclaimed.append, lambda iteration: self.in_ring
 
     def start_rollout(self, supervisor, settings):
+        if self.most == 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        self.most -= 1
         self.newest[settings.name] = StubWorker(settings.name)
         return self.newest[settings.name]
 
@@ -231,8 +237,15 @@ def test_workers_leave_once_new_ones_are_ready_or_stay(last):
         assert fleet.workers["rollout-1"].taken() == ["Stop"]
 
 
-@pytest.mark.parametrize("wanted", ["cpu:3", "cpu:1"])
-def test_workers_that_do_not_leave_are_on_the_wanted_devices(wanted):
+@pytest.mark.parametrize(("wanted", "staying"), [
+    ("cpu:3", "cpu:3"),
+    ("cpu:1", "cpu:1"),
+    ("cpu:4", "cpu:2"),  # one more process can be started
+])  # fmt: skip
+def test_all_workers_of_a_change_start_or_nothing_changes(wanted, staying):
     fleet = StubFleet("cpu:2", "cpu", *SPARE)
-    fleet.scale(parse_device_set(wanted))
-    assert fleet.infer_devices == parse_device_set(wanted)
+    fleet.stubs.most = 1
+    is_refused = wanted != staying
+    with pytest.raises(ConfigError, match="Too many") if is_refused else contextlib.nullcontext():
+        fleet.scale(parse_device_set(wanted))
+    assert fleet.infer_devices == parse_device_set(staying)

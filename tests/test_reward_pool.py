@@ -25,6 +25,8 @@ from runs import SMALL, both_schedules, descendants, lines_of, summary_of, wait_
 
 METHODS = ("fork", "spawn", "forkserver")
 FUNCTIONS = """
+try: from .beside import nothing
+except ImportError: pass
 import multiprocessing, os, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -82,6 +84,18 @@ def puts(queue, text): queue.put(length(text))
 
 def length_plus(text): return len(text) + BASE
 def set_up(value): globals()["BASE"] = value
+def add(a, b): return a + b
+def sends(pipe, text): pipe.send(len(text))
+class Lengths:
+    def of(self, text): return len(text)
+
+def piped(completions):
+    ours, theirs = multiprocessing.Pipe()
+    for text in completions: multiprocessing.Process(target=sends, args=(theirs, text)).start()
+    return [ours.recv() for _ in completions]
+
+def managed(completions):
+    with multiprocessing.Manager() as manager: return list(manager.list(map(len, completions)))
 
 def in_processes(completions):
     queue = multiprocessing.Queue()
@@ -119,8 +133,11 @@ def open_pool(own, reports):
     """Pools of one process, unless more are asked for."""
     with ExitStack() as opened:
 
-        def make(*names, **settings):
-            specs = [name if name == "math" else f"{own}:{name}" for name in names]
+        def make(*names, file="own", **settings):
+            at = own.with_name(f"{file}.py")
+            if at != own:
+                at.write_text(FUNCTIONS)
+            specs = [name if name == "math" else f"{at}:{name}" for name in names]
             config = config_of(*specs, **{"reward__num_workers": 1} | settings)
             pool = RewardPool(config, None, reports.append)
             opened.callback(pool.close)
@@ -237,15 +254,19 @@ def test_results_are_of_plain_types(open_pool):
 
 WITH_PROCESSES = {  # completions are "2" and "3"
     **{f"get_context('{each}').Pool(1).map(length, completions)": 1.0 for each in METHODS},
+    "get_context('forkserver').Pool(1).map(Lengths().of, completions)": 1.0,
     "get_context('spawn').Pool(1, set_up, (3,)).map(length_plus, completions)": 4.0,
     "ProcessPoolExecutor(2).map(length, completions)": 1.0,
-    "in_processes(completions)": 1.0,
+    "ProcessPoolExecutor(1, get_context('spawn'), set_up, (3,)).map(length_plus, completions)": 4.0,
+    "multiprocessing.Pool(2).starmap(add, [(1, len(text)) for text in completions])": 2.0,
+    **{f"{each}(completions)": 1.0 for each in ("in_processes", "piped", "managed")},
 }
 
 
-def test_function_may_start_processes(open_pool):
-    pool = open_pool("evaluates")
-    for prompt, score in WITH_PROCESSES.items():
+@pytest.mark.parametrize("name", ["own", "sys", "mine.v2"])  # `sys` is Python's, too
+def test_function_may_start_processes(open_pool, name):
+    pool = open_pool("evaluates", file=name)
+    for prompt, score in list(WITH_PROCESSES.items())[: None if name == "own" else 3]:
         assert scores_of(pool, f"list({prompt})") == [[score, score]]
 
 

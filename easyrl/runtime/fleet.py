@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.rewards.loading import read_sources
 from easyrl.runtime.launchers import Launcher
@@ -407,13 +407,20 @@ class Fleet:
 
     def scale(self, wanted: DeviceSet) -> None:
         """Start rollout workers on the new devices of `wanted`; then let those on other devices
-        leave. The caller has checked `wanted`."""
+        leave. The caller has checked `wanted`. Raises ConfigError, and changes nothing, if a
+        process cannot be started."""
         engines, before = engines_on(wanted, self._placement), list(self.rollout)
         most, used = self._placement.max_rollout_workers, {*self._devices.values()}
         for indices in (engine for engine in engines if engine not in used):
             number = next(n for n in range(most) if n not in self._devices)
             self._devices[number] = indices
-            self.rollout.append(self._spawn_rollout(number, "added"))
+            try:
+                self.rollout.append(self._spawn_rollout(number, "added"))
+            except OSError as error:
+                del self._devices[number]
+                self._retiring = self.rollout[len(before) :]
+                self._let_leave()
+                raise ConfigError(f"rollout-{number} cannot be started: {error}") from None
         self._retiring = [w for w in before if self._devices[w.number] not in engines]
         self._let_leave()
 

@@ -14,6 +14,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
@@ -49,6 +50,7 @@ class RunFolder:
         self.path = folder_of(config)
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"  # the final one, a Hugging Face folder
+        is_new = not self.path.exists()
         try:
             if lock is None:
                 if not has_only_inputs(self.path):
@@ -68,6 +70,8 @@ class RunFolder:
         except OSError as error:
             if lock is not None:
                 os.close(lock)
+                if is_new:
+                    shutil.rmtree(self.path, ignore_errors=True)
             raise ConfigError(
                 "output.dir (--output, --resume): expected a folder that can be read and written, "
                 f"got '{self.path}': {error.strerror}"
