@@ -24,7 +24,8 @@ from easyrl.runtime.metrics import LAST_ITERATIONS
 
 LOW_OVERLAP, SMALL_SHARE, IMBALANCE = 0.5, 0.1, 0.25
 """Below this overlap the table says what raises it, unless generating or training takes less than
-SMALL_SHARE of the time. If the two sides' busy shares differ by more than IMBALANCE, both are shown."""
+SMALL_SHARE of the time. If the two sides' busy shares differ by more than IMBALANCE, both are
+shown."""
 
 
 class PlainLines:
