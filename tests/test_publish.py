@@ -21,7 +21,7 @@ def test_an_exported_model_has_a_card(finished_run, tmp_path):
     card = (folder / "README.md").read_text()
     summary, lines = summary_of(source), read_lines(source / "metrics.jsonl")
     for fact in (
-        *("# sums", "`arithmetic`", "easyrl.data.tasks:score", "num_generations: 4"),
+        *("# sums", "data: arithmetic", "easyrl.data.tasks:score"),
         *("3 iterations", *(f"{summary[f'accuracy_{when}']:.3f}" for when in ("before", "after"))),
         *(f"{line['reward']:.3f}" for line in (lines[0], lines[-1])),
     ):
