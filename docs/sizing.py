@@ -32,11 +32,12 @@ with only its `config.json`:
 
     easyrl grpo --dry-run --assume 8x80GiB --model tiny model.dtype=bfloat16
 
-Below are groups of 8 completions of 1,024 tokens and prompts of 512, in bfloat16. One device
-generates and trains; of several the last one trains, unless more train devices are named. **fits**:
-as it is. Otherwise the settings that the command proposes to change: smaller micro-batches, fewer
-groups in flight, activation checkpointing, offloading to the host's memory, more train devices,
-another share of the device for the engine (`rollout.memory_fraction`).
+Below are groups of 8 completions of 1,024 tokens and prompts of 512, in bfloat16. A
+single device does both; of several the last one trains, unless more train devices are named.
+**fits**: as it is. Otherwise the settings that the command proposes to change, with values: smaller
+micro-batches, fewer groups in flight, activation checkpointing, offloading to the host's memory
+(slower), more train devices, a larger or smaller share of the device
+for the engine (`rollout.memory_fraction`).
 **–**: nothing that it tries is enough.
 
 | model | trained |{"".join(f" {each} |" for each in DEVICES)}

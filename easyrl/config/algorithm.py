@@ -23,7 +23,7 @@ class AlgorithmConfig(Section):
     """Baseline of a reward: the mean of its group (`group`) or of the group's other rollouts
     (`rloo`; as published with scale_rewards: none)."""
     scale_rewards: Literal["group", "none"] = "group"
-    """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
+    """Divide a group's advantages by the standard deviation of its rewards; `none`: do not."""
     loss_type: Annotated[str, NAMES_FILES] = "grpo"
     """Average of token losses: over each completion, then over completions (`grpo`); over all
     tokens of an update (`dapo`); as if each completion had `rollout.max_completion_length` tokens

@@ -8,6 +8,7 @@ and name it in TRACKERS and in `OutputConfig.log_to` (config/runtime.py).
 """
 
 import math
+import os
 import queue
 import threading
 import time
@@ -49,7 +50,7 @@ def wandb(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
 
     id_file = run.folder / "logs" / "wandb.id"  # so that a resumed run is the same run there
     tracked = wandb.init(
-        project=PROJECT,
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run.folder.name,
         id=id_file.read_text() if id_file.exists() else None,
         resume="allow",  # steps that W&B has already stay as they are

@@ -388,7 +388,7 @@ def _held_out(
         if config.train.eval_every:
             raise ConfigError(
                 "train.eval_every: expected 0, because there are no held-out problems, got "
-                f"{config.train.eval_every}; set eval.dataset and data.num_held_out"
+                f"{config.train.eval_every}; set eval.dataset, or data.num_held_out if it is 0"
             )
         ignored = "warning: data.num_held_out is ignored: the data has none (set eval.dataset)"
         return [], [ignored] if config.data.num_held_out else []
