@@ -38,13 +38,13 @@ NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the 
 
 
 @dataclass(frozen=True, slots=True)
-class CappedRequest(GroupRequest):
-    """A group with a maximum length of its own."""
+class RaggedRequest(GroupRequest):
+    """A group whose completions have a maximum length each."""
 
-    length: int = 0
+    lengths: Sequence[int] = ()  # [G]
 
-    def limit(self, sampling: SamplingSettings) -> int:
-        return self.length
+    def limits(self, sampling: SamplingSettings) -> Sequence[int]:
+        return self.lengths
 
 
 def run(repetitions: int = 5) -> Iterator[Row]:
@@ -119,7 +119,8 @@ def _run_engine(
 ) -> None:
     size = len(lengths) // len(prompts)  # of a group
     for number, prompt in enumerate(prompts):
-        engine.submit(CappedRequest((number,), prompt, size, length=lengths[number * size]))
+        of_group = lengths[number * size : (number + 1) * size]
+        engine.submit(RaggedRequest((number,), prompt, size, lengths=of_group))
     while engine.has_work:
         engine.step()
 
