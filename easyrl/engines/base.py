@@ -35,10 +35,10 @@ class GroupRequest:
     """Most tokens of the first turn. With it sequences are suspended also where a turn is cut
     off, so that all of them are ended by `Engine.end` (with `has_turns`)."""
 
-    def limit(self, sampling: SamplingSettings) -> int:
-        """Return the maximum tokens of each completion."""
+    def limits(self, sampling: SamplingSettings) -> Sequence[int]:
+        """Return the maximum tokens of each completion [G]."""
         left = sampling.max_sequence_length - len(self.prompt_ids)
-        return min(sampling.max_completion_length, left)
+        return [min(sampling.max_completion_length, left)] * self.num_generations
 
 
 FinishedGroup = tuple[GroupRequest, list[Completion]]  # with completions [G] in sample order

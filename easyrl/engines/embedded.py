@@ -185,8 +185,7 @@ class EmbeddedEngine(PolicyEngine):
         self.num_steps += 1
         starting: list[_Sequence] = []
         for request, slot in zip(prefill, slots, strict=True):
-            limit = request.limit(self.sampling)
-            for i in range(request.num_generations):
+            for i, limit in enumerate(request.limits(self.sampling)):
                 uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
                 starting.append(_Sequence(request, slot, i, limit, uniforms))
                 starting[-1].max_turn_tokens = request.max_turn_tokens

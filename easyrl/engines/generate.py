@@ -51,7 +51,7 @@ class GenerateEngine(PolicyEngine):
 
     def _generate(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
         sampling, device, size = self.sampling, self.policy.device, request.num_generations
-        limit = request.limit(sampling)
+        limit = request.limits(sampling)[0]
         keys = [(*request.key, i) for i in range(size)]
         uniforms = np.stack([uniform_stream(sampling.seed, key, limit) for key in keys])  # [G, R]
         ids = torch.tensor([list(request.prompt_ids)] * size, device=device)

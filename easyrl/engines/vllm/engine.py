@@ -246,8 +246,9 @@ class VllmEngine(Engine):
             await self._reset_prefix_cache(self.policy_version)
         for request in self._waiting:
             first_tokens = request.first_tokens or [()] * request.num_generations
-            limit, most = request.limit(self.sampling), request.max_turn_tokens
-            for index, tokens in enumerate(first_tokens):
+            limits = request.limits(self.sampling)
+            for index, (limit, tokens) in enumerate(zip(limits, first_tokens, strict=True)):
+                most = request.max_turn_tokens
                 self._to_sample.append(_Sequence(request, index, limit, most))
                 self._to_sample[-1].append(tokens)
         self._waiting.clear()
