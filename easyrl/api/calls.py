@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,16 +24,9 @@ from easyrl.evaluation.command import evaluate as run_evaluation
 from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
 from easyrl.processes import UNGUARDED
+from easyrl.runtime import run_folder
 from easyrl.runtime.resume import config_file_of, run_folder_of, settings_to_evaluate
 from easyrl.runtime.run import run
-from easyrl.runtime.run_folder import (
-    folder_of,
-    from_1,
-    is_locked,
-    is_unstarted,
-    read_lines,
-    refuse_existing,
-)
 from easyrl.runtime.supervisor import FINISHED, SIGNALLED, USER_ERROR
 
 StrPath = str | os.PathLike[str]
@@ -79,7 +71,8 @@ class Results:
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / name
-        return list(from_1(self.folder, read_lines(file))) if file.is_file() else []
+        lines = run_folder.read_lines(file) if file.is_file() else ()
+        return list(run_folder.from_1(self.folder, lines))
 
 
 class Run(Results):
@@ -102,8 +95,6 @@ class Run(Results):
 
 
 class Evaluation(Results):
-    """An evaluation."""
-
     @property
     def accuracy(self) -> float | None:
         return self.summary.get("accuracy")
@@ -157,9 +148,9 @@ def train(
             config = config_file_of(resumed, config, output, dataset, reward, environment, agent)
             options["output.dir"] = resumed
         resolved, inputs = _resolve(config, options, settings)
-        folder = folder_of(resolved)
-        if inputs and folder.exists() and (is_locked(folder) or not is_unstarted(folder)):
-            refuse_existing(folder, but_inputs=False)
+        folder = run_folder.folder_of(resolved)
+        if inputs and (not run_folder.is_unstarted(folder) or run_folder.is_locked(folder)):
+            run_folder.refuse_existing(folder, but_inputs=False)
         ends: list[events.RunEnded] = []
         with inputs.stored(resolved, folder) as stored:
             *others, view = make_observers(stored, live=False)
@@ -206,7 +197,7 @@ def evaluate(
     with _call():
         settings = settings_to_evaluate(options, config) | settings
         resolved, inputs = _resolve(config, options, settings)
-        folder = folder_of(resolved, "eval-")
+        folder = run_folder.folder_of(resolved, "eval-")
         if inputs and folder.exists() and not (folder / "settings.json").is_file():
             raise ConfigError(f"output.dir (output): '{folder}' exists, and is no evaluation")
         quiet = contextlib.nullcontext() if progress else contextlib.redirect_stdout(io.StringIO())
@@ -243,7 +234,7 @@ def _finished(end: events.RunEnded, folder: Path) -> Path:
     raise (ConfigError if end.exit_code == USER_ERROR else RuntimeError)(end.message)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _call() -> Iterator[None]:
     """Restore what a call changes in this process. Leave out EasyRL's frames of a ConfigError."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):

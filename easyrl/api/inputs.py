@@ -26,15 +26,13 @@ from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
 from easyrl.types import with_none
 
 DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
-CODE = {
+CODE = {  # by key: the name of the file, and of the argument
     "reward.functions": ("rewards", "reward"),
     "rollout.environment": ("environments", "environment"),
     "rollout.agent": ("agents", "agent"),
     "rollout.tools": ("tools", "rollout={'tools': …}"),
 }
-"""The name of the file, and of the argument."""
-HERE = "<inputs>"
-"""Stands for the folder of the files until it is known."""
+HERE = "<inputs>"  # stands for the folder of the files until it is known
 FILE = '''"""What a Python program has given: {names}."""
 # content {digest}
 
@@ -99,9 +97,8 @@ class Inputs:
             stored[name] = each
             return f"{HERE}/{file}.py:{name}"
 
-        value: Any
         if isinstance(given, Mapping):
-            value = {name: name_of(each) for name, each in given.items()}
+            value: Any = {name: name_of(each) for name, each in given.items()}
         elif isinstance(given, list | tuple):
             value = [name_of(each) for each in given]
         else:
