@@ -3,8 +3,7 @@
     plan ─► folder ─► model ─► rollout workers ══ answers ══► samples.jsonl ─► eval.json
                └──────── problems answered before ──────────────────────────────┘
 
-A problem's answers are on the disk before the next ones are awaited. An evaluation that was stopped
-or killed therefore continues with the same command.
+A problem's answers are on the disk before the next ones are awaited.
 """
 
 import json
@@ -51,13 +50,11 @@ class Plan:
     num_skipped: int  # problems whose prompts are too long (`data.long_prompts=skip`)
     sampling: SamplingChoice
     placement: Placement
-    settings: Mapping[str, Any]
-    """The first keys of `eval.json`, which must not change when the evaluation continues."""
+    settings: Mapping[str, Any]  # first keys of `eval.json`; the same when it is continued
 
 
 def check_evaluation(config: Config, base: str | None = None) -> Plan:
-    """Check what an evaluation needs: model, problems, rewards, devices, prompts, memory. Raises
-    ConfigError, with the key to change, for what would not work."""
+    """Check model, problems, rewards, devices, prompts and memory. Raises ConfigError."""
     source = find_model(config.model.path, base)
     config = with_long_problems(with_eval_data(config))
     files = read_model_files(source.base)
@@ -124,10 +121,8 @@ def _fit_memory(
 def evaluate(
     config: Config, view: EvalView, *, base: str | None = None, other: Path | None = None
 ) -> events.RunEnded:
-    """Return how the evaluation ended. Raises ConfigError for what the user can fix.
-
-    `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
-    """
+    """Return how the evaluation ended. Raises ConfigError for what the user can fix. `base`: the
+    model that an adapter belongs to; `other`: an evaluation to compare with."""
     with supervisor.signals_as_interrupts():
         compared = None if other is None else read_evaluation(other)
         plan = check_evaluation(with_absolute_paths(config), base)

@@ -33,12 +33,6 @@ def rewards_of(answers: Iterable[Lines]) -> npt.NDArray[np.float64]:
     return np.array([each for each in rewards if None not in each], dtype=np.float64)
 
 
-def accuracy_of(answers: Iterable[Lines], correct_reward: float) -> tuple[float, float]:
-    """Accuracy and its standard error; NaN where no answer is scored."""
-    rewards = rewards_of(answers)
-    return mean_and_error(is_correct(rewards, correct_reward).mean(axis=1) if len(rewards) else [])
-
-
 def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]:
     """The figures of `eval.json`: means over problems, and over all completions."""
     rewards = rewards_of(answers)  # [N, S]
@@ -77,12 +71,11 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
 def compare(
     here: Answers, there: Answers, correct_reward: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the figures of the comparison, and a line for each common problem, those with the
-    largest differences first.
+    """Return the figures, and a line for each common problem, the largest differences first.
 
-    The answers of two evaluations are matched by their problems' ids (`data.datasets.problem_ids`);
-    if all prompts differ, by number, where all answers are the same. Problems with missing samples
-    or rewards are left out. Raises ConfigError if none is left.
+    Problems are matched by their ids (`data.datasets.problem_ids`); if all prompts differ, by
+    number, where all answers are the same. Those with missing samples or rewards are left out.
+    Raises ConfigError if none is left.
     """
     if not here.keys() & there.keys():
         here, there = _by_number(here, there)

@@ -9,11 +9,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from easyrl import events
-from easyrl.evaluation.figures import Answers, accuracy_of, rewards_of
+from easyrl.evaluation.figures import Answers, rewards_of
 from easyrl.events import Event
 from easyrl.formatting import counted
 from easyrl.observe.lines import mean_reward, sampling_text, with_error
 from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, say_rich
+from easyrl.runtime.metrics import is_correct, mean_and_error
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
@@ -29,7 +30,6 @@ class EvalView:
         self._next_report = 0.0
 
     def start(self, about: Named, folder: Path, placement: str, total: int, num_done: int) -> None:
-        """`about`: the settings; `placement`: its description; `total`: problems."""
         self._correct_reward = about["correct_reward"]
         self._total, self._num_before = total, num_done
         self.bar.add_task("", total=total, completed=num_done, figures="")
@@ -56,8 +56,9 @@ class EvalView:
         if seconds < self._next_report and num_left:
             return
         self._next_report = seconds + (1.0 if self._is_live else 5.0)
-        accuracy, error = accuracy_of(answers.values(), self._correct_reward)
-        rewards = rewards_of(answers.values())
+        rewards = rewards_of(answers.values())  # [N, S]
+        correct = is_correct(rewards, self._correct_reward).mean(axis=1) if len(rewards) else []
+        accuracy, error = mean_and_error(correct)
         mean = mean_reward(accuracy, float(rewards.mean()) if len(rewards) else None)
         speed = f"{num_tokens / max(1e-9, seconds):,.0f} tokens/s"
         remaining = clock(num_left * seconds / (len(answers) - self._num_before))
@@ -68,7 +69,6 @@ class EvalView:
 
 
 def show_results(folder: Path, results: Named) -> None:
-    """Print the figures of an `eval.json`."""
     table = _grid("", "")
     table.add_row("accuracy", with_error(results["accuracy"], results["standard_error"]))
     if results["accuracy"] is not None:
