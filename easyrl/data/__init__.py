@@ -1,1 +1,1 @@
-"""Rows to prompts, and groups to packed micro-batches."""
+"""Rows of data sets to prompts."""

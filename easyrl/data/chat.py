@@ -1,8 +1,4 @@
-"""Turn prompts (strings or chat messages) into tokens, and check them before a run.
-
-Of more than MAX_CHECKED prompts those with the most characters are checked; another one that is too
-long ends the run when its turn comes. The tokenizer comes from the caller.
-"""
+"""Turn prompts (strings or chat messages) into tokens, and check them before a run."""
 
 import heapq
 import json
@@ -13,7 +9,7 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.types import Messages
 
-MAX_CHECKED = 20_000
+MAX_CHECKED = 20_000  # those with the most characters; another that is too long ends the run
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 NO_CHAT_TEMPLATE = (
     "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
@@ -63,12 +59,10 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def render_prompt(
     content: str | Messages, tokenizer: Any, variables: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Tokenize a prompt, up to where the completion begins.
+    """Tokenize a prompt: a string, or messages by the chat template with `variables`.
 
-    A string is tokenized as it is, after the special tokens with which the tokenizer begins a text.
-    Messages go through the model's chat template with `variables`, up to the beginning of the
-    answer; an assistant's message at their end is the beginning of the answer. Raises ConfigError
-    where there is no template, it refuses the messages, or no token is left.
+    An assistant's message at the end is the beginning of the answer. Raises ConfigError where there
+    is no template, it refuses the messages, or no token is left.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if not template and not isinstance(content, str):

@@ -1,12 +1,10 @@
 """Open `data.dataset` as a stream of prompts, and choose the problems of an evaluation.
 
-    task of a preset           ─► its function from an index to a row ─┐
-    .jsonl, .csv (.gz)         ─► read here: an error names its line ──┼► DataSet ─► PromptStream
-    .parquet                   ─┐                                      │
-    save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
-    hub id, a preset's rows    ─┘
-
-An evaluation takes held-out problems where a preset has them, else all rows (docs/evaluation.md).
+task of a preset           ─► its function from an index to a row ─┐
+.jsonl, .csv (.gz)         ─► read here: an error names its line ──┼► DataSet ─► PromptStream
+.parquet                   ─┐                                      │
+save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
+hub id, a preset's rows    ─┘
 """
 
 import csv
@@ -147,8 +145,7 @@ def open_hub(name: str) -> Any:
 
 
 def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> Any:
-    """Load rows with `datasets`, without progress bars. Where the hub cannot be reached, load them
-    from the cache: its clients would retry for half a minute."""
+    """Load rows; from the cache if the hub cannot be reached: clients would retry half a minute."""
     require("datasets", f"{KEY}: '{name}'")
     is_reachable = not is_on_hub or reach_hub()
     import datasets
@@ -219,8 +216,7 @@ def with_eval_data(config: Config) -> Config:
     preset that `eval.dataset` names has its own prompts; others have those of `data`."""
     changes: dict[str, Any] = {"data.shuffle": False, TEACHER_PROMPT_KEY: None}
     if config.eval.dataset is not None:
-        changes |= {"data.dataset": config.eval.dataset, "data.weights": None}
-        changes["data.options"] = {}
+        changes |= {"data.dataset": config.eval.dataset, "data.weights": None, "data.options": {}}
         if isinstance(config.data.columns, list):
             own = dict(zip(config.data.datasets, config.data.columns, strict=True))
             changes["data.columns"] = [own.get(config.eval.dataset, {})]
@@ -253,8 +249,7 @@ def identity_of(problems: Sequence[str]) -> str:
 
 
 def problem_ids(problems: Sequence[Prompt]) -> list[str]:
-    """Give each problem an id that depends on its row alone, prompt and columns. The second of two
-    equal rows is called `…-2`."""
+    """Digest prompt and columns of each problem. The second of two equal ones is called `…-2`."""
     seen: Counter[str] = Counter()
     ids = []
     for problem in problems:

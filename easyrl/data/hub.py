@@ -39,8 +39,7 @@ def loadable_model(path: str) -> str:
 
 def describe_model(path: str) -> str:
     """Describe the model that `path` names, for the run's plan."""
-    is_folder = Path(path).expanduser().is_dir()
-    kind = "folder" if is_folder else "Hugging Face hub"
+    kind = "folder" if Path(path).expanduser().is_dir() else "Hugging Face hub"
     return f"model: {path} ({'built-in' if path in BUILT_IN_MODELS else kind})"
 
 

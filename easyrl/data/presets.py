@@ -3,8 +3,7 @@
 A preset gives values for keys of the section `data` that are null, and for `reward.functions`; what
 the user sets wins. The `held_out` part is never trained: accuracy is measured on it.
 
-Facts about data sets are from their cards on the hub; prompts and sampling are from the papers and
-model cards named beside them.
+Facts about data sets are from their cards on the hub; prompts and sampling name their sources.
 """
 
 import json
@@ -64,16 +63,6 @@ REASONING = {
 most 32,768 tokens, pass@1 as the mean of 4 to 64 responses, more where problems are fewer. The
 paper gives the number of responses for AIME only (cons@64); the model card, 64 for all."""
 
-GSM8K = Preset(
-    reward="gsm8k",
-    # 7,473 problems, its split `test` 1,319: question, answer, whose last line is `#### N`.
-    rows="openai/gsm8k:main:train",
-    held_out="openai/gsm8k:main:test",
-    prompt_column="question",
-    prompt_template=BOXED % "question",
-    chat=True,
-    sampling=GREEDY,
-)
 MATH = Preset(
     reward="math",
     # 40,315 problems: problem, answer, solution (mostly empty).
@@ -91,7 +80,16 @@ PRESETS: Mapping[str, Preset] = {
     "countdown": Preset("countdown", task=tasks.COUNTDOWN, prompt_template=COUNTDOWN, chat=True),
     "countdown-small": Preset("countdown", task=tasks.COUNTDOWN_SMALL),
     "guess": Preset("environment", task=tasks.GUESS, chat=True),
-    "gsm8k": GSM8K,
+    "gsm8k": Preset(
+        reward="gsm8k",
+        # 7,473 problems, its split `test` 1,319: question, answer, whose last line is `#### N`.
+        rows="openai/gsm8k:main:train",
+        held_out="openai/gsm8k:main:test",
+        prompt_column="question",
+        prompt_template=BOXED % "question",
+        chat=True,
+        sampling=GREEDY,
+    ),
     "math": MATH,
     "math500": MATH_500,
     # The 30 problems of both of the year's contests, in its only split, `train`: id, problem,
@@ -101,7 +99,6 @@ PRESETS: Mapping[str, Preset] = {
     ),
 }
 TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.rows]
-"""Presets that can be trained on."""
 
 
 def named_preset(name: str, data: DataConfig) -> Preset | None:

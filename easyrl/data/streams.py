@@ -201,9 +201,8 @@ class DataSet:
         return Prompt(index, self.form.content(row), self.form.reward_columns(row), of_teacher)
 
     def examples(self) -> dict[str, str | Messages]:
-        """Return the prompts to check before a run, by their locations: those of all rows, or the
-        first generated ones, the teacher's (OF_TEACHER), and the held-out ones. Raises ConfigError
-        if a row has none."""
+        """Return the prompts to check, by location: of all rows or the first generated ones, the
+        teacher's, and the held-out ones. Raises ConfigError if a row has none."""
         rows = self.rows
         forms = {"": self.form} | ({OF_TEACHER: self.teacher_form} if self.teacher_form else {})
         if callable(rows):
@@ -251,8 +250,7 @@ class DataSet:
 
 
 class PromptStream:
-    """Prompts without end. Of every BLOCK prompts each data set has its exact share, spread evenly,
-    and continues through its own epochs."""
+    """Prompts without end. Of every BLOCK each data set has its exact share, spread evenly."""
 
     def __init__(self, data: Mapping[str, DataSet], weights: Sequence[float]) -> None:
         """`data` by the names that `data.dataset` has."""
@@ -287,7 +285,6 @@ class PromptStream:
 
     @property
     def is_partly_held_out(self) -> bool:
-        """Whether some data sets have problems that are never trained, and others have none."""
         return len({each.held_out is None for each in self._data}) > 1
 
     def held_out(self) -> list[Prompt]:
