@@ -63,7 +63,6 @@ KNOWN_GIB |= {"t4": 14.0, "3090": 23.5, "4090": 23.5, "5090": 31.0, "910b": 60.0
 """Memory in GiB that torch finds on products, rounded down."""
 COMMUNICATOR_BYTES = {ASCEND: 400 * 2**20}
 """Buffers of one process group on a device: two of HCCL_BUFFSIZE, by default. NCCL's are small."""
-ASCEND_PRODUCTS = ("910b",)
 
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h
 
@@ -92,7 +91,7 @@ def parse_assumed(text: str) -> AssumedDevices:
         given = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]+)?)gi?b?", size)
         gib = float(given[1]) if given else KNOWN_GIB.get(size, 0)
         if gib and re.fullmatch(r"[1-9][0-9]{0,3}", count):
-            kind = ASCEND if size in ASCEND_PRODUCTS else "cuda"
+            kind = ASCEND if size == "910b" else "cuda"
             return AssumedDevices(kind, int(count), int(gib * 2**30))
     raise ConfigError(
         "--assume: expected the number of accelerators and the memory of each, as in 8x80GiB, "
@@ -240,7 +239,6 @@ def total_memory_bytes(kind: str, index: int) -> int:
 
 
 def device_label(kind: str, index: int) -> str:
-    """Product name of the device."""
     return str(device_module(kind).get_device_name(index))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: "quota period", or "max period"
 TOPOLOGY = Path("/sys/devices/system/cpu")
-MAX_OPEN_FILES = 65536
 
 
 def num_cores() -> int:
@@ -101,7 +100,7 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
 def raise_open_files() -> None:
     """Let this process open many files: connections of agents, pipes of workers."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, MAX_OPEN_FILES)), most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 65536)), most))
 
 
 def set_name(name: str) -> None:

@@ -88,9 +88,8 @@ def _cell(value: Any) -> str:
 def take_turns(
     actions: Mapping[str, Callable[[], T]], repetitions: int, num_warm_up: int = 1
 ) -> dict[str, list[T]]:
-    """Return the results of each action, called `repetitions` times after the warm-up.
-
-    Actions take turns, so that noise affects all of them alike; compare them by `median_ratio`."""
+    """Return the results of each action after the warm-up. Actions take turns, so that noise
+    affects all of them alike; compare them by `median_ratio`."""
     turns = [
         {name: action() for name, action in actions.items()}
         for _ in range(num_warm_up + repetitions)

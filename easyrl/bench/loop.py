@@ -3,7 +3,7 @@
 Prompts are digits, rewards follow from the tokens, lengths are geometric as in training, and the
 learning rate is 0, so that every iteration does the same work.
 
-    periodic    the share of the time in which each group, and both, were busy
+    periodic    completion tokens, the share of the time in which each group, and both, were busy
     sync        training alone, even on a shared device: MFU, the operations that forward and
                 backward need (`training_flops`) over the peak that the vendor states
 """
@@ -65,10 +65,7 @@ def run(
     iterations: int = 3,
 ) -> Iterator[Row]:
     """One row per model (`model`: only this one of SIZES). `words` win over what is set here.
-
-    `mfu` (None if the peak is unknown) is of sync, all else of periodic. Tokens are completion
-    tokens trained. `both_busy` is a lower bound: it is exact if something is busy all the time.
-    """
+    `both_busy` is a lower bound: it is exact if something is busy all the time."""
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     placement = resolve_placement(load_config(None, flags, words))
     on_cpu = placement.train.kind == "cpu"
@@ -128,8 +125,7 @@ def _measure(
 
 
 def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Write a random model with the tokenizer of `tiny`, and prompts; return the flags that name
-    them. Prompts and completions (on average) have half the maximum of a completion."""
+    """Prompts, and completions on average, get half the maximum length of a completion."""
     length, vocab_size = config.rollout.max_completion_length // 2, size["vocab_size"]
     model = random_model(size)
     ends = list(range(vocab_size - max(1, vocab_size // length), vocab_size))

@@ -82,7 +82,6 @@ TRL_SETTINGS = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-SHOWN_LINES = 20  # of the peer's output, if it fails
 
 
 def run(
@@ -154,7 +153,6 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 
 
 def peer_settings(work: Work, placement: Placement) -> dict[str, Any]:
-    """Return TRL's settings."""
     if placement.train.kind == "cpu":
         return {"micro-batch": work.micro_batch}
     used = sorted({*placement.infer.indices, *placement.train.indices})
@@ -193,7 +191,7 @@ def run_trl(
         with log_file.open("w") as log:
             code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
         if code.returncode != 0:
-            lines = log_file.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            lines = log_file.read_text(errors="replace").splitlines()[-20:]
             raise WorkerFailure("\n".join([f"bench, {name}: exit code {code.returncode}", *lines]))
         measured = json.loads(result.read_text())
     seconds, num_tokens = measured["ends"][-1] - measured["ends"][0], sum(measured["tokens"][1:])

@@ -13,8 +13,7 @@ from easyrl.cli.common import Force, InferDevices, TrainDevices, Words, check_ne
 from easyrl.formatting import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("loop", "peer")
-"""The other suites are for development. They are in the folder `benchmarks` of a checkout."""
+SHIPPED = ("loop", "peer")  # the others are in the folder `benchmarks` of a checkout
 SUITES = {
     "attention": "groups that store their prompt once against groups that repeat it",
     "engine": "the embedded engine against transformers' generate",

@@ -75,12 +75,10 @@ class Config(Section):
 
     @property
     def ring_slots(self) -> int:
-        """Slots of the ring buffer, with its default."""
         return self.rollout.ring_slots or self.train.prompts_per_iteration
 
     @property
     def max_tokens_per_micro_batch(self) -> int:
-        """Tokens trained at a time, with its default."""
         return self.train.max_tokens_per_micro_batch or max(4096, self.max_sequence_length)
 
     @model_validator(mode="after")

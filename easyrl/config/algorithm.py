@@ -71,7 +71,6 @@ class AlgorithmConfig(Section):
 
     @property
     def resolved_epsilon_high(self) -> float:
-        """`epsilon_high` with its default."""
         if self.epsilon_high is not None:
             return self.epsilon_high
         # 5 is what ScaleRL recommends (arXiv 2510.13786).

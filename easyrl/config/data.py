@@ -80,7 +80,6 @@ class DataConfig(Section):
 
     @property
     def shown(self) -> str:
-        """`dataset` as one line of text."""
         return " + ".join(self.datasets)
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Section `devices` of the config, and the device sets that it names."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -103,8 +103,7 @@ class DevicesConfig(Section):
         return [None if text is None else parse_device_set(text) for text in texts]
 
 
-def count_devices(names: Iterable[str]) -> int:
+def count_devices(names: Collection[str]) -> int:
     """Count the workers' devices: the CPU once per worker, a shared accelerator once."""
-    every = list(names)
-    cpus = [name for name in every if name.endswith("cpu")]  # `10.0.0.2/cpu` on a cluster
-    return len(cpus) + len({*every} - {*cpus})
+    cpus = [name for name in names if name.endswith("cpu")]  # `10.0.0.2/cpu` on a cluster
+    return len(cpus) + len({*names} - {*cpus})

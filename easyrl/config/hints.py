@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
-CLOSE = 0.75
-"""Similarity, of at most 1, from which a name is suggested."""
-INSTEAD = {
+CLOSE = 0.75  # similarity, of at most 1, from which a name is suggested
+INSTEAD = {  # for values that a key does not take
     ("algorithm.loss_type", "gspo"): "algorithm.importance_sampling_level=sequence",
     ("algorithm.loss_type", "rloo"): "algorithm.advantage_estimator=rloo",
     ("algorithm.loss_type", "drgrpo"): "algorithm.loss_type=dr_grpo",
 }
-"""Suggestions for values that a key does not take."""
 
 
 @cache

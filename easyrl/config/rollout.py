@@ -11,8 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from easyrl.config.eval import EvalConfig
 from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
-MAX_BRANCHES = 128
-"""Most token sequences of an agent's episode: it bounds what a group carries of them."""
+MAX_BRANCHES = 128  # token sequences of an agent's episode: it bounds what a group carries
 AGENT_FUNCTION = re.compile(r"\S+\.py|.*\.py:\w*|[\w.]+:\w*")
 
 
@@ -119,8 +118,7 @@ class RolloutConfig(Section):
 class SamplingChoice:
     """Sampling settings of training, or of an evaluation."""
 
-    num_samples: int
-    """Maximum number per prompt."""
+    num_samples: int  # at most, per prompt
     max_completion_length: int
     temperature: float
     top_k: int = 0
