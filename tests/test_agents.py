@@ -55,7 +55,8 @@ class Threads:
     connections = ()
 
     def __init__(self):
-        self._threads, self._clients = ThreadPoolExecutor(256), {}
+        self._threads, self._agent = ThreadPoolExecutor(256), Agent.__new__(Agent)
+        self._agent.words, self._agent._openai = [], None
         self.solve = None  # the agent of a test
         self.notes = []
         self.report = self.notes.append
@@ -71,8 +72,7 @@ class Threads:
         future.set_exception(TimeoutError())  # its thread ends when it cannot set another result
 
     def _run(self, row, url, key):
-        agent = Agent.__new__(Agent)
-        agent.words, agent._clients, agent._solve = [], self._clients, self.solve
+        agent, agent._solve = self._agent, self.solve
         is_async = asyncio.iscoroutinefunction(agent._solve)
         agent._kind = "AsyncOpenAI" if is_async else "OpenAI"
         try:

@@ -30,8 +30,7 @@ from easyrl.user_code import load_function
 
 KEY = "rollout.agent (--agent)"
 FORMS = 'file.py:function, package.module:function, or a command, as in "python run.py {column}"'
-MODEL = "policy"
-"""Name of the model at the endpoint. Requests may have any."""
+MODEL = "policy"  # name of the model at the endpoint; requests may have any
 LIBC = ctypes.CDLL(None)
 Value = tuple[float | None, dict[str, float]]
 """An episode's reward, if there is one, and the named ones that it is the sum of."""
@@ -47,7 +46,7 @@ class Agent:
         for name in ("NO_PROXY", "no_proxy"):  # of this process and its commands
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
         self.words = config.rollout.agent_words
-        self._clients: dict[str, Any] = {}  # by the name of the class
+        self._openai: Any = None  # the client whose connections all episodes share
         if self.words:
             if shutil.which(self.words[0]) is None:
                 raise ConfigError(f"{KEY}: expected {FORMS}, got {spec!r}: no such program")
@@ -80,13 +79,10 @@ class Agent:
     def _client(self, base_url: str, api_key: str) -> Any:
         import openai  # takes long
 
-        # Connections and certificates are shared by the episodes.
-        if self._kind not in self._clients or self._clients[self._kind].is_closed():
-            make = getattr(openai, self._kind)
-            self._clients[self._kind] = make(
-                base_url=base_url, api_key=api_key, timeout=None, max_retries=0
-            )
-        client = self._clients[self._kind].with_options(base_url=base_url, api_key=api_key)
+        where = {"base_url": base_url, "api_key": api_key}
+        if self._openai is None or self._openai.is_closed():
+            self._openai = getattr(openai, self._kind)(**where, timeout=None, max_retries=0)
+        client = self._openai.with_options(**where)
         completions = client.chat.completions
         completions.create = _without_conversion(completions.create)
         return client
