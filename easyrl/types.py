@@ -87,8 +87,7 @@ class Prompt:
         return found
 
 
-IndexedPrompt = tuple[int, Prompt]
-"""A group index (0 … prompts_per_iteration - 1) and the prompt of that group."""
+IndexedPrompt = tuple[int, Prompt]  # a group's index in the iteration, and its prompt
 
 
 def no_tokens() -> Int32:
@@ -132,10 +131,6 @@ class RolloutGroup:
     """Index in `prompt_ids` followed by `completion_ids` of the token that each segment continues:
     any before it, of the prompt or of its own completion; -1: it begins a context of its own."""
     teacher_prompt_ids: Int32 = field(default_factory=no_tokens)  # [P'], empty: `prompt_ids`
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return len(self.completion_ids)
 
     def completion_slices(self) -> Sequence[slice]:
         """Return the slice of each completion in the [ΣR] arrays."""
@@ -190,7 +185,6 @@ class Weight:
 
     @classmethod
     def stored(cls, name: str, tensor: Tensor, *, is_trained: bool) -> Weight:
-        """A weight that is stored as it is."""
         return cls(name, tensor, lambda: tensor, is_trained)
 
 

@@ -139,7 +139,7 @@ def batches_of(groups, max_tokens, *, order=None, **how):
         masks = (group.trained_mask(mask_truncated=mask_truncated) for group in groups)
         assert end == UpdateEnd(num_loss_tokens=sum(mask.sum() for mask in masks))
         assert source.last_reader.num_read == len(groups)
-        tokens = sum(g.num_completion_tokens for g in groups)
+        tokens = sum(len(g.completion_ids) for g in groups)
         assert source.last_reader.completion_tokens == tokens
         assert source.num_free == len(groups)  # every slot was freed
         assert all(isinstance(batch, MicroBatch) for batch in found)
@@ -435,7 +435,7 @@ def group_of(index, num_prompt, episodes, **changes):
 def paths_of(group):
     """The indices in [P | ΣR] that lead to each completion token, itself included."""
     num_prompt = len(group.prompt_ids)
-    before = np.arange(-1, num_prompt + group.num_completion_tokens - 1)
+    before = np.arange(-1, num_prompt + len(group.completion_ids) - 1)
     starts = num_prompt + np.cumsum(group.segment_lengths) - group.segment_lengths
     before[starts] = group.segment_after
     for token in range(num_prompt, len(before)):
@@ -569,7 +569,7 @@ def as_packed(policy, batch):
 def test_packed_tree_has_the_gradients_of_each_branch_alone(family):
     group = group_of(FIRST, 7, EPISODES)
     batch = pack(split_group(group))
-    assert len(batch.input_ids) == len(group.prompt_ids) + group.num_completion_tokens
+    assert len(batch.input_ids) == len(group.prompt_ids) + len(group.completion_ids)
     model = tiny_model(family).double()
     expected = each_branch_alone(model, group)
     got = as_packed(Policy(tiny_model(family, ATTENTION_NAME).double(), CPU), batch)

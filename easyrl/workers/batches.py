@@ -82,7 +82,7 @@ class GroupReader:
             else:
                 return None
         lease = self._arrived.pop(index)
-        self.completion_tokens += lease.group.num_completion_tokens
+        self.completion_tokens += len(lease.group.completion_ids)
         return lease
 
     @property
@@ -98,7 +98,6 @@ class GroupReader:
             raise RuntimeError(f"expected groups 0 to {num_groups - 1} once each, got {got}")
 
     def _available(self, update: int) -> int | None:
-        """Index of the group to hand out now, if it has arrived."""
         if self._waits_for_all and len(self._prompts) < self._config.train.prompts_per_iteration:
             return None
         if self._config.runtime.deterministic:

@@ -42,12 +42,12 @@ class Rollout:
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Tokens that this rollout adds to a row that ends with `previous`."""
-        has_prompt = previous is not None and previous.prompt_index == self.prompt_index
-        is_shared = has_prompt and shares_prompts
         if self.branches and not shares_prompts:
             return len(_lay_out([self], shares_prompts=False)[1])
+        if shares_prompts and previous is not None and previous.prompt_index == self.prompt_index:
+            return len(self.completion_ids)
         num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))  # both rows fit
-        return len(self.completion_ids) + (0 if is_shared else num_prompt)
+        return len(self.completion_ids) + num_prompt
 
 
 def split_group(
