@@ -32,8 +32,7 @@ from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
 
-ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2
-"""States of a row. Rows are kept in their order, the highest first."""
+ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2  # states of a row; the highest are kept first
 
 
 @dataclass(slots=True, eq=False)

@@ -22,14 +22,11 @@ from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.types import Completion, Int32
 
-CACHES = ("past_key_values", "cache_params")
-"""Names of the cache among the outputs of models, and their arguments."""
+CACHES = ("past_key_values", "cache_params")  # names in models' outputs and arguments
 CACHE_TOLERANCE = 3.0  # largest gap in nats with and without a cache, times sqrt(eps) of the dtype
 
 
 class GenerateEngine(PolicyEngine):
-    """Engine that generates one group at a time (see `engines.base.Engine`)."""
-
     _has_reported = False
 
     @torch.inference_mode()

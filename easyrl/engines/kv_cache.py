@@ -69,7 +69,6 @@ class KVCache:
         self.prompts.append(zeros(len(self.prompt_lengths), self._longest_prompt))
 
     def prompt_cells(self, length: int) -> int:
-        """Return the cells that a prompt takes."""
         return min(padded(length, self._prompt_step), self._max_prompt_cells)
 
     def claim_slots(self, lengths: Sequence[int]) -> list[int]:
@@ -391,7 +390,6 @@ class SharedKeys:
         hidden = cells >= self.lengths[:, None]  # [C, P]
         if window is None and not self.is_causal:
             return _bias(cells, hidden, None, query.dtype)[:, None, None]
-        positions = self.positions[self.rows].view(-1, self.width, 1)
-        distance = positions - cells  # [C, W, P]
+        distance = self.positions[self.rows].view(-1, self.width, 1) - cells  # [C, W, P]
         bias = _bias(distance, hidden[:, None] | (distance < 0), window, query.dtype)
         return bias.repeat_interleave(query.shape[2], dim=1)[:, None]

@@ -26,8 +26,6 @@ class ParameterChecksum:
 
 
 class ChecksumVerifier:
-    """Compare sent with held checksums, update after update."""
-
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int, bool]] = {}
         """By parameter: its last sums, and whether they differed at the first update."""

@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,11 +61,6 @@ class _Inputs(NamedTuple):
     places: Any  # [B]: see `gather_by_slot`
     rows_by_place: Any  # [C * W]
     prompt_lengths: Any  # [C]: of shared prompts, else 0
-
-    @classmethod
-    def unpacked(cls, integers: Tensor, sizes: _Sizes) -> Self:
-        lengths = [sizes.rows] * 6 + [sizes.slots * sizes.width, sizes.slots]
-        return cls(*torch.split(integers, lengths))
 
 
 @dataclass(slots=True)
@@ -141,7 +136,8 @@ class StepGraphs:
 
     def _compute(self, sizes: _Sizes, integers: Tensor) -> Drawn:
         """Launch the kernels of a step. Which these are does not depend on the integers."""
-        inputs = _Inputs.unpacked(integers, sizes)
+        lengths = [sizes.rows] * 6 + [sizes.slots * sizes.width, sizes.slots]
+        inputs = _Inputs(*torch.split(integers, lengths))
         layout = _PaddedRows(self._cache, sizes, inputs)
         every = torch.arange(sizes.rows, device=integers.device)
         logits = self._policy.forward(inputs.tokens, inputs.positions, layout, every)

@@ -32,7 +32,7 @@ from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from vllm import SamplingParams
@@ -66,11 +66,8 @@ GRACE_SECONDS = 3.0
 """Added to the bound of a weight update: the weight channel's own timeout has a better message."""
 SHUTDOWN_SECONDS = 1.0  # grace period for vLLM's processes; then they are killed
 EXTENSION = f"{WORKER}.WorkerExtension"
-COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
-"""From vLLM 0.32 on each completion names the weight versions of its tokens."""
 LEAST_FRACTION = 0.01  # vLLM wants this part free, and does not use it if the cache's size is given
 USE_EMBEDDED = "use rollout.engine=embedded"
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +90,6 @@ class _Sequence:
 
 
 class VllmEngine(Engine):
-    """Generate groups with vLLM (see `engines.base.Engine`)."""
-
     def __init__(
         self,
         model: ModelConfig,
@@ -280,7 +275,7 @@ class VllmEngine(Engine):
         try:
             output = await outputs.get()  # the only one: RequestOutputKind.FINAL_ONLY
             (sampled,) = output.outputs
-            if COMPLETIONS_HAVE_VERSIONS:
+            if hasattr(sampled, "weight_versions"):  # from vLLM 0.32 on: those of its tokens
                 versions = {span.version for span in sampled.weight_versions or ()}
             else:  # no update happens while a request is in flight, so this version sampled it
                 versions = {await self._engine.get_weight_version()}
@@ -340,10 +335,10 @@ class VllmEngine(Engine):
 
     def _call(
         self,
-        coroutine: Coroutine[Any, Any, T],
+        coroutine: Coroutine[Any, Any, Any],
         timeout_seconds: float = math.inf,
         is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> T:
+    ) -> Any:
         """Run a coroutine on vLLM's loop. `is_cancelled` ends its waits in the weight channel.
         Raises RuntimeError if no rank has made progress (`worker.whole_weights`) for this long."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

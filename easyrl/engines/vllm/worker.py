@@ -65,8 +65,6 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
 
 
 class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """Run each tensor-parallel rank in its own process."""
-
     def _init_executor(self) -> None:
         with _tied_to_rollout_worker():
             super()._init_executor()
@@ -99,8 +97,6 @@ class TransferUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo]):  # type: ignore[misc]
-    """Receive an update over the weight channel and load one rank's share of it."""
-
     init_info_cls = TransferInitInfo
     update_info_cls = TransferUpdateInfo
     supports_draft_weight_update = False
