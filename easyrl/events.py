@@ -212,8 +212,7 @@ class GroupScored(WorkerEvent):
     is_unwanted: bool = False
     """Skipped or, with `algorithm.dynamic_sampling`, all rewards are equal."""
     is_rejected: bool = False  # unwanted and not in the ring: a fresh prompt replaces it
-    logged: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that reward functions logged (`log_metric`)."""
+    logged: Mapping[str, float] = field(default_factory=dict)  # by reward functions (`log_metric`)
     prompt: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # `Prompt.references`
     samples: Sequence[Sample] = ()  # all completions, for samples.jsonl
@@ -228,12 +227,9 @@ class GroupRecomputed(WorkerEvent):
 
 
 class PromptEvaluated(WorkerEvent):
-    """A problem of an evaluation has its rewards."""
-
     evaluation_round: int
     prompt_index: int
-    samples: Sequence[Sample]
-    """Rewards are NaN if the reward call failed and the prompt is skipped."""
+    samples: Sequence[Sample]  # of a skipped one the rewards are NaN
     prompt: str | None = None
     errors: Sequence[str] = ()
     logged: Mapping[str, float] = field(default_factory=dict)  # by reward functions
@@ -320,8 +316,6 @@ class WorkerSpawned(TimedEvent):
 
 
 class WorkerLeft(TimedEvent):
-    """A rollout worker has been removed."""
-
     worker: str
 
 
@@ -342,8 +336,6 @@ class IterationStarted(TimedEvent):
 
 
 class IterationFinished(TimedEvent):
-    """All updates of an iteration are done."""
-
     metrics: Mapping[str, Any]  # a line of `metrics.jsonl`, with `iteration` and `policy_version`
 
 

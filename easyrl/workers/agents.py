@@ -45,8 +45,7 @@ Key = tuple[int, ...]
 MAX_REFUSED = 16
 """Requests beyond a limit after which an agent is given up: it may ask for ever."""
 STEPS_TOGETHER = 4  # engine steps between two looks at new requests: a batch of rows costs less
-PREFIX_TOKENS = 256
-"""Tokens before an answer that reading its calls may need."""
+PREFIX_TOKENS = 256  # tokens before an answer that reading its calls may need
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +109,6 @@ class AgentEpisodes:
     def __init__(
         self, config: Config, pool: EnvironmentPool, endpoint: Endpoint, *, max_open_groups: int
     ) -> None:
-        """`pool` runs the agents; `max_open_groups`: generated at a time."""
         self._config, self.pool, self.endpoint = config, pool, endpoint
         self._max_open, self._num_open = max_open_groups, 0
         self._queue: deque[Group] = deque()
@@ -153,7 +151,6 @@ class AgentEpisodes:
 
     @property
     def wakers(self) -> list[Any]:
-        """Readable when `advance` has something to do."""
         return [*self.pool.connections, self.endpoint.fileno()]
 
     def close(self) -> None:
@@ -320,7 +317,6 @@ class AgentEpisodes:
         return True
 
     def _refusal(self, episode: Episode, limit: int, num_branches: int) -> ApiError | None:
-        """Return an error for a request that is beyond a limit of its episode."""
         rollout, seconds = self._config.rollout, self._config.rollout.episode_timeout_seconds
         most = self._engine.sampling.max_completion_length
         if episode.num_requests >= rollout.max_turns:
@@ -495,7 +491,6 @@ class AgentEpisodes:
         return [specs.index("agent")], future
 
     def forget(self, key: Key) -> tuple[dict[str, float], dict[str, list[Any]]]:
-        """End a group; return its metrics, and columns [G] that samples.jsonl shows."""
         self.pool.forget(key)
         group = self._groups.pop(key)
         episodes = group.episodes
@@ -513,7 +508,6 @@ class AgentEpisodes:
 
 
 def _is_complete(group: Group) -> bool:
-    """Whether all of a group has ended, and it is not finished yet."""
     is_over = not group.num_open and all(each.has_ended for each in group.episodes)
     return is_over and not group.is_finished
 

@@ -30,8 +30,6 @@ def make_idle_board(num_workers: int) -> IdleBoard:
 
 @dataclass(frozen=True, slots=True)
 class CoreSharing:
-    """One worker's part in core sharing."""
-
     board: IdleBoard
     worker: int  # its own number on the board
     shared: Mapping[int, tuple[int, ...]]

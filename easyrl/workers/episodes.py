@@ -155,7 +155,6 @@ class Episodes:
         )
 
     def _check_lengths(self, longest: int, num_common: int) -> None:
-        """Raise ValueError if the prompts of a group, with the observations, are too long."""
         most = self._config.data.max_prompt_length
         most_own = self._config.rollout.max_completion_length
         if longest > most or longest - num_common >= most_own:

@@ -80,8 +80,7 @@ class Learner:
 
     def restore(self, checkpoint: Path, policy_version: int) -> None:
         """Load a checkpoint. The reference stays the model at the run's start."""
-        group = self.ranks.group_for_files
-        read_tensors(checkpoint, self.policy.model, self.optimizer, group)
+        read_tensors(checkpoint, self.policy.model, self.optimizer, self.ranks.group_for_files)
         self.policy_version = policy_version
 
     def begin_iteration(self, iteration: int) -> None:

@@ -88,7 +88,6 @@ class RolloutWorker:
         self.sampling = settings.sampling or SamplingChoice.of_training(self.config.rollout)
         self.control = control
         self.timeline = Timeline(control.send, settings.clock_offset_seconds)
-        self.reward_weights = reward_weights(self.config)
 
         def report(text: str) -> None:
             control.send(events.Note(f"{settings.name}: {text}"))
@@ -258,7 +257,6 @@ class RolloutWorker:
         self.control.send(events.WeightsExchanged(version, self._channel_error))
 
     def _is_cancelled(self) -> bool:
-        """Return whether the weight exchange that is going on has been cancelled."""
         while self.control.poll():
             self._deferred.append(self.control.recv())
         return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
@@ -338,7 +336,7 @@ class RolloutWorker:
             scored = scored._replace(metrics=scored.metrics | metrics)
         rewards = np.full(len(group.texts), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
-            rewards = weighted_sum(scored.scores, self.reward_weights)
+            rewards = weighted_sum(scored.scores, reward_weights(self.config))
         if kind == TRAIN:
             self._deliver(number, group, scored, rewards)
             return
@@ -354,12 +352,8 @@ class RolloutWorker:
         self.control.send(answer)
 
     def _deliver(self, iteration: int, own: _Group, scored: Scored, rewards: Float32) -> None:
-        """Put a scored group into the outbox, or reject it.
-
-        A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
-        rewards are all equal: the controller replaces it by another prompt. In the last round such
-        a group is delivered like all others: its completions count in the loss's denominator.
-        """
+        """Put a scored group into the outbox, or reject an unwanted one: another prompt replaces
+        it. In the last round none is rejected: completions count in the loss's denominator."""
         algorithm, completions = self.config.algorithm, own.completions
         is_skipped = not scored.scores
         trained_rewards = np.zeros_like(rewards) if is_skipped else rewards

@@ -216,7 +216,6 @@ class TrainWorker:
         return channel, ""
 
     def _is_cancelled(self) -> bool:
-        """Return whether the weight exchange that is going on has been cancelled."""
         while self.control.poll():
             self._deferred.append(self.control.recv())
         return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
@@ -360,7 +359,6 @@ class TrainWorker:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Measure a wait for groups. Other workers may use this worker's cores meanwhile."""
         with self.cores.idle(), self.timeline.measure("wait"):
             yield
 
