@@ -109,8 +109,7 @@ def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
         weights += dtype_bytes * (files.num_weights or 0)
         if (size := model_size(files.config, 0)) is not None:
             num_tokens = config.rollout.num_generations * config.max_sequence_length
-            num_elements = num_tokens * (4 * size.width + 3 * size.mlp_width)
-            batch = max(batch, dtype_bytes * num_elements)
+            batch = max(batch, dtype_bytes * num_tokens * (4 * size.width + 3 * size.mlp_width))
     memory, count = _reward_memory(placement), placement.num_rollout_workers
     base = WORKER_BYTES if memory == "cpu" else CONTEXT_BYTES
     own = {"Python and torch": base, "reward models": weights, "their batch": batch}
@@ -200,14 +199,13 @@ def _train_bytes(config: Config, placement: Placement, model: ModelSize) -> Size
     trained = FLOAT_BYTES * num_trained // ranks
     # LoRA's frozen base is kept in the type of the computation.
     weights = trained + is_lora * dtype_bytes * model.num_weights // ranks
-    has_reference = config.algorithm.beta > 0.0 and not is_lora
     own: dict[str, int] = {}
     on_host: dict[str, int] = {}
     for what, num_bytes, group in (
         ("weights", weights, "optimizer"),
         ("gradients", trained, "optimizer"),
         ("AdamW's two moments", 2 * trained, "optimizer"),
-        ("reference policy", trained * has_reference, "reference"),
+        ("reference policy", trained * (config.algorithm.beta > 0.0 and not is_lora), "reference"),
         ("old policy", trained * (train.updates_per_iteration > 1), "old"),
     ):
         (on_host if group in train.offload and not on_cpu else own)[what] = num_bytes
@@ -296,21 +294,20 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
     assumed, kind = placement.assumed, placement.accelerator
 
     def free_bytes(index: int) -> int:
-        total = devices.total_memory_bytes(kind, index)
-        return total - devices.memory_in_use(kind, index)[0]
+        if assumed is not None:
+            return assumed.num_bytes
+        return devices.total_memory_bytes(kind, index) - devices.memory_in_use(kind, index)[0]
 
     # An assumption says nothing about the host's memory.
     budgets: dict[str, float] = {} if assumed else {"cpu": available_memory_bytes()}
     for role, size in (("rollout", placement.engine.tensor_parallel_size), ("train", 1)):
         used = placement.infer if role == "rollout" else placement.train
         if used.kind != "cpu":
-            least = assumed.num_bytes if assumed else min(map(free_bytes, used.indices))
+            least = min(map(free_bytes, used.indices))
             fraction = placement.memory_fraction(role) or 1.0
             budgets[_memory_of(placement, role)] = int(fraction * size * least)
     if (index := placement.reward_index) is not None:
-        budgets.setdefault(
-            _reward_memory(placement), assumed.num_bytes if assumed else free_bytes(index)
-        )
+        budgets.setdefault(_reward_memory(placement), free_bytes(index))
     return budgets
 
 
@@ -319,8 +316,7 @@ def held_by_others(placement: Placement) -> str:
     if placement.is_ray or placement.assumed:
         return ""
     kind, found = placement.accelerator, []
-    used = [each for each in (placement.infer, placement.train) if each.kind != "cpu"]
-    for index in sorted({index for each in used for index in each.indices}):
+    for index in placement.accelerators:
         num_bytes, programs = devices.memory_in_use(kind, index)
         if num_bytes > CONTEXT_BYTES:  # less is the driver's
             found.append(f"{in_gib(num_bytes)} of {kind}:{index}: {programs or 'unknown'}")
@@ -402,7 +398,6 @@ def estimate_run(config: Config, placement: Placement, size: ModelSize | None) -
 
 
 def fits(config: Config, placement: Placement, size: ModelSize) -> bool:
-    """Whether the whole estimate fits every memory."""
     needs = bytes_by_memory(estimate_memory(config, placement, size))
     budgets = memory_budgets(placement)
     return all(need <= HEADROOM * budgets.get(memory, math.inf) for memory, need in needs.items())
