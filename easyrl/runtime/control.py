@@ -62,14 +62,11 @@ class ControlSocket:
             client, _ = self._listener.accept()
             with client:
                 client.settimeout(SEND_SECONDS)
-                received = client.recv(MAX_BYTES)  # first: closing would drop the reply otherwise
-                client.send(json.dumps(self._answer(received)).encode())
-
-    def _answer(self, received: bytes) -> Reply:
-        try:
-            return self._handle(json.loads(received))
-        except (ValueError, RecursionError) as error:
-            return {"error": str(error)}
+                try:
+                    reply = self._handle(json.loads(client.recv(MAX_BYTES)))
+                except (ValueError, RecursionError) as error:
+                    reply = {"error": str(error)}
+                client.send(json.dumps(reply).encode())
 
 
 @contextlib.contextmanager

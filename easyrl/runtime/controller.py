@@ -178,8 +178,7 @@ class Controller:
     def _autoscale(self) -> None:
         """Change to the balanced number of rollout workers, once two iterations agree on it."""
         placement, balanced = self.checked.placement, self.balance.num_engines()
-        is_wanted = self.config.runtime.autoscale and self.fleet.num_refused == 0
-        if not is_wanted or balanced is None:
+        if not self.config.runtime.autoscale or self.fleet.num_refused > 0 or balanced is None:
             return
         number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
         is_agreed, self._balanced = number == self._balanced, number
@@ -264,9 +263,8 @@ class Controller:
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
         answers = [*self.fleet.answers(ledger, self._next_event)]
         self._judged.update(metrics.judge_counts(answers))
-        measured, num_problems = metrics.evaluation_metrics(
-            answers, self.config.eval.correct_reward
-        )
+        correct_reward = self.config.eval.correct_reward
+        measured, num_problems = metrics.evaluation_metrics(answers, correct_reward)
         accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
         now, num_done, reward = time.monotonic(), self.state.num_iterations, measured["eval/reward"]
         self.notify(events.Evaluated(now, accuracy, num_problems, error, num_done, reward))
@@ -329,12 +327,10 @@ class Controller:
         self.fleet.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
 
     def _wait_for_checkpoint(self) -> None:
-        """Wait until a checkpoint that is being written is on the disk; drop other events."""
         while self._is_writing:
             self._next_event()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
-        """End once the last complete iteration is saved, at a second signal at once."""
         is_resumable = self.config.train.keep_checkpoints > 0 and self.state.num_iterations > 0
         if self._stopping is not None or not is_resumable:
             raise interrupted

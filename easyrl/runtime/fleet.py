@@ -49,8 +49,6 @@ from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
-COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
-"""Keys of each of `workers` in the reply to `easyrl status`."""
 MAX_FAILURES = 3  # exchanges in a row that may fail although nobody died
 
 
@@ -128,7 +126,6 @@ class Fleet:
         return worker
 
     def _indices_of(self, number: int) -> tuple[int, ...]:
-        """The accelerators of a rollout worker; empty on the CPU."""
         return self._devices[number] if self._placement.infer.kind != "cpu" else ()
 
     @property
@@ -148,12 +145,13 @@ class Fleet:
 
     def rows(self) -> list[dict[str, Any]]:
         """Describe the controller and each worker, for `easyrl status`."""
+        columns = ("name", "kind", "pid", "device", "state", "restarts")
         rows = [("controller", "controller", os.getpid(), "cpu", "running", 0)]
         for worker in (*self.rollout, *self.train):
             name, pid, device = worker.name, worker.process.pid, self._device_of(worker)
             kind, num_restarts = name.partition("-")[0], self.num_restarts[name]
             rows.append((name, kind, pid, device, worker.state, num_restarts))
-        return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -221,8 +219,7 @@ class Fleet:
                 self._notify(events.Note(warning))
 
     def _end_stall(self, names: Sequence[str], cause: str) -> None:
-        """Kill the rollout workers that the others wait for. Raises WorkerFailure for others, and
-        for a run that is stopping."""
+        """Kill rollout workers that others wait for. Raises WorkerFailure if that cannot help."""
         stalled = [worker for worker in self.rollout if worker.name in names]
         if not names or len(stalled) < len(names) or self._needed is not None:
             raise WorkerFailure(cause)
@@ -242,9 +239,8 @@ class Fleet:
     # -- a death ----------------------------------------------------------------------------------
 
     def _on_lost(self, worker: Worker, lost: events.Lost) -> None:
-        """Record everything that the death of a rollout worker changes. (That of a train worker
-        ends the run.) Its process is gone, and all its events have been handled. Raises
-        WorkerFailure after more than `runtime.max_restarts` deaths."""
+        """Record everything that the death of a rollout worker changes. All its events have been
+        handled. Raises WorkerFailure after more than `runtime.max_restarts` deaths."""
         starting, was_leaving = worker.state == "starting", worker.state == "leaving"
         worker.become("lost")
         self._limits.pop(worker, None)
@@ -301,8 +297,7 @@ class Fleet:
 
     def exchange(self, policy_version: int, next_event: Callable[[], Any]) -> None:
         """Broadcast the trainer's weights to all rollout workers that are ready, unless all of them
-        have this version (after an evaluation). A deterministic run waits for replacements.
-        `next_event` calls the method of this name."""
+        have this version (after an evaluation). A deterministic run waits for replacements."""
         num_failures = 0
         while num_failures < MAX_FAILURES:
             while self._awaited or not (members := self._ready()):
@@ -396,10 +391,8 @@ class Fleet:
 
     @property
     def changing(self) -> list[str]:
-        """Names of the rollout workers that are starting or leaving. One that waits for a place on
-        a cluster may wait for ever, and is not among them."""
-        starting = [worker for worker in self.rollout if _is_starting(worker)]
-        return [worker.name for worker in (*starting, *self._going)]
+        """Names of the rollout workers that are starting or leaving."""
+        return [worker.name for worker in (*filter(_is_starting, self.rollout), *self._going)]
 
     @property
     def _going(self) -> list[Worker]:
@@ -407,8 +400,7 @@ class Fleet:
 
     def scale(self, wanted: DeviceSet) -> None:
         """Start rollout workers on the new devices of `wanted`; then let those on other devices
-        leave. The caller has checked `wanted`. Raises ConfigError, and changes nothing, if a
-        process cannot be started."""
+        leave. Raises ConfigError, and changes nothing, if a process cannot be started."""
         engines, before = engines_on(wanted, self._placement), list(self.rollout)
         most, used = self._placement.max_rollout_workers, {*self._devices.values()}
         for indices in (engine for engine in engines if engine not in used):
@@ -441,7 +433,7 @@ class Fleet:
 
 
 def _is_starting(worker: Worker) -> bool:
-    """Return whether the worker starts, and has a place if it is on a cluster."""
+    """Return whether the worker starts. Not one that waits, perhaps for ever, for a place."""
     return worker.state == "starting" and worker.is_placed
 
 
@@ -456,7 +448,6 @@ def owner_id_of(placement: Placement, role: str, number: int) -> int:
 def worker_settings(
     config: Config, placement: Placement, role: str, number: int, **others: Any
 ) -> WorkerSettings:
-    """Settings of a worker that follow from the placement, and `others`."""
     is_rollout = role == "rollout"
     is_cpu = (placement.infer if is_rollout else placement.train).kind == "cpu"
     others.setdefault("device_indices", () if is_cpu else placement.indices_of(role, number))

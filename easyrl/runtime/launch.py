@@ -51,8 +51,7 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # see Watchdog
         control.send(Starting("importing torch and transformers"))
         _set_up_environment(settings)
-        worker_class = getattr(importlib.import_module(module), name)
-        worker = worker_class(settings, *arguments)
+        worker = getattr(importlib.import_module(module), name)(settings, *arguments)
         control.send(Ready())
         worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError, SystemExit):

@@ -39,8 +39,6 @@ def make_launcher(config: Config, placement: Placement, notify: Observer) -> Lau
 
 
 class ProcessLauncher:
-    """Start workers as processes of this machine."""
-
     def __init__(self, ring: RingBuffer | None = None) -> None:
         """`ring` is None in an evaluation, which has no train workers."""
         self._ring = ring
@@ -66,7 +64,6 @@ class ProcessLauncher:
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
     ) -> list[Worker]:
-        """Start all train ranks, in their order."""
         pairs = [Pipe() for _ in settings[1:]]  # train rank 0 and each other rank
         pipes = [tuple(ours for ours, _ in pairs), *((theirs,) for _, theirs in pairs)]
         workers = [
@@ -93,6 +90,5 @@ class ProcessLauncher:
             self._ring.reclaim(*owner_ids)
 
     def delivered(self, iteration: int) -> set[int]:
-        """`RingBuffer.delivered`."""
         assert self._ring is not None
         return self._ring.delivered(iteration)

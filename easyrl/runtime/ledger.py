@@ -120,7 +120,6 @@ class Ledger:
         return seconds
 
     def num_open(self, worker: str) -> int:
-        """Number of groups that the worker has and has not answered."""
         return sum(each.is_open and each.worker == worker for each in self.groups.values())
 
     def take(self, workers: Sequence[str]) -> dict[str, events.Command]:
@@ -193,7 +192,6 @@ class Ledger:
                 group.state = "ACCEPTED"
 
     def _replace_rejected(self) -> None:
-        """Begin the next round, if this one is over and groups are missing."""
         if not self.is_complete:
             return
         newest = {group.index: group.state for group in self.groups.values()}

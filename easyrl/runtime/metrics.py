@@ -223,7 +223,6 @@ class Balance:
         self._iterations: deque[tuple[float, ...]] = deque(maxlen=BALANCED_ITERATIONS)
 
     def add(self, ledger: Ledger, seconds: Mapping[str, float], num_engines: int) -> None:
-        """Add an iteration. `seconds`: as in its metrics."""
         assert ledger.trained is not None
         engines, train = sum(ledger.engine_seconds.values()), ledger.trained.busy_seconds
         duration, weights = seconds["perf/iteration_seconds"], seconds["perf/weights_seconds"]
@@ -242,7 +241,6 @@ class Balance:
         return {side: max(0.0, share) for side, share in shares.items()}
 
     def num_engines(self) -> int | None:
-        """The balanced number of engines; None before anything is known."""
         train = sum(iteration[2] for iteration in self._iterations)
         engines = sum(iteration[1] for iteration in self._iterations)
         if train == 0.0:
@@ -252,8 +250,7 @@ class Balance:
 
 def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:
     """Return whether each reward reaches `bound`; NaN does not."""
-    correct: npt.NDArray[np.bool_] = np.asarray(rewards, dtype=np.float64) >= bound - TOLERANCE
-    return correct
+    return np.asarray(rewards, dtype=np.float64) >= bound - TOLERANCE
 
 
 def mean_and_error(of_problems: npt.ArrayLike) -> tuple[float, float]:

@@ -70,7 +70,6 @@ class Placement:
 
     @property
     def is_ray(self) -> bool:
-        """Whether the workers run on a Ray cluster."""
         return self.infer.is_ray
 
     @property
@@ -119,9 +118,8 @@ class Machine:
 
 
 def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = None) -> Placement:
-    """Choose devices, threads, cores and engine. Raises ConfigError for missing devices.
-
-    `assumed`: the accelerators to plan for, instead of this machine's or a Ray cluster's."""
+    """Choose devices, threads, cores and engine. `assumed`: the accelerators to plan for, instead
+    of this machine's or a Ray cluster's. Raises ConfigError for missing devices."""
     infer, train, spare = config.devices.sets
     if assumed is None:
         machine = _find_machine(config, [infer, train, *_reward_device(config)], spare)
@@ -247,14 +245,13 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine)
     borrows = lends_cores and engine.name == "embedded"
     # Generating and training in turn is faster on one device, and vLLM queues what does not fit.
     starts_all = engine.name == "vllm" and not is_on_cpu and infer == train
+    most_groups = max_concurrent_groups(config, num_engines, borrows=borrows, starts_all=starts_all)
     return Placement(
         infer=infer,
         train=train,
         accelerator=kind,
         num_threads=config.devices.threads or num_threads,
-        max_concurrent_groups=max_concurrent_groups(
-            config, num_engines, borrows=borrows, starts_all=starts_all
-        ),
+        max_concurrent_groups=most_groups,
         engine=engine,
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         has_own_cores=has_own_cores,
@@ -298,7 +295,6 @@ def numbered(wanted: DeviceSet, placement: Placement) -> DeviceSet:
 
 
 def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]]:
-    """The devices of each engine."""
     size = placement.engine.tensor_parallel_size
     return [devices.indices[at : at + size] for at in range(0, devices.count, size)]
 
@@ -363,9 +359,8 @@ def _check_engines(
 def choose_engine(
     config: Config, infer: DeviceSet, *, accelerator: str = "", is_planned: bool = False
 ) -> EngineChoice:
-    """Choose the engine for devices `infer`. `accelerator`: their kind in torch, if not the CPU.
-    `is_planned`: vLLM need not be installed here to be asked for. Raises ConfigError for an engine
-    that cannot be used on these devices."""
+    """Choose the engine for devices `infer`, in torch of the kind `accelerator` if not the CPU.
+    `is_planned`: vLLM need not be installed. Raises ConfigError for an engine that cannot run."""
     wanted, size = config.rollout.engine, config.rollout.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator
     reason = unsupported_reason(kind, config.model.dtype)

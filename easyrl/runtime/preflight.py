@@ -56,8 +56,6 @@ LOPSIDED = 8
 
 
 class Measured(NamedTuple):
-    """The policy, by its files."""
-
     files: ModelFiles
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     size: ModelSize | None  # None: its configuration does not have the usual names
@@ -65,8 +63,6 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """A checked run, ready to launch."""
-
     config: Config  # with what fits the memory
     prompts: PromptStream  # without those that `data.long_prompts` skips
     num_prompts_skipped: int
@@ -225,7 +221,6 @@ def measure_model(config: Config, *, is_whole: bool = True) -> Measured:
 
 
 def describe_weights(model: Measured, config: Config) -> str:
-    """Describe the model, and how many of its weights are trained."""
     total, trained = model.files.num_weights, model.num_trained
     text = describe_model(config.model.path)
     if trained is None:
@@ -259,8 +254,7 @@ def identify_code(config: Config) -> dict[str, str]:
 
 
 def _check_teacher(config: Config) -> None:
-    """Raise ConfigError for a teacher that is not there, sees no more than the policy that it is,
-    has other tokens than the policy, too few positions or too small a vocabulary, and for a run
+    """Raise ConfigError for a teacher that cannot score the policy's completions, and for a run
     without rewards that needs them."""
     algorithm = config.algorithm
     if config.reward.is_none and (algorithm.teacher is None or algorithm.dynamic_sampling):
@@ -396,10 +390,9 @@ def _held_out(
         return list(datasets.problems_of(prompts, config).values()), []
     other = datasets.with_eval_data(config)
     try:
-        opened = datasets.open_prompts(other, is_trained=False)
+        problems = datasets.problems_of(datasets.open_prompts(other, is_trained=False), other)
     except ConfigError as error:
         raise type(error)(str(error).replace("data.dataset (--dataset)", "eval.dataset")) from None
-    problems = datasets.problems_of(opened, other)
     warnings = try_rewards(config, next(iter(problems.values())))
     kept = [] if interfaces is None else short_problems(other, problems, interfaces, tokenizer)
     return kept, warnings
@@ -408,7 +401,6 @@ def _held_out(
 def short_problems(
     config: Config, problems: Mapping[str, Prompt], interfaces: Interfaces, tokenizer: str
 ) -> list[Prompt]:
-    """The problems that are not too long."""
     examples = {location: problem.content for location, problem in problems.items()}
     loaded = load_prompt_tokenizer(config, examples, tokenizer)
     skipped = too_long_prompts(config, examples, interfaces, loaded)
@@ -436,8 +428,7 @@ def too_long_prompts(
     tokenizer: Any,
 ) -> set[str]:
     """Check prompts by their locations as tokens of the model, the model's class on the way, and
-    conversations with environments. Return the locations of those to skip. `tokenizer`: that of
-    `load_prompt_tokenizer`."""
+    conversations with environments. Return the locations of those to skip."""
     if tokenizer is None or config.rollout.agent is not None:  # it makes its own prompts
         return set()
     model_config = model_config_of(config)
@@ -472,11 +463,9 @@ def describe_prompts(
     hidden = [name for name in names if name not in text]
     warning = f"warning: the chat template does not show the tools {', '.join(hidden)}"
     heading = f"first prompt, {counted(len(ids), 'token')}:"
-    shown = [rows, heading, *(f"  {each}" for each in lines)]
-    return shown + [warning] * bool(hidden)
+    return [rows, heading, *(f"  {each}" for each in lines)] + [warning] * bool(hidden)
 
 
 def _longest_tools(interfaces: Interfaces) -> list[Any]:
-    """The longest description of tools that prompts have."""
     schemas = [each.schemas for each in interfaces.values()]
     return max(schemas, key=lambda each: len(str(each)), default=[])

@@ -76,8 +76,7 @@ class Resume:
     is_finished: bool  # has all iterations and the final model; checkpoints are not verified
 
     def describe(self, config: Config) -> str:
-        """Return what the run resumes from, what it skips and which settings have changed, as
-        lines of text for the user."""
+        """Return what the run resumes from, what it skips and which settings have changed."""
         total = counted(config.train.iterations, "iteration")
         lines = [f"resumed from {self.checkpoint}: {self.state.num_iterations} of {total} done"]
         if self.checkpoint is None:

@@ -27,12 +27,9 @@ from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute
 def run(
     config: Config, observers: Sequence[events.Observer] = (), resume: Path | None = None
 ) -> int:
-    """Train; return the exit code. Raises ConfigError, and Interrupted for a signal before the run
-    has started.
-
-    `resume`: run folder to resume. Observers learn of a run only after all checks have passed; they
-    get notes before.
-    """
+    """Train; return the exit code. `resume`: run folder to resume. Observers get only notes before
+    all checks have passed. Raises ConfigError, and Interrupted for a signal before the run has
+    started."""
     started, notify = time.monotonic(), events.combine_observers(observers)
     config, source = with_absolute_paths(config, is_resumed=resume is not None), None
     resumed = find_resume(config, resume)

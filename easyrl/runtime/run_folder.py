@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from shlex import quote
 from typing import IO, Any
@@ -86,7 +86,6 @@ class RunFolder:
         return {name: file.stat().st_size for name, file in files.items() if file.exists()}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: one per completed iteration."""
         file = self.path / "metrics.jsonl"
         return list(from_1(self.path, read_lines(file) if file.exists() else []))
 
@@ -154,8 +153,7 @@ def write_whole(file: IO[bytes], content: bytes) -> None:
         try:
             content = content[file.write(content) :]
         except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not is_full or time.monotonic() > deadline:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() > deadline:
                 file.truncate(size)
                 raise
             time.sleep(0.05)
@@ -180,8 +178,7 @@ def sample_values(sample: events.Sample) -> dict[str, Any]:
 
 def first_iteration(folder: Path) -> int:
     """Return the number of the first iteration in the files of a run: 1, or 0 if version 0.2 began
-    the run. It stays what it is when the run is resumed. The first line that a run writes to these
-    files is of its first iteration."""
+    the run. It stays what it is when the run is resumed."""
     for name in GROWING[:2]:
         # Neither is there before the first iteration, and evaluations have no iterations.
         ignored = contextlib.suppress(OSError, ValueError, LookupError, TypeError)
@@ -214,8 +211,7 @@ def folder_of(config: Config, kind: str = "") -> Path:
         return Path(config.output.dir).expanduser()
     task = "+".join(Path(name).stem for name in config.data.datasets)
     path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}{task}")
-    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(each for each in chain([path], numbered) if not each.exists())
+    return Path(free_name(path)) if path.exists() else path
 
 
 def lock_folder(folder: Path) -> int:
@@ -254,7 +250,6 @@ def is_unstarted(folder: Path) -> bool:
 
 
 def has_only_inputs(folder: Path) -> bool:
-    """Return whether nothing but the inputs of a new run is in the folder."""
     return folder.is_dir() and [path.name for path in folder.iterdir()] == [INPUTS]
 
 
@@ -274,7 +269,6 @@ def free_name(folder: Path) -> str:
 
 
 def resume_hint(folder: Path) -> str:
-    """A line for a run that did not finish."""
     if checkpoints_in(folder / CHECKPOINTS):
         return f"\nto resume: easyrl grpo --resume {quote(str(folder))}"
     new = folder if is_unstarted(folder) else free_name(folder)

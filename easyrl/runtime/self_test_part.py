@@ -233,7 +233,6 @@ class Member:
             self.policy.load_weights(self.channel.receive(self._version))
 
     def digest(self) -> str:
-        """Return a hash of all weights in the engines' dtype."""
         digest = hashlib.sha256()
         for name, weight in self.policy.named_weights():
             bits = weight.detach().to(self.dtype).cpu().view(-1).view(torch.uint8)

@@ -126,8 +126,7 @@ class Worker:
     @property
     def remote_device(self) -> str:
         """Its node and device on a cluster, or an empty string."""
-        device: str = getattr(self.process, "device", "")
-        return device
+        return str(getattr(self.process, "device", ""))
 
     @property
     def local_pid(self) -> int:
@@ -220,7 +219,6 @@ class Supervisor:
         return self.watch(Worker(name, process, ours, errors))
 
     def watch(self, worker: Worker) -> Worker:
-        """Watch a worker that has been started."""
         self._workers.append(worker)
         return worker
 

@@ -34,7 +34,6 @@ class Stall(NamedTuple):
 
 class Watchdog:
     def __init__(self, stall_seconds: float | None = None) -> None:
-        """`stall_seconds` None: never report a stall."""
         self._stall_seconds = stall_seconds or math.inf
         self._states: dict[str, tuple[str, float]] = {}  # by worker, and since when
         self._quiet, self._due = 0.0, WARN_SECONDS  # seconds without an event; of the next warning
