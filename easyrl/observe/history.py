@@ -24,7 +24,7 @@ from easyrl.observe.state import RunState
 from easyrl.observe.trace import FILE_NAME
 from easyrl.runtime.metrics import overlap, summarize
 from easyrl.runtime.resume import SavedState
-from easyrl.runtime.run_folder import first_iteration, from_1, is_locked
+from easyrl.runtime.run_folder import from_1, is_locked
 from easyrl.runtime.supervisor import SIGNALLED
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
@@ -35,8 +35,6 @@ SAMPLED_ITERATIONS = 10
 
 @dataclass(slots=True)
 class History:
-    """One run."""
-
     folder: Path
     config: Config
     name: str = ""  # differs from the names of the other runs
@@ -50,17 +48,14 @@ class History:
 
     @property
     def num_done(self) -> int:
-        """Finished iterations."""
         return max((n for n, line in self.lines.items() if "reward" in line), default=0)
 
     @property
     def devices(self) -> Mapping[str, str]:
-        """Devices by worker; empty if they are unknown."""
         return self.state.run.devices if self.state.run else {}
 
     @property
     def status(self) -> str:
-        """Whether and how the run has ended."""
         end = self.state.ended
         done = f"{self.num_done} of {self.config.train.iterations} iterations"
         if self.summary:
@@ -125,11 +120,9 @@ def read_history(folder: Path) -> History:
         for event in RunFiles(folder).read():
             run._apply(event)
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
-        shift = 1 - first_iteration(folder)
-        for line in GrowingFile(folder / METRICS).read():
-            number = line["iteration"] + shift
-            known = run.lines.get(number, {})
-            run.lines[number] = {**known, **line, "iteration": number, OVERLAP: overlap([line])}
+        for line in from_1(folder, GrowingFile(folder / METRICS).read()):
+            number = line["iteration"]
+            run.lines[number] = {**run.lines.get(number, {}), **line, OVERLAP: overlap([line])}
     run.lines = dict(sorted(run.lines.items()))
     with contextlib.suppress(OSError, ValueError):  # none, or a damaged one
         run.summary = json.loads((folder / SUMMARY).read_text())

@@ -107,7 +107,6 @@ def mean_reward(accuracy: float | None, reward: float | None) -> str:
 
 
 def sampling_text(about: Mapping[str, Any]) -> str:
-    """Describe how an evaluation is sampled, from its settings."""
     if about["temperature"] == 0:
         return "one greedy answer each"
     text = f"{counted(about['num_samples'], 'sample')} each at temperature {about['temperature']:g}"
@@ -166,8 +165,7 @@ def result_rows(
         yield "reward", f"{values} ({each if is_mean else 'first and last iteration'})"
         functions = summary.get("rewards", {})  # not in older ones
         for name, ends in functions.items() if len(functions) > 1 else ():
-            of_function = " → ".join(shown(value, ".3f") for value in ends)
-            yield f"  {shorten(name, 24)}", of_function
+            yield f"  {shorten(name, 24)}", " → ".join(shown(value, ".3f") for value in ends)
     tokens, wall_seconds = summary["completion_tokens"], summary.get("wall_seconds")
     groups = f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy"
     time = f" in {wall_seconds:.1f} s" if wall_seconds else ""
@@ -225,10 +223,9 @@ def status_table(status: Mapping[str, Any]) -> RenderableType:
     for worker in status["workers"]:
         table.add_row(*(str(worker[name]) for name in columns))
     rollout, train = (shown(status["waiting"][side], ".0%") for side in ("rollout", "train"))
-    balanced = shown(status["balanced_rollout_workers"], "d")
     text = (
         f"{status['iteration']} of {counted(status['num_iterations'], 'iteration')} done\n"
         f"waiting in the last iterations: rollout workers {rollout}, train workers {train}\n"
-        f"rollout workers that balance both: {balanced}"
+        f"rollout workers that balance both: {shown(status['balanced_rollout_workers'], 'd')}"
     )
     return Group(table, Text(text))

@@ -32,7 +32,6 @@ class Guard:
     """Replace an observer that fails after the run's start by the next one, with a note."""
 
     def __init__(self, name: str, *observers: Observer) -> None:
-        """`name`: of what fails, for the user."""
         self._name, self._observers = name, list(observers)
         self._run: events.RunStarted | None = None
 

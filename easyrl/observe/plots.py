@@ -120,8 +120,7 @@ def draw_timeline(run: History) -> Figure | None:
         slices = worker.seconds_by_kind(since, step, NUM_SLICES)
         lanes[worker.name] = [main_kind(work, step) for work in slices]
         are_working[worker.name.partition("-")[0]] |= np.isin(lanes[worker.name], WORKING)
-    both = np.logical_and(*are_working.values())
-    lanes[BOTH] = [BOTH if each else "wait" for each in both]
+    lanes[BOTH] = [BOTH if each else "wait" for each in np.logical_and(*are_working.values())]
     figure = Figure((8.6, 1 + 0.3 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
     axes.imshow([[to_rgb(KIND_COLOURS[kind]) for kind in lane] for lane in lanes.values()],

@@ -45,10 +45,9 @@ class GrowingFile:
 
 
 class RunFiles:
-    """The events of a run, from its folder."""
+    """The events of a run, from its folder. Raises ConfigError if that is none."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if that is no run folder."""
         self.folder = folder
         config, trace = folder / "config.yaml", folder / FILE_NAME
         refusal = ConfigError(

@@ -52,8 +52,7 @@ def show_samples(
         )
 
     before: Any = None
-    lines = from_1(folder, GrowingFile(file).read())
-    wanted = folded(filter(is_wanted, lines))
+    wanted = folded(filter(is_wanted, from_1(folder, GrowingFile(file).read())))
     for line, count in deque(wanted, limit) if limit else wanted:
         prompt = _prompt(line)
         texts = line["raw"] if is_raw else (line["prompt"], line["completion"])

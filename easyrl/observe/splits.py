@@ -28,8 +28,6 @@ class Measured(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The prediction for a number of engines and trainers."""
-
     engines: int
     trainers: int
     tokens_per_second: float
@@ -82,7 +80,6 @@ def predict_splits(run: Measured, num_devices: int) -> list[Split]:
 
 
 def to_text(run: Measured, splits: Sequence[Split]) -> str:
-    """The measurement and a table of the splits."""
     speed = run.num_tokens / run.seconds
     lines = [
         f"measured with {run.engines}+{run.trainers} workers: {speed:,.0f} tokens/s; seconds: "

@@ -62,7 +62,6 @@ class WorkerState:
     def seconds_by_kind(
         self, since: float, slice_seconds: float, num_slices: int
     ) -> list[dict[SpanKind, float]]:
-        """Return the seconds of each kind of work in each slice of time."""
         starts = since + slice_seconds * np.arange(num_slices)[:, None]
         spans = [span for span in (*self.scoring, *self.spans) if span.ended > since]
         if self.under_way is not None:

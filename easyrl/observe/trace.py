@@ -70,8 +70,6 @@ def decode(fields: dict[str, Any]) -> Any:
 
 
 class TraceWriter:
-    """An observer that writes the trace."""
-
     def __init__(self) -> None:
         self._path: Path | None = None
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
