@@ -11,7 +11,6 @@ MAX_GUESSES = 12
 
 
 def play(secret, ask):
-    """Play until the number is found; `ask` returns the answer to messages."""
     messages = [{"role": "user", "content": "0-99"}]
     for number in range(MAX_GUESSES):
         text = ask(messages)
@@ -44,7 +43,6 @@ def unlucky(row, client):
 
 
 def calculate(row, base_url, api_key):
-    """An agent of smolagents with a calculator."""
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
     @tool

@@ -65,8 +65,6 @@ LEAVING_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Victim, action and moment of a trial."""
-
     victim: str
     number: int  # among the processes of this kind
     moment: float  # less than STARTUP: within the start; 1: the end
@@ -85,7 +83,6 @@ class Plan:
 
     @property
     def words(self):
-        """Arguments of the run, besides SETTINGS."""
         return GAME if self.victim in ("environment", "controller") else ()
 
     @property
@@ -154,7 +151,6 @@ class Run:
         return found
 
     def victims(self, kind):
-        """Processes of this kind, in the order in which they were started."""
         if kind == "controller":
             return [psutil.Process(self.process.pid)]
         start = {"environment": host.PROCESS_NAME, "reward": worker.PROCESS_NAME}.get(
@@ -169,8 +165,6 @@ class Run:
         return [process for *_, process in sorted(found, key=lambda each: each[:2])]
 
     def check_leftovers(self):
-        """No process and no shared memory is there after LEAVING_SECONDS."""
-
         def left():
             return [*self.processes(), *(path for path in self.shared_memory if path.exists())]
 

@@ -181,7 +181,6 @@ IN_ASSERTS = {"ends early", "writes forged results"}
 
 
 def succeeded(kind: str, outside: str, port: int) -> list[str]:
-    """The attacks that succeeded."""
     words = {"outside": outside, "secret": SECRET, "parent": str(os.getpid()), "port": str(port)}
 
     def attempt(name: str) -> str | None:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 
 def last_digit(number, question):
-    """The score of a completion is its last digit."""
     digits = re.findall(r"\d", question.partition("Answer:\n")[2].partition("\n\nHow good")[0])
     return f"I think so.\nScore: {digits[-1] if digits else 0}/10"
 

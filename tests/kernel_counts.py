@@ -127,7 +127,6 @@ class _NoAttention:
 
 
 def count_training(model, layers, tokens):
-    """Forward and backward of a micro-batch of completions, without attention."""
     policy = make_policy(model, layers)
     ids = torch.zeros(tokens, dtype=torch.int64, device=META)
     with Counter() as counter:

@@ -63,7 +63,6 @@ def make_group(index):
 
 @pytest.fixture(scope="module", autouse=True)
 def model(tmp_path_factory):
-    """`MODEL` is the folder of a tiny random model."""
     folder = tmp_path_factory.mktemp("model")
     changes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
     tiny_model("qwen3", **changes).save_pretrained(folder)
@@ -212,8 +211,6 @@ def rank_main(rank, store, ring, pipes, orders):
 
 
 class Ranks:
-    """Both processes; they run one case after another."""
-
     def __init__(self, ring, store, context):
         ours, theirs = context.Pipe()
         self.ring, self.orders, self.processes = ring, [], []

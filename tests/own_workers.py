@@ -53,7 +53,6 @@ def make_group(index, **changes):
 
 
 def assert_same(got, expected):
-    """Every field has the same value and element type."""
     for field in dataclasses.fields(RolloutGroup):
         one, other = (getattr(group, field.name) for group in (got, expected))
         np.testing.assert_array_equal(one, other)

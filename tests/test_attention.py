@@ -54,7 +54,6 @@ register_attention()
 
 @cache
 def reference_and_policy(family):
-    """In float64: see `test_any_shared_row_equals_its_sequences_alone`."""
     reference = tiny_model(family).double()
     return reference, Policy(tiny_model(family, ATTENTION_NAME).double(), torch.device("cpu"))
 
@@ -248,8 +247,6 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
 
 
 def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypatch):
-    """`train.activation_checkpointing`."""
-
     def squares(layout, query, key, value, settings):
         return query**2 + 0 * key.sum()
 

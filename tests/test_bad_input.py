@@ -158,8 +158,6 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_facts_about_gpus_are_warnings_or_errors(monkeypatch, tmp_path):
-    """The machine has none."""
-
     def check(*words, **facts):
         for name, fact in facts.items():
             monkeypatch.setattr(devices, name, functools.cache(lambda *_, fact=fact, **__: fact))

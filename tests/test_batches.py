@@ -131,7 +131,6 @@ def feed():
 
 
 def batches_of(groups, max_tokens, *, order=None, **how):
-    """The micro-batches of these groups, which arrive in this order."""
     source = Feed([groups[i] for i in order or range(len(groups))])
     try:
         *found, end = source.steps(len(groups), max_tokens=max_tokens, **how)
@@ -249,7 +248,6 @@ def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
 
 
 def drain(reader, num_groups):
-    """Prompt indices in the order in which groups are handed out."""
     indices = []
     for _ in range(num_groups):
         with reader.next(0, wait=True) as group:

@@ -134,7 +134,6 @@ def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(ran
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A folder with the checkpoints 9 and 10."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for path in (folder / "9", folder / "10"):
         write_tensors(unfinished_name(path), {"model.weight": torch.ones(8)})
@@ -143,7 +142,6 @@ def two(tmp_path_factory):
 
 
 def harm(folder, pattern, change):
-    """Replace the content of the file that matches."""
     (file,) = folder.glob(pattern)
     file.write_bytes(change(file.read_bytes()))
 

@@ -49,7 +49,6 @@ SECONDS = 5.0  # the bound of a clean end
 
 
 def started(tmp_path, *arguments):
-    """A run in its iterations, and all its processes."""
     process = start("--output", str(tmp_path / "run"), *ENDLESS, *arguments)
     try:
         wait_for_line(process, "iteration 2/", timeout=600)
@@ -83,7 +82,6 @@ OTHER_FEATURES = (
     ids=["plain", "other features"],
 )
 def test_a_live_run_gets_and_loses_an_engine_and_leaves_nothing_when_interrupted(tmp_path, words):
-    """Until then it is shown and reached from this machine and by its user only."""
     run = tmp_path / "run"
     words = ("--infer-devices", "cpu", "devices.max_rollout_workers=2", *words)
     process, processes = started(tmp_path, *words)

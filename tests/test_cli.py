@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 
 
 def python(*words, **environment):
-    """The output of a program that ends without an error."""
     environment = {**os.environ, **environment}
     command = [sys.executable, *words]
     return subprocess.check_output(command, text=True, timeout=60, env=environment)

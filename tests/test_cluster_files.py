@@ -35,7 +35,6 @@ JOB = yaml.safe_load(RAY_JOB.read_text())
 
 
 def easyrl_commands():
-    """Words behind `easyrl` of each command."""
     page = "\n".join(re.findall(r"^```bash\n.*?^```|^    .*?$", PAGE.read_text(), re.M | re.S))
     text = "\n".join((SLURM.read_text(), page)).replace("\\\n", " ")
     for line in text.splitlines():

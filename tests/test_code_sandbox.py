@@ -27,8 +27,6 @@ NOT_STOPPED_BY_LIMITS = {"fills /tmp"}  # several files; a folder on disk, remov
 
 
 class Surroundings:
-    """Things that a program might reach: a folder, listeners, this process, its environment."""
-
     def __init__(self, folder):
         self.folder = folder
         (folder / "secret").write_text(SECRET)
@@ -95,7 +93,6 @@ def run_as(user, *words, **environment):
 
 
 def hostile(kind, surroundings, python, user):
-    """The attacks that succeeded in a process of this user."""
     folder = str(surroundings.folder)
     words = TESTS / "hostile_code.py", kind, folder, surroundings.port
     done = run_as(user, python, *words, HOSTILE=SECRET, TMPDIR=folder)
@@ -105,7 +102,6 @@ def hostile(kind, surroundings, python, user):
 
 
 def can_start(python, user):
-    """Return whether this user can start this Python and read this code."""
     try:
         return (
             os.geteuid() == 0 and not run_as(user, python, "-c", "import hostile_code").returncode

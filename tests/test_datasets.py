@@ -249,7 +249,6 @@ BROKEN = [
 
 @pytest.mark.parametrize(("kind", "content", "named"), BROKEN, ids=range(len(BROKEN)))
 def test_broken_line_is_named(kind, content, named, tmp_path):
-    """Also of a shard."""
     file = tmp_path / "shards" / f"b.{kind}"
     write_two(tmp_path / "shards", f"a.{kind}")
     file.write_bytes(content)
@@ -286,7 +285,6 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Rows in place of the hub's; the ids that have been opened."""
     put_in_place_of_the_hub(monkeypatch)
     opened_ids, open_hub = [], own_datasets.open_hub
     monkeypatch.setattr(
@@ -344,7 +342,6 @@ SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
 
 @pytest.fixture
 def files(tmp_path):
-    """A long and a short data set."""
     return [write_rows(tmp_path / "long.jsonl", LONG), write_rows(tmp_path / "short.jsonl", SHORT)]
 
 
@@ -368,7 +365,6 @@ def test_each_data_set_has_its_part_and_its_own_epochs(files):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_data_sets_of_a_mixture_may_have_other_columns(files, kind, tmp_path):
-    """One of them has its columns renamed before prompts are made."""
     other = tmp_path / f"other.{kind}"
     values = {"problem": ["1-1=", "2-1="], "solution": ["0", "1"], "note": ["x", "y"]}
     if kind == "parquet":

@@ -99,8 +99,6 @@ GPUS, CPU = parse_device_set("0-3"), parse_device_set("cpu")
 
 @pytest.fixture
 def install(monkeypatch, tmp_path):
-    """Function that makes versions of vLLM and vllm-ascend look installed."""
-
     def make(vllm, ascend=None):
         for name, version in (("vllm", vllm), ("vllm_ascend", ascend)):
             if version is not None:

@@ -227,7 +227,6 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[port])
 
 
 def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
-    """Functions as tools, and a server of OpenEnv."""
     for name in ("calculator.py", "my_openenv.py"):
         (tmp_path / name).write_text(example(name))
     tools = f"rollout.tools=['{tmp_path}/calculator.py:calculate']"

@@ -75,14 +75,12 @@ def tool_run(folder, words, *arguments):
 
 
 def hosts_of(process):
-    """Wait for processes of environments; return their ids."""
     return wait_until(
         lambda: [p.pid for p in descendants(process.pid) if p.name() == PROCESS_NAME], process
     )
 
 
 def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
-    """A process of environments is killed, and a rollout worker in the middle of its episodes."""
     sync, run = tmp_path / "sync", tmp_path / "periodic"
     words = (*GAME, "--infer-devices", "cpu:2", "--iterations", "2")
     words += ("runtime.deterministic=true", "rollout.max_concurrent_groups=4", "--schedule")
@@ -175,7 +173,6 @@ def test_slow_and_killed_environments_do_not_end_a_run(tmp_path):
 
 @pytest.mark.long
 def test_other_features_go_with_environments(tmp_path):
-    """LoRA, two train ranks, replaced groups, two updates, evaluations, and a third engine."""
     folder = tmp_path / "run"
     code, out, err = finish_after(
         "iteration 1/",

@@ -32,14 +32,12 @@ SMALL = ("--infer-devices=cpu", f"data.num_held_out={NUM_PROBLEMS}", "eval.max_c
 
 
 def call(folder, *words, code=0):
-    """Run the command in this process; return its output."""
     done = easyrl("eval", "--no-live", "--output", folder, *words)
     assert done.exit_code == code, done.output
     return done.output
 
 
 def evaluated(folder, *words):
-    """Run the command; return its results."""
     call(folder, *words)
     return read_results(folder)
 
@@ -53,8 +51,6 @@ def write_sums(file, *numbers):
 
 
 class Workers:
-    """A stub of the rollout workers."""
-
     def __init__(self):
         self.asked = []
         self.errors = {}
@@ -273,7 +269,6 @@ def test_comparison_is_printed_and_written(workers, tmp_path):
 
 
 def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp_path):
-    """The warning comes before the answers."""
     words = ("--dataset", write_sums(tmp_path / "d.jsonl", *range(6)), "--reward", "exact_match")
     call(tmp_path / "a", *words, *SMALL)
     words += ("--compare", str(tmp_path / "a"), "data.prompt_template=Add {prompt}", *SMALL)
@@ -298,7 +293,6 @@ def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("a worker", 0), ("the command", -9)])
 def test_stopped_evaluation_leaves_nothing_behind(tmp_path, how, code):
-    """A killed worker is replaced."""
     words = ("--output", str(tmp_path), "--num-samples", "4", "--infer-devices", "cpu:2")
     run = eval_command(*words, "data.num_held_out=64", "eval.max_completion_length=128")
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -68,7 +68,6 @@ def undisturbed(tmp_path_factory):
 
 
 def run_until(line, folder, *words):
-    """Kill a run after it has printed a line that begins so."""
     process = start("--output", str(folder), *words)
     wait_for_line(process, line)
     processes = descendants(process.pid)
@@ -93,7 +92,6 @@ SLOWLY = {"EASYRL_RANDOM_DELAYS": "0.05"}
 def test_a_run_that_is_killed_resumed_and_loses_a_worker_ends_in_the_same_bits(
     tmp_path, undisturbed
 ):
-    """The worker is killed at a random moment of the fourth iteration."""
     words, folder = (*TWO_ENGINES, *HARDER, "--iterations", "4"), tmp_path / "run"
     run_until("checkpoint of iteration 2:", folder, *words)
     assert not (folder / "summary.json").exists()
@@ -116,7 +114,6 @@ def test_a_run_that_is_killed_resumed_and_loses_a_worker_ends_in_the_same_bits(
 @pytest.mark.parametrize("seed", range(2, 5))
 @pytest.mark.parametrize("way", [(), HARDER[:3]], ids=["plain", "replaced groups, two updates"])
 def test_a_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path, undisturbed, seed, way):
-    """A rollout worker is killed at a random moment of the first iterations."""
     folder, draw = tmp_path / "run", random.Random(seed)
     words = (*TWO_ENGINES, *HARDER[3:5], "--iterations", "6", *way)
 
@@ -232,7 +229,6 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, undisturbed, signum, 
 
 
 def wait_for_saving(process, folder):
-    """Wait until a checkpoint later than the first is being written."""
     deadline = time.monotonic() + 120
     while process.poll() is None and not any(
         int(path.name.removesuffix(UNFINISHED)) > 1

@@ -34,7 +34,6 @@ class StubWorker:
         self.commands.append(command)
 
     def taken(self):
-        """Names of the commands since the last call."""
         names = [type(command).__name__ for command in self.commands]
         self.commands.clear()
         return names
@@ -73,8 +72,6 @@ class Stubs:
 
 
 class StubFleet(Fleet):
-    """A fleet whose events a test gives."""
-
     def __init__(self, infer, train="cpu", *words, is_ready=True):
         words = (f"devices.infer={infer}", f"devices.train={train}", *words)
         config, self.stubs, self.notes = load_config(words=words), Stubs(), list[events.Event]()
@@ -86,7 +83,6 @@ class StubFleet(Fleet):
             self.follow(*[(name, READY) for name in self.workers])
 
     def follow(self, *steps):
-        """Let these events happen, one after the other."""
         self.stubs.steps += steps
         num_events = len([step for step in steps if not callable(step)])
         for _ in range(num_events):

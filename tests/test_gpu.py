@@ -55,7 +55,6 @@ NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions, *_ in GROUPS
 
 
 def run(folder: Path, *words: str, timeout: float = 240) -> str:
-    """Run to the end without an error; return what was printed."""
     code, out, err = finish("--output", str(folder), "--no-live", *words, timeout=timeout)
     assert code == 0, out + err
     return out + err

@@ -36,7 +36,6 @@ def prompt_of(**columns):
 
 
 def scored(config, texts, **columns):
-    """Scores, errors and counts of a group."""
     result = call(config, prompt_of(**columns), texts)
     return result.scores[0], result.errors, result.metrics
 

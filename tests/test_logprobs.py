@@ -46,7 +46,6 @@ def make_policy(family):
 
 
 def head_alone(head, vocabulary_size, weights):
-    """A policy of which only the head is needed."""
     return SimpleNamespace(
         head=head, vocabulary_size=vocabulary_size, trained_parameters=lambda: weights
     )
@@ -162,7 +161,6 @@ def test_many_chunks_add_the_gradient_of_a_bfloat16_head_without_rounding(monkey
 
 @pytest.mark.parametrize("family", HEADS)
 def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
-    """Heads with soft caps and scales give equal log-probabilities and gradients."""
     policy = make_policy(family)
     policy._check_head(family)
     ids = torch.randint(VOCABULARY, (17,), generator=torch.Generator().manual_seed(3))

@@ -327,7 +327,6 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory):
-    """Function that returns TRL's trainer with the settings of a config: one for each loss."""
     trl = pytest.importorskip("trl", reason="needs TRL: pip install 'easyrl-train[peer]'")
     from datasets import Dataset
 
