@@ -30,8 +30,6 @@ GUESS = (
     *("rollout.num_generations=4", "train.learning_rate=0.01"),
 )
 """Settings of a run that plays a game; without `--environment` or `--agent`."""
-
-
 OPTIONAL = {*EXTRAS.values(), "scipy", "pandas", "pyarrow", "psutil"} - {"httpx2"}
 """Libraries that no run needs. httpx2 comes with huggingface_hub 2."""
 
@@ -54,17 +52,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "easyrl", "grpo", *arguments]
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return _start(command(*arguments), environment)
-
-
-def start_altered(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start `altered_run.py`, which the environment tells what to change."""
+def start(*arguments: str, altered: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """`altered`: start `altered_run.py`, which the environment tells what to change."""
     script = Path(__file__).with_name("altered_run.py")
-    return _start([sys.executable, str(script), *arguments], environment)
-
-
-def _start(words: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    words = [sys.executable, str(script), *arguments] if altered else command(*arguments)
     return subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -78,7 +69,7 @@ def finish(
     *arguments: str, timeout: float = 240, altered: bool = False, **environment: str
 ) -> tuple[int, str, str]:
     """Run to the end; return exit code, standard output and standard error."""
-    process = (start_altered if altered else start)(*arguments, **environment)
+    process = start(*arguments, altered=altered, **environment)
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 

@@ -28,7 +28,6 @@ from runs import (
     lines_of,
     shared_memory,
     start,
-    start_altered,
     succeed,
     summary_of,
     wait_for_line,
@@ -234,7 +233,7 @@ def test_killed_run_leaves_nothing(started, victim, moment):
 def test_stuck_update_is_reported_and_ends_the_run(tmp_path, hanging, expected):
     words = ["--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live", *SMALL]
     words += ["rollout.engine=vllm", "runtime.timeout_seconds=8"]
-    run = start_altered(*words, HANG=hanging)
+    run = start(*words, altered=True, HANG=hanging)
     wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
     began = time.monotonic()
     _, err = run.communicate(timeout=120)
