@@ -11,14 +11,13 @@ from transformers import AutoTokenizer
 
 from easyrl.config import load_config
 from easyrl.config.algorithm import POLICY
-from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.model import distillation
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import pack
-from mistakes import change_json
+from mistakes import TINY, change_json
 from runs import SMALL, both_schedules, easyrl, lines_of, succeed, write_rows
 from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
 
@@ -103,27 +102,16 @@ def test_gradients_are_those_of_a_plain_loop_over_sequences(
 
 
 TEACHERS = pytest.mark.parametrize(
-    "teacher", ["another model", pytest.param("own prompt", marks=pytest.mark.long)]
+    "teacher",
+    [("algorithm.teacher=tiny-countdown",), pytest.param(OWN_PROMPT, marks=pytest.mark.long)],
+    ids=["another model", "own prompt"],
 )
-"""The policy with other weights in its last layer, and the policy that sees more."""
-
-
-def words_for(folder, teacher):
-    own = OWN_PROMPT
-    if teacher == "another model":
-        policy = Policy.load("tiny")
-        with torch.no_grad():
-            for weight in policy.blocks[-1].parameters():
-                weight.mul_(1.3)
-        tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODELS["tiny"])
-        policy.save(folder / "teacher", tokenizer)
-        own = (f"algorithm.teacher={folder}/teacher",)
-    return *SMALL, "--reward", "none", "--iterations", "2", "--no-live", *own
+NO_REWARD = *SMALL, "--reward", "none", "--iterations", "2", "--no-live"
 
 
 @TEACHERS
 def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path, teacher):
-    run = both_schedules(tmp_path, *words_for(tmp_path, teacher))
+    run = both_schedules(tmp_path, *NO_REWARD, *teacher)
     for line in lines_of(run / "metrics.jsonl"):
         assert line["teacher/kl"] > 0.05 and line["grad_norm"] > 0.01
 
@@ -131,7 +119,7 @@ def test_a_teacher_alone_trains_and_both_schedules_end_in_the_same_bits(tmp_path
 @pytest.mark.long
 @TEACHERS
 def test_two_train_ranks_learn_from_a_teacher_as_one_does(tmp_path, teacher):
-    words, lines = (*words_for(tmp_path, teacher), "runtime.deterministic=true"), []
+    words, lines = (*NO_REWARD, *teacher, "runtime.deterministic=true"), []
     for devices in ("cpu", "cpu:2"):
         where = "--train-devices", devices, "--output", str(tmp_path / devices)
         out = succeed(*words, *where)
@@ -176,11 +164,11 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
 ])  # fmt: skip
 def test_a_teacher_that_does_not_fit_is_refused(words, named, tmp_path):
     folder = tmp_path / "teacher"
-    shutil.copytree(BUILT_IN_MODELS["tiny"], folder)
+    shutil.copytree(TINY, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["new"])
     tokenizer.save_pretrained(folder)
-    fewer = shutil.copytree(BUILT_IN_MODELS["tiny"], tmp_path / "fewer")
+    fewer = shutil.copytree(TINY, tmp_path / "fewer")
     change_json("config.json", vocab_size=98)(fewer)
     words = [word.replace("TEACHER", str(folder)).replace("FEWER", str(fewer)) for word in words]
     result = easyrl("grpo", "--output", tmp_path / "run", *words)
