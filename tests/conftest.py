@@ -45,6 +45,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny tensors need no more. Tests that use torch have imported it by now."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of a test's `own.py` is no longer searched by the next test, whose file of that
@@ -54,8 +61,7 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of three iterations, for tests that only look at what one leaves. Made once, also where
-    files of tests run two at a time. It needs no optional library."""
+    """A run for tests that only look at what one leaves, made once for all processes of tests."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     folder, printed = shared / "finished" / "run", shared / "finished-out.txt"

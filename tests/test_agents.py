@@ -220,11 +220,6 @@ def played(solve, *words, model="tiny-guess", num_groups=1, columns=None, **how)
     return found
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def chat(client, messages, **options):
     answer = client.chat.completions.create(model="any", messages=messages, **options)
     return answer.choices[0].message.content

@@ -46,8 +46,6 @@ from tiny_models import (
     tiny_model,
 )
 
-torch.set_num_threads(1)
-
 CPU = torch.device("cpu")
 register_attention()
 

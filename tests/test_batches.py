@@ -43,7 +43,6 @@ from own_workers import (
 )
 from tiny_models import SPREAD, UNSHARED, largest_gradient_gap, tiny_model
 
-torch.set_num_threads(1)
 register_attention()
 CPU = torch.device("cpu")
 

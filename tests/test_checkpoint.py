@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.config import ConfigError, load_config
-from easyrl.data.hub import resolve_model
 from easyrl.events import SaveCheckpoint
 from easyrl.model import checkpoint
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
@@ -33,15 +32,12 @@ from easyrl.model.files import fingerprint
 from easyrl.model.policy import Policy
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
+from mistakes import TINY
 from own_training import model, ranks
 from runs import wait_until
 from tiny_models import tiny_model
 
-torch.set_num_threads(1)
-
 __all__ = ["model", "ranks"]  # fixtures
-
-TINY = Path(resolve_model("tiny"))
 
 
 def test_restored_learner_continues_with_the_same_bits(tmp_path):

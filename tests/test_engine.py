@@ -29,7 +29,6 @@ from easyrl.model.policy import Policy
 from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, pieces_of, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-torch.set_num_threads(1)
 register_attention()
 
 EOS = 2

@@ -15,8 +15,6 @@ from easyrl.model.logprobs import chunked_token_logprobs, token_logprobs
 from easyrl.model.policy import Policy
 from tiny_models import largest_gradient_gap, plain_logprobs, tiny_model
 
-torch.set_num_threads(1)
-
 VOCABULARY = 37
 SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8}
 HEADS = {

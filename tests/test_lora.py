@@ -2,7 +2,6 @@
 
 import json
 from itertools import islice
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.config import load_config
 from easyrl.config.model import LoraConfig
-from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint
 from easyrl.model.files import meta_model
@@ -22,6 +20,7 @@ from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import TriModel
 from easyrl.workers.packing import Rollout, pack
+from mistakes import TINY
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import (
     OLD_SIZES,
@@ -36,9 +35,6 @@ from tiny_models import (
     tiny_model,
 )
 
-torch.set_num_threads(1)
-
-TINY = Path(resolve_model("tiny"))
 LORA = LoraConfig(rank=3)
 KINDS = [
     *("qwen2", "qwen3", "gemma2"),  # biases, a tied head, soft-capping

@@ -17,8 +17,6 @@ from own_training import HARDER, model, ranks, train
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
 
-torch.set_num_threads(1)
-
 __all__ = ["model", "ranks"]  # fixtures
 
 BFLOAT16 = "model.dtype=bfloat16"

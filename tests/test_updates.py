@@ -38,8 +38,6 @@ from own_training import (
 from own_workers import NUM_GENERATIONS, REINFORCE
 from tiny_models import largest_gradient_gap, plain_logprobs, plain_model
 
-torch.set_num_threads(1)
-
 __all__ = ["model", "ranks"]  # fixtures
 
 
