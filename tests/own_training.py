@@ -46,8 +46,6 @@ BASE = (
     "train.lr_scheduler_type=constant",
 )
 SHUFFLED = (3, 5, 0, 4, 2, 1)
-
-
 HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 
 

@@ -305,9 +305,6 @@ def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(tmp_path, victim, s
     assert wait_until_gone(processes, 5.0) == []
 
 
-# Output and disk.
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "line",

@@ -4,7 +4,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,8 +15,6 @@ import easyrl_train
 from easyrl.config import ConfigError, load_config, options_by_key
 from easyrl.runtime.launch import _describe
 from runs import easyrl as run_easyrl
-
-ROOT = Path(__file__).parent.parent
 
 
 def python(*words, **environment):
@@ -128,9 +125,6 @@ def test_import_loads_no_torch_and_public_names_are_loaded_on_first_use():
 def test_a_dry_run_prints_no_escapes_of_a_name():
     done = run_easyrl("grpo", "--dry-run", "--model", "a\x1b[2J\nb")
     assert "\x1b" not in done.output and 'path: "a\\e[2J\\nb"' in done.output
-
-
-# config
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,6 @@ def test_unusable_file_is_refused_with_its_line(content, where, tmp_path):
     assert where in str(caught.value)
 
 
-# What defaults mean.
-
 LONG = ("rollout.max_completion_length=4096", "data.max_prompt_length=100")
 
 

@@ -22,8 +22,6 @@ from easyrl.workers import core_sharing
 from easyrl.workers.core_sharing import CoreSharing, WorkerCores, make_idle_board
 from own_workers import spawned_settings
 
-# Cores of a worker.
-
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
