@@ -1,5 +1,7 @@
 """Rows as the data sets on the hub have them, made here: what presets are tried with."""
 
+from unittest.mock import Mock
+
 from easyrl.data import datasets
 
 GSM8K = [
@@ -32,4 +34,6 @@ ROWS = {
 
 
 def put_in_place_of_the_hub(monkeypatch):
-    monkeypatch.setattr(datasets, "open_hub", ROWS.__getitem__)
+    open_hub = Mock(side_effect=ROWS.__getitem__)
+    monkeypatch.setattr(datasets, "open_hub", open_hub)
+    return open_hub

@@ -285,12 +285,7 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 
 @pytest.fixture
 def hub(monkeypatch):
-    put_in_place_of_the_hub(monkeypatch)
-    opened_ids, open_hub = [], own_datasets.open_hub
-    monkeypatch.setattr(
-        own_datasets, "open_hub", lambda name: opened_ids.append(name) or open_hub(name)
-    )
-    return opened_ids
+    return put_in_place_of_the_hub(monkeypatch)
 
 
 @pytest.fixture
@@ -318,7 +313,7 @@ def test_an_evaluation_opens_what_is_held_out_and_has_its_sampling(name, tempera
     config = with_eval_data(load_config(None, {"data.dataset": name}))
     assert eval_sampling(config.data).get("temperature") == temperature
     problems = [*problems_of(open_prompts(config, is_trained=False), config).values()]
-    assert hub == [PRESETS[name].held_out]
+    hub.assert_called_once_with(PRESETS[name].held_out)
     assert str(problems[0].content).endswith(repr(BOXED)[1:-1] + "'}]")
 
 
