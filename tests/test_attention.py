@@ -37,6 +37,7 @@ from tiny_models import (
     UNSHARED,
     VOCABULARY,
     assert_same_as_alone,
+    dense_mask,
     draw_sequences,
     gradients,
     largest_gradient_gap,
@@ -57,8 +58,7 @@ def reference_and_policy(family):
 
 
 def assert_shared_same_as_alone(reference, policy, shapes, seed=2):
-    """Compare logits that predict completion tokens, and every gradient, of `[P | R1 | R2 ...]`
-    rows with each sequence alone."""
+    """Compare logits that predict completion tokens, and every gradient."""
     positions, sequences = lay_out(shapes)
     (tokens,) = draw_sequences([len(positions)], seed)
     completions = [length for _, lengths in shapes for length in lengths]
@@ -169,14 +169,6 @@ GROUPS = st.lists(PLAIN | drawn_tree(), min_size=1, max_size=4)
 WINDOWS = st.none() | st.integers(1, 14)
 
 
-def dense_mask(groups, window):
-    """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
-    num_tokens = sum(prompt + sum(completions) for prompt, completions, *_ in groups)
-    indices = torch.arange(num_tokens)
-    visible = FlexSharedPrompt(groups, CPU).visible(window)
-    return visible(None, None, indices[:, None], indices[None, :])
-
-
 @settings(max_examples=60)
 @given(GROUPS, WINDOWS, st.sampled_from([None, 1.5]), st.sampled_from([1, 3]))
 def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num_queries):
@@ -229,9 +221,7 @@ def test_it_is_chosen_where_it_can_train(monkeypatch):
 
 
 def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypatch):
-    def fail(function):
-        raise RuntimeError("no C compiler\nmore")
-
+    fail = Mock(side_effect=RuntimeError("no C compiler\nmore"))
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
     monkeypatch.setattr(flex_shared_prompt, "_compiled", fail)
     flex_shared_prompt.trains.cache_clear()
@@ -264,7 +254,6 @@ def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypa
 
 
 def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):
-    """Weights are in name order, and tied ones have one name."""
     tiny_model("qwen3").save_pretrained(tmp_path)
     one, other = (Policy.load(str(tmp_path)) for _ in range(2))
     names = [name for name, _ in one.named_weights()]

@@ -22,7 +22,6 @@ from easyrl.channels.messages import MAX_UNACKNOWLEDGED, RemoteRing, decode_grou
 from easyrl.channels.ring_buffer import ARRAYS
 from easyrl.config import load_config
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
-from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
@@ -41,7 +40,7 @@ from own_workers import (
     num_free,
     zeroed,
 )
-from tiny_models import SPREAD, UNSHARED, largest_gradient_gap, tiny_model
+from tiny_models import SPREAD, UNSHARED, dense_mask, largest_gradient_gap, tiny_model
 
 register_attention()
 CPU = torch.device("cpu")
@@ -186,10 +185,6 @@ def expected_sequences(groups):
     ]
 
 
-def vars_of(instance):
-    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
-
-
 @settings(max_examples=60)
 @given(
     GROUPS, st.integers(1, 150), st.integers(1, 3), st.tuples(*[st.booleans()] * 2), st.randoms()
@@ -220,7 +215,7 @@ def test_deterministic_batches_follow_from_the_groups_alone(
     for one, other in zip(
         plain, batches_of(groups, budget, order=order, sync=sync, **how), strict=True
     ):
-        for name, value in vars_of(one).items():
+        for name, value in dataclasses.asdict(one).items():
             np.testing.assert_equal(getattr(other, name), value)
             assert getattr(getattr(other, name), "dtype", None) == getattr(value, "dtype", None)
 
@@ -466,13 +461,6 @@ def drawn_groups(draw):
     return groups
 
 
-def visible(batch):
-    """Which tokens of the row each of them sees: FlexAttention's mask for every pair [T, T]."""
-    places = torch.arange(len(batch.input_ids))
-    mask = FlexSharedPrompt(batch.groups, CPU).visible(None)
-    return mask(None, None, places[:, None], places).numpy()
-
-
 @settings(max_examples=60, deadline=None)
 @given(drawn_groups(), st.integers(1, 60), st.integers(1, 3), st.booleans(), st.booleans())
 def test_every_sampled_token_is_trained_once_after_its_own_path(
@@ -492,7 +480,7 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
             assert num_tokens == len(alone.input_ids)
     how = {"num_ranks": num_ranks, "shares_prompts": shares_prompts, "deterministic": True}
     for batch in batches_of(groups, max_tokens, mask_truncated=mask_truncated, **how):
-        sees, num_tokens = visible(batch), len(batch.input_ids)
+        sees, num_tokens = dense_mask(batch.groups).numpy(), len(batch.input_ids)
         values = batch.loss_mask, batch.targets, batch.rollout_logprobs, batch.advantages
         for at, is_trained, *of_token in zip(batch.logits_at, *values, strict=True):
             path = np.flatnonzero(sees[at])
@@ -518,8 +506,8 @@ def test_turns_that_continue_each_other_are_packed_as_one_completion(shares_prom
         "segment_after": (num_prompt + np.where(is_first, 0, starts) - 1).astype(np.int32),
     }
     turns = split_group(dataclasses.replace(group, **segments))
-    plain = vars_of(pack(split_group(group), shares_prompts=shares_prompts))
-    for name, value in vars_of(pack(turns, shares_prompts=shares_prompts)).items():
+    plain = dataclasses.asdict(pack(split_group(group), shares_prompts=shares_prompts))
+    for name, value in dataclasses.asdict(pack(turns, shares_prompts=shares_prompts)).items():
         np.testing.assert_equal(value, plain[name])
     assert len(cuts) > len(ends)
 

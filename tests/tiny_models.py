@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
+from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.types import WeightPiece
 
 VOCABULARY = 61
@@ -186,6 +187,14 @@ def lay_out(groups):
             positions.append(num_prompt + torch.arange(length))
             start += length
     return torch.cat(positions), sequences
+
+
+def dense_mask(groups, window=None):
+    """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
+    num_tokens = sum(prompt + sum(completions) for prompt, completions, *_ in groups)
+    indices = torch.arange(num_tokens)
+    visible = FlexSharedPrompt(groups, torch.device("cpu")).visible(window)
+    return visible(None, None, indices[:, None], indices[None, :])
 
 
 def packed_logits(policy, sequences, *, as_trained=False):
