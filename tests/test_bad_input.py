@@ -36,10 +36,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _nothing_starts(monkeypatch):
     """A run that gets past the checks fails the test; nothing listens at the hub's address."""
-
-    def start(*arguments, **options):
-        raise AssertionError("a run was started")
-
+    start = Mock(side_effect=AssertionError("a run was started"))
     monkeypatch.setattr(run, "_train", start)
     monkeypatch.setattr(command, "answers_of_workers", start)
     monkeypatch.setattr(peer, "run_easyrl", start)
@@ -109,9 +106,6 @@ def test_a_chat_template_is_named_where_the_tokenizer_has_none(folder):
     assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
 
 
-# Weights that are whole as files, but not the model's: found when they are loaded.
-
-
 def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
     model = shutil.copytree(TINY, tmp_path / "model")
     change_json("config.json", intermediate_size=380)(model)
@@ -145,9 +139,7 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
 
 
 def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     words = "--output", str(tmp_path / "parent" / "run")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", full)

@@ -5,6 +5,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,14 +103,11 @@ def save_and_read(folder, ranks):
         saver.save(SaveCheckpoint(f"{folder}/{path}", int(path[-1]), {}), tensors)
     wait_until(lambda: len(saved) == 2)
     with pytest.MonkeyPatch.context() as patch:  # one rank writes, and its disk fails
-        patch.setattr(checkpoint, "finish_file", refuse)
+        failing = Mock(side_effect=OSError("Input/output error"))
+        patch.setattr(checkpoint, "finish_file", failing)
         saver.save(SaveCheckpoint(f"{folder}/checkpoints/3", 3, {}), tensors)
         wait_until(lambda: len(saved) == 3)
     return [bool(event.error) for event in saved]
-
-
-def refuse(path):
-    raise OSError("Input/output error")
 
 
 def test_two_ranks_write_and_one_reads_and_none_waits_for_a_write_that_fails(ranks, tmp_path):

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,10 +21,6 @@ from easyrl.engines.vllm import platforms
 from easyrl.rewards import sandbox
 
 ROOT = Path(__file__).parent.parent
-
-
-def no_cann():
-    raise OSError("CANN")
 
 
 DISK = SimpleNamespace(free=GIB // 16)
@@ -40,7 +37,7 @@ VLLM, UNUSABLE = {"vllm_version": lambda: "0.34.1"}, {"unsupported_reason": lamb
         ("vllm", "warning", platforms, VLLM | UNUSABLE),
         ("code sandbox", "warning", sandbox, {"_bwrap_command": lambda variant: ["no-such-bwrap"]}),
         ("accelerators", "warning", devices, {"num_device_nodes": lambda kind: 4}),
-        ("accelerators", "failed", devices, {"accelerator": no_cann}),
+        ("accelerators", "failed", devices, {"accelerator": Mock(side_effect=OSError("CANN"))}),
     ],
 )
 def test_limited_machine_fails_or_warns_with_a_remedy(monkeypatch, name, status, module, facts):
