@@ -40,13 +40,10 @@ def pairwise_cases():
     return chosen
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", pairwise_cases(), ids=str)
-def test_every_pair_of_parameters_compiles(case):
-    test_the_attention_of_a_packed_row_compiles(case)
+EVERY_PAIR = (pytest.param(case, marks=pytest.mark.long) for case in pairwise_cases())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *EVERY_PAIR], ids=str)
 def test_the_attention_of_a_packed_row_compiles(case):
     card, tokens, ratio, head_size, window = case
     script = Path(__file__).with_name("gpu_compiler.py")
