@@ -9,8 +9,6 @@ moments are spread over the start of the workers, the others over the rest of th
 undisturbed run, which is measured first. A run that loses a process of MUST_FINISH has to finish;
 any other has to be resumable, and is resumed. All end with the weights of an undisturbed run. Runs
 whose victim is an environment or the controller play a game.
-
-Files of a trial are kept under --folder if it fails.
 """
 
 import argparse
@@ -95,7 +93,6 @@ class Plan:
 @dataclass
 class Outcome:
     plan: Plan
-    seconds: float = 0.0  # until the end, without a resumption
     phase: str = "startup"
     has_resumed: bool = False
     num_restarts: int = 0
@@ -131,7 +128,6 @@ class Run:
                 stderr=err,
                 env={**os.environ, **DELAYS, **private, mark: value},
             )
-        self.started = time.monotonic()
 
     def wait(self, seconds):
         """Wait at most `seconds` for the end of the run; note its shared memory meanwhile."""
@@ -174,8 +170,7 @@ class Run:
         assert not (found := left()), f"left: {found}"
 
     def check_files(self):
-        """Each iteration, group and sample is there once, and no socket or temporary file. Return
-        the digest of the weights."""
+        """Each iteration, group and sample is there once; return the digest of the weights."""
         summary, lines = summary_of(self.output), lines_of(self.output / "metrics.jsonl")
         iterations = [line["iteration"] for line in lines]
         every = range(1, ITERATIONS + 1)
@@ -277,7 +272,6 @@ def _act(run, plan, baseline):
 
 def _check(run, outcome, acted, limit):
     plan, has_ended = outcome.plan, run.wait(limit)
-    outcome.seconds = time.monotonic() - run.started
     outcome.phase = phase_at(run.output, acted)
     assert has_ended, f"no end after {limit:.0f} s"
     run.check_leftovers()
@@ -359,7 +353,7 @@ def main():
     def one(number):
         plan = plans[number]
         outcome = run_trial(plan, folder / f"trial-{number}", baselines[plan.words])
-        print(f"trial {number}, {outcome.seconds:.1f} s: {outcome}", flush=True)
+        print(f"trial {number}: {outcome}", flush=True)
         return outcome
 
     with ThreadPoolExecutor(jobs) as pool:

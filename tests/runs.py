@@ -126,8 +126,7 @@ def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bits_of(folder: Path) -> list[Any]:
-    """Results, metrics and samples, which are equal in runs with the same bits, whatever they
-    lost."""
+    """What is equal in runs with the same bits, whatever they lost."""
     names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
     names += "completion_tokens", "generated_tokens", "policy_version", "rewards"
     summary, samples = summary_of(folder), folder / "samples.jsonl"
@@ -148,8 +147,7 @@ def both_schedules(folder: Path, *words: str, delays: str = "0.02", **how: Any) 
 
 
 def assert_on_policy(folder: Path, most: float = 1e-4) -> dict[str, Any]:
-    """Return the summary of a run whose groups were all sampled by the policy trained; `most`: nats
-    between engine and trainer."""
+    """Return the summary of the run. `most`: nats between engine and trainer."""
     summary = summary_of(folder)
     assert summary["groups_off_policy"] == 0
     assert summary["sampling_logp_difference_max"] < most

@@ -44,7 +44,6 @@ TREES = {
     module.relative_to(PACKAGE).with_suffix("").parts: parse(module)
     for module in sorted(PACKAGE.rglob("*.py"))
 }
-"""Modules by the parts of their names below `easyrl`."""
 
 
 def imports_of(tree):

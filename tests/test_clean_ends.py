@@ -359,8 +359,6 @@ def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk):
     assert read_checkpoint(saved).state["num_iterations"] >= 2
 
 
-# Long runs use no more memory, files or threads than in their first minutes.
-
 SHORT = (
     *("train.prompts_per_iteration=2", "rollout.num_generations=2", "data.num_held_out=0"),
     *("rollout.max_completion_length=8", "data.max_prompt_length=32", "train.save_every=50"),

@@ -54,7 +54,6 @@ class Surroundings:
 
 
 def sandboxed_processes():
-    """Every process that runs the runner or was started by it."""
     found = []
     for process in psutil.process_iter(["cmdline", "name", "status"]):
         words = " ".join(process.info["cmdline"] or [])

@@ -1,7 +1,4 @@
-"""Cores, devices and memory of a machine, and each worker's part of them.
-
-Cores of a worker that waits serve workers of the other role.
-"""
+"""Cores, devices and memory of a machine, and each worker's part of them."""
 
 import os
 

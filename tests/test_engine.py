@@ -452,8 +452,7 @@ def assert_exact(family, submitted, groups):
 def test_a_conversation_has_the_logprobs_of_itself_alone(
     family, copied_tokens, has_first_tokens, many_sizes, monkeypatch
 ):
-    """Also with graphs: rows that only fill a graph's size do not write to those behind the active
-    ones."""
+    """Also with graphs, whose unused rows write to no others."""
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
     drawn = draw_requests(has_first_tokens=has_first_tokens)
     assert_exact(family, drawn, play(make_turns_engine(family), drawn, delay=2))

@@ -196,8 +196,7 @@ def test_errors_of_a_tool_are_results(own):
 
 
 def test_output_is_counted_by_call(own):
-    """That is what it prints, also where calls run at the same time. Its result may be of a
-    subclass of str."""
+    """Also where calls run at the same time."""
     shout = "time.sleep(0.2) or print('x' * %d * 2**20) or Odd('loud')"
     shouts = [ToolCall("run", {"code": shout % size}) for size in (9, 9, 17)]
     found = [own.act(KEY, index, shouts) for index in (0, 1)]

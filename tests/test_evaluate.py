@@ -1,7 +1,4 @@
-"""`easyrl eval`: what it evaluates, writes and compares, and how it continues.
-
-A stub replaces the rollout workers, except in the tests of whole commands.
-"""
+"""`easyrl eval`: what it evaluates, writes and compares, and how it continues."""
 
 import json
 import math

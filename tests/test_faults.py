@@ -1,8 +1,4 @@
-"""Runs that lose rollout workers, or are killed or stopped and continue with `--resume`.
-
-Each is compared with a run of the same settings that nothing disturbed (`undisturbed`). Groups of
-equal rewards are replaced by fresh prompts, round by round.
-"""
+"""Runs that lose rollout workers, or are killed or stopped and continue with `--resume`."""
 
 import os
 import random
@@ -206,7 +202,6 @@ def test_more_iterations_continue_a_finished_run(tmp_path, undisturbed):
     ],
 )
 def test_a_signal_saves_the_last_whole_iteration(tmp_path, undisturbed, signum, words, every):
-    """Also while a checkpoint is being written."""
     once, folder = undisturbed(*SMALL_AND_SAME, *words), tmp_path / "run"
     saving = (*SMALL_AND_SAME, *words, f"train.save_every={every}")
     process = start("--output", str(folder), *saving, EASYRL_RANDOM_DELAYS="0.05")
@@ -280,7 +275,6 @@ def score(prompts, completions, row, **_):
 def test_two_workers_and_replaced_groups_end_in_the_same_bits_under_both_schedules(
     tmp_path, iterations, seed
 ):
-    """Every third row has equal rewards, and others by chance."""
     rows = [{"prompt": f"{10 + n % 80}+{20 + n % 70}=", "row": n} for n in range(500)]
     (tmp_path / "r.py").write_text(REWARD)
     folder = both_schedules(

@@ -1,8 +1,6 @@
 """Tests that need an NVIDIA GPU: compiled FlexAttention, half precision, a shared device, NCCL.
 
-One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests that need two
-GPUs are skipped if there is one. For figures: `easyrl bench loop`, `engine`, `weights`
-and `attention`.
+Run `make test-gpu`. For figures: `easyrl bench loop`, `engine`, `weights` and `attention`.
 """
 
 from __future__ import annotations
@@ -142,9 +140,6 @@ except torch.OutOfMemoryError as error:
     assert done.stdout.splitlines() == [f"1 {uuid}", "out of memory"]
 
 
-# -- decoding --------------------------------------------------------------------------------------
-
-
 def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
     settings = SamplingSettings(
         max_prompt_length=max(map(len, prompts)),
@@ -156,7 +151,6 @@ def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
 
 
 def generate(engine, prompts, lengths) -> list:
-    """Generate completions of these lengths; return their bits."""
     for number, prompt in enumerate(prompts):
         engine.submit(RaggedRequest((number,), prompt, 4, lengths=lengths[number].tolist()))
     finished = []
@@ -186,7 +180,6 @@ def tiny_policy(family, dtype, seed=1) -> Policy:
 def test_replayed_decode_steps_give_the_bits_of_plain_ones(
     family, dtype, prompt_lengths, monkeypatch
 ):
-    """Also after new weights, with few graphs at a time, and without graphs for longer rows."""
     policy, new = (tiny_policy(family, dtype, seed) for seed in (1, 2))
     inputs = draw_inputs(prompt_lengths)
     engines = {}
@@ -242,9 +235,6 @@ def test_a_model_that_cannot_be_captured_leaves_the_gpu_usable():
     assert engine.graphs.num_replays > 0
 
 
-# -- weights: device to device, and over NCCL ------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("train", "size"), [("0", FEW_LAYERS), pytest.param("1", QWEN3_06B, marks=TWO_GPUS)]
@@ -285,9 +275,6 @@ def test_the_channel_broadcasts_over_nccl():
 def test_missing_nccl_rank_is_waited_for_until_the_timeout():
     with pytest.raises(TimeoutError, match=r"train-0 \(rank 0 of 2\), making the process group"):
         trainer_channel(2, 1.0)
-
-
-# -- whole runs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,6 @@ def test_many_chunks_add_the_gradient_of_a_bfloat16_head_without_rounding(monkey
     assert gap(*gradients) <= 0.004
 
 
-# -- the model's own head -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", HEADS)
 def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
     policy = make_policy(family)

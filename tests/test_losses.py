@@ -47,8 +47,7 @@ def make_inputs(ratios, advantages, *, completions=None, mask=None, ref_ratios=N
 
 
 def check(given, algorithm, loss, gradient, **others):
-    """The loss, its gradient by log-probability, and `others`: metrics, or the gradient by
-    entropy."""
+    """`gradient`: by log-probability; `others`: metrics, or the gradient by entropy."""
     inputs = make_inputs(**given)
     outputs = policy_loss(inputs, config_of(**algorithm))
     outputs.loss.backward()
