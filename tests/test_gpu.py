@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import attention as bench
 from benchmarks import weights as bench_weights
-from benchmarks.engine import CappedRequest
+from benchmarks.engine import RaggedRequest
 from easyrl.bench.harness import QWEN3_06B
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines import step_graphs
@@ -152,7 +152,7 @@ def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
 
 def generate(engine, prompts, lengths) -> list:
     for number, prompt in enumerate(prompts):
-        engine.submit(CappedRequest((number,), prompt, 4, length=int(lengths[number])))
+        engine.submit(RaggedRequest((number,), prompt, 4, lengths=lengths[number].tolist()))
     finished = []
     while engine.has_work:
         finished += engine.step()
@@ -163,7 +163,7 @@ def generate(engine, prompts, lengths) -> list:
 def draw_inputs(prompt_lengths) -> tuple[list[list[int]], np.ndarray]:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 60, length).tolist() for length in prompt_lengths * 6]
-    return prompts, generator.integers(1, 200, len(prompts))
+    return prompts, generator.integers(1, 200, (len(prompts), 4))
 
 
 def tiny_policy(family, dtype, seed=1) -> Policy:
