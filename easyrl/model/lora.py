@@ -45,7 +45,6 @@ class Adapter:
     """The adapters of a model. Creating them modifies the model and freezes everything else."""
 
     def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
-        """`path` names the model in messages; `seed` determines the initial A."""
         import peft
 
         assert lora.rank is not None
@@ -157,6 +156,8 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -165,7 +166,10 @@ def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head
     ]
-    layers = _supported_by_peft(model, linear)
+    # peft maps some names to fused experts: only those that it takes literally remain.
+    config: Any = peft.LoraConfig(target_modules=linear)
+    convert_peft_config_for_transformers(config, model=model, conversions=None)
+    layers = [name for name in linear if name in config.target_modules]
     chosen = layers if lora.target_modules is None else []
     for target in lora.target_modules or ():
         meant = [name for name in layers if f".{name}".endswith(f".{target}")]
@@ -177,13 +181,3 @@ def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
             )
         chosen += meant
     return chosen
-
-
-def _supported_by_peft(model: Any, names: list[str]) -> list[str]:
-    """Return the layers that peft takes literally: it maps some names to fused experts."""
-    import peft
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    config: Any = peft.LoraConfig(target_modules=names)
-    convert_peft_config_for_transformers(config, model=model, conversions=None)
-    return [name for name in names if name in config.target_modules]
