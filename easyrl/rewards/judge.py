@@ -49,8 +49,6 @@ QUESTIONS = {
 MAX_RETRIES = {"": 0, "judge_unreadable": 3}  # by `JudgeError.count`; 7 of another
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 60.0  # before the first retry, then doubled
 CONNECT_SECONDS, CHECK_SECONDS = 4.0, 4.5
-SLOT_SECONDS = 0.01  # between looks for a free slot
-MAX_SHOWN = 500  # characters of an answer in a message
 
 
 class JudgeError(RuntimeError):
@@ -92,8 +90,7 @@ class Judge:
         log_metric: Callable[[str, float], None],
         **columns: Sequence[Any],
     ) -> list[float]:
-        """Score the completions of a prompt from 0 to 1. Without one of the answers the whole call
-        fails. Equal questions are asked once."""
+        """Score the completions of a prompt from 0 to 1. One missing answer fails the call."""
         row = {name: values[0] for name, values in columns.items() if name not in RESERVED_COLUMNS}
         questions = self.questions(prompts[0], [*map(text_of, completions)], row)
         asked, size = dict.fromkeys(questions), len(completions) // len(questions)
@@ -244,7 +241,7 @@ class Judge:
     def _error(self, problem: str, count: str = "", delay_seconds: float = 0.0) -> JudgeError:
         """The error, without the key, which a server's answer may repeat."""
         text = problem.replace(self._key, "***") if self._key else problem
-        return JudgeError(f"{self._url}: {text[:MAX_SHOWN]}", count, delay_seconds)
+        return JudgeError(f"{self._url}: {text[:500]}", count, delay_seconds)
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
@@ -258,7 +255,7 @@ class Judge:
         free = self._slots
         async with self._queue:  # one task at a time looks for one
             while (slot := next(filter(_lock, free), None)) is None:
-                await asyncio.sleep(SLOT_SECONDS)
+                await asyncio.sleep(0.01)
             free.remove(slot)
         try:
             yield
@@ -300,7 +297,5 @@ def check_judge(config: Config, example: Prompt) -> list[str]:
     except TimeoutError:
         return [f"warning: {config.reward.judge.url} has not answered in {CHECK_SECONDS:g} s"]
     except OSError as error:
-        raise ConfigError(
-            f"reward.judge: no folder for its cache (XDG_CACHE_HOME): {error}"
-        ) from None
+        raise ConfigError(f"reward.judge: no cache folder (XDG_CACHE_HOME): {error}") from None
     return []

@@ -144,7 +144,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes at once, whatever they are doing."""
-        self._end_pools()
+        _end_pools(self._pools)
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
@@ -163,16 +163,12 @@ class RewardPool:
             self._ready += [self._pools[-1].schedule(run_call, (loads,))]
         self._moved = time.monotonic()
 
-    def _end_pools(self) -> None:
-        for pool in self._pools:
-            _end_pool(pool)
-
     def _restart(self) -> None:
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
             raise RewardError(f"the reward processes ended {self._num_restarts} times")
         self._report("the reward processes were lost; new ones start, and repeat their calls")
-        self._end_pools()
+        _end_pools(self._pools)
         self._start_pools()
         for tasks in self._groups.values():
             for task in tasks:
@@ -272,7 +268,7 @@ def try_rewards(config: Config, example: Prompt | None) -> list[str]:
             raise
         raise ConfigError(UNGUARDED_MESSAGE) from None
     finally:
-        _end_pool(pool)
+        _end_pools([pool])
     return list(filter(None, warnings))
 
 
@@ -288,9 +284,10 @@ def _open_pool(num_workers: int, *arguments: Any) -> ProcessPool:
     return ProcessPool(num_workers, initializer=start, initargs=arguments, context=context)
 
 
-def _end_pool(pool: ProcessPool) -> None:
-    pool.stop()  # type: ignore[no-untyped-call]
-    pool.join()
+def _end_pools(pools: Sequence[ProcessPool]) -> None:
+    for pool in pools:
+        pool.stop()  # type: ignore[no-untyped-call]
+        pool.join()
 
 
 def _was_killed(task: _Task) -> bool:

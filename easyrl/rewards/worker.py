@@ -34,7 +34,6 @@ from easyrl.user_code import user_traceback
 
 MAX_SCORE = 1e30  # scores are summed with weights in float32, whose largest number is about 3e38
 MAX_OUTPUT_CHARACTERS = 2**24  # of a function in a call, so that endless output fills no disk
-MAX_DUMMIES = 8
 NEEDS_MESSAGES = (
     "reads chat messages (completion[0]['content']), but the prompts of the data are strings: set "
     "data.chat=true, which makes chats of them, or read the string"
@@ -56,8 +55,6 @@ class TrainerState(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Some functions on some completions of a prompt."""
-
     prompt: str | Messages
     completions: list[str] | list[Messages]  # [N]; of an episode, all messages after the prompt
     completion_ids: list[list[int]]  # [N][R]
@@ -140,7 +137,6 @@ def start(
 
 
 def functions_with_environments() -> list[int]:
-    """Return the indices of the reward functions that need environments."""
     return [index for index, each in enumerate(_loaded()) if loading.needs_environments(each)]
 
 
@@ -155,7 +151,6 @@ def _loaded() -> list[RewardFunction]:
 def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _loop.run) -> Scored:
     """Score the completions. Raises ConfigError where a function cannot be loaded."""
     maybe_sleep()
-    _loaded()
     num_completions = len(call.completions)
     result = Scored([], [], {}, {})
     logged: dict[str, list[float]] = {}
@@ -199,7 +194,7 @@ def try_function(spec: str, example: Prompt | None) -> str:
     if not _config.reward.check or loading.needs_environments(function):
         return ""
     _functions[:] = [function]
-    content, num_dummies = example.content, min(MAX_DUMMIES, _config.rollout.num_generations)
+    content, num_dummies = example.content, min(8, _config.rollout.num_generations)
     returned = _call_on_dummies(content, example, num_dummies)
     if isinstance(returned, WRONG_FORM):
         is_text = isinstance(content, str)
@@ -257,7 +252,7 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
     data |= {"prompts": [call.prompt] * len(texts), "completions": chat if is_chat else texts}
     data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
     returned: list[Any] = []
-    for function in (_functions[index] for index in call.functions):
+    for function in (_loaded()[index] for index in call.functions):
         BoundedOutput.begin_call()
         try:
             arguments = copy.deepcopy(loading.accepted_arguments(function, data))
@@ -265,8 +260,7 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
             returned.append(function(**arguments))
         except BaseException as error:
             returned.append(error)
-    results: list[Any] = run_async(_await_all(returned))
-    return results
+    return list(run_async(_await_all(returned)))
 
 
 async def _await_all(returned: Iterable[Any]) -> list[Any]:
