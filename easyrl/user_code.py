@@ -1,7 +1,4 @@
-"""Functions of the user's own that the config names: `file.py:function`, `package.module:function`.
-
-Problems are ConfigErrors; an error in the user's own file is shown with its traceback.
-"""
+"""The user's own functions that the config names: `file.py:function`, `package.module:function`."""
 
 import ast
 import functools
@@ -22,7 +19,6 @@ from typing import Any, Literal
 
 from easyrl.formatting import ConfigError
 
-PACKAGE = Path(__file__).parent.parent
 FORMS = "file.py:function or package.module:function"
 Kind = Literal["function", "class"]
 sources: dict[str, str] = {}  # by path, of the files that are loaded as they were at the start
@@ -70,7 +66,6 @@ def _list_file(file: str, kind: Kind) -> str:
 
 
 def module_of(spec: str) -> ModuleType:
-    """The module of a function that has been loaded."""
     return _load(spec.rpartition(":")[0])
 
 
@@ -145,7 +140,7 @@ def _load(path: str) -> ModuleType:
 def user_traceback(error: BaseException) -> str:
     """Format the traceback without EasyRL's and importlib's frames at its start."""
     frame = error.__traceback__
-    ignored = (str(PACKAGE), importlib.__file__, "<frozen importlib")
+    ignored = (str(Path(__file__).parent.parent), importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):
         frame = frame.tb_next
     text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()

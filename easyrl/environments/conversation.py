@@ -133,8 +133,7 @@ class Conversations:
         first = str(messages[0]["content"])
         if is_tool and (not found or (first == RESULT and RESULT not in behind[at:])):
             raise ConfigError(f"{KEY}: the chat template writes no end token behind a tool call")
-        ids: list[int] = self._tokenizer(behind[at:], add_special_tokens=False)["input_ids"]
-        return end_token, ids
+        return end_token, self._tokenizer(behind[at:], add_special_tokens=False)["input_ids"]
 
     def _call(self, name: str, value: str) -> dict[str, Any]:
         function = {"name": name, "arguments": {"x": value}}

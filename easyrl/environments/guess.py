@@ -17,7 +17,6 @@ class Guess:
         return None
 
     def step(self, text: str) -> tuple[str, bool]:
-        """Compare a guess with the number."""
         self.num_guesses += 1
         if not text.strip().isdecimal():
             return "not a number", True
@@ -28,5 +27,4 @@ class Guess:
         return ("higher" if self.secret > guess else "lower"), self.num_guesses >= MAX_GUESSES
 
     def get_reward(self) -> float:
-        """Return the reward of the episode."""
         return float(self.is_found) * (1.0 - (self.num_guesses - 1) / MAX_GUESSES)

@@ -36,8 +36,6 @@ class ToolCall(NamedTuple):
 
 
 class BadCall(NamedTuple):
-    """A call that cannot be read."""
-
     reason: str
 
 

@@ -31,8 +31,6 @@ TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's configuration and size, from its files."""
-
     path: str
     config: dict[str, Any]  # the content of `config.json`
     num_weights: int | None  # elements of all weights, tied ones once; None if unknown
@@ -148,8 +146,7 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
 
 
 def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:
-    """Raise ConfigError if sequences may be longer than the model's positions. `section`: that of
-    the `max_completion_length` that applies."""
+    """Raise ConfigError if sequences may be longer than the model's positions."""
     positions = max_positions(model.config)
     if positions is not None and config.max_sequence_length > positions:
         raise ConfigError(
@@ -228,7 +225,6 @@ def model_size(
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder, a hub id or a built-in model."""
     from transformers import AutoTokenizer
 
     return load_part(AutoTokenizer, "tokenizer", path, trust_remote_code=trust_remote_code)
@@ -260,7 +256,6 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def model_config_of(config: Config) -> Any:
-    """Transformers' configuration of `model.path`."""
     return load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
 
 
@@ -274,13 +269,10 @@ def load_part(auto_class: Any, what: str, path: str, key: str = KEY, **options: 
         reason = " ".join(str(error).split()) or type(error).__name__
         if "trust_remote_code" in reason:
             reason += " Set model.trust_remote_code=true (--trust-remote-code) if you trust it."
-        raise ConfigError(
-            f"{key}: transformers cannot load the {what} of '{path}': {reason}"
-        ) from error
+        raise ConfigError(f"{key}: cannot load the {what} of '{path}': {reason}") from error
 
 
 def load_eos_token_ids(path: str, model_config: Any) -> list[int]:
-    """Return the tokens that end a completion, without loading the model."""
     from transformers import GenerationConfig
 
     try:
