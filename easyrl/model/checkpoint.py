@@ -109,7 +109,6 @@ def read_tensors(
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trained parameters with their names, tied ones once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 

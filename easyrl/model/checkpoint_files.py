@@ -112,8 +112,7 @@ def unfinished_name(path: Path) -> Path:
 
 
 def publish(path: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
-    """Publish the checkpoint written to `unfinished_name(path)`, with `state` (for JSON). `known`:
-    SHA-256 of some of its files."""
+    """Publish the checkpoint in `unfinished_name(path)`. `known`: SHA-256 of some of its files."""
     written = unfinished_name(path)
     files = sorted(written.iterdir())
     content = {
@@ -176,7 +175,6 @@ def _sha256(file: Path) -> str:
 
 
 def _content_sha256(content: Mapping[str, Any]) -> str:
-    """Return the checksum of the content of state.json without its OWN_CHECKSUM."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

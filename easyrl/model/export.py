@@ -71,9 +71,8 @@ def export_checkpoint(
     card: Callable[[Checkpoint], str | None] = lambda _: None,
 ) -> str:
     """Export a checkpoint, or the newest one of a run folder; return a message for the user.
-    `trust`: run code that comes with the model; `force`: replace a model in `folder`; `verify` the
-    checksums first; `dtype` of the weights: by default that of the model's files, `trained` as
-    they were trained; `card`: makes the model card. Raises ConfigError."""
+    `trust`: run code that comes with the model; `force`: replace a model in `folder`; `dtype` of
+    the weights: `own` is that of the model's files, `trained` as in the run. Raises ConfigError."""
     if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)

@@ -34,8 +34,6 @@ CHECKED_WORDS = 512
 
 
 class Policy:
-    """The model on its device. `forward` takes T packed tokens without a batch dimension."""
-
     def __init__(
         self,
         model: Any,
@@ -44,7 +42,6 @@ class Policy:
         no_packing_reason: str | None = None,
         attention: AttentionMode = "auto",
     ) -> None:
-        """`attention`: `model.attention` of the config."""
         self.model = model
         self.device = device
         self.no_packing_reason = no_packing_reason
@@ -70,9 +67,8 @@ class Policy:
         dtype: DType | None = "float32",
     ) -> Self:
         """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they
-        are stored, for `TrainRanks.shard`. The model is checked once, in float32 on the CPU. Raises
-        ConfigError if weights are missing, if it is no causal language model, or if `attention`
-        asks for shared prompts that it cannot compute exactly."""
+        are stored, for `TrainRanks.shard`. Raises ConfigError if weights are missing, if it is no
+        causal language model, or if `attention` asks for prompts that cannot be shared exactly."""
         register_attention()
         model = _load(path, dtype, trust_remote_code=trust_remote_code)
 
@@ -150,10 +146,8 @@ class Policy:
         return {**packed, "attention_layout": layout}, 0
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return logits [K, V] of `hidden_states` [K, H].
-
-        This runs the model's own forward, with the layers' forward replaced by their result. Until
-        the call returns the model has no layers, so no other thread and no hook may run it.
+        """Return logits [K, V] of `hidden_states` [K, H] by the model's own forward, with its
+        layers' replaced by their result. Meanwhile no other thread and no hook may run the model.
         """
         given = self._base_output(last_hidden_state=hidden.unsqueeze(0))
         self._layers.forward = lambda *_, **__: given  # shadows the class's method
@@ -167,7 +161,6 @@ class Policy:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers, in order."""
         return _blocks_of(self.model)
 
     @property
@@ -176,7 +169,6 @@ class Policy:
 
     @torch.no_grad()
     def _check_head(self, path: str) -> None:
-        """Check that layers and head apart equal the model."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         inputs, row = self._inputs(tokens, tokens, layout)
@@ -210,7 +202,6 @@ class Policy:
         return sorted(chosen, key=lambda weight: weight.name)
 
     def _exported(self, named: Iterable[tuple[str, Tensor]], *, merge: bool = True) -> list[Weight]:
-        """Turn the module's tensors into the weights of the model without adapters."""
         if self.adapter is not None:
             return self.adapter.weights(named, merge=merge)
         return [Weight.stored(name, w, is_trained=w.requires_grad) for name, w in named]
@@ -278,7 +269,6 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _load(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
-    """Load a model onto the CPU in `dtype`, or as stored."""
     from transformers import AutoModelForCausalLM
 
     config = load_model_config(path, trust_remote_code=trust_remote_code)

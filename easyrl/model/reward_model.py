@@ -1,6 +1,5 @@
 """Reward models: sequence classifiers of transformers that score a prompt with its completion.
 
-An entry of `reward.functions` that is a folder or a hub id names one (`rewards.loading.is_model`).
 Each rollout worker has one process for all of them (`rewards.pool`), which alone loads torch. There
 `score` is called as a reward function: a group is one batch.
 """

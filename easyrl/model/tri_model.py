@@ -44,8 +44,7 @@ class TriModel:
         teacher: Policy | None = None,
     ) -> None:
         """Reference and old policy start as copies of `policy`, which is sharded over `ranks`, as
-        `teacher` is. Copies on the CPU (`train.offload`) are moved to the device for each
-        micro-batch."""
+        `teacher` is."""
         train, algorithm = config.train, config.algorithm
         self.policy = policy
         self._ranks = ranks or TrainRanks()
@@ -184,7 +183,6 @@ class OtherWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run the module with these weights, without a gradient."""
         own = [
             own_part(parameter).clone() if is_sharded(parameter) else parameter.data
             for parameter in self._parameters

@@ -35,8 +35,6 @@ OPTIONAL_COLUMNS = ("entry_point", "test_imports", "test_setup_code")
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """The tests of one row."""
-
     kind: Literal["asserts", "stdin", "function"]
     tests: list[Any]  # sources; standard inputs; or argument lists
     expected: list[Any]  # outputs; return values; of asserts "passed"

@@ -134,7 +134,6 @@ def redirect(stdin: int | None = None, stdout: int | None = None) -> None:
 
 
 def execute(program: str, name: str) -> ModuleType:
-    """Execute the program as the module `name`."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # too much output ends the program
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else it could not open /dev/stdin
     sys.modules[name] = module = ModuleType(name)
@@ -337,8 +336,6 @@ class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
 
 
 def forward(name: str) -> Any:
-    """Return a method of Proxy."""
-
     def method(self: Proxy, *arguments: Any, **named: Any) -> Any:
         if name in COMPARISONS and not isinstance(arguments[0], Proxy):
             return NotImplemented

@@ -71,7 +71,6 @@ def reward_specs(config: Config) -> list[str]:
 
 
 def is_model(spec: str) -> bool:
-    """Return whether an entry of `reward.functions` names a reward model."""
     if spec in BUILT_IN or ":" in spec or spec.endswith(".py"):
         return False
     return Path(spec).expanduser().is_dir() or ("/" in spec and is_hub_id(spec))
@@ -133,7 +132,6 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
 
 
 def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
-    """The error for a function that needs a column which the data does not have."""
     return ConfigError(
         f"{KEY}: '{spec}': {problem}; the data has: {', '.join(example.columns) or 'none'} "
         "(data.columns renames columns)"
@@ -141,7 +139,6 @@ def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
 
 
 def load_reward(spec: str, config: Config) -> RewardFunction:
-    """Load the function of one entry of `reward.functions`."""
     if spec in BUILT_IN:
         if spec in EXTRAS:
             require(spec, f"{KEY}: '{spec}'")

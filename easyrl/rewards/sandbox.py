@@ -5,8 +5,7 @@
        └──────────── outputs ──────────────┘
 
 As root, the program runs as another user, since Linux does not apply process limits to root. Each
-reward process has a user number of its own and runs one program at a time. Uses nothing but the
-standard library.
+reward process has a user number of its own and runs one program at a time.
 """
 
 import contextlib
