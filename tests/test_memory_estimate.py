@@ -1,7 +1,6 @@
 """The memory estimate against measured memory."""
 
 import contextlib
-import json
 import re
 import shutil
 import subprocess
@@ -33,13 +32,16 @@ from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import Rollout, pack
-from runs import command, workers
+from mistakes import QWEN
+from runs import command, workers, write_rows
 from tiny_models import tiny_model
 
 TOLERANCE = 0.15
 WEIGHTS = 767744 * 4  # bytes of the tiny model
 LEAST = ("data.max_prompt_length=30", "rollout.max_completion_length=10", "rollout.ring_slots=1")
 APART, SHARED = (("devices.infer=0", f"devices.train={train}") for train in (1, 0))
+HASHED = "def hashed(completion_ids, **_): return [float(sum(ids) % 7) for ids in completion_ids]"
+"""A reward in which the completions of a group differ, so that every group has a gradient."""
 
 
 def save_model(folder, sizes, head_size=64, *, is_tied=True):
@@ -59,10 +61,8 @@ def write_task(folder, sizes, **how):
     """Save a random model, whose completions hardly ever end early; return settings with prompts,
     completions and micro-batches of full length."""
     save_model(folder / "model", sizes, **how)
-    reward = "def hashed(completion_ids, **_):\n    return [sum(ids) % 7 for ids in completion_ids]"
-    (folder / "own.py").write_text(reward)
-    rows = [json.dumps({"prompt": f"{number:064d}"}) for number in range(8)]
-    (folder / "data.jsonl").write_text("\n".join(rows))
+    (folder / "own.py").write_text(HASHED)
+    write_rows(folder / "data.jsonl", [{"prompt": f"{number:064d}"} for number in range(8)])
     return (
         *(f"model.path={folder}/model", f"data.dataset={folder}/data.jsonl"),
         *(f"reward.functions=[{folder}/own.py:hashed]", "data.num_held_out=0"),
@@ -127,9 +127,8 @@ def measured_peaks(*words):
 
 @pytest.mark.long
 def test_estimate_equals_the_measured_peak(tmp_path):
-    """The model has 92 million weights."""
     words = (
-        *write_task(tmp_path, (768, 2304, 10, 12, 6, 28000)),
+        *write_task(tmp_path, (768, 2304, 10, 12, 6, 28000)),  # 92 million weights
         *("devices.infer=cpu", "devices.train=cpu", "train.max_tokens_per_micro_batch=2048"),
         f"output.dir={tmp_path}/run",
     )
@@ -223,9 +222,7 @@ def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights(
     ],
 )
 def test_trainer_uses_the_memory_that_there_is(words, reshard, tokens):
-    qwen3 = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
-    qwen3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    size = model_size({**qwen3, "vocab_size": 151_936, "tie_word_embeddings": True}, 1_720_574_976)
+    size = model_size(QWEN, num_weights=1_720_574_976)
     split = ("devices.infer=0-3", "devices.train=4-7", "model.dtype=bfloat16")
     lengths = ("data.max_prompt_length=512", "rollout.max_completion_length=2048")
     config = load_config(words=[*split, *lengths, "train.prompts_per_iteration=64", *words])

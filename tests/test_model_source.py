@@ -26,14 +26,9 @@ from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import (
-    differing,
-    find_resume,
-    run_folder_of,
-    start_from,
-)
+from easyrl.runtime.resume import differing, find_resume, run_folder_of, start_from
 from mistakes import TINY, make_run
-from runs import SMALL, easyrl, finish, lines_of, summary_of
+from runs import SMALL, easyrl, finish, lines_of, succeed, summary_of
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EXACT = "reward.functions=[exact_match]"
@@ -321,13 +316,13 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monk
 
 
 def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path):
-    make_run(tmp_path / "run", {10: {}})
     run = tmp_path / "run"
+    make_run(run, {10: {}})
     assert run_folder_of(run / "checkpoints" / "10") == run
     assert run_folder_of(run) == run
     words = ["train.learning_rate=1e-5", "reward.num_workers=3", "train.iterations=70"]
-    config = config_of(tmp_path / "run", *words)
-    found = find_resume(config, tmp_path / "run")
+    config = config_of(run, *words)
+    found = find_resume(config, run)
     os.close(found.lock)
     assert found.describe(config).splitlines()[1:] == [
         "changed: reward.num_workers 2 -> 3",
@@ -355,8 +350,7 @@ def test_nothing_is_left_of_a_run_that_cannot_start(finished_run, tmp_path):
 def test_a_run_starts_from_the_weights_of_a_checkpoint(finished_run, tmp_path):
     final = load_file(finished_run.folder / "model" / "model.safetensors")
     new, source = tmp_path / "new", str(finished_run.folder / "checkpoints" / "3")
-    code, _, err = finish("--model", source, "--output", str(new), *TWO)
-    assert code == 0, err
+    succeed("--model", source, "--output", str(new), *TWO)
     config = load_config(new / "config.yaml")
     model = new / "inputs" / "run-checkpoints-3"
     assert Path(config.model.path) == model and config.learning_rate == 3e-4
@@ -364,8 +358,7 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(finished_run, tmp_path):
     assert start.keys() == final.keys() and all((start[n] == final[n]).all() for n in final)
     assert len(lines_of(new / "metrics.jsonl")) == summary_of(new)["iterations"] == 2
     moved = new.rename(tmp_path / "moved")
-    code, _, err = finish("--resume", str(moved), "--iterations", "3")
-    assert code == 0, err
+    succeed("--resume", str(moved), "--iterations", "3")
     assert find_model(str(moved / "checkpoints" / "3")).base == str(moved / "inputs" / model.name)
 
 
@@ -380,8 +373,7 @@ def test_a_resume_with_other_settings_prints_a_command_that_runs(finished_run, t
     line = next(line for line in err.splitlines() if "easyrl grpo" in line)
     program, name, *words = shlex.split(line[line.index("easyrl grpo") :])
     assert (program, name) == ("easyrl", "grpo")
-    code, _, err = finish(*words)
-    assert code == 0, err
+    succeed(*words)
     config, before = (load_config(each / "config.yaml") for each in (tmp_path / "run-3", run))
     assert (config.learning_rate, config.algorithm.beta) == (1e-4, 0.1)
     assert config.rollout == before.rollout and config.data == before.data
