@@ -34,11 +34,14 @@ OPTIONAL = {*EXTRAS.values(), "scipy", "pandas", "pyarrow", "psutil"} - {"httpx2
 """Libraries that no run needs. httpx2 comes with huggingface_hub 2."""
 
 
-def without_optional_libraries(folder: Path) -> dict[str, str]:
-    """The environment of a process for which these seem not to be installed."""
-    program = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))"
+def customized(folder: Path, program: str) -> dict[str, str]:
+    """The environment of Python processes that run this program first."""
     (folder / "sitecustomize.py").write_text(program)
     return {"PYTHONPATH": f"{folder}:{Path(__file__).parent.parent}"}
+
+
+def without_optional_libraries(folder: Path) -> dict[str, str]:
+    return customized(folder, f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))")
 
 
 class Finished(NamedTuple):
@@ -56,8 +59,15 @@ def start(*arguments: str, altered: bool = False, **environment: str) -> subproc
     """`altered`: start `altered_run.py`, which the environment tells what to change."""
     script = Path(__file__).with_name("altered_run.py")
     words = [sys.executable, str(script), *arguments] if altered else command(*arguments)
+    return start_process(words, environment)
+
+
+def start_process(
+    words: list[str], environment: Mapping[str, str], folder: Path | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         words,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

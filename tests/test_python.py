@@ -21,7 +21,7 @@ from easyrl.cli.grpo import grpo
 from easyrl.config import Config
 from easyrl.observe.observers import make_observers
 from easyrl.observe.text import say_rich
-from runs import descendants, lines_of, wait_for_line
+from runs import descendants, lines_of, start_process, wait_for_line
 from tool_models import call, chat_model
 
 ROOT = Path(__file__).parent.parent
@@ -181,17 +181,10 @@ def test_the_functions_have_the_options_of_the_commands():
         assert options == inspect.signature(function).parameters.keys() - {"progress", "settings"}
 
 
-def script(body, tmp_path, **environment):
+def script(body, tmp_path):
     file = tmp_path / "script.py"
     file.write_text(body)
-    return subprocess.Popen(
-        [sys.executable, str(file)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return start_process([sys.executable, str(file)], {"PYTHONPATH": str(ROOT)}, tmp_path)
 
 
 def test_a_script_without_a_guard_gets_one_clear_error(tmp_path):

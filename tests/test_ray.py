@@ -1,7 +1,4 @@
-"""Runs on a Ray cluster: a head and two more nodes on this machine, with one CPU each.
-
-A worker takes one CPU, so three workers are on three nodes.
-"""
+"""Runs on a Ray cluster of three nodes on this machine, each with a CPU for one worker."""
 
 import os
 import signal
@@ -14,21 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import runs
 from easyrl.runtime.control import request
 from ray_clusters import cluster_of
-from runs import (
-    GUESS,
-    SMALL,
-    bits_of,
-    finish,
-    lines_of,
-    start,
-    succeed,
-    summary_of,
-    wait_for_line,
-    wait_until,
-    wait_until_gone,
-)
+from runs import SMALL, bits_of, lines_of, start, succeed, summary_of, wait_for_line, wait_until
 
 pytestmark = pytest.mark.long  # `make test-vllm` runs a first one
 
@@ -47,10 +33,9 @@ FEATURES = {
         *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
         *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
     ),
-    "agent": (*GUESS, "--agent", f"{AGENTS}:solve"),
+    "agent": (*runs.GUESS, "--agent", f"{AGENTS}:solve"),
 }
-SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}
-"""Numbers of engines and of train ranks."""
+SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}  # engines, train ranks
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +95,7 @@ def live(folder, *words):
         _, err = process.communicate(timeout=60)
     assert err == "" and process.returncode == 128 + signal.SIGTERM
     left = [psutil.Process(pid) for pid in {*pids} if psutil.pid_exists(pid)]
-    assert not wait_until_gone(left, 15.0)
+    assert not runs.wait_until_gone(left, 15.0)
     lines = lines_of(folder / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
 
@@ -121,7 +106,7 @@ def workers_of(folder):
 
 def refused(*words, timeout_seconds):
     started = time.monotonic()
-    code, out, err = finish(*words, *SMALL, f"runtime.timeout_seconds={timeout_seconds}")
+    code, out, err = runs.finish(*words, *SMALL, f"runtime.timeout_seconds={timeout_seconds}")
     assert code == 2 and err.startswith("easyrl: ") and "Traceback" not in err
     assert "importing torch" not in out
     assert time.monotonic() - started < timeout_seconds + 20
@@ -144,9 +129,8 @@ def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
 
 
 def test_a_node_that_cannot_run_easyrl(cluster, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['easyrl'] = None")
-    paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": paths})
+    environment = runs.customized(tmp_path, "import sys; sys.modules['easyrl'] = None")
+    node = cluster.add_node(num_cpus=1, env_vars=environment)
     try:
         words = ("--output", str(tmp_path / "run"), *on(cluster, "ray:cpu:3"))
         err = refused(*words, timeout_seconds=30)
@@ -161,10 +145,8 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(cluster, tmp_path, infer
     whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
     folder, devices = tmp_path / "run", on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
     words = (*SAME, "train.save_every=2", *devices)
-    process = start("--output", str(folder), "--iterations=6", *words)
-    wait_for_line(process, "checkpoint of iteration 2")
-    process.kill()
-    process.communicate()
+    words = ("--output", str(folder), "--iterations=6", *words)
+    runs.finish_after("checkpoint of iteration 2", subprocess.Popen.kill, *words)
     succeed("--resume", str(folder))
     assert bits_of(folder) == bits_of(whole)
 
@@ -228,7 +210,7 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
 def test_a_lost_node_changes_no_bit(tmp_path):
     here, folder = tmp_path / "here", tmp_path / "run"
     every = ("--iterations", "20", *SAME)
-    assert finish("--output", str(here), "--infer-devices", "cpu:2", *every)[0] == 0
+    succeed("--output", str(here), "--infer-devices", "cpu:2", *every)
     with cluster_of({"num_cpus": 0}, *[{"num_cpus": 1}] * 4) as cluster:
         process = start("--output", str(folder), *on(cluster, "ray:cpu:2"), *every)
         wait_for_line(process, "iteration 2/")

@@ -1,7 +1,7 @@
 """Parts of a run on a Ray cluster, without one: the host of a worker, the placement, the checks."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -89,28 +89,18 @@ def group(number):
     return encode_group(make_group(FIRST + number))
 
 
-class Put(threading.Thread):
-    def __init__(self, host, sender, number):
-        super().__init__(daemon=True)
-        self.host, self.arguments, self.is_done = host, (sender, group(number)), None
-        self.start()
-
-    def run(self):
-        self.is_done = self.host.put(*self.arguments)
-
-
 def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(host, monkeypatch):
     monkeypatch.setattr(ray_host, "RETRY_SECONDS", 0.05)
     assert host.put("rollout-0 a", group(0)) and host.put("rollout-1 b", group(1))
-    fenced, waiting = Put(host, "rollout-0 a", 2), Put(host, "rollout-1 b", 3)
+    threads = ThreadPoolExecutor(2)
+    fenced = threads.submit(host.put, "rollout-0 a", group(2))
+    waiting = threads.submit(host.put, "rollout-1 b", group(3))
     time.sleep(0.2)
-    assert fenced.is_done is None and waiting.is_done is None, "the ring is full"
+    assert not fenced.done() and not waiting.done(), "the ring is full"
     host.fence(["rollout-0 a"])
-    fenced.join(10.0)
-    assert fenced.is_done is False and not host.put("rollout-0 a", group(2))
+    assert not fenced.result(10.0) and not host.put("rollout-0 a", group(2))
     host._ring.attach(1).get(0.0).release()
-    waiting.join(10.0)
-    assert waiting.is_done is True
+    assert waiting.result(10.0)
     assert host.delivered(make_group(FIRST).iteration) == {1, 3}
     host._ring.attach(1).get(0.0).release()
     assert host.put("rollout-0 c", group(2)), "its replacement"

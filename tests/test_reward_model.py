@@ -70,18 +70,17 @@ def logits(folder, texts, label=0):
 def test_scores_are_those_of_transformers_one_by_one(name, models):
     folder, label = models / name, 0 if name == "one" else 1
     config = config_of(folder, reward__model_label=1)  # which a model with one label ignores
-    (scores,) = call(config, Prompt(0, "1+1=", {}), TEXTS).scores
-    expected = logits(folder, [f"1+1={text}" for text in TEXTS], label)
-    assert scores == pytest.approx(expected, abs=1e-5)
-    assert max(expected) - min(expected) > 0.1
     chat = [{"role": "user", "content": "1+1="}]
-    (scores,) = call(config, Prompt(0, chat, {}), TEXTS).scores
-    written = [f"<user>1+1=\n<assistant>{text}\n" for text in TEXTS]
-    assert scores == pytest.approx(logits(folder, written, label), abs=1e-5)
     begun = [*chat, {"role": "assistant", "content": "It is "}]  # the completion continues it
-    (scores,) = call(config, Prompt(0, begun, {}), TEXTS).scores
-    written = [f"<user>1+1=\n<assistant>It is {text}\n" for text in TEXTS]
-    assert scores == pytest.approx(logits(folder, written, label), abs=1e-5)
+    for content, template in (
+        ("1+1=", "1+1={}"),
+        (chat, "<user>1+1=\n<assistant>{}\n"),
+        (begun, "<user>1+1=\n<assistant>It is {}\n"),
+    ):
+        (scores,) = call(config, Prompt(0, content, {}), TEXTS).scores
+        expected = logits(folder, [template.format(text) for text in TEXTS], label)
+        assert scores == pytest.approx(expected, abs=1e-5)
+        assert max(expected) - min(expected) > 0.1
     padding = reward_model._loaded[str(folder)][0].config.pad_token_id
     assert (padding is None) == (name == "unpadded")
     (error,) = call(config, Prompt(0, "1" * 300, {}), TEXTS).errors

@@ -1,5 +1,4 @@
-"""Which engines a run may add and remove while it is live, its spare devices, and how many engines
-would balance both sides."""
+"""Scaling a live run: which engines, spare devices, and how many would balance both sides."""
 
 from dataclasses import replace
 from types import SimpleNamespace

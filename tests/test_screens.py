@@ -1,8 +1,5 @@
-"""The user interface: what each view makes of one stream of events, compared with tests/golden, and
-which samples `easyrl samples` shows.
-
-`golden_files.py` says how to write the files anew.
-"""
+"""The user interface: what each view makes of one stream of events, compared with tests/golden
+(`golden_files.py`), and which samples `easyrl samples` shows."""
 
 import html
 import json

@@ -1,7 +1,6 @@
 """`easyrl doctor --test` on this machine's CPU, and how a run on accelerators uses its result."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from unittest.mock import Mock
@@ -15,6 +14,7 @@ from easyrl.runtime import run as run_module
 from easyrl.runtime import self_test
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.self_test import before_run
+from runs import customized, start_process
 
 ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
 WRONG_ATTENTION = """
@@ -32,28 +32,18 @@ if "easyrl.runtime.self_test_part" in sys.orig_argv:
 """One of a prompt's tokens has no value, as by a kernel with a wrong mask."""
 
 
-def environment_with(folder, customize):
-    (folder / "sitecustomize.py").write_text(customize)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-
-
 @pytest.mark.long
 def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "easyrl", "doctor", "--test"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        env={**os.environ, **environment_with(tmp_path, WRONG_ATTENTION)},
-    )
-    lines = done.stdout.splitlines()
+    words = [sys.executable, "-m", "easyrl", "doctor", "--test"]
+    process = start_process(words, customized(tmp_path, WRONG_ATTENTION))
+    out, err = process.communicate(timeout=400)
+    lines = out.splitlines()
     status = {line.split()[1]: line.split()[0] for line in lines if line[0] != " "}
     found = [status[part] for part in ("weights", "attention", "embedded")]
-    assert found == ["ok", "failed", "ok"], done.stdout + done.stderr
+    assert found == ["ok", "failed", "ok"], out + err
     failed = next(number for number, line in enumerate(lines) if line.startswith("failed"))
     assert "model.attention=without_flex" in lines[failed + 1]
-    assert done.returncode == 1 and "runs can start" in done.stdout
+    assert process.returncode == 1 and "runs can start" in out
 
 
 def test_crash_and_hang_are_errors(tmp_path, monkeypatch):
@@ -62,8 +52,7 @@ def test_crash_and_hang_are_errors(tmp_path, monkeypatch):
         "import os; os.kill(os.getpid(), 9)": "killed by signal 9",
         "import time; time.sleep(60)": "no answer in 0.5 s",
     }.items():
-        environment = environment_with(tmp_path, code)
-        assert self_test._error(["weights", "cpu", "cpu"], environment) == error
+        assert self_test._error(["weights", "cpu", "cpu"], customized(tmp_path, code)) == error
 
 
 class Machine:

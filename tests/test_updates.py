@@ -22,19 +22,7 @@ from easyrl.model.sharding import whole
 from easyrl.model.tri_model import OtherWeights
 from easyrl.workers.learner import ADAM_BETAS, Learner
 from easyrl.workers.packing import EMPTY
-from own_training import (
-    BASE,
-    GROUPS,
-    HARDER,
-    NUM_GROUPS,
-    NUM_RANKS,
-    SHUFFLED,
-    TEMPERATURE,
-    model,
-    ranks,
-    shake,
-    train,
-)
+from own_training import GROUPS, HARDER, NUM_RANKS, SHUFFLED, model, ranks, train
 from own_workers import NUM_GENERATIONS, REINFORCE
 from tiny_models import largest_gradient_gap, plain_logprobs, plain_model
 
@@ -44,7 +32,7 @@ __all__ = ["model", "ranks"]  # fixtures
 def sequence_logprobs(model, prompt, completion):
     ids = torch.tensor([prompt + completion])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    return plain_logprobs(logits, ids[0, len(prompt) :], TEMPERATURE)
+    return plain_logprobs(logits, ids[0, len(prompt) :], own_training.TEMPERATURE)
 
 
 def gradient_by_definition(trained, update):
@@ -54,7 +42,7 @@ def gradient_by_definition(trained, update):
     policy, old, reference = (
         plain_model(own_training.MODEL, each, torch.float64) for each in weights
     )
-    per_update = NUM_GROUPS // config.train.updates_per_iteration
+    per_update = len(GROUPS) // config.train.updates_per_iteration
     groups = GROUPS[update * per_update : (update + 1) * per_update]
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
@@ -151,7 +139,7 @@ def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monke
     policy.device = torch.device("meta")  # stands for an accelerator
     monkeypatch.setattr(tri_model, "is_sharded", lambda parameter: True)
     other = OtherWeights(policy, offload=False)
-    shake(policy, 0.1)
+    own_training.shake(policy, 0.1)
     own, seen = weight.detach().clone(), []
     monkeypatch.setattr(devices, "synchronize", lambda device: seen.append(weight.detach().clone()))
     with other.in_place():
@@ -246,7 +234,8 @@ def gathers_and_reductions(ranks):
     """One update has three micro-batches. Gathered weights are dropped, or kept to its end."""
     found = []
     for reshard in ("true", "false"):
-        config = load_config(words=[*BASE, "model.path=tiny", f"train.reshard={reshard}"])
+        words = [*own_training.BASE, "model.path=tiny", f"train.reshard={reshard}"]
+        config = load_config(words=words)
         learner = Learner(Policy.load("tiny"), config, copy.copy(ranks))
         with Counted() as counted:
             for _ in range(3):

@@ -35,8 +35,7 @@ SAMPLING = SamplingSettings(
 SIZE = {"max_concurrent_groups": 2, "num_generations": 4}
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [20, 21, 22], [30] * 40]
 """The last one fills a block of the KV cache, which a group shares and an update must drop."""
-WHOLE = replace(SAMPLING, top_k=1000)
-"""Excludes nothing."""
+WHOLE = replace(SAMPLING, top_k=1000)  # excludes nothing
 
 
 class Trained:

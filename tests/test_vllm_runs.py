@@ -14,35 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+import runs
 from easyrl.engines.vllm.processes import processes_of
 from easyrl.runtime.control import request
 from ray_clusters import cluster_of
-from runs import (
-    GUESS,
-    SMALL,
-    bits_of,
-    both_schedules,
-    descendants,
-    finish_after,
-    kill_worker,
-    lines_of,
-    shared_memory,
-    start,
-    succeed,
-    summary_of,
-    wait_for_line,
-    wait_until,
-    wait_until_gone,
-)
+from runs import SMALL, assert_on_policy, lines_of, start, succeed, wait_for_line, wait_until
 from tiny_models import untied_model
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
 pytestmark = pytest.mark.vllm
 
-TOLERANCE = 1e-4  # nats, in float32
 START_SECONDS = 600.0
-SECONDS = 5.0
-"""The bound of a clean end."""
+SECONDS = 5.0  # the bound of a clean end
 VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
 """With a reference, groups of equal rewards are computed too."""
 
@@ -54,21 +37,12 @@ def train(folder, *words, timeout=START_SECONDS, **environment):
     assert_on_policy(folder)
 
 
-def assert_on_policy(folder):
-    for line in lines_of(folder / "metrics.jsonl"):
-        gap = line["sampling/sampling_logp_difference/max"]
-        if gap is None:  # all rewards of each group are equal: nothing is computed
-            assert line["frac_reward_zero_std"] == 1.0
-        else:
-            assert gap <= TOLERANCE
-
-
 def test_run_is_on_policy_and_leaves_no_process(tmp_path):
     before = set(psutil.pids())
     train(tmp_path / "run", "--iterations", "3", "--infer-devices", "cpu", *SMALL, *VLLM)
-    assert summary_of(tmp_path / "run")["policy_version"] == 3
+    assert runs.summary_of(tmp_path / "run")["policy_version"] == 3
     new = [p for p in psutil.process_iter(["name"]) if p.pid not in before]
-    assert not wait_until_gone([p for p in new if "VLLM" in p.info["name"]], 3.0)
+    assert not runs.wait_until_gone([p for p in new if "VLLM" in p.info["name"]], 3.0)
 
 
 @pytest.mark.long
@@ -102,7 +76,7 @@ SCHEDULED = {
         *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess"),
         *("--iterations", "3", *SMALL, "data.num_held_out=0"),
     ),
-    "an agent": (*GUESS, "--agent", f"{AGENTS}:solve", "--iterations", "2"),
+    "an agent": (*runs.GUESS, "--agent", f"{AGENTS}:solve", "--iterations", "2"),
 }
 
 
@@ -110,7 +84,7 @@ SCHEDULED = {
 @pytest.mark.parametrize("case", SCHEDULED)
 def test_both_schedules_end_in_the_same_bits_under_random_delays(tmp_path, case):
     words = (*SCHEDULED[case], "rollout.engine=vllm")
-    run = both_schedules(tmp_path, *words, delays="0.05", timeout=1200)
+    run = runs.both_schedules(tmp_path, *words, delays="0.05", timeout=1200)
     assert_on_policy(run)
     metrics = lines_of(run / "metrics.jsonl")
     assert max(line.get("episodes/turns", 2) for line in metrics) > 1
@@ -123,7 +97,7 @@ def test_two_engines_on_two_nodes_end_in_the_same_bits_as_without_ray(tmp_path):
     with cluster_of(*[{"num_cpus": 1}] * 3) as cluster:
         there = ("--infer-devices", "ray:cpu:2", "--train-devices", "ray:cpu:1")
         train(tmp_path / "there", *there, "--ray-address", cluster.address, *words)
-    assert bits_of(tmp_path / "there") == bits_of(tmp_path / "here")
+    assert runs.bits_of(tmp_path / "there") == runs.bits_of(tmp_path / "here")
 
 
 @pytest.mark.long
@@ -133,10 +107,11 @@ def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path):
     train(tmp_path / "whole", *words, timeout=900)
     lost = tmp_path / "lost"
     how = {"timeout": 900, "EASYRL_RANDOM_DELAYS": "0.1"}
-    code, _, err = finish_after("iteration 1/", kill_worker, "--output", str(lost), *words, **how)
+    words = ("--output", str(lost), *words)
+    code, _, err = runs.finish_after("iteration 1/", runs.kill_worker, *words, **how)
     assert (code, err) == (0, "")
-    assert summary_of(lost)["worker_restarts"] == 1
-    assert bits_of(lost) == bits_of(tmp_path / "whole")
+    assert runs.summary_of(lost)["worker_restarts"] == 1
+    assert runs.bits_of(lost) == runs.bits_of(tmp_path / "whole")
 
 
 @pytest.mark.long
@@ -164,8 +139,7 @@ def test_other_features_go_with_vllm(tmp_path):
     num_iterations = len(lines_of(folder / "metrics.jsonl")) + 2
     words = ("--resume", str(folder), "--iterations", str(num_iterations))
     succeed(*words, timeout=START_SECONDS)
-    assert_on_policy(folder)
-    summary = summary_of(folder)
+    summary = assert_on_policy(folder)
     assert summary["groups_trained"] == 4 * num_iterations
     assert summary["policy_version"] == 2 * num_iterations
 
@@ -201,9 +175,9 @@ def test_killed_run_leaves_nothing(started, victim, moment):
         return [pid for folder in folders for pid in processes_of(folder)]
 
     engine = psutil.Process(wait_until(engines, run, START_SECONDS)[0])
-    processes = descendants(run.pid)
+    processes = runs.descendants(run.pid)
     assert engine in processes
-    names = shared_memory([psutil.Process(run.pid), *processes])
+    names = runs.shared_memory([psutil.Process(run.pid), *processes])
     assert names or moment is not None, "a run in its iterations has semaphores"
     if victim == "Ctrl-C":  # a terminal sends it to all
         for process in [psutil.Process(run.pid), *processes]:
@@ -212,7 +186,7 @@ def test_killed_run_leaves_nothing(started, victim, moment):
         pids = {"controller": run.pid, "rollout worker": engine.ppid(), "vLLM": engine.pid}
         os.kill(pids[victim], signal.SIGKILL)
     _, err = run.communicate(timeout=60)
-    assert not wait_until_gone(processes, SECONDS)
+    assert not runs.wait_until_gone(processes, SECONDS)
     if moment is not None:
         assert run.returncode == {"controller": -signal.SIGKILL, "Ctrl-C": 130}.get(victim, 1)
     if victim == "vLLM":

@@ -1,7 +1,4 @@
-"""The weight channel between processes: complete, equal, versioned, bounded in time.
-
-The tests of an accelerator's backend are on torch's `meta` device, with a stand-in for it.
-"""
+"""The weight channel between processes: complete, equal, versioned, bounded in time."""
 
 import hashlib
 import json
@@ -424,7 +421,7 @@ SHORT_SECONDS = 0.4
 
 
 class Backend:
-    """Stub of a process group on an accelerator, and of its broadcasts."""
+    """Stub of a process group on an accelerator, and of its broadcasts of `meta` tensors."""
 
     num_aborts, is_stuck = 0, False
 
