@@ -23,6 +23,7 @@ SMALL = (
     "data.num_held_out=8",
 )
 """Settings of a run that takes a second or two once its workers are up."""
+AGENTS = Path(__file__).with_name("agent_programs.py")
 HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 GUESS = (
     *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),

@@ -330,9 +330,6 @@ def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_pa
     ]
 
 
-TWO = (*SMALL, "train.iterations=2", "data.num_held_out=0")
-
-
 def test_a_run_starts_from_the_weights_and_the_learning_rate_of_a_run(finished_run):
     config, _ = start_from(load_config(None, {"model.path": str(finished_run.folder)}))
     assert Path(config.model.path) == finished_run.folder / "model"
@@ -350,7 +347,8 @@ def test_nothing_is_left_of_a_run_that_cannot_start(finished_run, tmp_path):
 def test_a_run_starts_from_the_weights_of_a_checkpoint(finished_run, tmp_path):
     final = load_file(finished_run.folder / "model" / "model.safetensors")
     new, source = tmp_path / "new", str(finished_run.folder / "checkpoints" / "3")
-    succeed("--model", source, "--output", str(new), *TWO)
+    words = (*SMALL, "train.iterations=2", "data.num_held_out=0")
+    succeed("--model", source, "--output", str(new), *words)
     config = load_config(new / "config.yaml")
     model = new / "inputs" / "run-checkpoints-3"
     assert Path(config.model.path) == model and config.learning_rate == 3e-4

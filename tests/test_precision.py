@@ -77,7 +77,6 @@ def test_a_run_in_bfloat16(tmp_path, devices):
         assert 0.0 < line["sampling/sampling_logp_difference/mean"] < MEAN_GAP
         assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=0.02)
         assert math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0.0
-    # The trained and saved weights have float32 precision.
     saved = load_file(folder / "model/model.safetensors")
     assert all(weight.dtype == torch.float32 for weight in saved.values())
     assert any(not torch.equal(w, w.bfloat16().float()) for w in saved.values())

@@ -50,8 +50,7 @@ def log_of(folder, worker):
 
 
 def test_two_engines_and_two_trainers_resumed_with_workers_killed(tmp_path):
-    """FSDP2 and the weight channel over HCCL, a reference, an old policy, checkpoints; both
-    schedules; one worker dies in a broadcast and one while it generates."""
+    """FSDP2 and the weight channel over HCCL; a worker dies in a broadcast, one as it generates."""
     cpu, npu = tmp_path / "cpu", tmp_path / "npu"
     words = (*HARDER, "train.prompts_per_iteration=6")
     run(*on("cpu:2", "cpu:2", cpu), *words, "--iterations", "4", "--schedule", "sync")

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,7 +18,6 @@ from runs import SMALL, bits_of, lines_of, start, succeed, summary_of, wait_for_
 pytestmark = pytest.mark.long  # `make test-vllm` runs a first one
 
 ONE_THREAD = "devices.threads=1"
-AGENTS = Path(__file__).with_name("agent_programs.py")
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
 """A deterministic run that trains in every iteration."""
 FEATURES = {
@@ -33,7 +31,7 @@ FEATURES = {
         *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
         *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
     ),
-    "agent": (*runs.GUESS, "--agent", f"{AGENTS}:solve"),
+    "agent": (*runs.GUESS, "--agent", f"{runs.AGENTS}:solve"),
 }
 SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}  # engines, train ranks
 
@@ -114,7 +112,6 @@ def refused(*words, timeout_seconds):
 
 
 def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
-    """A signal ends the wait for places."""
     folder = tmp_path / "run"
     words = ("--output", str(folder), *on(cluster, "ray:cpu:3"))
     err = refused(*words, timeout_seconds=10)
@@ -177,12 +174,9 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster, tmp_path):
         names = [each["name"] for each in workers_of(folder) if each["state"] == "working"]
         return {name for name in names if name.startswith("rollout")}
 
-    def number():
-        return request(folder, {"command": "status"})["iteration"]
-
     def wait_for_iterations():
-        last = number() + 1
-        wait_until(lambda: number() > last, process)
+        num_done = len(lines_of(folder / "metrics.jsonl"))
+        wait_for_line(process, f"iteration {num_done + 2}/")
 
     words = (*on(cluster, "ray:cpu:1"), *SMALL, "devices.max_rollout_workers=3", ONE_THREAD)
     with live(folder, *words) as process:

@@ -37,7 +37,6 @@ SHORT_RUNS = {
     "eval*": "--no-live data.num_held_out=2 eval.max_completion_length=8",
     "watch*": "--no-live",
 }
-"""Runs of two short iterations."""
 REWARDS = """
 def score(prompts, completions, completion_ids, answer, **columns):
     return [float(right in text) for text, right in zip(completions, answer)]

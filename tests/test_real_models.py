@@ -5,11 +5,9 @@ layers that see the last 512 tokens alone: its prompt is longer.
 """
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,13 +25,12 @@ from easyrl.runtime.self_test_part import errors, packed
 from easyrl.workers.learner import ADAM_BETAS, Learner
 from easyrl.workers.packing import Rollout, pack
 from real_models import real_model
-from runs import assert_on_policy, lines_of, succeed, write_rows
+from runs import AGENTS, assert_on_policy, lines_of, succeed, write_rows
 from tiny_models import largest_gradient_gap, plain_model
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MODELS = ("smollm2", "gemma3")
-PROGRAMS = Path(__file__).with_name("agent_programs.py")
 LARGEST_GAP = 1e-4  # of a log-probability, in nats
 LARGEST_ERROR = 1e-5  # of a tensor, relative
 LEARNING_RATE = 1e-4
@@ -42,8 +39,6 @@ NUM_GENERATIONS = 3
 
 @dataclass
 class Sampled:
-    """Completions that the engine has sampled from a model."""
-
     path: str
     policy: Policy
     rollouts: list[Rollout]  # with the engine's log-probabilities
@@ -106,13 +101,10 @@ def sequence_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
     return every.gather(1, ids[num_prompt:, None])[:, 0]
 
 
-@contextmanager
-def all_in_float64() -> Iterator[None]:
+def all_in_float64() -> Any:
     """Also norms and rotations, which transformers computes in float32 in a model of any dtype:
     their rounding alone changes the gradient of Gemma 3 by 1.7e-4."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
+    return patch.object(torch.Tensor, "float", torch.Tensor.double)
 
 
 def test_engine_trainer_and_transformers_give_the_same_logprobs_and_gradients(sampled):
@@ -192,7 +184,6 @@ def test_a_step_is_that_of_a_plain_loop_and_the_saved_model_has_the_same_logits(
 
 
 def distances(named: dict[str, Any], model: Any) -> list[float]:
-    """Relative distances of weights from those of a model."""
     return [float((w - named[name]).norm() / w.norm()) for name, w in model.named_parameters()]
 
 
@@ -233,7 +224,7 @@ def test_an_agent_of_a_library_is_trained_as_it_is(tmp_path):
     pytest.importorskip("smolagents")
     rows = write_rows(tmp_path / "rows.jsonl", [{"a": 12, "b": n} for n in range(2, 8)])
     words = ("--model", real_model("smollm2"), "--dataset", str(rows), "--iterations", "3")
-    words += ("--agent", f"{PROGRAMS}:calculate", "rollout.agent_sampling=ignore", "--no-live")
+    words += ("--agent", f"{AGENTS}:calculate", "rollout.agent_sampling=ignore", "--no-live")
     words += ("rollout.tool_format=hermes", "data.max_prompt_length=2048", "data.num_held_out=0")
     words += ("train.prompts_per_iteration=2", "rollout.num_generations=2", "train.save_every=9")
     run = tmp_path / "run"

@@ -98,7 +98,6 @@ def test_mistakes_are_user_errors(run, tmp_path):
 
 
 def test_page_needs_nothing_but_itself(run, tmp_path):
-    """No request to the network, and ids that are unique and exist."""
     page = page_of(run, shutil.copytree(run, tmp_path / "second run"))
     assert "default-src 'none'" in page  # blocks requests
     ids = re.findall(r'\sid="([^"]+)"', page)

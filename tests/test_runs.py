@@ -64,8 +64,7 @@ SCHEDULED = {
 @pytest.mark.long
 @pytest.mark.parametrize("case", SCHEDULED)
 def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, case):
-    """Deterministic mode, random delays in engine, rewards, ring and trainer; and one of the two is
-    evaluated on its way, which changes nothing either."""
+    """One of the two is evaluated on its way, which changes nothing either."""
     more = SCHEDULED[case]
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 30)]
     problems = write_rows(tmp_path / "problems.jsonl", rows)  # of the case with an eval.dataset

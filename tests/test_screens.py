@@ -183,12 +183,6 @@ SAMPLES = [
 ]
 
 
-def write(folder, lines):
-    folder.mkdir()
-    write_rows(folder / "samples.jsonl", lines)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -198,27 +192,27 @@ def write(folder, lines):
     ],
 )
 def test_options_select_samples(tmp_path, words, expected):
-    run = write(tmp_path / "run", SAMPLES)
-    with (run / "samples.jsonl").open("a") as file:
+    write_rows(tmp_path / "samples.jsonl", SAMPLES)
+    with (tmp_path / "samples.jsonl").open("a") as file:
         file.write(json.dumps(SAMPLES[4])[:40])
-    shown = easyrl("samples", run, *words.split()).output
+    shown = easyrl("samples", tmp_path, *words.split()).output
     assert re.findall(r"completion (\S+)", shown) == expected
 
 
 def test_columns_may_have_any_name(tmp_path):
-    """Those of the data and of rewards."""
     columns = dict.fromkeys(events.SAMPLE_KEYS, "x")
     sample = events.Sample("c", 1.0, 0.5, {"rewards": 7, "y": 8}, {"f": 1.0, "g": 0.0}, 3)
     group = events.GroupScored(1, 0, 5, [1.0], [[1.0]], [3], 0, 0.0, prompt="p", columns=columns)
     line = sample_line(group, sample)
     assert [line[name] for name in ("iteration", "reward", "length", "y")] == [1, 1.0, 3, 8]
     assert line["column/sample"] == "x" and line["column/rewards"] == 7
-    shown = " ".join(easyrl("samples", write(tmp_path / "run", [line])).output.split())
+    write_rows(tmp_path / "samples.jsonl", [line])
+    shown = " ".join(easyrl("samples", tmp_path).output.split())
     assert "iteration 1 prompt_index 5 reward 1" in shown and "column/branches x" in shown
 
 
 def test_raw_samples_are_what_the_model_sees(tmp_path):
     raw = [f"<user>{SAMPLES[0]['prompt']}<assistant>", f"{SAMPLES[0]['completion']}<end>"]
-    run = write(tmp_path / "run", [SAMPLES[0] | {"raw": raw}])
-    assert all(text in easyrl("samples", run, "--raw").output for text in raw)
-    assert "<end>" not in easyrl("samples", run).output
+    write_rows(tmp_path / "samples.jsonl", [SAMPLES[0] | {"raw": raw}])
+    assert all(text in easyrl("samples", tmp_path, "--raw").output for text in raw)
+    assert "<end>" not in easyrl("samples", tmp_path).output

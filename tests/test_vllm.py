@@ -54,7 +54,6 @@ class Trained:
         self.join()
 
     def join(self, bucket_bytes=BUCKET_BYTES):
-        """Make the channel, or its next generation."""
         self.generation += 1
         self.cancelled.clear()
         endpoints = [

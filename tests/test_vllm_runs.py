@@ -68,7 +68,6 @@ def test_evaluation_uses_the_models_own_weights(tmp_path):
 
 MANY = (*SMALL[1:], "train.prompts_per_iteration=16", "rollout.max_concurrent_groups=3")
 """Sequences wait for a free row."""
-AGENTS = Path(__file__).with_name("agent_programs.py")
 SCHEDULED = {
     "one engine": ("--infer-devices", "cpu", "--iterations", "6", *MANY),
     "two engines": ("--infer-devices", "cpu:2", "--iterations", "6", *MANY),
@@ -76,7 +75,7 @@ SCHEDULED = {
         *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess"),
         *("--iterations", "3", *SMALL, "data.num_held_out=0"),
     ),
-    "an agent": (*runs.GUESS, "--agent", f"{AGENTS}:solve", "--iterations", "2"),
+    "an agent": (*runs.GUESS, "--agent", f"{runs.AGENTS}:solve", "--iterations", "2"),
 }
 
 
@@ -116,8 +115,7 @@ def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path):
 
 @pytest.mark.long
 def test_other_features_go_with_vllm(tmp_path):
-    """Two train ranks, LoRA, several updates and replaced groups; engines are added, and the run is
-    stopped and resumed."""
+    """Two train ranks, LoRA, several updates, replaced groups, an added engine, and a resume."""
     pytest.importorskip("peft")
     folder = tmp_path / "run"
     process = start(

@@ -79,8 +79,7 @@ def test_trace_gives_the_state_of_the_events_and_is_bounded(written, monkeypatch
 
 
 def test_resumed_run_reads_as_one_run(written):
-    """The first command is killed after two iterations; the next resumes after the first one. The
-    last end counts."""
+    """Killed after two iterations, resumed after the first one. The last end counts."""
     folder, run = written
     write_trace(run[:-2])
     with (folder / "trace.json").open("a") as file:

@@ -10,7 +10,7 @@ from easyrl.events import Activity, Span, UnderWay
 from easyrl.runtime import watchdog as module
 from easyrl.runtime.metrics import no_learning_warning
 from easyrl.runtime.watchdog import Watchdog
-from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
+from runs import SMALL, descendants, start, wait_for_line, wait_until_gone, workers
 
 STALL_SECONDS = 30
 GROUP = events.GroupScored(0, 0, 0, [1.0], [], [3], 0, 0.0)
@@ -103,8 +103,7 @@ def test_a_stopped_trainer_ends_the_run_with_its_name_and_the_stacks(tmp_path):
     process = start("--output", str(run), *iterations, "runtime.stall_seconds=15")
     wait_for_line(process, "iteration 2/")
     processes = descendants(process.pid)
-    (trainer,) = [p for p in processes if "train-0" in str(Path(f"/proc/{p.pid}/fd/1").readlink())]
-    trainer.suspend()
+    workers(process.pid)["train-0"].suspend()
     _, err = process.communicate(timeout=60.0)
     assert process.returncode == 1 and wait_until_gone(processes, 2.0) == []
     assert "waiting for train-0" in err and "stopped by a signal" in err and "--resume" in err

@@ -138,7 +138,6 @@ class Peer:
         return self.gathered
 
     def receive(self, version, pause_seconds=0.0):
-        """Digests of the weights."""
         got = {}
         for piece in self.channel.receive(version):
             pieces = got.setdefault(piece.name, [])

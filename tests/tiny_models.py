@@ -136,7 +136,6 @@ def tiny_model(family, attention="eager", spread=0.2, seed=1, **changes):
 
 
 def plain_model(path, weights=None, dtype=torch.float32):
-    """transformers' own model, with other weights if given."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype)
     if weights is not None:
         missing, unexpected = model.load_state_dict(weights, strict=False)
