@@ -111,8 +111,6 @@ class World:
         self.trained = Counter()
         self.reading = set()  # consumers that are not idle
 
-    # -- schedule
-
     def run(self):
         self.processes.append(Process(self, None, partial(control, self)))
         for owner in PRODUCERS + CONSUMERS:

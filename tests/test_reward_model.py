@@ -116,7 +116,6 @@ def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(mo
 
 @pytest.mark.long
 def test_both_schedules_end_in_the_same_bits(models, tmp_path):
-    """Two processes of models."""
     words = ("--iterations", "2", "--reward", str(models / "one"), "--infer-devices", "cpu:2")
     folder = both_schedules(tmp_path, *SMALL, *words)
     line, *_ = lines_of(folder / "metrics.jsonl")

@@ -48,10 +48,7 @@ def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path):
 
 
 def test_an_error_is_short_on_the_screen_and_complete_in_the_log(tmp_path, monkeypatch, capfd):
-    def fail(controller):
-        raise KeyError("lost")
-
-    monkeypatch.setattr(Controller, "run", fail)
+    monkeypatch.setattr(Controller, "run", Mock(side_effect=KeyError("lost")))
     assert run(config_for(tmp_path / "run"), [PlainLines()]) == FAILED
     log = tmp_path / "run" / "logs" / "easyrl.log"
     shown = f"easyrl: KeyError: 'lost'\n(the full traceback is in {log})\n"

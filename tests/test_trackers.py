@@ -54,7 +54,6 @@ def scalars(folder):
 
 
 def test_tensorboard_gets_what_metrics_jsonl_gets(finished_run, tmp_path):
-    """The observers of a run with `output.log_to` get the events of a finished one."""
     folder = tmp_path / "run"
     (folder / "logs").mkdir(parents=True)
     config = load_config(None, {}, ["output.log_to=[tensorboard]"])

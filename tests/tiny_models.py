@@ -123,7 +123,6 @@ SPREAD = 0.1
 
 
 def tiny_model(family, attention="eager", spread=0.2, seed=1, **changes):
-    """A random float32 model, the same for the same arguments."""
     model_type = family.removesuffix("_window")
     config = AutoConfig.for_model(model_type, **(SIZES | FAMILIES.get(family, {}) | changes))
     torch.manual_seed(seed)
