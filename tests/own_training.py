@@ -19,14 +19,6 @@ from easyrl.devices import LOOPBACK, network_environment
 from easyrl.model.sharding import TrainRanks, own_part, whole
 from easyrl.types import MicroBatch
 from easyrl.workers.train import TrainWorker
-from own_workers import (
-    NUM_GENERATIONS,
-    VOCABULARY,
-    fork_server,
-    make_ring,
-    num_free,
-    settings_on_cpu,
-)
 from tiny_models import tiny_model
 
 torch.set_num_threads(1)
@@ -37,7 +29,7 @@ TEMPERATURE = 0.8
 MODEL = ""
 BASE = (
     f"train.prompts_per_iteration={NUM_GROUPS}",
-    f"rollout.num_generations={NUM_GENERATIONS}",
+    f"rollout.num_generations={own_workers.NUM_GENERATIONS}",
     f"rollout.max_completion_length={own_workers.LONGEST_COMPLETION}",
     f"rollout.temperature={TEMPERATURE}",
     f"data.max_prompt_length={own_workers.LONGEST_PROMPT}",
@@ -62,7 +54,7 @@ def make_group(index):
 @pytest.fixture(scope="module", autouse=True)
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    changes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    changes = {"vocab_size": own_workers.VOCABULARY, "num_hidden_layers": 2}
     tiny_model("qwen3", **changes).save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "MODEL", str(folder))
@@ -103,10 +95,10 @@ def whole_gradients(policy):
 
 def train(*words, order=None):
     config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
-    ring = make_ring(NUM_GROUPS)
+    ring = own_workers.make_ring(NUM_GROUPS)
     theirs, ours = multiprocessing.Pipe()
     try:
-        worker = TrainWorker(settings_on_cpu("train-0", config), ring.attach(0), ours)
+        worker = TrainWorker(own_workers.settings_on_cpu("train-0", config), ring.attach(0), ours)
         arrivals = [GROUPS[index] for index in order or range(NUM_GROUPS)]
         return train_iteration(worker, ring.attach(1), arrivals)
     finally:
@@ -200,7 +192,7 @@ def rank_main(rank, store, ring, pipes, orders):
     TrainWorker._join_ranks = lambda self: ranks
     where = {"owner_id": rank, "rank": rank, "store": store, "pipes": pipes}
     where["num_train_ranks"] = NUM_RANKS
-    settings = settings_on_cpu(f"train-{rank}", load_config(), **where)
+    settings = own_workers.settings_on_cpu(f"train-{rank}", load_config(), **where)
     port, producer = ring.attach(rank), ring.attach(NUM_RANKS)
     while (case := orders.recv()) is not None:
         is_work = callable(case)
@@ -224,7 +216,7 @@ class Ranks:
     def train(self, *words, order=None, groups=GROUPS):
         arrivals = [groups[index] for index in order or range(NUM_GROUPS)]
         outcomes = self.each_does(((f"model.path={MODEL}", *words), arrivals))
-        assert num_free(self.ring) == NUM_GROUPS
+        assert own_workers.num_free(self.ring) == NUM_GROUPS
         return outcomes
 
     def each_does(self, work):
@@ -235,8 +227,8 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(model, tmp_path_factory):
-    ring = make_ring(NUM_GROUPS, num_owners=NUM_RANKS + 1)
-    with fork_server() as context:
+    ring = own_workers.make_ring(NUM_GROUPS, num_owners=NUM_RANKS + 1)
+    with own_workers.fork_server() as context:
         started = Ranks(ring, str(tmp_path_factory.mktemp("store") / "store"), context)
         yield started
         for order in started.orders:

@@ -12,7 +12,6 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.ledger import ledger_of_evaluation, ledger_of_iteration
-from easyrl.runtime.metrics import iteration_metrics
 from easyrl.types import Prompt
 
 FIRST = 100
@@ -208,21 +207,3 @@ def test_answers_of_an_evaluation_outlive_their_worker():
     assert taken() == [[3, 8], [5, 9]]
     found = [each.prompt_index for each in Fleet.answers(fleet, ledger, steps().__next__)]
     assert found == [3, 5, 9, 8] and fleet.ledger is None
-
-
-def test_metrics_include_replaced_groups():
-    ledger = open_ledger(num_groups=2, num_workers=1)
-    (command,) = ledger.take(["rollout-0"]).values()
-    zero, one = command.prompts
-    ledger.on_event("rollout-0", report(one, is_rejected=True))
-    ledger.on_event("rollout-0", report(zero))
-    (command,) = ledger.take(["rollout-0"]).values()
-    equal = {"rewards": [1.0, 1.0], "is_unwanted": True}
-    ledger.on_event("rollout-0", report(command.prompts[0], **equal))
-    ledger.on_event("train-0", events.IterationTrained(0, 1, 2, 16, 0.0, {}))
-    seconds = {"perf/iteration_seconds": 2.0}
-    metrics = iteration_metrics(ledger, ["score"], {"num_tokens": 4}, seconds, num_devices=2)
-    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
-    assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (1, 1)
-    assert (metrics["num_tokens"], metrics["num_generated_tokens"]) == (20, 24)
-    assert metrics["perf/tokens_per_second_per_device"] == 4.0  # of both groups of devices
