@@ -321,7 +321,7 @@ def test_what_is_not_on_policy_or_not_supported_is_refused_with_the_fields_name(
         for name, value in fields.items():
             assert refused(chat, client, HELLO, **{name: value})[1] == name
         assert refused(chat, client, HELLO, tools=[{"type": "retrieval"}])[1] == "tools"
-        assert refused(chat, client, HELLO, extra_body={"best": 1})[1] == "best"
+        assert refused(chat, client, HELLO, extra_body={"thinking": False})[1] == "thinking"
         assert refused(chat, client, [{"role": "user", "content": [picture]}])[1] == "messages"
         assert refused(chat, client, [*HELLO, said("5")])[1] == "messages"
         assert refused(chat, client.with_options(api_key="other"), HELLO)[0] == "invalid_api_key"

@@ -238,7 +238,7 @@ def test_missing_or_unreadable_file_is_named(name, tmp_path):
 BROKEN = [
     ("jsonl", b'{"prompt": "a"}\n\n{"prompt": "a"', ":3: "),
     ("jsonl", b'{"prompt": "a"}\n["a"]\n', ":2: "),
-    ("jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ":'utf-8' codec"),
+    ("jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ": expected UTF-8"),
     ("csv", b"prompt,answer\na,b\nc\n", ":3: "),
     ("csv", b"prompt,answer\na,b\nc,d,e\n", ":3: "),
     ("csv", b"prompt,answer,answer\na,b,c\n", ":1: "),

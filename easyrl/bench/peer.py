@@ -93,8 +93,8 @@ def run(
     rounds: int = 3,
 ) -> Iterator[harness.Row]:
     """One row per name in `rows` (separated by commas; default: those of random models, which
-    `model` replaces). Rates are medians over rounds. Raises ConfigError for unknown rows
-    and devices that TRL cannot use, or without TRL."""
+    `model` replaces). Rates are medians over rounds. Raises ConfigError for unknown
+    rows, for devices of two kinds or of Ray, and without TRL."""
     names = [name.strip() for name in rows.split(",")] if rows is not None else RANDOM
     if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
@@ -108,7 +108,7 @@ def run(
     if placement is None or placement.infer.kind != placement.train.kind:
         raise ConfigError(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
-            f"machine, got {infer_devices} and {train_devices}"
+            f"machine, got {infer_devices or 'auto'} and {train_devices or 'auto'}"
         )
     on_cpu = placement.train.kind == "cpu"
     for extra in ("peer",) if on_cpu else ("peer", "vllm"):

@@ -173,6 +173,8 @@ def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
         with opener(path, "rt", encoding="utf-8", newline="") as file:
             lines = (line.removeprefix("\ufeff") for line in file)  # of joined files, too
             return list(_csv_rows(lines) if ".csv" in path.name.lower()[-7:] else _json_rows(lines))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected UTF-8: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}:{error}") from None
     except (OSError, EOFError) as error:

@@ -103,6 +103,8 @@ def _schema(key: str, spec: str, function: Callable[..., Any]) -> dict[str, Any]
         return dict(get_json_schema(function))
     except Exception as error:  # of several types: a missing type hint, docstring or description
         reason = " ".join(str(error).split())
+        if function.__name__ == "step":
+            reason += "; the step of a game without tools needs the hint `-> tuple[str, bool]`"
         raise ConfigError(
             f"{key}: tool '{spec}': {reason}; a tool needs type hints, and a docstring with the "
             "section `Args:` that describes every argument"

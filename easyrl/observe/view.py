@@ -123,8 +123,11 @@ class LiveView:
         self._live.start(refresh=True)
 
     def _render(self) -> RenderableType:
-        with self._lock:
-            return render(self._state, self._now(), *self._console.size)
+        try:
+            with self._lock:
+                return render(self._state, self._now(), *self._console.size)
+        except Exception as error:  # in the refresh thread, nobody would see it
+            return Text(f"the live view failed: {type(error).__name__}: {error}")
 
     def _print_end(self, end: events.RunEnded) -> None:
         """Print the last picture, and how the run ended; both fit the terminal."""

@@ -46,9 +46,9 @@ def watch(folder: Path, *, live: bool) -> int:
 
 
 def follow(files: RunFiles) -> Iterator[Event]:
-    """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
+    """Yield the events of a run until no command continues it; only the last one's end."""
     end, is_alive = None, True
-    while is_alive and end is None:
+    while is_alive:
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         for event in files.read():
             end = event if isinstance(event, events.RunEnded) else None

@@ -84,7 +84,11 @@ def serving(
             case {"command": "status"}:
                 return status()
             case {"command": "scale", "infer_devices": str(wanted)}:
-                return scale(parse_device_set(wanted))
+                try:
+                    devices = parse_device_set(wanted)
+                except ValueError as error:
+                    raise ConfigError(f"--infer-devices: {error}, got '{wanted:.80}'") from None
+                return scale(devices)
             case {"command": "stop"}:
                 supervisor.interrupt()
                 return {"message": "stopping after the last complete iteration"}

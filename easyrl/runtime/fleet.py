@@ -288,8 +288,8 @@ class Fleet:
         while self._deaths[0] < now - window:
             self._deaths.popleft()
         if len(self._deaths) > most:
-            before = f"{most} others died within {window:g} s (runtime.max_restarts={most})"
-            raise WorkerFailure(f"{worker.name} {lost.cause}; {before}\n{lost.traceback}".rstrip())
+            deaths = f"{len(self._deaths)}. death in {window:g} s (runtime.max_restarts={most})"
+            raise WorkerFailure(f"{worker.name} {lost.cause}: {deaths}\n{lost.traceback}".rstrip())
         self.num_restarts[worker.name] += 1
         return f"{len(self._deaths)} of {most} in {window:g} s (runtime.max_restarts)"
 

@@ -163,7 +163,8 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
     placement = _place(config, infer, DeviceSet("cpu", ()), machine)
     most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
-    return replace(placement, max_concurrent_groups=min(most, per_engine))
+    in_flight = min(most, per_engine)
+    return replace(placement, max_concurrent_groups=in_flight, most_rollout_workers=None)
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:

@@ -337,11 +337,17 @@ def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> 
 
 
 def check_engine(config: Config, placement: Placement, size: ModelSize | None) -> None:
-    """Raise ConfigError for a model whose weights vLLM cannot receive."""
-    if placement.engine.name == "vllm" and size is not None and not size.is_in_vllm:
+    """Raise ConfigError for a model that the engine would refuse once it has started."""
+    path, is_vllm = config.model.path, placement.engine.name == "vllm"
+    if size is not None and is_vllm and not size.is_in_vllm:
         raise ConfigError(
-            "rollout.engine: expected embedded, because vLLM cannot receive the weights of "
-            f"'{config.model.path}' (it names them otherwise than transformers), got vllm"
+            f"rollout.engine: expected embedded, because vLLM names weights of '{path}' otherwise "
+            "than transformers, so it cannot receive updates, got vllm"
+        )
+    if size is not None and not (is_vllm or size.is_batched) and config.rollout.has_environments:
+        raise ConfigError(
+            f"{config.rollout.acts}: expected a model that the embedded engine or vLLM can serve, "
+            f"got '{path}', which has layers without attention to all tokens or a window"
         )
 
 
@@ -353,7 +359,8 @@ def choice_warnings(config: Config, placement: Placement) -> list[str]:
         texts.append(f"with {given} completions are not sampled from the trained distribution")
     is_demo = config.model.path in BUILT_IN_MODELS
     if placement.train.kind == "accelerator" and config.model.dtype == "float32" and not is_demo:
-        texts.append("in float32 accelerators take twice the memory and time: model.dtype=bfloat16")
+        text = "in float32 accelerators take twice the memory and several times as long"
+        texts.append(f"{text}: model.dtype=bfloat16")
     on_cpu = placement.train.kind == "cpu" and not placement.assumed
     if on_cpu and config.devices.infer is None and (reason := devices.unusable_reason()):
         texts.append(f"the CPU is used, since torch cannot use the GPUs: {reason}")

@@ -330,7 +330,8 @@ class AgentEpisodes:
             return ApiError(f"expected at most {MAX_BRANCHES} branches (MAX_BRANCHES)")
         if limit < 1:
             episode.limit = "length"
-            text = f"expected at most {most} tokens of an episode (rollout.max_completion_length)"
+            key = "rollout.max_completion_length"
+            text = f"expected at most {most} tokens behind an episode's prompt ({key})"
             return ApiError(text, "context_length_exceeded")
         return None
 

@@ -48,7 +48,8 @@ class CheckpointSaver:
                 checkpoint_files.keep_newest(path.parent, self._keep)
         except BaseException as cause:  # torch's own CheckpointException is no Exception
             # torch writes the errors of all ranks below each other.
-            error = (str(cause).strip() or type(cause).__name__).splitlines()[-1]
+            lines = (str(cause).strip() or type(cause).__name__).splitlines()
+            error = lines[-1 if hasattr(cause, "failures") else 0]
             if self._ranks.rank == 0:
                 checkpoint_files.discard_unfinished(path.parent)  # free the disk for the next one
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
