@@ -311,8 +311,7 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monk
 def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path):
     run = tmp_path / "run"
     make_run(run, {10: {}})
-    assert run_folder_of(run / "checkpoints" / "10") == run
-    assert run_folder_of(run) == run
+    assert run_folder_of(run / "checkpoints" / "10") == run == run_folder_of(run)
     words = ["train.learning_rate=1e-5", "reward.num_workers=3", "train.iterations=70"]
     config = config_of(run, *words)
     found = find_resume(config, run)

@@ -8,15 +8,10 @@ import pytest
 from easyrl import devices, events
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
+from easyrl.runtime import placement as placing
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.metrics import Balance
-from easyrl.runtime.placement import (
-    EngineChoice,
-    check_scale,
-    first_engines,
-    place_evaluation,
-    resolve_placement,
-)
+from easyrl.runtime.placement import EngineChoice, check_scale, first_engines, resolve_placement
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
@@ -73,7 +68,7 @@ def test_spare_devices_are_used_last_and_count_as_workers_a_run_may_have():
         assert place(*both, *words).max_rollout_workers == most
     assert place(*ON_CPU, "devices.spare=cpu:2").max_rollout_workers == 3
     config = load_config(words=["devices.infer=cpu:2", "devices.max_rollout_workers=1"])
-    assert place_evaluation(config, 8, 1).max_rollout_workers == 2
+    assert placing.place_evaluation(config, 8, 1).max_rollout_workers == 2
 
 
 @pytest.mark.parametrize(("words", "key"), [
