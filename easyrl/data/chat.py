@@ -127,7 +127,7 @@ def check_prompts(
     is_chat = not isinstance(next(iter(examples.values())), str)
     template = getattr(tokenizer, "chat_template", None)
     if is_chat and not template:
-        raise ConfigError(NO_CHAT_TEMPLATE)
+        raise ConfigError(f"{next(iter(examples))}: {NO_CHAT_TEMPLATE}")
     words = re.findall(r"\w+", str(template)) if is_chat else []
     if unknown := [name for name in variables if name not in words]:
         raise ConfigError(
