@@ -137,7 +137,7 @@ def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bits_of(folder: Path) -> list[Any]:
-    """What is equal in runs with the same bits, whatever they lost."""
+    """Return the results that must be equal in two runs, also if one of them lost workers."""
     names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
     names += "completion_tokens", "generated_tokens", "policy_version", "rewards"
     summary, samples = summary_of(folder), folder / "samples.jsonl"

@@ -188,8 +188,8 @@ def load_config(
     settings: Mapping[str, Any] | None = None,
     words: Sequence[str] | None = (),
 ) -> Config:
-    """Merge defaults < `file` < `settings` (values by `section.key`) < `words`
-    (`section.key=value`). Raises ConfigError with one line for every problem found."""
+    """Merge defaults < `file` < `settings` (by `section.key`) < `words` (`section.key=value`).
+    Raises ConfigError with a line per problem; of sections that disagree, the first."""
     values = _read_file(file) if file is not None else {}
     for name, value in (settings or {}).items():
         _put(values, name, value)
