@@ -7,7 +7,10 @@ the same result:
     weights; RMSNorm and RoPE in four operations
 
 Large products use oneDNN, with copies of the layers' weights in its blocked layout: for 4 to 64
-rows 1.1 to 2.3 times as fast as torch's own. Where logits differ, the model's own code is used.
+rows 1.1 to 2.3 times as fast as torch's own.
+
+The model's own code is used where logits differ, and where the first weights could hide that: if
+the model has parameters that are not used here, or a matrix of zeros.
 
 Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
 head size, V tokens of the vocabulary.
@@ -15,6 +18,7 @@ head size, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -30,7 +34,12 @@ from easyrl.model.shared_prompt import LayerSettings
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
 PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
-CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
+CHECKED_TOKENS = 24  # of each row of the check
+USED = re.compile(
+    r"embed_tokens\.weight|norm\.weight|layers\.\d+\."
+    r"((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight)"
+    r"|mlp\.(gate|up|down)_proj\.(weight|bias))"
+)
 
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
@@ -39,7 +48,9 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
         return None
     with torch.inference_mode(), suppress(Exception):  # any: its layers may be of another kind
         decoder = FusedDecoder(policy, max_length)
-        if decoder.equals(policy):
+        parameters = policy.model.get_decoder().named_parameters()
+        is_shown = all(USED.fullmatch(name) and (p.ndim < 2 or p.any()) for name, p in parameters)
+        if is_shown and decoder.equals(policy):
             return decoder
     return None
 
@@ -56,7 +67,9 @@ class _Product:
     """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes RMSNorm `norm`'s weight."""
 
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
-        weight = torch.cat([layer.weight for layer in layers])
+        weight: Tensor = layers[0].weight
+        if len(layers) > 1:
+            weight = torch.cat([layer.weight for layer in layers])
         if norm is not None:
             weight *= norm.weight * len(norm.weight) ** 0.5  # see _normalized
         pack, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
@@ -166,10 +179,10 @@ class FusedDecoder:
         return _product(last, self._head.weight, self._head.bias)
 
     @torch.inference_mode()
-    def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
+    def equals(self, policy: Policy) -> bool:
         """Compare logits of random tokens at the first and last positions. Zeros prove nothing."""
         longest = len(self._tables[0])
-        first = torch.arange(min(longest, num_tokens))
+        first = torch.arange(min(longest, CHECKED_TOKENS))
         positions = torch.cat([first, first + longest - len(first)])
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(policy.vocabulary_size, positions.shape, generator=generator)
