@@ -98,6 +98,12 @@ def test_debug_shows_the_traceback_of_a_mistake():
     assert "Traceback" in debug.stderr
 
 
+def test_a_full_disk_is_named_without_a_traceback():
+    command = f"{sys.executable} -m easyrl config > /dev/full"
+    done = subprocess.run(command, check=False, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "easyrl: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize(("place", "name", "value", "message"), [
     (vars(sys), "platform", "darwin", "expected Linux, got darwin"),
     (vars(sys), "platform", "win32", "expected Linux, got win32"),

@@ -52,7 +52,8 @@ def test_an_error_is_short_on_the_screen_and_complete_in_the_log(tmp_path, monke
     assert run(config_for(tmp_path / "run"), [PlainLines()]) == FAILED
     log = tmp_path / "run" / "logs" / "easyrl.log"
     shown = f"easyrl: KeyError: 'lost'\n(the full traceback is in {log})\n"
-    assert capfd.readouterr().err == shown
+    shown += "to start again (there is no checkpoint): easyrl grpo --config"
+    assert capfd.readouterr().err.startswith(shown)
     assert "Traceback (most recent call last)" in log.read_text()
 
 

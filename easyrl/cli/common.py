@@ -1,5 +1,6 @@
 """Options and errors that the commands share."""
 
+import errno
 import functools
 import os
 import signal
@@ -15,6 +16,7 @@ from typer.core import TyperCommand
 from easyrl.formatting import ConfigError, printable
 
 shows_tracebacks = False  # the option --debug
+OF_FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 USER_ERROR = 2  # exit code of errors that the user can fix, Typer's usage errors included
 
 ConfigFile = Annotated[
@@ -78,7 +80,8 @@ def check_new(option: str, file: Path | None, *, force: bool) -> None:
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Exit with what the function returns. A ConfigError is printed; other exceptions are bugs."""
+    """Exit with what the function returns. Exceptions other than the user's and the disk's are
+    bugs."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> None:
@@ -89,6 +92,11 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
                 echo(traceback.format_exc(), err=True)
             echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
             code = USER_ERROR
+        except OSError as error:
+            if shows_tracebacks or error.errno not in OF_FILES:
+                raise
+            echo(f"easyrl: {error}", err=True)
+            code = 1
         except KeyboardInterrupt as stop:
             code = 128 + getattr(stop, "signum", signal.SIGINT)  # of `supervisor.Interrupted`
         raise typer.Exit(code or 0)

@@ -120,7 +120,7 @@ def _train(controller: Controller) -> events.RunEnded:
     except Exception as error:
         cause, log = traceback.format_exception_only(error)[-1].strip(), folder.log_of("easyrl")
         run_folder.write_log(folder.path, traceback.format_exc())
-        return events.RunEnded(code, f"{cause}\n(the full traceback is in {log})")
+        message = f"{cause}\n(the full traceback is in {log})"
     return events.RunEnded(code, message + run_folder.resume_hint(folder.path))
 
 
