@@ -121,7 +121,9 @@ class KVCache:
     def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
         for layer in self.rows:
             for cache in layer:
-                cache[targets, :, :num_cells] = cache[sources, :, :num_cells]
+                cells = cache[:, :, :num_cells]  # twice as fast as cells[targets] = cells[sources]
+                of, to = (torch.from_numpy(rows).to(cache.device) for rows in (sources, targets))
+                cells.index_copy_(0, to, cells.index_select(0, of))
 
 
 class StepLayout:
