@@ -295,7 +295,6 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Return whether `capture` supports the device."""
     return device.type == "cuda"
 
 
@@ -386,7 +385,6 @@ def make_process_group(
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """Return descriptor and identity of this process's sockets."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -396,7 +394,6 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def _shut_down(sockets: set[tuple[int, str]]) -> None:
-    """Break those of the connections that still exist."""
     for fd, _ in sockets & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             if connection.family != socket.AF_UNIX:  # another thread's

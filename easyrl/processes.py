@@ -9,7 +9,10 @@ import resource
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: "quota period", or "max period"
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -101,6 +104,14 @@ def raise_open_files() -> None:
     """Let this process open many files: connections of agents, pipes of workers."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 65536)), most))
+
+
+def send_all(queue: SimpleQueue[Any], connection: Connection) -> None:
+    """Send what comes through `queue`, until None: the target of a thread, since the full pipe of a
+    process that does not read must not block others."""
+    with contextlib.suppress(OSError):  # the process has ended
+        while (item := queue.get()) is not None:
+            connection.send(item)
 
 
 def set_name(name: str) -> None:

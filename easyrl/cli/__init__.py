@@ -64,7 +64,6 @@ def _root(
 
 
 def main() -> None:
-    """The console script."""
     os.environ.update(devices.NO_AUTOLOAD | dict(os.environ))
     # A closed standard stream (`2>&-`) is opened: the next file would get its number, and receive
     # what this process and the workers print.

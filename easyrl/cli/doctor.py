@@ -108,7 +108,6 @@ def _workers() -> Line:
 
 
 def _accelerators() -> tuple[str, list[Line]]:
-    """Return the kind, and a line for each device."""
     try:
         kind, count = devices.accelerator()
     except Exception as error:  # also of a torch that cannot be imported

@@ -339,7 +339,6 @@ def _read_word(word: str) -> tuple[str, Any]:
 
 
 def _problem(details: Any) -> str:
-    """Format one of pydantic's findings as a line."""
     name = ".".join(map(str, details["loc"]))
     message = str(details["msg"]).removeprefix("Value error, ")
     if details["type"] == "extra_forbidden":

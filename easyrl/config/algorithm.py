@@ -89,7 +89,6 @@ class AlgorithmConfig(Section):
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is a function of the user's."""
         return self.loss_type not in LOSS_TYPES
 
     @field_validator("loss_type")

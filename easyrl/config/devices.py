@@ -98,7 +98,6 @@ class DevicesConfig(Section):
 
     @property
     def sets(self) -> list[DeviceSet | None]:
-        """`infer`, `train` and `spare`, parsed."""
         texts = (self.infer, self.train, self.spare)
         return [None if text is None else parse_device_set(text) for text in texts]
 

@@ -129,7 +129,6 @@ def _generate(task: ReasoningGym, *arguments: Any) -> list[dict[str, Any]]:
 
 
 def serve() -> None:
-    """Answer the calls of `_generate` until standard input ends."""
     calls: Any = sys.stdin.buffer
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what tasks print

@@ -186,7 +186,6 @@ class DataSet:
         return list(self.rows(0) if callable(self.rows) else self.rows[0])  # all rows have the same
 
     def location(self, row: int) -> str:
-        """Name a row in error messages."""
         return self.locations[row] if self.locations else f"{self.name}, row {row}"
 
     def prompt(self, index: int) -> Prompt:

@@ -80,7 +80,6 @@ class GenerateEngine(PolicyEngine):
         return is_end or (self._stop is not None and self._stop.is_complete(tokens))
 
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:
-        """Return whether a plain forward gives the reported log-probabilities."""
         num_prompt, device = len(request.prompt_ids), self.policy.device
         tokens = [torch.tensor([*request.prompt_ids, *c.token_ids]) for c in completions]
         lengths = [len(of_sequence) for of_sequence in tokens]

@@ -31,6 +31,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.data.streams import ENVIRONMENT_COLUMN
 from easyrl.environments.host import Key, Request, serve
 from easyrl.environments.loading import KEY, Interface, Interfaces
+from easyrl.processes import send_all
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call
@@ -67,8 +68,7 @@ class _Call:
 class _Host:
     process: BaseProcess
     connection: Connection
-    requests: SimpleQueue[Request | None] = field(default_factory=SimpleQueue)
-    """Sent by a thread, since a process that hangs reads nothing. None ends it."""
+    requests: SimpleQueue[Request | None] = field(default_factory=SimpleQueue)  # see `send_all`
     pending: dict[int, _Call] = field(default_factory=dict)
     last_heard: float = field(default_factory=time.monotonic)
     is_stuck: bool = False  # a call has taken too long, and may still run
@@ -106,7 +106,7 @@ class EnvironmentPool:
         process.start()
         theirs.close()
         host = _Host(process, own)
-        threading.Thread(target=_send_all, args=(host.requests, own), daemon=True).start()
+        threading.Thread(target=send_all, args=(host.requests, own), daemon=True).start()
         return host
 
     def loaded(self) -> tuple[Interfaces, Sequence[int]]:
@@ -291,12 +291,6 @@ class EnvironmentPool:
         """End all processes at once, whatever they are doing."""
         for host in self._hosts:
             self._end(host)
-
-
-def _send_all(requests: SimpleQueue[Request | None], connection: Connection) -> None:
-    with contextlib.suppress(OSError):  # the process has ended
-        while (request := requests.get()) is not None:
-            connection.send(request)
 
 
 def check_environments(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:

@@ -116,12 +116,10 @@ def sampling_text(about: Mapping[str, Any]) -> str:
 
 
 def training_sampling(config: Config) -> str:
-    """Describe how held-out problems are sampled during training."""
     return sampling_text({**dict(config.rollout), "num_samples": 1})
 
 
 def print_end(exit_code: int, message: str) -> None:
-    """Print why a run did not finish."""
     if exit_code == 0 or exit_code > 128:  # nothing to do, or stopped by the user
         say(safe(message))
     else:

@@ -71,7 +71,6 @@ class RunFiles:
         return decode(fields)
 
     def now(self) -> float:
-        """The time on the clock of the run's events."""
         return time.time() - self._clock
 
     def read(self) -> Iterator[Event]:

@@ -99,7 +99,6 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no group waits, and no worker has any."""
         every = self.groups.values()
         return not any(group.state == "WAITING" or group.is_open for group in every)
 

@@ -26,7 +26,7 @@ from typing import IO, Any, Literal, Self
 
 from easyrl import events
 from easyrl.channels.memory import kill_reason, oom_kills
-from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE, raise_open_files
+from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE, raise_open_files, send_all
 from easyrl.runtime.fork_server import ForkServer
 
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
@@ -97,8 +97,7 @@ def signals_as_interrupts() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Worker:
-    """A spawned process and the controller's end of its pipe. A thread sends the commands: the full
-    pipe of a worker that does not read must not block the controller's only thread."""
+    """A spawned process and the controller's end of its pipe. A thread sends the commands."""
 
     name: str
     process: Any  # a multiprocessing.Process, or a `ray.launcher.RemoteProcess`
@@ -112,7 +111,8 @@ class Worker:
     def __post_init__(self) -> None:
         self.is_replaceable = self.name.startswith("rollout")
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
-        self._sender = threading.Thread(target=self._send_commands, daemon=True)
+        arguments = self._commands, self.control
+        self._sender = threading.Thread(target=send_all, args=arguments, daemon=True)
         self._sender.start()
 
     def become(self, state: WorkerState) -> None:
@@ -148,11 +148,6 @@ class Worker:
     def send(self, command: events.Command) -> None:
         """Send without waiting. A dead worker is no error here: `Supervisor.wait` reports it."""
         self._commands.put(command)
-
-    def _send_commands(self) -> None:
-        with contextlib.suppress(OSError):
-            while (command := self._commands.get()) is not None:
-                self.control.send(command)
 
     def kill(self, reason: str) -> None:
         """Kill the process; `Supervisor.wait` reports its death with this reason."""
@@ -336,7 +331,6 @@ def blocked(signals: Iterable[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standard_error_to(file: IO[bytes]) -> Iterator[None]:
-    """Give processes that start here another standard error."""
     before = os.dup(2)
     os.dup2(file.fileno(), 2)
     try:
