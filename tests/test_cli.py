@@ -79,7 +79,7 @@ def test_every_named_flag_reaches_its_key(runs):
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(("error", "code"), [
     (KeyboardInterrupt(), 130), (ConfigError("a\x1b[2J"), 2), (KeyError(), 1),
-    (ValueError("a bug"), 1),
+    (ValueError("a bug"), 1), (OSError(5, "a bug"), 1), (PermissionError(13, "no", "f"), 2),
 ])  # fmt: skip
 def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)

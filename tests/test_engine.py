@@ -194,13 +194,14 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
 
     # Gemma 2 is of another kind.
     assert [is_fused(make_engine(name)) for name in EMBEDDED] == [True, True, True, False]
-    _, zero, extra = policies = [make_policy("qwen3") for _ in range(3)]
-    for policy in policies[:2]:
+    _, product, norm, extra = policies = [make_policy("qwen3") for _ in range(4)]
+    for policy in policies[:3]:
         attention = policy.model.model.layers[1].self_attn
         attention.q_norm.register_forward_hook(lambda *a: 2 * a[2])
     with torch.no_grad():
-        zero.model.model.layers[1].self_attn.o_proj.weight.zero_()
-    extra.model.model.layers[0].gain = torch.nn.Parameter(torch.ones(1))
+        product.model.model.layers[1].self_attn.o_proj.weight.zero_()
+        norm.model.model.layers[1].input_layernorm.weight.zero_()
+    extra.model.model.layers[0].other_norm = torch.nn.LayerNorm(8)
     assert not any(is_fused(make_engine(policy=policy)) for policy in policies)
 
 

@@ -16,8 +16,8 @@ from typer.core import TyperCommand
 from easyrl.formatting import ConfigError, printable
 
 shows_tracebacks = False  # the option --debug
-OF_FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 USER_ERROR = 2  # exit code of errors that the user can fix, Typer's usage errors included
+OF_FILES = {errno.EACCES: USER_ERROR, errno.EROFS: USER_ERROR, errno.ENOSPC: 1, errno.EDQUOT: 1}
 
 ConfigFile = Annotated[
     Path | None, Option("--config", metavar="FILE.yaml", help="YAML file, as `config` prints it.")
@@ -96,7 +96,7 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
             if shows_tracebacks or error.errno not in OF_FILES:
                 raise
             echo(f"easyrl: {error}", err=True)
-            code = 1
+            code = OF_FILES[error.errno]
         except KeyboardInterrupt as stop:
             code = 128 + getattr(stop, "signum", signal.SIGINT)  # of `supervisor.Interrupted`
         raise typer.Exit(code or 0)

@@ -36,7 +36,6 @@ class Task:
     row: Callable[[Any], dict[str, Any]]
 
     def problem(self, seed: int, index: int) -> Any:
-        """Return training problem `index` of a seed."""
         drawn = self._drawn(f"train {seed} {index}")
         return next(problem for problem in drawn if not self._is_held_out(problem))
 

@@ -10,7 +10,7 @@ Large products use oneDNN, with copies of the layers' weights in its blocked lay
 rows 1.1 to 2.3 times as fast as torch's own.
 
 The model's own code is used where logits differ, and where the first weights could hide that: if
-the model has parameters that are not used here, or a matrix of zeros.
+the model has parameters that are not used here, or weights that are all zero.
 
 Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
 head size, V tokens of the vocabulary.
@@ -35,7 +35,11 @@ TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit:
 PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
 CHECKED_TOKENS = 24  # of each row of the check
-USED = re.compile(r".*(embed_tokens|norm)\.weight|.*_proj\.(weight|bias)")  # parameters
+USED = re.compile(  # names of parameters
+    r"(embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm))\.weight"
+    r"|layers\.\d+\.self_attn\.([qk]_norm\.weight|[qkvo]_proj\.(weight|bias))"
+    r"|layers\.\d+\.mlp\.(gate|up|down)_proj\.(weight|bias)"
+)
 
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
@@ -45,8 +49,8 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
     with torch.inference_mode(), suppress(Exception):  # any: its layers may be of another kind
         decoder = FusedDecoder(policy, max_length)
         parameters = policy.model.get_decoder().named_parameters()
-        is_shown = all(USED.fullmatch(name) and (p.ndim < 2 or p.any()) for name, p in parameters)
-        if is_shown and decoder.equals(policy):
+        is_shown = (USED.fullmatch(n) and (n.endswith("bias") or p.any()) for n, p in parameters)
+        if all(is_shown) and decoder.equals(policy):
             return decoder
     return None
 
@@ -71,7 +75,7 @@ class _Product:
         pack, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
         self.weight = weight.t().contiguous().t() if is_small else pack(weight, PADDED_TO)
         self.bias: Tensor | None = None  # [N]
-        if layers[0].bias is not None:
+        if any(layer.bias is not None for layer in layers):
             self.bias = torch.cat([layer.bias for layer in layers])
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -119,11 +119,10 @@ class KVCache:
         return lengths
 
     def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
-        for layer in self.rows:
-            for cache in layer:
-                cells = cache[:, :, :num_cells]  # twice as fast as cells[targets] = cells[sources]
-                of, to = (torch.from_numpy(rows).to(cache.device) for rows in (sources, targets))
-                cells.index_copy_(0, to, cells.index_select(0, of))
+        of, to = (torch.from_numpy(x).to(self.rows[0][0].device) for x in (sources, targets))
+        for cache in chain(*self.rows):
+            cells = cache[:, :, :num_cells]
+            cells.index_copy_(0, to, cells.index_select(0, of))  # half of the time of indexing
 
 
 class StepLayout:

@@ -73,7 +73,6 @@ def read_calls(text: str, tool_format: str, schemas: Sequence[dict[str, Any]]) -
 
 
 def without_calls(text: str) -> str:
-    """Return the text of a turn around its calls."""
     return CALLS_OR_THINKING.sub(lambda match: "" if match[1] else match[0], text).strip()
 
 

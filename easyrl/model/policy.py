@@ -207,7 +207,6 @@ class Policy:
         return [Weight.stored(name, w, is_trained=w.requires_grad) for name, w in named]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Materialize `weights` one at a time."""
         return ((weight.name, weight.materialize()) for weight in self.weights())
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
