@@ -79,7 +79,7 @@ def test_every_named_flag_reaches_its_key(runs):
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(("error", "code"), [
     (KeyboardInterrupt(), 130), (ConfigError("a\x1b[2J"), 2), (KeyError(), 1),
-    (ValueError("a bug"), 1), (OSError(5, "a bug"), 1), (PermissionError(13, "no", "f"), 2),
+    (ValueError("a bug"), 1), (OSError(5, "a bug"), 1),
 ])  # fmt: skip
 def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
@@ -102,6 +102,15 @@ def test_a_full_disk_is_named_without_a_traceback():
     command = f"{sys.executable} -m easyrl config > /dev/full"
     done = subprocess.run(command, check=False, shell=True, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "easyrl: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_missing_permission_is_named_without_a_traceback(monkeypatch):
+    forbidden = Mock(side_effect=PermissionError(13, "Permission denied", "run/config.yaml"))
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", forbidden)
+    result = run_easyrl("grpo")
+    assert result.exit_code == 2
+    assert result.stderr == "easyrl: [Errno 13] Permission denied: 'run/config.yaml'\n"
 
 
 @pytest.mark.parametrize(("place", "name", "value", "message"), [
