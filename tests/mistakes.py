@@ -204,7 +204,7 @@ MISTAKES = {
     "grpo --model FOLDER/longrope": "data.max_prompt_length + rollout.max_completion_length",
     # data
     "grpo --dataset none.jsonl": "data.dataset",
-    "grpo eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
+    "grpo eval.dataset=FOLDER/other.jsonl": "data.prompt_column=question",
     f"grpo {EXACT}/broken.jsonl": "broken.jsonl:2",
     f"grpo {EXACT}/long.jsonl data.max_prompt_length=6": "long.jsonl:3",
     f"grpo {EXACT}/chat.jsonl": "chat.jsonl:1",

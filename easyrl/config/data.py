@@ -75,7 +75,6 @@ class DataConfig(Section):
 
     @property
     def datasets(self) -> list[str]:
-        """`dataset` as a list, of one or several."""
         return [self.dataset] if isinstance(self.dataset, str) else self.dataset
 
     @property

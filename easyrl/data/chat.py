@@ -145,7 +145,7 @@ def check_prompts(
             raise ConfigError(
                 "data.chat_template: expected a template that shows tools to the model, but that "
                 "of the model (model.path) does not use the variable `tools`; use a model that "
-                "is made for them (Qwen3), or another template"
+                "is made for them (Qwen3), or a file as in docs/environments.md"
             )
     lengths: dict[str, int] = {}
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: len(str(examples[k]))):

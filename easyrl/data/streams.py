@@ -95,7 +95,8 @@ class RowForm:
         own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
         for key, name in own + [(self.key, name) for name in needed if name not in names]:
             is_template = key == self.key and self.template is not None
-            hint = "; write braces as {{ and }}" if is_template else ""
+            example = f"; as in {key}={next(iter(given), 'COLUMN')}"
+            hint = "; write braces as {{ and }}" if is_template else example
             hint += "; 'data.columns=[{}, …]' renames those of each data set" * self._is_mixed
             raise ConfigError(
                 f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "

@@ -40,7 +40,6 @@ class SamplingSettings:
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest prompt + completion in tokens."""
         return self.max_length or self.max_prompt_length + self.max_completion_length
 
     @property

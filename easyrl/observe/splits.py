@@ -45,7 +45,7 @@ def measure(folder: Path) -> Measured:
         if number > done_before + 1 and "perf/iteration_seconds" in line
     ]
     if not lines or not run.devices:
-        raise ConfigError(f"'{folder}': expected two finished iterations (the first one warms up)")
+        raise ConfigError(f"'{folder}': expected 2 iterations of its newest command (one warms up)")
     names = ("iteration", "infer", "train", "weights")
     seconds = [median(line[f"{name}_seconds"] for line in lines) for name in names]
     num_tokens = median(line["tokens_per_second"] * line["iteration_seconds"] for line in lines)

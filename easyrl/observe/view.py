@@ -255,8 +255,10 @@ def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[Re
     labels = [printable(f"{worker.name} {worker.device} ") for worker in workers]
     label_width = max(map(len, labels))
     num_slices = max(1, width - label_width - len(" 100%"))
-    shown_seconds = max(MIN_LANE_SECONDS, ITERATIONS_SHOWN * (state.mean_iteration_seconds or 0.0))
     until = now if state.ended is not None else now - LAG_SECONDS
+    began = min([until, *(worker.spans[0].started for worker in workers if worker.spans)])
+    usual = ITERATIONS_SHOWN * (state.mean_iteration_seconds or math.inf)
+    shown_seconds = max(MIN_LANE_SECONDS, min(usual, until - began))
     title = "start" if state.is_starting else f"the last {shown_seconds:.0f} s"
     lines: list[RenderableType] = [Rule(title, align="left", style="dim")]
     for worker, label in zip(workers, labels, strict=True):

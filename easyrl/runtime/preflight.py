@@ -455,8 +455,8 @@ def describe_prompts(
     rows = "prompts: made as the run goes"
     if num_rows is not None:
         epochs = train.iterations * train.prompts_per_iteration / num_rows
-        rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epochs in {train.iterations} "
-        rows += "iterations"
+        rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in "
+        rows += counted(train.iterations, "iteration")
     if config.rollout.agent is not None:
         return [f"{rows}; the agent writes what the model sees"]
     ids: Sequence[Any] = str(content)
