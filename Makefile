@@ -91,8 +91,9 @@ $(VENV)/real-installed: $(VENV)/test-installed
 	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test,real]'
 	@touch $@
 
-test-real: $(VENV)/real-installed
+test-real: $(VENV)/real-installed $(VLLM_VENV)/installed
 	$(BIN)/python -m pytest -m real tests/test_real_models.py -rP --durations=5
+	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py -m long -k real_model
 
 $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	@echo "Installing EasyRL with the oldest supported torch and transformers into $(LOWEST_VENV)"

@@ -1,6 +1,7 @@
 """The vLLM engine on vLLM's CPU build (make test-vllm)."""
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,14 @@ from easyrl.channels import BUCKET_BYTES
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.config.model import ModelConfig
+from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
 from easyrl.devices import LOOPBACK, network_environment
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.vllm.platforms import environment
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
+from real_models import real_model
 from tiny_models import untied_model
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
@@ -39,7 +42,7 @@ WHOLE = replace(SAMPLING, top_k=1000)  # excludes nothing
 
 
 class Trained:
-    def __init__(self, model, folder, sampling=SAMPLING):
+    def __init__(self, model, folder, sampling=SAMPLING, timeout_seconds=TIMEOUT_SECONDS):
         from easyrl.engines.vllm import engine
 
         engine.EXTENSION = "skipping_worker.WorkerExtension"
@@ -48,6 +51,7 @@ class Trained:
         self.version = -1
         self.engine = engine.VllmEngine(ModelConfig(path=model), sampling, device="cpu", **SIZE)
         self.store = str(folder / "store")
+        self.timeout_seconds = timeout_seconds
         self.generation = -1
         self.thread = ThreadPoolExecutor(1)
         self.cancelled = threading.Event()
@@ -58,7 +62,7 @@ class Trained:
         self.cancelled.clear()
         endpoints = [
             WeightEndpoint(
-                *(self.store, rank, 2, name, "cpu", TIMEOUT_SECONDS),
+                *(self.store, rank, 2, name, "cpu", self.timeout_seconds),
                 bucket_bytes=bucket_bytes,
                 generation=self.generation,
             )
@@ -76,10 +80,10 @@ class Trained:
         finally:
             sent.result()
 
-    def change(self):
+    def change(self, alpha=0.02):
         with torch.no_grad():
             for weight in self.policy.model.parameters():
-                weight.add_(torch.randn_like(weight), alpha=0.02)
+                weight.add_(torch.randn_like(weight), alpha=alpha)
 
     def generate(self, sampling=None):
         """Groups of PROMPTS; `sampling`: instead of the engine's."""
@@ -130,6 +134,20 @@ def trained(request, tmp_path_factory):
     made = Trained("tiny" if request.param == "tied" else untied_model(folder / "m"), folder)
     yield made
     made.engine.close()
+
+
+@pytest.mark.long
+def test_a_real_model_has_the_trainers_log_probabilities_after_an_update(tmp_path, monkeypatch):
+    made = Trained(str(real_model("smollm2")), tmp_path, timeout_seconds=120.0)
+    chats = [[{"role": "user", "content": text}] for text in ("What is 12 + 25?", "hello")]
+    prompts = [render_prompt(chat, made.tokenizer) for chat in chats]
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", prompts)
+    try:
+        for _ in range(2):
+            made.check()
+            made.change(alpha=1e-4)
+    finally:
+        made.engine.close()
 
 
 def test_log_probabilities_are_the_trainers_after_every_update(trained):
