@@ -201,7 +201,6 @@ def load_backend(kind: str) -> None:
 
 
 def device_module(kind: str) -> Any:
-    """`torch.cuda` or `torch.npu`, which have the same functions."""
     import torch
 
     return torch.get_device_module(kind)

@@ -267,6 +267,9 @@ MISTAKES = {
     f"grpo {SUMS} {LEGS} data.options={{chain_sum:\\ 2}}": "data.options",
     "grpo data.options={max_digits:\\ 2}": "data.options",
     "grpo --dataset reasoning_gym:composite": "data.options",  # needs an option
+    f"grpo {SUMS} data.options={{level:\\ [0,3]}}": "rows_per_level: N}, got [0, 3] and None",
+    f"grpo {SUMS} data.options={{level:\\ 99}}": "data.options.level: expected at most 10, got 99",
+    "grpo --dataset reasoning_gym:acre data.options={level:\\ 1}": "acre has no levels",
     f"grpo {SUMS} data.max_prompt_length=90": "reasoning_gym:chain_sum, row",
     f"grpo {SUMS} data.max_prompt_length=90 data.long_prompts=skip": "ones cannot be skipped",
     # planning

@@ -1,6 +1,7 @@
 """The tasks of reasoning-gym as data, with the library's own scores."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -90,6 +91,22 @@ def test_options_go_by_task():
     assert with_eval_data(other).data.options == {}
     problem = next(iter(problems_of(open_prompts(with_eval_data(other)), other).values()))
     assert "legs" in problem.content
+
+
+def test_a_curriculum_rises_by_the_librarys_levels():
+    """Level n of chain_sum has 2 to 2 + n numbers of 1 to 1 + n digits."""
+    options = {"level": [0, 4], "rows_per_level": 10, "min_terms": 2}
+    prompts = open_prompts(config_of(SUMS, options=options, num_held_out=64))
+
+    def most_digits(rows):
+        return max(len(n) for row in rows for n in re.findall(r"\d+", row.content))
+
+    rises = [most_digits(map(prompts.prompt, range(n, n + 10))) for n in (0, 10, 40, 90)]
+    assert rises[0] == 1 and rises[1] == 2 and rises[2:] == [5, 5]
+    problems = problems_of(prompts, config_of(SUMS, options=options, num_held_out=64))
+    assert most_digits(problems.values()) == 5
+    last = ReasoningGym("chain_sum", json.dumps({"level": 4, "min_terms": 2}), 1)
+    assert prompts.prompt(90).content == last.train_row(0, 90)["prompt"]
 
 
 @pytest.mark.long

@@ -72,7 +72,6 @@ class Request:
     continued: bytes = b""  # digest of the answered conversation that they continue
 
     def reply(self, answer: dict[str, Any] | ApiError) -> None:
-        """Answer with choices and usage, or refuse."""
         with contextlib.suppress(InvalidStateError):  # the client is gone
             if isinstance(answer, ApiError):
                 self.answer.set_exception(answer)

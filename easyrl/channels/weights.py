@@ -257,7 +257,6 @@ class WeightChannel:
         size = -(-self._bucket_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
         def exchange(text: str, sender: int) -> str:
-            """Return the text of one rank on all."""
             key = f"bucket-{sender}"
             if self.rank == sender:
                 store.set(key, text)

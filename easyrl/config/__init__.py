@@ -52,7 +52,6 @@ class Config(Section):
 
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate, with its default."""
         if self.train.learning_rate is not None:
             return self.train.learning_rate
         is_built_in = self.model.path in ("tiny", "tiny-countdown", "tiny-guess")
@@ -70,7 +69,6 @@ class Config(Section):
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest prompt + completion in tokens."""
         return self.data.max_prompt_length + self.rollout.max_completion_length
 
     @property
@@ -169,7 +167,6 @@ def options_by_key(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_marked(*marks: Mark) -> list[str]:
-    """The keys that have one of these marks."""
     return [name for name, field in KEYS.items() if any(mark in field.metadata for mark in marks)]
 
 

@@ -98,7 +98,6 @@ class RewardConfig(Section):
 
     @property
     def is_none(self) -> bool:
-        """Whether the policy is trained without rewards."""
         return self.functions == ["none"]
 
     @model_validator(mode="after")

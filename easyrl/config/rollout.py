@@ -103,7 +103,6 @@ class RolloutConfig(Section):
 
     @property
     def has_environments(self) -> bool:
-        """Whether completions are episodes of several turns."""
         return self.environment is not None or bool(self.tools) or self.agent is not None
 
     @property

@@ -119,7 +119,6 @@ def preset_of(name: str, data: DataConfig) -> Preset | None:
 
 
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
-    """The `sampling` of the data's preset; empty without one."""
     preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
     return preset.sampling if preset else {}
 

@@ -31,12 +31,26 @@ PROGRAM = "import sys; sys.path[:] = {}; from easyrl.data.reasoning_gym import s
 _lock = threading.Lock()  # of the generator's pipes
 
 
+def _take_levels(options: dict[str, Any]) -> tuple[int, int, int] | None:
+    """Take the first level of the library's curriculum, the last, and the rows of each."""
+    level, num_rows = options.pop("level", None), options.pop("rows_per_level", None)
+    if level is None and num_rows is None:
+        return None
+    first, last = level if isinstance(level, list) and len(level) == 2 else (level, level)
+    levels = first, last, 1 if num_rows is None and level is last else num_rows
+    if any(type(n) is not int for n in levels) or not 0 <= first <= last or levels[2] < 1:
+        expected = "{level: N}, or {level: [FIRST, LAST], rows_per_level: N}"
+        raise ConfigError(f"data.options: expected {expected}, got {level} and {num_rows}")
+    return levels
+
+
 @cache
-def library_data(name: str, options: str, size: int = 1) -> Any:
-    """Return the library's data set of a task; `options` are JSON. Raises ConfigError."""
+def library_data(name: str, options: str, size: int = 1, level: int | None = None) -> Any:
+    """Return the library's data set of a task; `options` are JSON. `level`: by default the last one
+    that they name. Raises ConfigError."""
     source = f"data.dataset (--dataset): 'reasoning_gym:{name}'"
     require("reasoning-gym", source)
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from reasoning_gym.factory import DATASETS, create_curriculum, create_dataset, has_curriculum
 
     if name not in DATASETS:
         near = ", ".join(get_close_matches(name, DATASETS, 3, 0))
@@ -44,6 +58,7 @@ def library_data(name: str, options: str, size: int = 1) -> Any:
     kinds = get_type_hints(config_class := DATASETS[name][1])
     names = [key for key in kinds if key not in ("seed", "size")]
     given = json.loads(options)
+    levels = _take_levels(given)
     for key, value in given.items():
         if key not in names:
             raise ConfigError(f"data.options: expected settings of {name} ({names}), got '{key}'")
@@ -53,6 +68,16 @@ def library_data(name: str, options: str, size: int = 1) -> Any:
         except ValidationError:
             expected = str(getattr(kinds[key], "__name__", kinds[key]))
             raise ConfigError(f"data.options.{key}: expected {expected}, got {value!r}") from None
+    if levels is not None:
+        if not has_curriculum(name):
+            raise ConfigError(f"data.options.level: expected none, as {name} has no levels")
+        curriculum = create_curriculum(name)
+        highest = max(len(each.levels) for each in curriculum.attributes.values()) - 1
+        if levels[1] > highest:
+            raise ConfigError(f"data.options.level: expected at most {highest}, got {levels[1]}")
+        curriculum.set_global_level(levels[1] if level is None else level)
+        of_level = vars(curriculum.generate_configuration())
+        given = {key: value for key, value in of_level.items() if key in names} | given
     try:
         return create_dataset(name, **given, seed=0, size=size)
     except Exception as error:  # of many types, for values that do not go together or are missing
@@ -61,7 +86,8 @@ def library_data(name: str, options: str, size: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class ReasoningGym(Task):
-    """One of the library's tasks. A hash of the question decides whether it is held out."""
+    """One of the library's tasks. A hash of the question decides whether it is held out. In a
+    curriculum the level rises with the index of a training row; held-out ones have the last."""
 
     name: str
     options: str  # JSON
@@ -75,7 +101,11 @@ class ReasoningGym(Task):
 
     def draw_rows(self, source: str, number: int) -> list[dict[str, Any]]:
         """Draw different problems, in the generator; a quarter of all is held out."""
-        data, rng, limit = library_data(self.name, self.options, SIZE), random.Random(source), 2**31
+        levels, level = _take_levels(json.loads(self.options)), None
+        if levels is not None and source != "held out":
+            level = min(levels[1], levels[0] + int(source.rpartition(" ")[2]) // levels[2])
+        rng, limit = random.Random(source), 2**31
+        data = library_data(self.name, self.options, SIZE, level)
         found: dict[str, dict[str, Any]] = {}
         for _ in range(64 + 8 * number):
             if len(found) == number:

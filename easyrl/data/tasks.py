@@ -98,8 +98,6 @@ class CountdownProblem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Countdown(Task):
-    """A level of difficulty."""
-
     seed_prefix: str
     num_held_out: int
     num_numbers: tuple[int, ...]

@@ -161,7 +161,6 @@ class FusedDecoder:
 
     @torch.no_grad()
     def copy_weights(self, use_cores: Callable[[], None] = lambda: None) -> None:
-        """Copy the model's weights, after each change of these."""
         # Layer by layer: the memory of the previous layer's old copies is used again.
         for number, layer in enumerate(zip(self._modules, self._settings, strict=True)):
             use_cores()

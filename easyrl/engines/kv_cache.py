@@ -212,7 +212,6 @@ class RowTokens:
 
 
 def _tokens_of_active(cache: KVCache, rows: Any, device: torch.device) -> RowTokens:
-    """`rows` [n]: see `StepLayout`."""
     cells = rows["cell"].copy()
     cost = BUCKET_NUMBERS // cache.rows[0][0][0, :, 0].numel()
     buckets = [

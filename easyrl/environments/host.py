@@ -172,7 +172,6 @@ def _exchange_random_states(states: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:
-    """Answer requests until the parent ends."""
     worker.start(config, sources)
     set_name(PROCESS_NAME)
     host, sending = Host(config), threading.Lock()

@@ -288,7 +288,6 @@ class EnvironmentPool:
         host.connection.close()
 
     def close(self) -> None:
-        """End all processes at once, whatever they are doing."""
         for host in self._hosts:
             self._end(host)
 

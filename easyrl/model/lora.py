@@ -97,7 +97,6 @@ class Adapter:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run the model without adapters: the reference (see `tri_model.OtherWeights`)."""
         trained = [parameter for parameter in self._peft.parameters() if parameter.requires_grad]
         with self._peft.disable_adapter():
             for parameter in trained:

@@ -74,7 +74,6 @@ class RunFiles:
         return time.time() - self._clock
 
     def read(self) -> Iterator[Event]:
-        """Yield the events written since the last call."""
         for line in self._trace.read():
             event = line.get("args") if isinstance(line, dict) and "ts" in line else None
             if isinstance(event, events.RunStarted):

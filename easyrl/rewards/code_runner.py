@@ -84,7 +84,6 @@ def read_json() -> Any:
 
 
 def set_up(job: dict[str, Any]) -> None:
-    """Give up rights and set limits."""
     if job["user"] is not None:
         os.setgroups([])
         os.setresgid(*[job["user"]] * 3)
@@ -125,7 +124,6 @@ def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
 
 
 def redirect(stdin: int | None = None, stdout: int | None = None) -> None:
-    """Replace the standard streams, by default by none."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd, new in enumerate((stdin, stdout, None)):
         os.dup2(null if new is None else new, fd)

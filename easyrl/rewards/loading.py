@@ -77,7 +77,6 @@ def is_model(spec: str) -> bool:
 
 
 def reward_models(config: Config) -> list[str]:
-    """The reward models among `reward.functions`, each once."""
     return list(dict.fromkeys(filter(is_model, config.reward.functions or ())))
 
 

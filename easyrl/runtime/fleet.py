@@ -144,7 +144,6 @@ class Fleet:
         return worker.remote_device or device_name(placement.accelerator, indices)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Describe the controller and each worker, for `easyrl status`."""
         columns = ("name", "kind", "pid", "device", "state", "restarts")
         rows = [("controller", "controller", os.getpid(), "cpu", "running", 0)]
         for worker in (*self.rollout, *self.train):

@@ -29,7 +29,6 @@ Launcher: TypeAlias = "ProcessLauncher | RayLauncher"
 
 
 def make_launcher(config: Config, placement: Placement, notify: Observer) -> Launcher:
-    """Return the launcher for these devices. Raises ConfigError."""
     if placement.is_ray:
         from easyrl.runtime.ray.launcher import RayLauncher
 

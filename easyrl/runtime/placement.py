@@ -47,7 +47,6 @@ class Placement:
 
     @property
     def accelerators(self) -> list[int]:
-        """Numbers of the accelerators that generate or train."""
         sets = (self.infer, self.train)
         return sorted({n for each in sets if each.kind == "accelerator" for n in each.indices})
 

@@ -291,7 +291,6 @@ class Supervisor:
         return WorkerFailure(f"{names} {self._end_of(ended[0])}")
 
     def _end_of(self, worker: Worker) -> str:
-        """Describe how a process without a last message ended."""
         code = worker.process.exitcode or 0
         if worker.kill_reason or code >= 0:
             return worker.kill_reason or f"ended unexpectedly with exit code {code}{_said(worker)}"

@@ -72,8 +72,6 @@ USE_EMBEDDED = "use rollout.engine=embedded"
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A completion, from its submission until its end."""
-
     request: GroupRequest
     sample_index: int
     limit: int

@@ -72,7 +72,6 @@ def processes_of(folder: str) -> list[int]:
 
 
 def remove(folder: str) -> None:
-    """Kill the folder's processes, then delete it."""
     deadline = time.monotonic() + KILL_SECONDS
     while (left := processes_of(folder)) and time.monotonic() < deadline:  # one may start another
         for pid in left:

@@ -88,7 +88,6 @@ def _check_reachable(address: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be the same on all nodes."""
     found = {name: package_version(name) or "not installed" for name in ("torch", "transformers")}
     return {"Python": platform.python_version(), "easyrl": __version__, **found}
 

@@ -45,8 +45,6 @@ RETRY_SECONDS = 1.0
 
 
 class NodeFacts(NamedTuple):
-    """The actor's node."""
-
     address: str
     devices: tuple[str, ...]  # accelerators of the actor, as Ray numbers them
     sees_folder: bool  # where the run folder is
