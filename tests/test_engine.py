@@ -203,6 +203,12 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
         norm.model.model.layers[1].input_layernorm.weight.zero_()
     extra.model.model.layers[0].other_norm = torch.nn.LayerNorm(8)
     assert not any(is_fused(make_engine(policy=policy)) for policy in policies)
+    policy = make_policy("qwen3")
+    engine = make_engine(policy=policy)
+    assert is_fused(engine)
+    policy.model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *a: 2 * a[2])
+    engine.load_weights(pieces_of(policy.weights()))  # each new set is checked
+    assert not is_fused(engine)
 
 
 @pytest.mark.parametrize("end_tokens", [[EOS, 3, 4], []])

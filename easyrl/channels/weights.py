@@ -347,6 +347,7 @@ class WeightChannel:
         work.wait()  # orders the device's next work after it, or raises its error
 
     def _poll(self, is_done: Callable[[], bool]) -> None:
+        """Wait for at most `timeout_seconds`."""
         started = time.monotonic()
         while not is_done():
             waited = time.monotonic() - started

@@ -32,7 +32,8 @@ _lock = threading.Lock()  # of the generator's pipes
 
 
 def _take_levels(options: dict[str, Any]) -> tuple[int, int, int] | None:
-    """Take the first level of the library's curriculum, the last, and the rows of each."""
+    """Take the first level of the library's curriculum, the last, and the rows of each. Raises
+    ConfigError."""
     level, num_rows = options.pop("level", None), options.pop("rows_per_level", None)
     if level is None and num_rows is None:
         return None

@@ -9,7 +9,8 @@ the same result:
 Large products use oneDNN, with copies of the layers' weights in its blocked layout: for 4 to 64
 rows 1.1 to 2.3 times as fast as torch's own.
 
-The model's own code is used where logits differ, and where the first weights could hide that: if
+The model's own code is used where logits differ, then or with new weights, and where the first
+weights could hide that: if
 the model has parameters that are not used here, or weights that are all zero.
 
 Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
@@ -34,7 +35,7 @@ from easyrl.model.shared_prompt import LayerSettings
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
 PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
-CHECKED_TOKENS = 24  # of each row of the check
+CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
 USED = re.compile(  # names of parameters
     r"(embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm))\.weight"
     r"|layers\.\d+\.self_attn\.([qk]_norm\.weight|[qkvo]_proj\.(weight|bias))"
@@ -178,10 +179,10 @@ class FusedDecoder:
         return _product(last, self._head.weight, self._head.bias)
 
     @torch.inference_mode()
-    def equals(self, policy: Policy) -> bool:
+    def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
         """Compare logits of random tokens at the first and last positions. Zeros prove nothing."""
         longest = len(self._tables[0])
-        first = torch.arange(min(longest, CHECKED_TOKENS))
+        first = torch.arange(min(longest, num_tokens))
         positions = torch.cat([first, first + longest - len(first)])
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(policy.vocabulary_size, positions.shape, generator=generator)

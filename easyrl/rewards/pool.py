@@ -143,6 +143,7 @@ class RewardPool:
         return self._wake_fd
 
     def close(self) -> None:
+        """End all processes at once, whatever they are doing."""
         _end_pools(self._pools)
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
