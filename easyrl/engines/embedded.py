@@ -14,7 +14,7 @@ Shapes: S rows, n of them active, V tokens of the vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from easyrl import devices
 from easyrl.engines import CELLS, MAX_PREFILL_TOKENS, SLOT_STEP
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
-from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
+from easyrl.engines.fused_decoder import fused_decoder
 from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
@@ -100,11 +100,16 @@ class EmbeddedEngine(PolicyEngine):
         self._arrange()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        super().load_weights(pieces)
+        def arriving() -> Iterator[WeightPiece]:
+            for piece in pieces:
+                self.use_cores()  # the trainer is at work by now
+                yield piece
+
+        super().load_weights(arriving())
         self.cache.shrink()
         if self._decoder is not None:
             self._decoder.copy_weights(self.use_cores)
-            is_equal = self._decoder.equals(self.policy, RECHECKED_TOKENS)
+            is_equal = self._decoder.equals(self.policy, has_new_weights=True)
             self._run_model = self._decoder if is_equal else self.policy.forward
 
     @torch.inference_mode()

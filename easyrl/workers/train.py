@@ -241,9 +241,14 @@ class TrainWorker:
         weights = policy.weights(only_trained=only_trained, merge=merge)
         # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.
         dtype = None if policy.adapter else getattr(torch, self.config.model.dtype)
+
+        def gather(weight: Tensor, dtype: torch.dtype) -> Tensor:
+            self.cores.use_available()  # engines load by now
+            return gathered(weight, dtype)
+
         if channel is not None:
             try:
-                channel.send(version, weights, dtype=dtype, gather=gathered)
+                channel.send(version, weights, dtype=dtype, gather=gather)
             except (ConnectionError, TimeoutError) as error:
                 return str(error)
             return ""
