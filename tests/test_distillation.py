@@ -134,7 +134,7 @@ def test_prompts_alone_are_enough_and_such_a_run_can_be_evaluated(tmp_path):
     recipe = Path(__file__).parent.parent / "configs" / "distill.yaml"
     assert load_config(recipe).reward.functions == ["none"]
     rows = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{n}+7="} for n in range(9)])
-    loss = "def loss(i): return LossOutputs(i.logprobs.sum(), {'teacher_kl': i.teacher.kl.sum()})"
+    loss = "def loss(i): return LossOutputs(i.logprobs.sum(), {})"
     (tmp_path / "own.py").write_text(f"from easyrl.algorithm.losses import LossOutputs\n{loss}")
     own = f"algorithm.loss_type={tmp_path}/own.py:loss"
     run, words = str(tmp_path / "run"), [*SMALL[:4], "reward.functions=none", "--iterations", "1"]

@@ -226,7 +226,8 @@ def test_a_loss_may_be_a_teachers_divergence_alone(tmp_path):
     source = REINFORCE.replace("-inputs.advantages * inputs.logprobs", "inputs.teacher.divergence")
     own = own_config(tmp_path, source)
     own = change_config(own, {"algorithm.teacher": "tiny", "algorithm.teacher_divergence": 0.5})
-    assert load_loss(own).metrics == {"probability", "tokens", "entropy"}
+    shown = {"probability", "tokens", "entropy", "teacher_kl", "teacher_agrees"}
+    assert load_loss(own).metrics == shown
     without = change_config(own, {"algorithm.teacher_divergence": None})  # it has no gradient
     with pytest.raises(ConfigError, match="gradient"):
         load_loss(without)

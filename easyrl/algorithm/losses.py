@@ -33,6 +33,9 @@ class TeacherScores(NamedTuple):
     agrees: Tensor
     """Whether both find the same token most likely [K] bool."""
 
+    def metrics(self) -> dict[str, Tensor]:
+        return {"teacher_kl": self.kl.sum(), "teacher_agrees": self.agrees.sum()}
+
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
@@ -132,7 +135,7 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
     if teacher is not None:
         if algorithm.teacher_divergence is not None:
             per_token = per_token + algorithm.teacher_weight * teacher.divergence
-        metrics |= {"teacher_kl": teacher.kl.sum(), "teacher_agrees": teacher.agrees.sum()}
+        metrics |= teacher.metrics()
     if algorithm.loss_type == "grpo":
         per_token = per_token / lengths
     return LossOutputs(per_token.sum(), metrics)
@@ -182,6 +185,7 @@ def load_loss(config: Config) -> Loss:
         outputs = loss(*(inputs, config)[:num_arguments])
         metrics = {name: value.detach() for name, value in outputs.metrics.items()}
         metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
+        metrics |= inputs.teacher.metrics() if inputs.teacher is not None else {}
         return LossOutputs(outputs.loss, metrics)
 
     try:
@@ -198,7 +202,7 @@ def load_loss(config: Config) -> Loss:
             "metrics, all scalar tensors, and a positive loss_denominator, got "
             f"{outputs!r:.200} and {divisor}"
         )
-    return Loss(own_loss, denominator, {*outputs.metrics, "tokens", "entropy"})
+    return Loss(own_loss, denominator, own_loss(tiny, config).metrics.keys())
 
 
 def _tiny_inputs(config: Config) -> LossInputs:
