@@ -187,6 +187,8 @@ MISTAKES = {
     "grpo --seed=-1": "runtime.seed",
     "grpo --learning-rate 1": "train.learning_rate=VALUE",
     "grpo algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
+    "grpo algorithm.scale_rewards=false": "got false; use algorithm.scale_rewards=none",
+    "grpo run_name=first": "in EasyRL: output.dir (--output; ",
     "grpo --config FOLDER/syntax.yaml": "syntax.yaml:3",
     "grpo data.max_prompt_length=1000": "data.max_prompt_length + rollout.max_completion_length",
     "grpo train.eval_every=5 data.num_held_out=0": "train.eval_every",

@@ -153,6 +153,7 @@ def test_a_dry_run_prints_no_escapes_of_a_name():
 def test_config_prints_the_settings_that_are_named_or_found(words, shown):
     for unknown in (["train.lr"], ["--search", "unicorn"]):
         assert run_easyrl("config", *unknown).exit_code == 2
+    assert "train.warmup_iterations" in run_easyrl("config", "--search", "warmup_ratio").output
     result = run_easyrl("config", *words)
     assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, shown)
     assert "# Default: " in result.stdout

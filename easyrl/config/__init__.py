@@ -409,7 +409,8 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
     texts = {key: f"{key} {on_one_line(field.description)}".lower() for key, field in KEYS.items()}
     found = [key for key, text in texts.items() if search.lower() in text]
     if not found:
-        raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
+        here = f"; in EasyRL: {theirs[search]}" if search in (theirs := names_of_others()) else ""
+        raise ConfigError(f"--search: no setting has '{search}' in its name or meaning{here}")
     return [*names, *found]
 
 

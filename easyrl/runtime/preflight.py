@@ -90,8 +90,8 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     too_long = too_long_prompts(config, prompts.examples(), interfaces, loaded)
     skipped = {location.removesuffix(OF_TEACHER) for location in too_long}
     prompts = prompts.without(skipped)
-    notes = describe_prompts(config, prompts, interfaces, loaded)
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
+    notes = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
     check_engine(config, placement, model.size)
     warnings += [*of_eval, *choice_warnings(config, placement)]
     estimate = memory.estimate_run(config, placement, model.size)
@@ -183,7 +183,8 @@ def check_inputs(config: Config) -> list[str]:
         _check_teacher(config)
         prompts = datasets.open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
-        warnings += _held_out(config, prompts, None)[1]
+        held_out, of_eval = _held_out(config, prompts, None)
+        warnings += of_eval
         first = {"first prompt (a start checks all)": prompts.prompt(0).content}
         try:
             tokenizer = load_prompt_tokenizer(config, first)
@@ -194,7 +195,8 @@ def check_inputs(config: Config) -> list[str]:
         is_checked = config.data.long_prompts == "stop" and config.rollout.agent is None
         if tokenizer is not None and is_checked:
             check_prompts(first, tokenizer, config, _longest_tools(interfaces))
-        return [*describe_prompts(config, prompts, interfaces, tokenizer), *warnings]
+        about = describe_prompts(config, prompts, interfaces, tokenizer, len(held_out))
+        return [*about, *warnings]
     except HubUnreachable as error:
         return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
 
@@ -401,8 +403,9 @@ def _held_out(
     except ConfigError as error:
         raise type(error)(str(error).replace("data.dataset (--dataset)", "eval.dataset")) from None
     warnings = try_rewards(config, next(iter(problems.values())))
-    kept = [] if interfaces is None else short_problems(other, problems, interfaces, tokenizer)
-    return kept, warnings
+    if interfaces is None:
+        return list(problems.values()), warnings
+    return short_problems(other, problems, interfaces, tokenizer), warnings
 
 
 def short_problems(
@@ -447,7 +450,11 @@ def too_long_prompts(
 
 
 def describe_prompts(
-    config: Config, prompts: PromptStream, interfaces: Interfaces, tokenizer: Any
+    config: Config,
+    prompts: PromptStream,
+    interfaces: Interfaces,
+    tokenizer: Any,
+    num_held_out: int,
 ) -> list[str]:
     """Describe the number of rows, and the first prompt as the model sees it, special tokens and
     tools included; with a warning for tools that the template does not show."""
@@ -457,6 +464,7 @@ def describe_prompts(
         epochs = train.iterations * train.prompts_per_iteration / num_rows
         rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in "
         rows += counted(train.iterations, "iteration")
+    rows += f"; {counted(num_held_out, 'held-out problem')}"
     if config.rollout.agent is not None:
         return [f"{rows}; the agent writes what the model sees"]
     ids: Sequence[Any] = str(content)
