@@ -25,7 +25,7 @@ from torch import Tensor
 from easyrl import devices
 from easyrl.engines import CELLS, MAX_PREFILL_TOKENS, SLOT_STEP
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
-from easyrl.engines.fused_decoder import fused_decoder
+from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
 from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
@@ -109,7 +109,7 @@ class EmbeddedEngine(PolicyEngine):
         self.cache.shrink()
         if self._decoder is not None:
             self._decoder.copy_weights(self.use_cores)
-            is_equal = self._decoder.equals(self.policy, has_new_weights=True)
+            is_equal = self._decoder.equals(self.policy, RECHECKED_TOKENS)
             self._run_model = self._decoder if is_equal else self.policy.forward
 
     @torch.inference_mode()

@@ -32,7 +32,7 @@ from easyrl.model.exactness import RecordingLayout
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 
-TOLERANCE = 1e-4  # largest difference, relative to the largest logit: rounding in float32
+TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
 PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
 CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
@@ -144,7 +144,7 @@ def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
 
 
 class FusedDecoder:
-    """A model's forward: calls and `hidden_states` are as `Policy.forward` and its."""
+    """A model's forward with `Policy.forward`'s arguments and result."""
 
     def __init__(self, policy: Policy, max_length: int) -> None:
         """Raises an error of any kind if the model's layers are of another kind."""
@@ -171,24 +171,16 @@ class FusedDecoder:
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
     ) -> Tensor:
-        last = self.hidden_states(input_ids, position_ids, layout, at=logits_at)
-        return _product(last, self._head.weight, self._head.bias)
-
-    def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
-    ) -> Tensor:
         hidden = self._embed(input_ids)  # [T, H]
         cos, sin = (table.index_select(0, position_ids) for table in self._tables)
         for layer in self._layers:
             layer.update(hidden, cos, sin, layout)
-        last: Tensor = _normalized(hidden[at], self._eps) * self._norm_weight
-        return last
+        last = _normalized(hidden[logits_at], self._eps) * self._norm_weight
+        return _product(last, self._head.weight, self._head.bias)
 
     @torch.inference_mode()
-    def equals(self, policy: Policy, *, has_new_weights: bool = False) -> bool:
-        """Compare logits of random tokens at the first and last positions; with new weights the
-        head's inputs, since both use its own weights. Zeros prove nothing."""
-        num_tokens = RECHECKED_TOKENS if has_new_weights else CHECKED_TOKENS
+    def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
+        """Compare logits of random tokens at the first and last positions. Zeros prove nothing."""
         longest = len(self._tables[0])
         first = torch.arange(min(longest, num_tokens))
         positions = torch.cat([first, first + longest - len(first)])
@@ -196,10 +188,6 @@ class FusedDecoder:
         tokens = torch.randint(policy.vocabulary_size, positions.shape, generator=generator)
         layout = PackedGroups.of_sequences([len(first)] * 2)
         every = torch.arange(len(positions))
-        row = tokens, positions, layout, every
-        if has_new_weights:
-            expected, got = policy.hidden_states(*row), self.hidden_states(*row)
-        else:
-            expected, got = policy.forward(*row), self(*row)
-        difference = (got - expected).abs().max()
+        expected = policy.forward(tokens, positions, layout, every)
+        difference = (self(tokens, positions, layout, every) - expected).abs().max()
         return bool(difference < TOLERANCE * expected.abs().max())
