@@ -90,16 +90,19 @@ def compare(
         raise ConfigError(f"compare (--compare): {expected}, got one without a common problem")
     correct = [is_correct([each[k] for k in common], correct_reward) for each in scored]
     means = [of_one.mean(axis=1) for of_one in correct]  # [N]
-    rewards = [np.mean([of_one[k].mean() for k in common]) for of_one in scored]
+    rewards = [np.array([of_one[k].mean() for k in common]) for of_one in scored]  # [N]
     (accuracy, error), (other_accuracy, other_error) = map(mean_and_error, means)
+    (reward, reward_error), (other_reward, other_reward_error) = map(mean_and_error, rewards)
     figures = {
         "num_problems": len(common),
         "accuracy": accuracy,
         "accuracy_standard_error": error,
         "other_accuracy": other_accuracy,
         "other_accuracy_standard_error": other_error,
-        "reward": float(rewards[0]),
-        "other_reward": float(rewards[1]),
+        "reward": reward,
+        "reward_standard_error": reward_error,
+        "other_reward": other_reward,
+        "other_reward_standard_error": other_reward_error,
         **paired(*correct),
     }
     problems = [

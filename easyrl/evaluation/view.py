@@ -100,7 +100,11 @@ def show_comparison(figures: Named, other: str, file: Path) -> None:
         with_error(figures["accuracy"], figures["accuracy_standard_error"]),
         with_error(figures["other_accuracy"], figures["other_accuracy_standard_error"]),
     )
-    table.add_row("mean reward", f"{figures['reward']:.3f}", f"{figures['other_reward']:.3f}")
+    table.add_row(
+        "mean reward",
+        with_error(figures["reward"], figures["reward_standard_error"]),
+        with_error(figures["other_reward"], figures["other_reward_standard_error"]),
+    )
     table.add_row("better on", str(figures["num_better"]), str(figures["num_worse"]))
     say_rich(table)
     difference = with_error(figures["difference"], figures["standard_error"], sign="+")

@@ -74,13 +74,14 @@ class PlainLines:
         number = metrics["iteration"]
         to_teacher = metrics.get("teacher/kl")
         teacher = "" if to_teacher is None else f"teacher KL {to_teacher:.4f}  "
+        calls = f"tool calls {metrics['tools/calls']:.1f}  " if "tools/calls" in metrics else ""
         say(
             f"iteration {number}/{self._run.config.train.iterations}  "
             f"reward {shown(metrics['reward'], '.3f')}  "
             f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}  "
             f"length {metrics['completions/mean_length']:.1f}  "
             f"loss {shown(metrics['loss'], '+.4f')}  "
-            f"grad_norm {shown(metrics['grad_norm'], '.3f')}  {teacher}"
+            f"grad_norm {shown(metrics['grad_norm'], '.3f')}  {teacher}{calls}"
             f"{metrics['perf/iteration_seconds']:.2f} s  "
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
         )

@@ -47,6 +47,7 @@ FIGURES = {  # figures of the newest iteration, if the run has them: name -> (me
     "entropy": ("entropy", ".3f"),
     "KL": ("kl", ".4f"),
     "teacher KL": ("teacher/kl", ".4f"),
+    "tool calls": ("tools/calls", ".1f"),
     "cut off": ("completions/clipped_ratio", ".0%"),
     "no spread": ("frac_reward_zero_std", ".0%"),
 }

@@ -465,8 +465,10 @@ def describe_prompts(
         rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in "
         rows += counted(train.iterations, "iteration")
     rows += f"; {counted(num_held_out, 'held-out problem')}"
+    warmup = counted(train.warmup_iterations, "iteration")
+    rate = f"learning rate: {config.learning_rate:g}, {train.lr_scheduler_type}, {warmup} of warm-up"
     if config.rollout.agent is not None:
-        return [f"{rows}; the agent writes what the model sees"]
+        return [f"{rows}; the agent writes what the model sees", rate]
     ids: Sequence[Any] = str(content)
     text, tools = str(content), _longest_tools(interfaces)
     if tokenizer is not None:
@@ -478,7 +480,7 @@ def describe_prompts(
     hidden = [name for name in names if name not in text]
     warning = f"warning: the chat template does not show the tools {', '.join(hidden)}"
     heading = f"first prompt, {counted(len(ids), 'token')}:"
-    return [rows, heading, *(f"  {each}" for each in lines)] + [warning] * bool(hidden)
+    return [rows, rate, heading, *(f"  {each}" for each in lines)] + [warning] * bool(hidden)
 
 
 def _longest_tools(interfaces: Interfaces) -> list[Any]:
