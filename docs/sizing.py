@@ -30,8 +30,9 @@ Which model fits on which devices, by EasyRL's own estimate. Nothing of it has b
 several GPUs. For your model, devices and lengths ask the command itself; the model may be a folder
 with only its `config.json`:
 
-    easyrl grpo --dry-run --assume 80GiB --infer-devices 0 --train-devices 0 --model MODEL model.dtype=bfloat16   # one GPU
-    easyrl grpo --dry-run --assume 2x24GiB --model MODEL model.dtype=bfloat16                                     # two
+    easyrl grpo --dry-run --assume 2x24GiB --model MODEL model.dtype=bfloat16
+
+One GPU for both: `--assume 80GiB --infer-devices 0 --train-devices 0`.
 
 Below are groups of 8 completions of 1,024 tokens and prompts of 512, in bfloat16. A
 single device does both; of several the last one trains, unless more train devices are named.
@@ -39,9 +40,8 @@ single device does both; of several the last one trains, unless more train devic
 micro-batches, fewer groups in flight, activation checkpointing, offloading to the host's memory
 (slower), more train devices, a larger or smaller share of the device
 for the engine (`rollout.memory_fraction`).
-**–**: nothing that it tries is enough. LoRA can need more than training all weights: the embedded engine
-keeps every adapted layer twice, with and without adapters, so that adapters can be exchanged exactly (8 B: 13 GiB more).
-vLLM keeps them once.
+**–**: nothing that it tries is enough. An engine can need more with LoRA: the embedded engine keeps
+every adapted layer twice, with and without adapters (8 B: 13 GiB more). vLLM keeps them once.
 
 | model | trained |{"".join(f" {each} |" for each in DEVICES)}
 |---|---|{"---|" * len(DEVICES)}

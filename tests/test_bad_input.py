@@ -72,9 +72,10 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(folder):
     template = "data.chat_template={% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     words = f"data.dataset={folder}/chat.jsonl", template, "train.prompts_per_iteration=8"
     about = checked(*words, "train.iterations=3").about_prompts
-    shown = "".join(about[2:])
+    shown = "".join(about[3:])
     assert about[0] == "prompts: 2 rows, 12 epochs in 3 iterations; 0 held-out problems"
-    assert about[1] == f"first prompt, {len(shown) - 2} tokens:"
+    assert about[1] == "learning rate: 0.0003 (linear, 2 iterations of warm-up)"
+    assert about[2] == f"first prompt, {len(shown) - 2} tokens:"
     assert shown.startswith("  <user>")
     tools = f"rollout.tools={folder}/t.py:f", "data.chat_template={{ tools | length }}"
     result = easyrl("grpo", "--dry-run", "--reward", "exact_match", words[0], *tools)

@@ -465,8 +465,8 @@ def describe_prompts(
         rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in "
         rows += counted(train.iterations, "iteration")
     rows += f"; {counted(num_held_out, 'held-out problem')}"
-    warmup = counted(train.warmup_iterations, "iteration")
-    rate = f"learning rate: {config.learning_rate:g}, {train.lr_scheduler_type}, {warmup} of warm-up"
+    schedule = f"{train.lr_scheduler_type}, {train.warmup_iterations} iterations of warm-up"
+    rate = f"learning rate: {config.learning_rate:g} ({schedule})"
     if config.rollout.agent is not None:
         return [f"{rows}; the agent writes what the model sees", rate]
     ids: Sequence[Any] = str(content)
