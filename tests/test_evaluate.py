@@ -262,7 +262,7 @@ def test_comparison_is_printed_and_written(workers, tmp_path):
     assert "accuracy 0.000 ± 0.000, mean reward 0.500" in output
     comparison = read_results(tmp_path / "c")["comparison"]
     assert (comparison["reward"], comparison["other_reward"]) == (0.5, pytest.approx(1 / 3))
-    assert re.search(r"mean reward +0.500 ± 0.000 +0.333 ± 0.105", output)  # four problems half right
+    assert re.search(r"mean reward +0.500 ± 0.000 +0.333 ± 0.105", output)
 
 
 def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp_path):
