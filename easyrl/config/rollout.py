@@ -31,9 +31,9 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample only from the most probable tokens with this sum of probabilities; 1: all."""
     max_concurrent_groups: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
-    """Groups in flight per engine. Null: a quarter of its prompts (half where workers lend each
-    other cores), but at least 16; all with `runtime.schedule=sync`, and with vLLM on the train
-    worker's device."""
+    """Groups in flight per engine, at most its prompts of an iteration. Null: a quarter of these
+    (half where workers lend each other cores), but at least 16; all with `runtime.schedule=sync`,
+    and with vLLM on the train worker's device."""
     ring_slots: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"

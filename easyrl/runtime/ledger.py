@@ -170,7 +170,7 @@ class Ledger:
                 self.groups[prompt_index].is_recomputed = False
             case events.IterationTrained():
                 self.trained = event
-                self._accept({group.index for group in self.groups.values()})
+                self._record_in_ring({group.index for group in self.groups.values()})
         self._replace_rejected()
 
     def _on_report(self, worker: str, report: events.GroupScored | events.PromptEvaluated) -> None:
@@ -183,7 +183,7 @@ class Ledger:
         else:
             group.state = "REJECTED" if report.is_rejected else "REPORTED"
 
-    def _accept(self, in_ring: Collection[int]) -> None:
+    def _record_in_ring(self, in_ring: Collection[int]) -> None:
         """Record groups that are in the ring: nothing can happen to them any more."""
         for group in self.groups.values():
             group.is_in_ring |= group.index in in_ring and group.state != "REJECTED"
@@ -201,7 +201,7 @@ class Ledger:
     def lost(self, worker: str, in_ring: Collection[int]) -> None:
         """Let the groups of a dead worker wait again, except those that are in the ring. `in_ring`:
         indices of all groups there or trained; nothing more of the dead worker arrives."""
-        self._accept(in_ring)
+        self._record_in_ring(in_ring)
         for group in self.groups.values():
             if group.worker != worker:
                 continue

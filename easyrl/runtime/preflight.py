@@ -358,7 +358,8 @@ def choice_warnings(config: Config, placement: Placement) -> list[str]:
     texts, top_k, top_p = [], config.rollout.top_k, config.rollout.top_p
     if (top_k, top_p) != (0, 1.0):
         given = f"rollout.top_k={top_k}, rollout.top_p={top_p}"
-        texts.append(f"with {given} completions are not sampled from the trained distribution")
+        biased = "are not sampled from the trained distribution, so the gradient is biased"
+        texts.append(f"with {given} completions {biased}")
     is_demo = config.model.path in BUILT_IN_MODELS
     if placement.train.kind == "accelerator" and config.model.dtype == "float32" and not is_demo:
         text = "in float32 accelerators take twice the memory and several times as long"
