@@ -68,24 +68,33 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Product:
     """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes RMSNorm `norm`'s weight."""
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
-        weight: Tensor = layers[0].weight
-        if len(layers) > 1:
-            weight = torch.cat([layer.weight for layer in layers])
-        if norm is not None:
-            weight *= norm.weight * len(norm.weight) ** 0.5  # see _normalized
+        self._layers, self._norm = layers, norm
+        self._joined: Tensor = layers[0].weight
+        if len(layers) > 1:  # from now on the layers' weights are parts of one tensor
+            self._joined = torch.cat([layer.weight for layer in layers])
+            parts = torch.split(self._joined, [len(layer.weight) for layer in layers])
+            for layer, part in zip(layers, parts, strict=True):
+                layer.weight.data = part
+
+    def copy_weights(self) -> None:
+        weight = self._joined
+        if self._norm is not None:
+            weight = weight * (self._norm.weight * len(self._norm.weight) ** 0.5)  # _normalized
         pack, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
         self.weight = weight.t().contiguous().t() if is_small else pack(weight, PADDED_TO)
         self.bias: Tensor | None = None  # [N]
-        if any(layer.bias is not None for layer in layers):
-            self.bias = torch.cat([layer.bias for layer in layers])
+        if any(layer.bias is not None for layer in self._layers):
+            self.bias = torch.cat([layer.bias for layer in self._layers])
 
     def __call__(self, x: Tensor) -> Tensor:
         return _product(x, self.weight, self.bias)
 
 
 class _Layer:
-    """A decoder layer: its products, norms and attention parameters, with copies of its weights."""
+    """A decoder layer: its products, norms and attention parameters."""
 
     def __init__(self, module: Any, settings: LayerSettings) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -100,19 +109,25 @@ class _Layer:
         self.head_size = attention.head_dim
         self.num_heads = [layer.out_features // self.head_size for layer in projections]
         self.eps = [_scaled_eps(before), _scaled_eps(between)]
-        self.head_weight: Tensor | None = None  # [Hq + Hkv, D]: of norms of queries and keys
+        self.head_norms: list[Any] = []  # of queries and keys
         if hasattr(attention, "q_norm"):
-            sizes = zip((attention.q_norm, attention.k_norm), self.num_heads[:2], strict=True)
-            weights = [norm.weight.expand(number, self.head_size) for norm, number in sizes]
-            self.head_weight = torch.cat(weights) * self.head_size**0.5
+            self.head_norms = [attention.q_norm, attention.k_norm]
             self.head_eps = _scaled_eps(attention.q_norm)
+
+    def copy_weights(self) -> None:
+        for product in (self.qkv, self.out, self.gate_up, self.down):
+            product.copy_weights()
+        if self.head_norms:
+            sizes = zip(self.head_norms, self.num_heads[:2], strict=True)
+            weights = [norm.weight.expand(number, self.head_size) for norm, number in sizes]
+            self.head_weight = torch.cat(weights) * self.head_size**0.5  # [Hq + Hkv, D]
 
     def update(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout) -> None:
         """Replace `hidden` [T, H] by the layer's output. `cos`, `sin`: [T, 1, 2, D/2]."""
         num_queries, num_keys, _ = self.num_heads
         qkv = self.qkv(_normalized(hidden, self.eps[0])).view(len(hidden), -1, self.head_size)
         rotated, value = qkv.tensor_split([num_queries + num_keys], dim=1)
-        if self.head_weight is not None:
+        if self.head_norms:
             rotated = _normalized(rotated, self.head_eps).mul_(self.head_weight)
         halves = rotated.view(*rotated.shape[:2], 2, -1)
         rotated = torch.addcmul(halves.flip(2).mul_(sin), halves, cos).flatten(2)
@@ -157,16 +172,15 @@ class FusedDecoder:
         recorded = RecordingLayout([(1, ())])
         one = torch.zeros(1, dtype=torch.int64)
         policy.forward(one, one, recorded, one)
-        self._modules, self._settings = decoder.layers, recorded.settings
-        self._layers: list[_Layer] = []
+        layers = zip(decoder.layers, recorded.settings, strict=True)
+        self._layers = [_Layer(*layer) for layer in layers]
         self.copy_weights()
 
     @torch.no_grad()
     def copy_weights(self, use_cores: Callable[[], None] = lambda: None) -> None:
-        # Layer by layer: the memory of the previous layer's old copies is used again.
-        for number, layer in enumerate(zip(self._modules, self._settings, strict=True)):
+        for layer in self._layers:
             use_cores()
-            self._layers[number : number + 1] = [_Layer(*layer)]
+            layer.copy_weights()
         self._norm_weight = self._norm.weight * len(self._norm.weight) ** 0.5
 
     def __call__(
