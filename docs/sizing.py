@@ -10,7 +10,18 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-MODELS = {"0.5 B": "Qwen2.5-0.5B", "1.7 B": "Qwen3-1.7B", "8 B": "Qwen3-8B"}
+from benchmarks.performance_model import MODELS as SHAPES  # noqa: E402
+from benchmarks.performance_model import Model  # noqa: E402
+
+QWEN_3B = Model(2048, 11008, 36, 16, 2, 128, family="qwen2")
+QWEN_7B = Model(3584, 18944, 28, 28, 4, 128, family="qwen2", tied=False)
+MODELS = {
+    "Qwen2.5-0.5B": SHAPES["0.5 B"],
+    "Qwen3-1.7B": SHAPES["1.7 B"],
+    "Qwen2.5-3B": QWEN_3B,
+    "Qwen2.5-7B": QWEN_7B,
+    "Qwen3-8B": SHAPES["8 B"],
+}
 DEVICES = ("24GiB", "80GiB", "2x24GiB", "2x80GiB", "8x80GiB")
 WORDS = "data.max_prompt_length=512 rollout.max_completion_length=1024 model.dtype=bfloat16"
 SHORT = {
@@ -71,11 +82,8 @@ def cell(folder: str, devices: str, *, lora: bool) -> str:
 
 
 def sizing_markdown() -> str:
-    from benchmarks.performance_model import MODELS as SHAPES
-
     lines = []
-    for name, known in MODELS.items():
-        shape = SHAPES[name]
+    for known, shape in MODELS.items():
         config: dict[str, Any] = {
             "architectures": [
                 "Qwen2ForCausalLM" if shape.family == "qwen2" else "Qwen3ForCausalLM"
