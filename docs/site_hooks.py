@@ -39,11 +39,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = COPIED.sub(rf"]({up}\1)", markdown)
     for target in (*OUTSIDE, "README.md#what-has-run-where"):
         markdown = markdown.replace(f"](../{up}{target}", f"]({up}{LINKS.get(target, target)}")
-    return re.sub(r"\[(?:docs/)?(\w+)\.md\]", lambda found: f"[{_heading(found[1])}]", markdown)
+    text = r"\[(?:docs/)?(\w+)\.md\](?=\()"
+    return re.sub(text, lambda found: f"[{_heading(found[1])}]", markdown)
 
 
 def _heading(name: str) -> str:
-    """Return what a page is called, where the text of a link to it is its file."""
+    """Return a page's title, which replaces its file name as the text of a link."""
     folder = ROOT if f"{name}.md" in OUTSIDE else ROOT / "docs"
     return (folder / f"{name}.md").read_text().splitlines()[0].removeprefix("# ")
 

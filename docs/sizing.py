@@ -51,8 +51,9 @@ single device does both; of several the last one trains, unless more train devic
 micro-batches, fewer groups in flight, activation checkpointing, offloading to the host's memory
 (slower), more train devices, a larger or smaller share of the device
 for the engine (`rollout.memory_fraction`).
-**–**: nothing that it tries is enough. An engine can need more with LoRA: the embedded engine keeps
-every adapted layer twice, with and without adapters (8 B: 13 GiB more). vLLM keeps them once.
+**–**: nothing that it tries is enough. With LoRA a model may not fit although training all weights
+does: the embedded engine keeps every adapted layer twice, with and without adapters (8 B: 13 GiB
+more). vLLM keeps them once.
 
 | model | trained |{"".join(f" {each} |" for each in DEVICES)}
 |---|---|{"---|" * len(DEVICES)}

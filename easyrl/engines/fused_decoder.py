@@ -68,18 +68,25 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Product:
     """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes RMSNorm `norm`'s weight."""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
         self._layers, self._norm = layers, norm
+        self._parts: tuple[Tensor, ...] = ()  # of one tensor: the layers' weights
         self._joined: Tensor = layers[0].weight
-        if len(layers) > 1:  # from now on the layers' weights are parts of one tensor
-            self._joined = torch.cat([layer.weight for layer in layers])
-            parts = torch.split(self._joined, [len(layer.weight) for layer in layers])
-            for layer, part in zip(layers, parts, strict=True):
-                layer.weight.data = part
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Let the layers keep their weights in one tensor, unless they do."""
+        weights = [layer.weight for layer in self._layers]
+        if [w.data_ptr() for w in weights] != [part.data_ptr() for part in self._parts]:
+            self._joined = torch.cat(weights)
+            self._parts = torch.split(self._joined, [len(weight) for weight in weights])
+            for weight, part in zip(weights, self._parts, strict=True):
+                weight.data = part
 
     def copy_weights(self) -> None:
+        if len(self._layers) > 1:
+            self._join()
         weight = self._joined
         if self._norm is not None:
             weight = weight * (self._norm.weight * len(self._norm.weight) ** 0.5)  # _normalized

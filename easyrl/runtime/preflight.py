@@ -466,7 +466,8 @@ def describe_prompts(
         rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in "
         rows += counted(train.iterations, "iteration")
     rows += f"; {counted(num_held_out, 'held-out problem')}"
-    schedule = f"{train.lr_scheduler_type}, {train.warmup_iterations} iterations of warm-up"
+    warmup = counted(train.warmup_iterations, "iteration")
+    schedule = f"{train.lr_scheduler_type}, {warmup} of warm-up"
     rate = f"learning rate: {config.learning_rate:g} ({schedule})"
     if config.rollout.agent is not None:
         return [f"{rows}; the agent writes what the model sees", rate]
