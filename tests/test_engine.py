@@ -206,6 +206,10 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
     policy = make_policy("qwen3")
     engine = make_engine(policy=policy)
     assert is_fused(engine)
+    moved = policy.model.model.layers[1].self_attn.v_proj.weight
+    moved.data = moved.data * 2  # no longer a part of the tensor of q, k and v
+    engine.load_weights([])
+    assert is_fused(engine)
     policy.model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *a: 2 * a[2])
     engine.load_weights(pieces_of(policy.weights()))  # each new set is checked
     assert not is_fused(engine)

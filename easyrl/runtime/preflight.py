@@ -457,8 +457,8 @@ def describe_prompts(
     tokenizer: Any,
     num_held_out: int,
 ) -> list[str]:
-    """Describe the number of rows, and the first prompt as the model sees it, special tokens and
-    tools included; with a warning for tools that the template does not show."""
+    """Describe the rows, the learning rate, and the first prompt as the model sees it, with special
+    tokens and tools; with a warning for tools that the template does not show."""
     train, num_rows, content = config.train, prompts.epoch_length, prompts.prompt(0).content
     rows = "prompts: made as the run goes"
     if num_rows is not None:
