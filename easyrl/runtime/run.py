@@ -149,10 +149,9 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     config = checked.config
     notes = [] if resumed is None else [resumed.describe(config)]
     rewards = ", ".join(reward_names(config))
-    data, rate = config.data.shown, config.learning_rate
     notes.append(describe_weights(checked.model, config))
-    teacher = f"teacher: {config.algorithm.teacher}; " if config.algorithm.teacher else ""
-    notes.append(f"data: {data}; reward: {rewards}; {teacher}learning rate {rate:g}")
+    teacher = f"; teacher: {config.algorithm.teacher}" if config.algorithm.teacher else ""
+    notes.append(f"data: {config.data.shown}; reward: {rewards}{teacher}")
     if checked.num_prompts_skipped:
         skipped, left = checked.num_prompts_skipped, checked.prompts.epoch_length
         notes.append(f"prompts skipped: {skipped} (data.max_prompt_length), left: {left}")
