@@ -262,8 +262,8 @@ def test_dry_run_needs_only_the_models_config_and_warns_as_a_start_does(monkeypa
     (line,) = dry_run(f"model.path={tmp_path}")
     assert line.startswith("a run would not start: model.path (--model)")
     shutil.copy(Path(resolve_model("tiny")) / "config.json", tmp_path)
-    lines = dry_run()
-    assert dry_run(f"model.path={tmp_path}") == lines
+    lines = dry_run("train.learning_rate=0.001")
+    assert dry_run(f"model.path={tmp_path}", "train.learning_rate=0.001") == lines
     (warning,) = [line for line in lines if line.startswith("warning")]
     assert "train.max_tokens_per_micro_batch" in warning
     words = ["devices.infer=cpu", "devices.train=cpu", f"output.dir={tmp_path / 'run'}"]

@@ -191,7 +191,7 @@ def check_inputs(config: Config) -> list[str]:
             if tokenizer is not None and len(tokenizer) < 2:  # transformers makes an empty one
                 raise ConfigError("the model's folder has no tokenizer")
         except ConfigError as error:  # in a plan the model need not be here
-            return [f"first prompt: not shown: {error}", *warnings]
+            return [_describe_rate(config), f"first prompt: not shown: {error}", *warnings]
         is_checked = config.data.long_prompts == "stop" and config.rollout.agent is None
         if tokenizer is not None and is_checked:
             check_prompts(first, tokenizer, config, _longest_tools(interfaces))
@@ -466,9 +466,7 @@ def describe_prompts(
         rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in "
         rows += counted(train.iterations, "iteration")
     rows += f"; {counted(num_held_out, 'held-out problem')}"
-    warmup = counted(train.warmup_iterations, "iteration")
-    schedule = f"{train.lr_scheduler_type}, {warmup} of warm-up"
-    rate = f"learning rate: {config.learning_rate:g} ({schedule})"
+    rate = _describe_rate(config)
     if config.rollout.agent is not None:
         return [f"{rows}; the agent writes what the model sees", rate]
     ids: Sequence[Any] = str(content)
@@ -483,6 +481,12 @@ def describe_prompts(
     warning = f"warning: the chat template does not show the tools {', '.join(hidden)}"
     heading = f"first prompt, {counted(len(ids), 'token')}:"
     return [rows, rate, heading, *(f"  {each}" for each in lines)] + [warning] * bool(hidden)
+
+
+def _describe_rate(config: Config) -> str:
+    warmup = counted(config.train.warmup_iterations, "iteration")
+    schedule = f"{config.train.lr_scheduler_type}, {warmup} of warm-up"
+    return f"learning rate: {config.learning_rate:g} ({schedule})"
 
 
 def _longest_tools(interfaces: Interfaces) -> list[Any]:
