@@ -1,6 +1,7 @@
 """The user's own functions that the config names: `file.py:function`, `package.module:function`."""
 
 import ast
+import concurrent.futures
 import functools
 import hashlib
 import importlib
@@ -138,9 +139,10 @@ def _load(path: str) -> ModuleType:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback without EasyRL's and importlib's frames at its start."""
+    """Format the traceback without EasyRL's and the standard library's frames at its start."""
     frame = error.__traceback__
-    ignored = (str(Path(__file__).parent.parent), importlib.__file__, "<frozen importlib")
+    folders = (Path(file).parent for file in (__file__, concurrent.futures.__file__))
+    ignored = (*(f"{each}{os.sep}" for each in folders), importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):
         frame = frame.tb_next
     text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()

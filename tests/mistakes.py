@@ -78,9 +78,9 @@ def write_files(folder):
     locks.append(lock_folder(folder / "run_in_use"))
 
 
-def make_run(folder, states):
+def make_run(folder, states, *words):
     (folder / "checkpoints").mkdir(parents=True)
-    config = load_config(settings={"output.dir": str(folder)})
+    config = load_config(None, {"output.dir": str(folder)}, words)
     (folder / "config.yaml").write_text(to_commented_yaml(config))
     for version, special in states.items():
         state = {
@@ -286,6 +286,12 @@ MISTAKES = {
     " train.max_tokens_per_micro_batch=60000": "data.max_prompt_length",
     f"grpo --dry-run {EXACT}/good.jsonl data.max_prompt_length=2": "data.max_prompt_length",
     f"grpo --dry-run {EXACT}/chat.jsonl": "data.chat_template",
+    **{
+        f"{command} {EXACT}/good.jsonl --dataset FOLDER/other.jsonl"
+        " 'data.columns=[{}, {prompt: question, truth: answer}]'": "other.jsonl': reward.functions"
+        for command in ("grpo", "grpo --dry-run")
+    },
+    f"grpo --dry-run {EXACT}/good.jsonl --dataset FOLDER/./good.jsonl": "each name once",
     "grpo --dry-run --dataset FOLDER/good.jsonl": "reward.functions",
     "grpo --dry-run --dataset FOLDER/good.jsonl --reward no_such.py:f": "reward.functions",
     "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:a_set": "r.py:a_set",
@@ -298,6 +304,7 @@ MISTAKES = {
     f"grpo --dry-run {EXACT}/good.jsonl eval.dataset=no.jsonl": "eval.dataset: there is no file",
     "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized)",
     "grpo my.yaml": "--config my.yaml",
+    "grpo --report-to wandb": "output.log_to=[wandb]",
     "grpo peft_config=r16": "in EasyRL: model.lora.rank",
     "grpo bf16=true": "in EasyRL: model.dtype=bfloat16",
     # evaluation

@@ -25,9 +25,9 @@ from easyrl.model.files import fingerprint, read_model_files
 from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
-from easyrl.runtime.preflight import check_run
+from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.runtime.resume import differing, find_resume, run_folder_of, start_from
-from mistakes import TINY, make_run
+from mistakes import TINY, change_json, make_run
 from runs import SMALL, easyrl, finish, lines_of, succeed, summary_of
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
@@ -151,11 +151,15 @@ def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path):
     tokenizer.save_pretrained(folder)
     source = find_model(str(folder))
     assert source.identity() != before
+    before = source.identity()
+    change_json("adapter_config.json", lora_alpha=9)(folder)
+    assert source.identity() != before
     # Checks of prompts before the model is made: base `tiny` has no template and no such token.
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
     words = (f"model.path={folder}", f"data.dataset={tmp_path}/rows.jsonl", "data.chat=true")
     config = load_config(words=[*words, *ON_CPU, "data.max_prompt_length=5", EXACT])
     assert len(check_evaluation(config).problems) == 1
+    assert any("<ask>1+1=" in line for line in make_plan(config).text.splitlines())
     config, started = start_from(config)
     assert started == source and check_run(config, None, source.tokenizer).num_prompts_skipped == 0
     with pytest.raises(ConfigError, match=r"--base.*100 tokens"):
@@ -308,10 +312,12 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monk
     assert digest_code(config) == before
 
 
-def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path):
+def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path, monkeypatch):
     run = tmp_path / "run"
     make_run(run, {10: {}})
     assert run_folder_of(run / "checkpoints" / "10") == run == run_folder_of(run)
+    monkeypatch.chdir(run / "checkpoints")
+    assert run_folder_of("10") == run
     words = ["train.learning_rate=1e-5", "reward.num_workers=3", "train.iterations=70"]
     config = config_of(run, *words)
     found = find_resume(config, run)
@@ -326,6 +332,18 @@ def test_a_run_starts_from_the_weights_and_the_learning_rate_of_a_run(finished_r
     config, _ = start_from(load_config(None, {"model.path": str(finished_run.folder)}))
     assert Path(config.model.path) == finished_run.folder / "model"
     assert config.learning_rate == 3e-4
+
+
+def test_a_checkpoint_brings_its_runs_chat_template_and_end_tokens_are_part_of_a_model(tmp_path):
+    make_run(tmp_path / "run", {10: {}}, "data.chat_template={{ messages }}")
+    words = [f"model.path={tmp_path}/run/checkpoints/10"]
+    for given, expected in ((), "messages"), (("data.chat_template={{ tools }}",), "tools"):
+        config, _ = start_from(load_config(words=[*words, *given]))
+        assert config.data.chat_template == f"{{{{ {expected} }}}}"
+    model = shutil.copytree(TINY, tmp_path / "model")
+    assert fingerprint(str(model)) == fingerprint("tiny")
+    change_json("generation_config.json", eos_token_id=[1, 5])(model)
+    assert fingerprint(str(model)) != fingerprint("tiny")
 
 
 def test_nothing_is_left_of_a_run_that_cannot_start(finished_run, tmp_path):

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,8 +23,10 @@ from easyrl.rewards.functions import RewardError
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
+from easyrl.user_code import user_traceback
 from runs import SMALL, both_schedules, descendants, lines_of, summary_of, wait_until_gone
 
+ROOT = Path(__file__).parent.parent
 METHODS = ("fork", "spawn", "forkserver")
 FUNCTIONS = """
 try: from .beside import nothing
@@ -190,6 +194,16 @@ def test_a_mistake_in_a_function_stops_the_start(tmp_path, mistake):
     content = [{"role": "user", "content": "1+1="}] if "content" in mistake else "1+1="
     with pytest.raises(ConfigError, match=re.escape(mistake)):
         try_rewards(config_of(f"{file}:f"), Prompt(0, content, {}))
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT.with_name(f"{ROOT.name}-mine")])
+def test_a_traceback_begins_at_the_users_line_also_beside_the_package(folder):
+    user = {}
+    exec(compile("def f():\n    undefined_name", folder / "mine.py", "exec"), user)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(NameError) as raised:
+        thread.submit(user["f"]).result()
+    text = user_traceback(raised.value.with_traceback(raised.tb.tb_next))  # without this test
+    assert text.splitlines()[1].strip() == f'File "{folder}/mine.py", line 2, in f'
 
 
 def test_functions_get_trl_arguments_and_do_not_share_them(open_pool):

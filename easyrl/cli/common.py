@@ -62,6 +62,8 @@ class CommandWithSettings(TyperCommand):
 
                 hint = key_hint(option.lstrip("-"), "=VALUE")
                 error.message += f" ({hint})"  # type: ignore[attr-defined]
+                if hint.startswith("in EasyRL"):  # options that look alike mean something else
+                    error.possibilities = []  # type: ignore[attr-defined]
             raise
 
 

@@ -238,11 +238,14 @@ def make_paths_absolute(
 
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return the config with other values of these keys, by their full names. Raises ValueError."""
+    """Return the config with these changes, by the full names of keys. Raises ConfigError."""
     values = config.model_dump(exclude_unset=True)  # what was set is still known
     for name, value in changes.items():
         _put(values, name, value)
-    return Config.model_validate(values)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(map(_problem, error.errors(include_url=False)))) from None
 
 
 def _put(settings: dict[str, Any], name: str, value: Any) -> None:
@@ -359,7 +362,7 @@ def _problem(details: Any) -> str:
 
 def key_hint(name: str, suffix: str = "") -> str:
     """Return which setting an unknown one may mean, or where to look."""
-    last = name.rpartition(".")[2]
+    last = name.rpartition(".")[2].replace("-", "_")  # as of an option
     if last in names_of_others() and not any(key.endswith(f".{last}") for key in KEYS):
         return f"in EasyRL: {names_of_others()[last]}"
     sections = [each for each in SECTIONS if not suffix and each.count(".") == name.count(".")]

@@ -284,6 +284,10 @@ class PromptStream:
             columns[SOURCE_COLUMN] = self._names[number]
         return replace(prompt, index=index, columns=columns)
 
+    def first_of_each(self) -> dict[str, Prompt]:
+        """The first prompt of every data set by its name, with its own columns only."""
+        return dict(zip(self._names, (each.prompt(0) for each in self._data), strict=True))
+
     @property
     def is_partly_held_out(self) -> bool:
         return len({each.held_out is None for each in self._data}) > 1

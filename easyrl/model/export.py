@@ -118,6 +118,9 @@ class ModelSource:
             return files.fingerprint(self.path)
         name = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
         content = (Path(self.path) / name).read_bytes() + files.tokenizer_content(Path(self.path))
+        if self.kind == "adapter":  # its factor; the base counts by its content
+            settings = json.loads((Path(self.path) / ADAPTER_CONFIG).read_text())
+            content += json.dumps(settings | {"base_model_name_or_path": ""}).encode()
         return hashlib.sha256(files.fingerprint(self.base).encode() + content).hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:

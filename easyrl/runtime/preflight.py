@@ -42,7 +42,13 @@ from easyrl.model.files import (
     tokenizer_of,
 )
 from easyrl.model.reward_model import check_reward_models
-from easyrl.rewards.loading import digest_code, reward_models
+from easyrl.rewards.loading import (
+    BUILT_IN,
+    check_rewards,
+    digest_code,
+    reward_models,
+    reward_specs,
+)
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
 from easyrl.runtime.placement import Placement, describe, resolve_placement
@@ -84,6 +90,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     model = measure_model(config)
     prompts = datasets.open_prompts(config)
     interfaces, warnings = check_functions(config, prompts.prompt(0))
+    _check_mixture(config, prompts)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     check_compiler(config, placement)
     loaded = load_prompt_tokenizer(config, prompts.examples(), tokenizer)
@@ -149,8 +156,9 @@ def make_plan(
     warnings, size = choice_warnings(config, placement), None
     is_refused, is_tight, described = False, False, describe_model(config.model.path)
     try:
-        given, _ = start_from(config, is_resumed=is_resumed)
+        given, source = start_from(config, is_resumed=is_resumed)
         config, model = given, measure_model(given, is_whole=False)
+        tokenizer = source.tokenizer if source else ""
         size, described = model.size, describe_weights(model, config)
         check_engine(config, placement, size)
         estimate = memory.estimate_run(config, placement, size)
@@ -167,7 +175,7 @@ def make_plan(
         elif given.runtime.resume == "never" and not is_unstarted(folder_of(given)):
             refuse_existing(folder_of(given))
         # Last: what is known of the memory is shown first.
-        warnings += check_inputs(config)
+        warnings += check_inputs(config, tokenizer)
     except ConfigError as refused:
         warnings, is_refused = [*warnings, f"a run would not start: {refused}"], True
     changes: Mapping[str, Any] | None = {}
@@ -176,26 +184,28 @@ def make_plan(
     return Plan("\n".join([described, *lines, *warnings]), not is_refused, changes)
 
 
-def check_inputs(config: Config) -> list[str]:
+def check_inputs(config: Config, tokenizer: str = "") -> list[str]:
     """Make the checks of a start that need no weights, and describe the prompts; with warnings.
-    Data or a tokenizer on a hub that cannot be reached is not checked. Raises ConfigError."""
+    Data or a tokenizer on a hub that cannot be reached is not checked. `tokenizer`: as of
+    `check_run`. Raises ConfigError."""
     try:
         _check_teacher(config)
         prompts = datasets.open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
+        _check_mixture(config, prompts)
         held_out, of_eval = _held_out(config, prompts, None)
         warnings += of_eval
         first = {"first prompt (a start checks all)": prompts.prompt(0).content}
         try:
-            tokenizer = load_prompt_tokenizer(config, first)
-            if tokenizer is not None and len(tokenizer) < 2:  # transformers makes an empty one
+            loaded = load_prompt_tokenizer(config, first, tokenizer)
+            if loaded is not None and len(loaded) < 2:  # transformers makes an empty one
                 raise ConfigError("the model's folder has no tokenizer")
         except ConfigError as error:  # in a plan the model need not be here
             return [_describe_rate(config), f"first prompt: not shown: {error}", *warnings]
         is_checked = config.data.long_prompts == "stop" and config.rollout.agent is None
-        if tokenizer is not None and is_checked:
-            check_prompts(first, tokenizer, config, _longest_tools(interfaces))
-        about = describe_prompts(config, prompts, interfaces, tokenizer, len(held_out))
+        if loaded is not None and is_checked:
+            check_prompts(first, loaded, config, _longest_tools(interfaces))
+        about = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
         return [*about, *warnings]
     except HubUnreachable as error:
         return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
@@ -246,6 +256,17 @@ def check_functions(
     for name in config.output.log_to if is_trained else ():
         require(name, f"output.log_to: '{name}'")
     return interfaces, warnings
+
+
+def _check_mixture(config: Config, prompts: PromptStream) -> None:
+    """A function gets None for columns that a source of a mixture lacks: if it is built in and the
+    only one, nothing scores that source. Raises ConfigError, as for a single source."""
+    if len(specs := reward_specs(config)) == 1 and specs[0] in BUILT_IN:
+        for name, example in prompts.first_of_each().items():
+            try:
+                check_rewards(config, example)
+            except ConfigError as error:
+                raise ConfigError(f"'{name}': {error}") from None
 
 
 def identify_code(config: Config) -> dict[str, str]:

@@ -93,8 +93,8 @@ class Resume:
 
 def run_folder_of(path: str | os.PathLike[str]) -> Path:
     """The run to resume: the folder itself, or that of a checkpoint."""
-    folder = Path(path)
-    return folder.parent.parent if folder.absolute().parent.name == CHECKPOINTS else folder
+    folder = Path(path).absolute()
+    return folder.parent.parent if folder.parent.name == CHECKPOINTS else Path(path)
 
 
 def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
@@ -259,12 +259,14 @@ def with_absolute_paths(
 def start_from(config: Config, *, is_resumed: bool = False) -> tuple[Config, ModelSource | None]:
     """Replace a run, a checkpoint or an adapter as `model.path` by its model, or the model that it
     was trained from, unless the config is that of a resumed run; and make paths absolute. The
-    learning rate is by default that of the run."""
+    learning rate and a checkpoint's chat template are by default those of the run."""
     folder, changes = Path(config.model.path).expanduser().absolute(), dict[str, Any]()
     source = find_model(str(folder)) if folder.is_dir() and not is_resumed else None
     if source is not None:
         changes["model.path"], run = source.base, run_of(str(folder))
         if run is not None and run.model.lora.rank is None and config.model.lora.rank is None:
             changes["train.learning_rate"] = config.train.learning_rate or run.learning_rate
+        if run is not None and source.kind == "checkpoint" and config.data.chat_template is None:
+            changes["data.chat_template"] = run.data.chat_template  # exported with the model
     is_resolved = is_resumed or source is not None
     return with_absolute_paths(config, changes, is_resumed=is_resolved), source
