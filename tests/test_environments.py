@@ -335,7 +335,7 @@ BOTH = {"x": 1, "s": "2"}
     ("qwen3_coder", f"<think>\nOr {CODER}, no.\n</think>\n{CODER}", BOTH),
     # What is only thought of is no call.
     ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
-    ("hermes", f"<think>\nOr {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
+    ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
     ("hermes", HERMES % '"a </think> b"', {"x": "a </think> b"}),
     # What cannot be read.
     ("hermes", "<tool_call>{name: f}</tool_call>", None),

@@ -22,7 +22,8 @@ HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 CALLS_OR_THINKING = re.compile(  # calls are group 1
-    r"\A(?:(?!<think>|<tool_call>|<function=).)*?</think>"  # the prompt opened it
+    r"\A(?:(?><tool_call>.*?</tool_call>|<function=.*?</function>)"
+    r"|(?!<think>|<tool_call>|<function=).)*?</think>"  # the prompt opened it
     r"|(<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)"
     r"|\A\s*(?:<\|python_tag\|>\s*)?\{.*)"  # arguments may contain such tags
     r"|<think>.*?(?:</think>|\Z)",
