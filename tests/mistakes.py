@@ -24,6 +24,9 @@ def truth(completions, **columns):
 def text(completions, answer, **columns):
     return [float(each.strip() == right) for each, right in zip(completions, answer)]
 
+def contains(completions, answer, **columns):
+    return [float(right in each) for each, right in zip(completions, answer)]
+
 def a_set(completions, **columns):
     return {0.0}
 """
@@ -240,6 +243,7 @@ MISTAKES = {
     "grpo --no-live --resume FOLDER/run_other_model": "model.path",
     "grpo --no-live --resume FOLDER/run_whole --iterations 9": "train.iterations",
     "grpo --resume FOLDER/run_whole --output elsewhere": "--output",
+    "grpo --resume FOLDER/run_whole/checkpoints/99": "--resume): expected a checkpoint (",
     # reward models
     **{
         f"{command} --reward FOLDER/two_labels": "expected which of the labels of"
@@ -305,6 +309,7 @@ MISTAKES = {
     "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized)",
     "grpo my.yaml": "--config my.yaml",
     "grpo --report-to wandb": "output.log_to=[wandb]",
+    "grpo model.lora.target_modules=all-linear": "use model.lora.target_modules=null",
     "grpo peft_config=r16": "in EasyRL: model.lora.rank",
     "grpo bf16=true": "in EasyRL: model.dtype=bfloat16",
     # evaluation

@@ -82,6 +82,18 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(folder):
     assert "does not show the tools f" in result.output
 
 
+def test_plain_prompts_for_chats_and_sources_without_a_column_are_warnings(folder, tmp_path):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    words = ["grpo", "--dry-run", "--model", str(model), "--dataset", f"{folder}/good.jsonl"]
+    assert "prompts are plain text" in easyrl(*words, "--reward", "exact_match").output
+    words += ["--dataset", f"{folder}/other.jsonl", "--reward", f"{folder}/r.py:contains"]
+    words += ["data.columns=[{}, {prompt: question, truth: answer}]", "data.chat=false"]
+    result = easyrl(*words)
+    assert "requires string" in result.output and f"('{folder}/other.jsonl')" in result.output
+    assert result.exit_code == 0 and "plain text" not in result.output
+
+
 def test_a_preset_in_a_mixture_adds_its_held_out_problems_only_where_asked(folder):
     mixed = f"data.dataset=[arithmetic, {folder}/good.jsonl]"
     assert not checked(mixed).held_out

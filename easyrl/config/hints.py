@@ -12,6 +12,7 @@ INSTEAD = {  # for values that a key does not take
     ("algorithm.loss_type", "rloo"): "algorithm.advantage_estimator=rloo",
     ("algorithm.loss_type", "drgrpo"): "algorithm.loss_type=dr_grpo",
     ("algorithm.scale_rewards", "false"): "algorithm.scale_rewards=none",
+    ("model.lora.target_modules", "all-linear"): "model.lora.target_modules=null",
 }
 
 

@@ -285,8 +285,9 @@ class PromptStream:
         return replace(prompt, index=index, columns=columns)
 
     def first_of_each(self) -> dict[str, Prompt]:
-        """The first prompt of every data set by its name, with its own columns only."""
-        return dict(zip(self._names, (each.prompt(0) for each in self._data), strict=True))
+        """The first prompt of every data set, by its name."""
+        firsts = (self._with_source(each.prompt(0), n, 0) for n, each in enumerate(self._data))
+        return dict(zip(self._names, firsts, strict=True))
 
     @property
     def is_partly_held_out(self) -> bool:

@@ -196,7 +196,8 @@ def try_function(spec: str, example: Prompt | None) -> str:
     _functions[:] = [function]
     content, num_dummies = example.content, min(8, _config.rollout.num_generations)
     returned = _call_on_dummies(content, example, num_dummies)
-    if isinstance(returned, WRONG_FORM):
+    has_all = all(value is not None for value in example.columns.values())
+    if isinstance(returned, WRONG_FORM) and has_all:  # a missing value may be what is wrong
         is_text = isinstance(content, str)
         other: Messages | str = [{"role": "user", "content": content}] if is_text else str(content)
         if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):

@@ -9,7 +9,7 @@ Each stage has a typed result: `Measured`, `PromptStream`, `Interfaces`, `Placem
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
@@ -90,7 +90,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     model = measure_model(config)
     prompts = datasets.open_prompts(config)
     interfaces, warnings = check_functions(config, prompts.prompt(0))
-    _check_mixture(config, prompts)
+    warnings += _check_mixture(config, prompts)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     check_compiler(config, placement)
     loaded = load_prompt_tokenizer(config, prompts.examples(), tokenizer)
@@ -192,7 +192,7 @@ def check_inputs(config: Config, tokenizer: str = "") -> list[str]:
         _check_teacher(config)
         prompts = datasets.open_prompts(config)
         interfaces, warnings = check_functions(config, prompts.prompt(0))
-        _check_mixture(config, prompts)
+        warnings += _check_mixture(config, prompts)
         held_out, of_eval = _held_out(config, prompts, None)
         warnings += of_eval
         first = {"first prompt (a start checks all)": prompts.prompt(0).content}
@@ -258,15 +258,20 @@ def check_functions(
     return interfaces, warnings
 
 
-def _check_mixture(config: Config, prompts: PromptStream) -> None:
-    """A function gets None for columns that a source of a mixture lacks: if it is built in and the
-    only one, nothing scores that source. Raises ConfigError, as for a single source."""
-    if len(specs := reward_specs(config)) == 1 and specs[0] in BUILT_IN:
-        for name, example in prompts.first_of_each().items():
-            try:
-                check_rewards(config, example)
-            except ConfigError as error:
-                raise ConfigError(f"'{name}': {error}") from None
+def _check_mixture(config: Config, prompts: PromptStream) -> list[str]:
+    """Try the rewards on every source of a mixture; return warnings. They get None for columns that
+    a source lacks, but a built-in one that is alone must have its column. Raises ConfigError."""
+    specs, warnings, tried = reward_specs(config), list[str](), prompts.prompt(0)
+    for name, example in prompts.first_of_each().items():
+        try:
+            if (example.content, example.columns) != (tried.content, tried.columns):
+                warnings += [f"{each} ('{name}')" for each in try_rewards(config, example)]
+            if len(specs) == 1 and specs[0] in BUILT_IN:
+                own = {key: value for key, value in example.columns.items() if value is not None}
+                check_rewards(config, replace(example, columns=own))
+        except ConfigError as error:
+            raise ConfigError(f"'{name}': {error}") from None
+    return warnings
 
 
 def identify_code(config: Config) -> dict[str, str]:
@@ -499,9 +504,13 @@ def describe_prompts(
     lines = printable(shorten(text, SHOWN_CHARACTERS), keep="\n").split("\n")
     names = [tool["function"]["name"] for tool in tools]
     hidden = [name for name in names if name not in text]
-    warning = f"warning: the chat template does not show the tools {', '.join(hidden)}"
-    heading = f"first prompt, {counted(len(ids), 'token')}:"
-    return [rows, rate, heading, *(f"  {each}" for each in lines)] + [warning] * bool(hidden)
+    lines = [f"first prompt, {counted(len(ids), 'token')}:", *(f"  {each}" for each in lines)]
+    if hidden:
+        lines.append(f"warning: the chat template does not show the tools {', '.join(hidden)}")
+    is_for_chats = bool(tokenizer and tokenizer.chat_template)
+    if is_for_chats and isinstance(content, str) and config.data.chat is None:
+        lines.append("warning: prompts are plain text; data.chat=true makes chats for this model")
+    return [rows, rate, *lines]
 
 
 def _describe_rate(config: Config) -> str:

@@ -32,7 +32,13 @@ from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.environments.loading import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from easyrl.formatting import ConfigError, counted
-from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
+from easyrl.model.checkpoint_files import (
+    CHECKPOINTS,
+    DAMAGED,
+    Checkpoint,
+    checkpoints_in,
+    newest_checkpoint,
+)
 from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.rewards.loading import BUILT_IN, reward_specs, reward_weights
 from easyrl.runtime import run_folder
@@ -92,9 +98,15 @@ class Resume:
 
 
 def run_folder_of(path: str | os.PathLike[str]) -> Path:
-    """The run to resume: the folder itself, or that of a checkpoint."""
+    """The run to resume: the folder itself, or that of a checkpoint. Raises ConfigError if that
+    checkpoint does not exist."""
     folder = Path(path).absolute()
-    return folder.parent.parent if folder.parent.name == CHECKPOINTS else Path(path)
+    if folder.parent.name != CHECKPOINTS:
+        return Path(path)
+    if not folder.is_dir():
+        names = ", ".join(each.name for each in checkpoints_in(folder.parent)) or "none"
+        raise ConfigError(f"resume (--resume): expected a checkpoint ({names}), got '{path}'")
+    return folder.parent.parent
 
 
 def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
