@@ -23,7 +23,7 @@ from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
 from easyrl.runtime.preflight import check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
-from runs import easyrl
+from runs import easyrl, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,13 @@ def test_plain_prompts_for_chats_and_sources_without_a_column_are_warnings(folde
     result = easyrl(*words)
     assert "requires string" in result.output and f"('{folder}/other.jsonl')" in result.output
     assert result.exit_code == 0 and "plain text" not in result.output
+
+
+def test_a_first_row_without_an_answer_is_no_missing_column(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, [{"prompt": "1+1=", "answer": answer} for answer in (None, "2")])
+    for name in (file, f"[{file}, arithmetic]"):
+        assert checked(f"data.dataset={name}").prompts
 
 
 def test_a_preset_in_a_mixture_adds_its_held_out_problems_only_where_asked(folder):

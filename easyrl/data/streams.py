@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -284,10 +284,11 @@ class PromptStream:
             columns[SOURCE_COLUMN] = self._names[number]
         return replace(prompt, index=index, columns=columns)
 
-    def first_of_each(self) -> dict[str, Prompt]:
-        """The first prompt of every data set, by its name."""
-        firsts = (self._with_source(each.prompt(0), n, 0) for n, each in enumerate(self._data))
-        return dict(zip(self._names, firsts, strict=True))
+    def first_of_each(self) -> Iterator[tuple[str, Prompt, Prompt]]:
+        """Yield each data set's name, and its first prompt with its own columns and with all."""
+        for number, (name, data) in enumerate(zip(self._names, self._data, strict=True)):
+            prompt = data.prompt(0)
+            yield name, prompt, self._with_source(prompt, number, 0)
 
     @property
     def is_partly_held_out(self) -> bool:

@@ -9,7 +9,7 @@ Each stage has a typed result: `Measured`, `PromptStream`, `Interfaces`, `Placem
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
@@ -262,13 +262,12 @@ def _check_mixture(config: Config, prompts: PromptStream) -> list[str]:
     """Try the rewards on every source of a mixture; return warnings. They get None for columns that
     a source lacks, but a built-in one that is alone must have its column. Raises ConfigError."""
     specs, warnings, tried = reward_specs(config), list[str](), prompts.prompt(0)
-    for name, example in prompts.first_of_each().items():
+    for name, own, example in prompts.first_of_each():
         try:
             if (example.content, example.columns) != (tried.content, tried.columns):
                 warnings += [f"{each} ('{name}')" for each in try_rewards(config, example)]
             if len(specs) == 1 and specs[0] in BUILT_IN:
-                own = {key: value for key, value in example.columns.items() if value is not None}
-                check_rewards(config, replace(example, columns=own))
+                check_rewards(config, own)
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
     return warnings
