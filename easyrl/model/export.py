@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.model import DType
-from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model
+from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model, resolve_model
 from easyrl.formatting import install_command
 from easyrl.model import files
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_checkpoint
@@ -114,14 +114,18 @@ class ModelSource:
 
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
+        digest = files.fingerprint(self.base)
+        generation = Path(resolve_model(self.base)) / "generation_config.json"
+        if generation.is_file():  # it has end tokens
+            digest += generation.read_text()
         if self.kind == "model":
-            return files.fingerprint(self.path)
+            return hashlib.sha256(digest.encode()).hexdigest()
         name = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
         content = (Path(self.path) / name).read_bytes() + files.tokenizer_content(Path(self.path))
         if self.kind == "adapter":  # its factor; the base counts by its content
             settings = json.loads((Path(self.path) / ADAPTER_CONFIG).read_text())
             content += json.dumps(settings | {"base_model_name_or_path": ""}).encode()
-        return hashlib.sha256(files.fingerprint(self.base).encode() + content).hexdigest()
+        return hashlib.sha256(digest.encode() + content).hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:
         """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""

@@ -76,10 +76,6 @@ def fingerprint(path: str) -> str:
     if not folder.is_dir():
         return model_config_from_hub(path).parent.name
     digest = hashlib.sha256((folder / "config.json").read_bytes() + tokenizer_content(folder))
-    if (generation := folder / "generation_config.json").is_file():
-        ends = _read_json(generation).get("eos_token_id")  # where it names other end tokens
-        if ends not in (None, _read_json(folder / "config.json").get("eos_token_id")):
-            digest.update(repr(ends).encode())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())

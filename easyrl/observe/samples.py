@@ -55,8 +55,7 @@ def show_samples(
     wanted = folded(filter(is_wanted, from_1(folder, GrowingFile(file).read())))
     for line, count in deque(wanted, limit) if limit else wanted:
         prompt = _prompt(line)
-        texts = (line["prompt"], line["completion"])
-        texts = line.get("raw", texts) if is_raw else texts  # 0.1 did not store it
+        texts = line["raw"] if is_raw else (line["prompt"], line["completion"])
         title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
         say_rich(Text("  ".join(title), style="bold"))
         if prompt != before:
