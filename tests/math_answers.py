@@ -65,6 +65,9 @@ GSM8K = [
     # boxes: one number, and no part of an expression
     (GSM8K_ROW + "18", r"\boxed{\frac{36}{2}}", 1),
     (GSM8K_ROW + "10", r"\boxed{2^{10}}", 0),
+    (GSM8K_ROW + "5", "#### 5-3", 0), (GSM8K_ROW + "18", "#### 18 dollars in 2 days", 1),
+    (GSM8K_ROW + "2 days and 3 hours", "#### 2", 0),
+    (GSM8K_ROW + "2 days and 3 hours", "#### 2 days and 3 hours", 1),
     # thinking and answer tags
     (GSM8K_ROW + "18", r"<think>Is it #### 5 or \boxed{6}?</think>She earns 18.", 1),
     (GSM8K_ROW + "18", "<answer>18</answer> in 2 days", 1),
@@ -76,7 +79,7 @@ GSM8K = [
     ("1/2", "The answer is 2", 0),
     ("2:30", "It starts at 30", 0),
     (GSM8K_ROW + "30", "It starts at 2:30", 0),
-]
+]  # fmt: skip
 
 NAN = float("nan")
 TYPED = [

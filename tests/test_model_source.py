@@ -225,6 +225,7 @@ def test_a_silent_hub_leaves_its_clients_as_they_are(tmp_path, monkeypatch):
             open_it(missing)
     assert dict(os.environ) == before, "what child processes see"
     assert not huggingface_hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+    assert not datasets.are_progress_bars_disabled()
     monkeypatch.setattr(huggingface_hub, "get_session", Mock())
     assert reach_hub() and loadable_model("owner/name") == "owner/name"
 

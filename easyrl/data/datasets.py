@@ -151,6 +151,7 @@ def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> 
     import datasets
     from huggingface_hub import constants
 
+    had_bars = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     was_offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = was_offline or not is_reachable
@@ -164,6 +165,8 @@ def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> 
         raise kind(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
     finally:
         constants.HF_HUB_OFFLINE = was_offline
+        if had_bars:  # of the caller's process
+            datasets.enable_progress_bars()
 
 
 def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
