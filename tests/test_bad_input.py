@@ -73,7 +73,9 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(folder):
     words = f"data.dataset={folder}/chat.jsonl", template, "train.prompts_per_iteration=8"
     about = checked(*words, "train.iterations=3").about_prompts
     shown = "".join(about[3:])
-    assert about[0] == "prompts: 2 rows, 12 epochs in 3 iterations; 0 held-out problems"
+    rows, held_out = about[0].split("; ")
+    assert rows == "prompts: 2 rows, 12 epochs in 3 iterations of 8 x 8 completions"
+    assert held_out == "0 held-out problems"
     assert about[1] == "learning rate: 0.0003 (linear, 2 iterations of warm-up)"
     assert about[2] == f"first prompt, {len(shown) - 2} tokens:"
     assert shown.startswith("  <user>")

@@ -206,6 +206,10 @@ def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
     results = evaluated(tmp_path / "ev", "--model", str(run / "checkpoints" / "10"), *SMALL)
     names = ("num_problems", "reward_functions", "model.dtype")
     assert [results[name] for name in names] == [1, ["exact_match"], "bfloat16"]
+    others = ("--dataset", write_sums(tmp_path / "others.jsonl", 2))
+    for more, is_noted in (((), True), (others, False)):
+        out = call(tmp_path / f"ev{is_noted}", "--model", str(run), *SMALL, *more)
+        assert ("was trained on these rows" in out) == is_noted
     for given, replaced in [
         ({}, {}),
         ({"reward.functions": ["math"]}, {"reward.weights": None}),

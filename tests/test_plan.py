@@ -83,7 +83,7 @@ def test_a_model_that_vllm_would_refuse_later_gets_no_command_with_it(tmp_path):
     ("assume", "never_run"),
     [
         ("80GiB", ""),
-        ("9x80GiB rollout.engine=vllm", "several accelerators, vLLM on accelerators"),
+        ("8x80GiB rollout.engine=vllm", "several accelerators, vLLM on accelerators"),
         ("910bx2", "Ascend NPUs, several accelerators"),
     ],
 )
@@ -92,9 +92,9 @@ def test_a_plan_remarks_what_has_never_run_and_a_lopsided_split(assume, never_ru
     code, output = dry_run(*words)
     assert code == 0 and (f"so far: {never_run} (" in output) == bool(never_run)
     assert never_run or "so far" not in output
-    assert ("easyrl plan RUN --devices 9" in output) == ("9x" in assume)
-    if "9x" in assume:
-        output = dry_run(*words, "--infer-devices", "0-6", "--train-devices", "7,8")[1]
+    assert ("easyrl plan RUN --devices 8" in output) == ("8x" in assume)
+    if "8x" in assume:
+        output = dry_run(*words, "--infer-devices", "0-5", "--train-devices", "6,7")[1]
         assert "easyrl plan" not in output
 
 

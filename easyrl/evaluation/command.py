@@ -22,11 +22,11 @@ from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.section import COMPARED, PROMPT_FORM
 from easyrl.data.datasets import identity_of, open_prompts, problem_ids, problems_of, with_eval_data
-from easyrl.data.presets import eval_sampling, with_long_problems
+from easyrl.data.presets import PRESETS, eval_sampling, with_long_problems
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
-from easyrl.model.export import ModelSource, find_model
+from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.model.files import ModelFiles, check_positions, model_size, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import reward_specs, reward_weights
@@ -58,7 +58,8 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     source = find_model(config.model.path, base)
     config = with_long_problems(with_eval_data(config))
     files = read_model_files(source.base)
-    problems = problems_of(open_prompts(config, is_trained=False), config)
+    stream = open_prompts(config, is_trained=False)
+    problems = problems_of(stream, config)
     sampling = SamplingChoice.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
     # Rewards depend on the number and length of completions.
     changes = {
@@ -70,6 +71,10 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     check_positions(sampled, files, section="eval")
     example = next(iter(problems.values()))
     interfaces, warnings = preflight.check_functions(sampled, example, is_trained=False)
+    run = run_of(config.model.path)
+    trained = {*run.data.datasets} & {*config.data.datasets} - {*PRESETS} if run else None
+    if trained and not stream.held_out():
+        warnings.append("note: the model was trained on these rows; for others use --dataset")
     for warning in warnings:
         say(warning)
     with_base = change_config(config, {"model.path": source.base})

@@ -57,7 +57,7 @@ from easyrl.runtime.run_folder import folder_of, is_unstarted, refuse_existing
 from easyrl.types import Messages, Prompt
 
 SHOWN_CHARACTERS = 1000
-LOPSIDED = 8
+LOPSIDED = 6
 """A split is lopsided if one side has at least this many times the other's devices."""
 
 
@@ -485,11 +485,12 @@ def describe_prompts(
     """Describe the rows, the learning rate, and the first prompt as the model sees it, with special
     tokens and tools; with a warning for tools that the template does not show."""
     train, num_rows, content = config.train, prompts.epoch_length, prompts.prompt(0).content
-    rows = "prompts: made as the run goes"
+    rows = "made as the run goes, for"
     if num_rows is not None:
         epochs = train.iterations * train.prompts_per_iteration / num_rows
-        rows = f"prompts: {counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in "
-        rows += counted(train.iterations, "iteration")
+        rows = f"{counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in"
+    size = f"{train.prompts_per_iteration} x {config.rollout.num_generations} completions"
+    rows = f"prompts: {rows} {counted(train.iterations, 'iteration')} of {size}"
     rows += f"; {counted(num_held_out, 'held-out problem')}"
     rate = _describe_rate(config)
     if config.rollout.agent is not None:
