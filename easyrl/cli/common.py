@@ -60,9 +60,11 @@ class CommandWithSettings(TyperCommand):
             if option := getattr(error, "option_name", None):  # of Click's class, wherever that is
                 from easyrl.config import key_hint
 
-                hint = key_hint(option.lstrip("-"), "=VALUE")
+                name = option.lstrip("-").replace("-", "_")
+                hint = key_hint(name, "=VALUE")
                 error.message += f" ({hint})"  # type: ignore[attr-defined]
-                if hint.startswith("in EasyRL"):  # options that look alike mean something else
+                # Options that look alike mean something else.
+                if hint.startswith("in EasyRL") or f".{name}=" in hint:
                     error.possibilities = []  # type: ignore[attr-defined]
             raise
 

@@ -36,6 +36,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def similar_file(path: Path) -> str:
+    """As `did_you_mean`, of the files and folders beside a path that does not exist."""
+    return did_you_mean(path.name, [each.name for each in path.parent.glob("*")])
+
+
 def similar_names(name: str, names: Collection[str]) -> list[str]:
     """Return up to three of `names` that an unknown one, as `train.lr`, may mean."""
     typed = name.lower().replace("-", "_")

@@ -23,7 +23,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
 from easyrl.config.algorithm import TEACHER_PROMPT_KEY
-from easyrl.config.hints import did_you_mean
+from easyrl.config.hints import did_you_mean, similar_file
 from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
@@ -120,8 +120,7 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        beside = did_you_mean(path.name, [each.name for each in path.parent.glob("*")])
-        raise ConfigError(f"{KEY}: there is no file '{path}'{beside}")
+        raise ConfigError(f"{KEY}: there is no file '{path}'{similar_file(path)}")
     found = [each for each in sorted(path.glob("[!._]*")) if FILE.search(each.name)]
     splits = {each: re.findall("train|test|val|dev", each.name.lower())[:1] for each in found}
     files = [each for each in found if splits[each] == ["train"]] or found

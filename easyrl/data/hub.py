@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import ConfigError
+from easyrl.config.hints import similar_file
 
 HUB_TIMEOUT_SECONDS = 5.0
 BUILT_IN_MODELS = {
@@ -50,10 +51,11 @@ def is_hub_id(path: str) -> bool:
 
 def model_config_from_hub(repository: str) -> Path:
     """Return the model's `config.json`, downloaded or cached. Raises ConfigError without one."""
-    if Path(repository).expanduser().is_file():
+    path = Path(repository).expanduser()
+    if path.is_file():
         raise ConfigError(f"{KEY}: '{repository}' is a file (GGUF files are quantized); {FORMS}")
     if not is_hub_id(repository):
-        raise ConfigError(f"{KEY}: '{repository}' does not exist; {FORMS}")
+        raise ConfigError(f"{KEY}: '{repository}' does not exist{similar_file(path)}; {FORMS}")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -66,8 +68,9 @@ def model_config_from_hub(repository: str) -> Path:
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
         why = " ".join(str(cause).split()) if is_reachable else "the hub cannot be reached"
         raise ConfigError(
-            f"{KEY}: '{repository}' is no local folder and cannot be downloaded: {why}; check "
-            f"name, access (hf auth login) and network (HF_ENDPOINT names a mirror); {FORMS}"
+            f"{KEY}: '{repository}' is no local folder{similar_file(path)} and cannot be "
+            f"downloaded: {why}; check name, access (hf auth login) and network (HF_ENDPOINT names "
+            f"a mirror); {FORMS}"
         ) from error
 
 
