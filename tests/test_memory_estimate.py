@@ -27,7 +27,7 @@ from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
-from easyrl.runtime.memory import check_memory, estimate_memory, memory_budgets
+from easyrl.runtime.memory import check_memory, estimate_memory
 from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.workers.learner import Learner
@@ -248,7 +248,7 @@ def test_part_of_a_device_that_cannot_suffice_is_refused(fraction, words, refuse
     match = rf"cuda:0 \({refused}\).*rollout\.memory_fraction"
     expected = pytest.raises(ConfigError, match=match)
     with expected if refused else contextlib.nullcontext():
-        check_memory(estimated(*all_words), memory_budgets(placed(load_config(words=all_words))))
+        check_memory(estimated(*all_words), placed(load_config(words=all_words)))
 
 
 def dry_run(*words):
@@ -268,5 +268,6 @@ def test_dry_run_needs_only_the_models_config_and_warns_as_a_start_does(monkeypa
     assert "train.max_tokens_per_micro_batch" in warning
     words = ["devices.infer=cpu", "devices.train=cpu", f"output.dir={tmp_path / 'run'}"]
     assert check_run(load_config(words=words)).warnings == [warning]
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 11 * WEIGHTS)
     with pytest.raises(ConfigError, match=r"train\.keep_checkpoints=0.*model\.path"):
-        check_memory(estimated(*LEAST), {"cpu": 11 * WEIGHTS})
+        check_memory(estimated(*LEAST), placed(load_config(words=LEAST)))

@@ -34,7 +34,7 @@ from easyrl.runtime import preflight, supervisor
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.ledger import ledger_of_evaluation
-from easyrl.runtime.memory import check_memory, estimate_memory, fits, memory_budgets
+from easyrl.runtime.memory import check_memory, estimate_memory, fits
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite, sample_values
@@ -118,7 +118,7 @@ def _fit_memory(
         counted = replace(placement, max_concurrent_groups=num_groups)
         is_fixed = num_problems == 1 or config.rollout.max_concurrent_groups is not None
         if is_fixed or fits(config, counted, model):
-            check_memory(estimate_memory(config, counted, model), memory_budgets(counted))
+            check_memory(estimate_memory(config, counted, model), counted)
             return placement
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
 

@@ -74,8 +74,11 @@ class Part(NamedTuple):
     num_bytes: int
 
 
-def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> list[Part]:
-    """Estimate every process, rollout workers first. vLLM's memory on the host is not counted."""
+def estimate_memory(config: Config, placement: Placement, model: ModelSize | None) -> list[Part]:
+    """Estimate every process, rollout workers first. vLLM's memory on the host is not counted. An
+    empty list if the model's sizes are unknown."""
+    if model is None:
+        return []
     parts = []
     for role, sizes_of in (("rollout", _rollout_bytes), ("train", _train_bytes)):
         count, memory = placement.num_workers(role), _memory_of(placement, role)
@@ -311,7 +314,7 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
     return budgets
 
 
-def held_by_others(placement: Placement) -> str:
+def _held_by_others(placement: Placement) -> str:
     """Describe what other programs hold of the accelerators; an empty string if nothing."""
     if placement.is_ray or placement.assumed:
         return ""
@@ -332,9 +335,10 @@ def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
     return totals
 
 
-def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str = "") -> list[str]:
+def check_memory(parts: Sequence[Part], placement: Placement) -> list[str]:
     """Return a warning for each memory that may not suffice. Raises ConfigError if it cannot."""
     certain, warnings = [part for part in parts if part.what in CERTAIN], []
+    budgets = memory_budgets(placement)
     for counted, least in ((certain, ", even without buffers, at least"), (parts, "")):
         for memory, needed in bytes_by_memory(counted).items():
             if needed <= (budget := budgets.get(memory, math.inf)):
@@ -346,8 +350,8 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str 
             largest = "; ".join(f"{in_gib(n)} {what}" for what, n in totals.most_common(5))
             message = (
                 f"this run needs{least} {in_gib(needed)} of memory on {memory}, but only "
-                f"{in_gib(budget)} are available{held}; the largest parts, and keys that make them "
-                f"smaller: {largest}"
+                f"{in_gib(budget)} are available{_held_by_others(placement)}; the largest parts, "
+                f"and keys that make them smaller: {largest}"
             )
             if least:
                 raise ConfigError(message)
@@ -355,9 +359,9 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str 
     return warnings
 
 
-def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
+def memory_table(parts: Sequence[Part], placement: Placement) -> str:
     """List the parts of one worker of each role, then the sum in each memory."""
-    totals, rows = bytes_by_memory(parts), []
+    totals, budgets, rows = bytes_by_memory(parts), memory_budgets(placement), []
     totals.update({part.memory: part.num_bytes for part in parts if part.what == MORE_CACHE})
     size, form = (GIB, "{:,.1f} GiB") if max(totals.values()) > 16 * GIB else (MIB, "{:,.0f} MiB")
     for process, grouped in groupby(parts, key=lambda part: part.process):
@@ -377,23 +381,6 @@ def in_gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:,.0f} MiB"
 
 
-class Estimate(NamedTuple):
-    """The memory of a run, with what fits where its settings leave a choice."""
-
-    config: Config
-    parts: Sequence[Part]  # empty if the model's sizes are unknown
-    budgets: Mapping[str, float]
-    held: str  # by other programs
-
-
-def estimate_run(config: Config, placement: Placement, size: ModelSize | None) -> Estimate:
-    """Choose what fits, and estimate every process; from what the devices have free now."""
-    devices.memory_in_use.cache_clear()
-    config = use_memory(config, placement, size)
-    parts = [] if size is None else estimate_memory(config, placement, size)
-    return Estimate(config, parts, memory_budgets(placement), held_by_others(placement))
-
-
 # -- settings that fit -----------------------------------------------------------------------------
 
 
@@ -405,7 +392,9 @@ def fits(config: Config, placement: Placement, size: ModelSize) -> bool:
 
 def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:
     """Choose what `train.reshard` and `train.max_tokens_per_micro_batch` leave open: on this node's
-    accelerators what fits. The sums of a deterministic run do not depend on memory."""
+    accelerators what fits into what is free now. The sums of a deterministic run do not depend on
+    memory."""
+    devices.memory_in_use.cache_clear()
     train, least = config.train, config.max_tokens_per_micro_batch
     has_choice = placement.train.kind != "cpu" and not placement.is_ray
     if size is None or not has_choice or config.runtime.deterministic:

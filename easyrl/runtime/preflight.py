@@ -3,7 +3,7 @@
     config ─► model, data, functions, devices ─► prompts as tokens ─► memory, disk ─► Preflight
            └► devices, model ─► memory ─► data, functions ─► Plan, which `--dry-run` prints
 
-Each stage has a typed result: `Measured`, `PromptStream`, `Interfaces`, `Placement`, `Estimate`.
+Each stage has a typed result: `Measured`, `PromptStream`, `Interfaces`, `Placement`.
 """
 
 import shlex
@@ -101,10 +101,10 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     notes = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
     check_engine(config, placement, model.size)
     warnings += [*of_eval, *choice_warnings(config, placement)]
-    estimate = memory.estimate_run(config, placement, model.size)
-    config = estimate.config
+    config = memory.use_memory(config, placement, model.size)
     try:
-        warnings += memory.check_memory(*estimate[1:])
+        parts = memory.estimate_memory(config, placement, model.size)
+        warnings += memory.check_memory(parts, placement)
     except ConfigError as error:
         raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
     # A resumed run was checked when it started; the checkpoints of adapters are small.
@@ -161,14 +161,14 @@ def make_plan(
         tokenizer = source.tokenizer if source else ""
         size, described = model.size, describe_weights(model, config)
         check_engine(config, placement, size)
-        estimate = memory.estimate_run(config, placement, size)
-        config = estimate.config
+        config = memory.use_memory(config, placement, size)
+        parts = memory.estimate_memory(config, placement, size)
         if size is None:
             lines.append("memory: unknown, as the model's config.json gives no sizes")
         else:
-            lines.append(memory.memory_table(estimate.parts, estimate.budgets))
+            lines.append(memory.memory_table(parts, placement))
         is_tight = True  # if the next line raises
-        tight = memory.check_memory(*estimate[1:])
+        tight = memory.check_memory(parts, placement)
         is_tight, warnings = bool(tight), warnings + tight
         if is_resumed:
             check_resumed(given, folder_of(given))
