@@ -81,7 +81,7 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize | Non
         return []
     parts = []
     for role, sizes_of in (("rollout", _rollout_bytes), ("train", _train_bytes)):
-        count, memory = placement.num_workers(role), _memory_of(placement, role)
+        count, memory = placement.num_workers(role), _memories(placement)[role]
         if count == 0:  # an evaluation has no train workers
             continue
         first = {"Python and torch": WORKER_BYTES}
@@ -113,7 +113,7 @@ def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
         if (size := model_size(files.config, 0)) is not None:
             num_tokens = config.rollout.num_generations * config.max_sequence_length
             batch = max(batch, dtype_bytes * num_tokens * (4 * size.width + 3 * size.mlp_width))
-    memory, count = _reward_memory(placement), placement.num_rollout_workers
+    memory, count = _memories(placement)["rewards"], placement.num_rollout_workers
     base = WORKER_BYTES if memory == "cpu" else CONTEXT_BYTES
     own = {"Python and torch": base, "reward models": weights, "their batch": batch}
     num, factor = (count, 1) if memory == "cpu" else (1, count)
@@ -121,19 +121,17 @@ def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
     return [Part(process, num, memory, what, factor * each) for what, each in own.items()]
 
 
-def _reward_memory(placement: Placement) -> str:
-    """The memory of the reward models: of a device of their own, or of a worker's."""
-    index = placement.reward_index
-    for role, used in (("train", placement.train), ("rollout", placement.infer)):
-        if used.kind == "accelerator" and index in used.indices:
-            return _memory_of(placement, role)
-    return "cpu" if index is None else f"{placement.accelerator}:{index} (rewards)"
-
-
-def _memory_of(placement: Placement, role: str) -> str:
-    used = placement.infer if role == "rollout" else placement.train
-    name = f"each of {placement.accelerator}:{range_words(used.indices)} ({role})"
-    return "cpu" if used.kind == "cpu" else name
+def _memories(placement: Placement) -> dict[str, str]:
+    """Name the memory in which the workers of each role, and the reward models, compute."""
+    kind, index = placement.accelerator, placement.reward_index
+    memories = {"rewards": "cpu" if index is None else f"{kind}:{index} (rewards)"}
+    for role, used in (("rollout", placement.infer), ("train", placement.train)):
+        memories[role] = "cpu"
+        if used.kind == "accelerator":
+            memories[role] = f"each of {kind}:{range_words(used.indices)} ({role})"
+            if index in used.indices:
+                memories["rewards"] = memories[role]
+    return memories
 
 
 Sizes = tuple[dict[str, int], dict[str, int]]
@@ -181,7 +179,7 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     if not is_embedded and on_cpu:
         own["KV cache"] = wanted
     elif not is_embedded:  # it keeps memory free for its step and graphs
-        budget = memory_budgets(placement).get(_memory_of(placement, "rollout"), 0)
+        budget = memory_budgets(placement).get(_memories(placement)["rollout"], 0)
         fraction = 1.0 if placement.shares_device else rollout.memory_fraction or 0.9
         room = int((1.0 - STEP_FRACTION) * fraction * budget) - weights
         others = placement.engine.tensor_parallel_size * CONTEXT_BYTES + own["buckets"]
@@ -239,7 +237,7 @@ def _bucket_bytes(placement: Placement, role: str, weights: int) -> int:
     """Return what the weight channel holds in the memory in which a role's workers compute."""
     if placement.shares_device:  # one bucket, which the trainer allocates
         return BUCKET_BYTES * (role == "train")
-    if _memory_of(placement, role) == "cpu":
+    if _memories(placement)[role] == "cpu":
         return min(NUM_BUCKETS * BUCKET_BYTES, weights)  # other pages are never written
     return NUM_BUCKETS * BUCKET_BYTES * (not placement.weights_cross_on_cpu)
 
@@ -303,14 +301,14 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
 
     # An assumption says nothing about the host's memory.
     budgets: dict[str, float] = {} if assumed else {"cpu": available_memory_bytes()}
-    for role, size in (("rollout", placement.engine.tensor_parallel_size), ("train", 1)):
-        used = placement.infer if role == "rollout" else placement.train
+    size, memories = placement.engine.tensor_parallel_size, _memories(placement)
+    for role, used, num in (("rollout", placement.infer, size), ("train", placement.train, 1)):
         if used.kind != "cpu":
             least = min(map(free_bytes, used.indices))
             fraction = placement.memory_fraction(role) or 1.0
-            budgets[_memory_of(placement, role)] = int(fraction * size * least)
+            budgets[memories[role]] = int(fraction * num * least)
     if (index := placement.reward_index) is not None:
-        budgets.setdefault(_reward_memory(placement), free_bytes(index))
+        budgets.setdefault(memories["rewards"], free_bytes(index))
     return budgets
 
 
