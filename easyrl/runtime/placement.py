@@ -73,7 +73,7 @@ class Placement:
 
     @property
     def shares_device(self) -> bool:
-        return self.infer.kind == "accelerator" and self.infer == self.train
+        return self.infer.kind == "accelerator" and self.infer == self.train and not self.is_ray
 
     @property
     def weights_cross_on_cpu(self) -> bool:
@@ -127,8 +127,10 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
         wanted = [each for each in (infer, train, spare) if each is not None]
         if others := [each for each in wanted if each.is_ray or each.kind == "cpu"]:
             raise ConfigError(f"--assume: expected devices like 0-3 with it, got '{others[0]}'")
-    if machine.cluster:
-        infer, train, spare = _on_cluster(infer, train, spare)
+    if machine.cluster:  # a worker each by default
+        kind = next(each.kind for each in (infer, train, spare) if each is not None)
+        one = DeviceSet(kind, (0,), is_ray=True)
+        infer, train = infer or one, train or one
     kept = [spare, *_reward_device(config)]
     infer = infer or _default("infer", machine.count, train, kept)
     train = train or _default("train", machine.count, infer, kept)
@@ -146,9 +148,10 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
     if spare is None:
         return placement
+    if spare.kind == "cpu" or spare.is_ray:  # only a number of devices
+        spare = replace(spare, indices=tuple(infer.count + index for index in spare.indices))
     _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
-    first = infer.count if spare.kind == "cpu" else 0  # on a cluster, too
-    return replace(placement, spare=tuple(first + index for index in spare.indices))
+    return replace(placement, spare=spare.indices)
 
 
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
@@ -168,7 +171,7 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
     """Refuse sets that overlap, except one single accelerator given to both (they share it)."""
-    are_accelerators = infer.kind == train.kind == "accelerator"
+    are_accelerators = infer.kind == train.kind == "accelerator" and not infer.is_ray
     is_shared = infer == train and infer.count == 1
     if are_accelerators and not is_shared and set(infer.indices) & set(train.indices):
         raise ConfigError(
@@ -204,22 +207,6 @@ def _find_machine(
     if wanted[0].kind == "accelerator" and machine.kind == "cpu":
         raise ConfigError("devices: expected ray:cpu:N, as there are no accelerators, got ray:N")
     return machine
-
-
-def _on_cluster(
-    infer: DeviceSet | None, train: DeviceSet | None, spare: DeviceSet | None
-) -> tuple[DeviceSet, DeviceSet, DeviceSet | None]:
-    """Number a cluster's devices so that those of workers differ; a worker each by default."""
-    kind = next(each.kind for each in (infer, train, spare) if each is not None)
-    one = DeviceSet(kind, (0,), is_ray=True)
-    infer, train = infer or one, train or one
-    if kind == "cpu":
-        return infer, train, spare
-    return _behind(infer, train.count), train, spare and _behind(spare, train.count + infer.count)
-
-
-def _behind(devices: DeviceSet, first: int) -> DeviceSet:
-    return replace(devices, indices=tuple(first + index for index in devices.indices))
 
 
 def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine) -> Placement:
@@ -288,12 +275,6 @@ def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
         )
 
 
-def numbered(wanted: DeviceSet, placement: Placement) -> DeviceSet:
-    """Number the devices of a live run's engines as at its start (`_on_cluster`)."""
-    is_cluster_of_accelerators = wanted.is_ray and wanted.kind == "accelerator"
-    return _behind(wanted, placement.train.count) if is_cluster_of_accelerators else wanted
-
-
 def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]]:
     size = placement.engine.tensor_parallel_size
     return [devices.indices[at : at + size] for at in range(0, devices.count, size)]
@@ -342,7 +323,8 @@ def _check_engines(
     """Check that engines on `wanted`, except those `kept`, can be added to those on `current`."""
     size = placement.engine.tensor_parallel_size
     new = {i for engine in engines_on(wanted, placement) if engine not in kept for i in engine}
-    trained = placement.train.indices if placement.train.kind == "accelerator" else ()
+    trains_here = placement.train.kind == "accelerator" and not placement.is_ray
+    trained = placement.train.indices if trains_here else ()
     expected = ""
     if (wanted.kind, wanted.is_ray) != (current.kind, current.is_ray):
         expected = f"devices of the same kind as '{current}'"

@@ -317,7 +317,7 @@ def never_run(placement: Placement) -> list[str]:
     is_vllm = placement.engine.name == "vllm" and placement.infer.kind == "accelerator"
     parts = {
         "Ascend NPUs": kind == devices.ASCEND and bool(used),
-        "several accelerators": len(used) > 1,
+        "several accelerators": len(used) > 1 or (bool(used) and placement.is_ray),
         "vLLM on accelerators": is_vllm,
         "Ray with accelerators or over several machines": placement.is_ray,
     }
