@@ -100,7 +100,7 @@ config = load_config(words=sys.argv[1:])
 placement = resolve_placement(config)
 size = measure_model(config).size
 for part in estimate_memory(use_memory(config, placement, size), placement, size):
-    if part.memory != "cpu" and part.what != "driver, communication":
+    if part.memory.name != "cpu" and part.what != "driver, communication":
         print(part.process, part.num_bytes)
 """
 

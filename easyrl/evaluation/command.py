@@ -118,7 +118,7 @@ def _fit_memory(
         counted = replace(placement, max_concurrent_groups=num_groups)
         is_fixed = num_problems == 1 or config.rollout.max_concurrent_groups is not None
         if is_fixed or fits(config, counted, model):
-            check_memory(estimate_memory(config, counted, model), counted)
+            check_memory(estimate_memory(config, counted, model))
             return placement
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
 

@@ -66,12 +66,56 @@ KEYS = CERTAIN | {
 """Settings that make a part smaller; CERTAIN: of those without which a run cannot do."""
 
 
+class Memory(NamedTuple):
+    name: str  # cpu: of this machine, for all processes together
+    num_bytes: float = math.inf  # that may be taken; infinite: unknown
+    held: str = ""  # by other programs
+
+
 class Part(NamedTuple):
     process: str
     num_processes: int  # each has this part
-    memory: str  # a key of `memory_budgets`
+    memory: Memory
     what: str
     num_bytes: int
+
+
+def memories_of(placement: Placement) -> dict[str, Memory]:
+    """Return the memory in which the workers of each role and the reward models compute, and the
+    host's: what this machine and its cgroup have left. A worker may take the memory of its
+    accelerators, or its part of a shared one."""
+    kind, assumed, reward = placement.accelerator, placement.assumed, placement.reward_index
+
+    def memory_on(name: str, indices: Sequence[int], num_devices: float = 1.0) -> Memory:
+        if placement.is_ray:  # what its nodes have is not known here
+            return Memory(name)
+        if assumed is not None:
+            return Memory(name, int(num_devices * assumed.num_bytes))
+        held = {index: devices.memory_in_use(kind, index) for index in indices}
+        least = min(devices.total_memory_bytes(kind, index) - held[index][0] for index in indices)
+        others = [
+            f"{in_gib(num_bytes)} of {kind}:{index}: {programs or 'unknown'}"
+            for index, (num_bytes, programs) in held.items()
+            if num_bytes > CONTEXT_BYTES  # less is the driver's
+        ]
+        return Memory(name, int(num_devices * least), ", ".join(others))
+
+    # An assumption says nothing about the host's memory.
+    is_known = not (assumed or placement.is_ray)
+    host = Memory("cpu", available_memory_bytes()) if is_known else Memory("cpu")
+    memories = {"host": host, "rewards": host}
+    if reward is not None:
+        memories["rewards"] = memory_on(f"{kind}:{reward} (rewards)", [reward])
+    size = placement.engine.tensor_parallel_size
+    for role, used, num in (("rollout", placement.infer, size), ("train", placement.train, 1)):
+        memories[role] = host
+        if used.kind != "cpu":
+            name = f"each of {kind}:{range_words(used.indices)} ({role})"
+            part = placement.memory_fraction(role) or 1.0
+            memories[role] = memory_on(name, used.indices, part * num)
+            if reward in used.indices:
+                memories["rewards"] = memories[role]
+    return memories
 
 
 def estimate_memory(config: Config, placement: Placement, model: ModelSize | None) -> list[Part]:
@@ -79,29 +123,30 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize | Non
     empty list if the model's sizes are unknown."""
     if model is None:
         return []
-    parts = []
+    parts, memories = [], memories_of(placement)
+    host = memories["host"]
     for role, sizes_of in (("rollout", _rollout_bytes), ("train", _train_bytes)):
-        count, memory = placement.num_workers(role), _memories(placement)[role]
+        count, memory = placement.num_workers(role), memories[role]
         if count == 0:  # an evaluation has no train workers
             continue
         first = {"Python and torch": WORKER_BYTES}
-        if memory != "cpu":
+        if memory != host:
             of_group = devices.COMMUNICATOR_BYTES.get(placement.accelerator, 0)
             size = placement.engine.tensor_parallel_size if role == "rollout" else 1
             first = {"driver, communication": size * (CONTEXT_BYTES + 2 * of_group)}
         own, on_host = sizes_of(config, placement, model)
         process = f"{role}-0 to {count - 1}, each" if count > 1 else f"{role}-0"
         parts += [Part(process, count, memory, *each) for each in (first | own).items()]
-        parts += [Part(process, count, "cpu", *each) for each in on_host.items()]
-    parts += _reward_model_parts(config, placement)
+        parts += [Part(process, count, host, *each) for each in on_host.items()]
+    parts += _reward_model_parts(config, placement, memories["rewards"])
     num_rewards = placement.num_rollout_workers * config.reward.num_workers
     ring_bytes = ring_layout(config, placement).total_bytes if placement.train.count else 0
     others = {"Python": CONTROLLER_BYTES + num_rewards * REWARD_BYTES, "ring buffer": ring_bytes}
-    parts += [Part("controller, rewards", 1, "cpu", *each) for each in others.items()]
+    parts += [Part("controller, rewards", 1, host, *each) for each in others.items()]
     return [part for part in parts if part.num_bytes > 0]
 
 
-def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
+def _reward_model_parts(config: Config, placement: Placement, memory: Memory) -> list[Part]:
     """The processes of the reward models: on an accelerator together, since they share it."""
     if not (paths := reward_models(config)):
         return []
@@ -113,25 +158,12 @@ def _reward_model_parts(config: Config, placement: Placement) -> list[Part]:
         if (size := model_size(files.config, 0)) is not None:
             num_tokens = config.rollout.num_generations * config.max_sequence_length
             batch = max(batch, dtype_bytes * num_tokens * (4 * size.width + 3 * size.mlp_width))
-    memory, count = _memories(placement)["rewards"], placement.num_rollout_workers
-    base = WORKER_BYTES if memory == "cpu" else CONTEXT_BYTES
+    count, on_cpu = placement.num_rollout_workers, placement.reward_index is None
+    base = WORKER_BYTES if on_cpu else CONTEXT_BYTES
     own = {"Python and torch": base, "reward models": weights, "their batch": batch}
-    num, factor = (count, 1) if memory == "cpu" else (1, count)
+    num, factor = (count, 1) if on_cpu else (1, count)
     process = f"reward models{f' of {num} workers, each' if num > 1 else ''}"
     return [Part(process, num, memory, what, factor * each) for what, each in own.items()]
-
-
-def _memories(placement: Placement) -> dict[str, str]:
-    """Name the memory in which the workers of each role, and the reward models, compute."""
-    kind, index = placement.accelerator, placement.reward_index
-    memories = {"rewards": "cpu" if index is None else f"{kind}:{index} (rewards)"}
-    for role, used in (("rollout", placement.infer), ("train", placement.train)):
-        memories[role] = "cpu"
-        if used.kind == "accelerator":
-            memories[role] = f"each of {kind}:{range_words(used.indices)} ({role})"
-            if index in used.indices:
-                memories["rewards"] = memories[role]
-    return memories
 
 
 Sizes = tuple[dict[str, int], dict[str, int]]
@@ -179,7 +211,7 @@ def _rollout_bytes(config: Config, placement: Placement, model: ModelSize) -> Si
     if not is_embedded and on_cpu:
         own["KV cache"] = wanted
     elif not is_embedded:  # it keeps memory free for its step and graphs
-        budget = memory_budgets(placement).get(_memories(placement)["rollout"], 0)
+        budget = 0 if placement.is_ray else memories_of(placement)["rollout"].num_bytes
         fraction = 1.0 if placement.shares_device else rollout.memory_fraction or 0.9
         room = int((1.0 - STEP_FRACTION) * fraction * budget) - weights
         others = placement.engine.tensor_parallel_size * CONTEXT_BYTES + own["buckets"]
@@ -237,7 +269,7 @@ def _bucket_bytes(placement: Placement, role: str, weights: int) -> int:
     """Return what the weight channel holds in the memory in which a role's workers compute."""
     if placement.shares_device:  # one bucket, which the trainer allocates
         return BUCKET_BYTES * (role == "train")
-    if _memories(placement)[role] == "cpu":
+    if (placement.infer if role == "rollout" else placement.train).kind == "cpu":
         return min(NUM_BUCKETS * BUCKET_BYTES, weights)  # other pages are never written
     return NUM_BUCKETS * BUCKET_BYTES * (not placement.weights_cross_on_cpu)
 
@@ -287,69 +319,32 @@ def micro_batch_bytes(config: Config, placement: Placement, model: ModelSize) ->
     )
 
 
-def memory_budgets(placement: Placement) -> dict[str, float]:
-    """Return the bytes that may be taken: on the CPU together what this machine and its cgroup have
-    left, by each other worker the memory of its accelerators, or its part of a shared one."""
-    if placement.is_ray:  # what its nodes have is not known here
-        return {}
-    assumed, kind = placement.assumed, placement.accelerator
-
-    def free_bytes(index: int) -> int:
-        if assumed is not None:
-            return assumed.num_bytes
-        return devices.total_memory_bytes(kind, index) - devices.memory_in_use(kind, index)[0]
-
-    # An assumption says nothing about the host's memory.
-    budgets: dict[str, float] = {} if assumed else {"cpu": available_memory_bytes()}
-    size, memories = placement.engine.tensor_parallel_size, _memories(placement)
-    for role, used, num in (("rollout", placement.infer, size), ("train", placement.train, 1)):
-        if used.kind != "cpu":
-            least = min(map(free_bytes, used.indices))
-            fraction = placement.memory_fraction(role) or 1.0
-            budgets[memories[role]] = int(fraction * num * least)
-    if (index := placement.reward_index) is not None:
-        budgets.setdefault(memories["rewards"], free_bytes(index))
-    return budgets
-
-
-def _held_by_others(placement: Placement) -> str:
-    """Describe what other programs hold of the accelerators; an empty string if nothing."""
-    if placement.is_ray or placement.assumed:
-        return ""
-    kind, found = placement.accelerator, []
-    for index in placement.accelerators:
-        num_bytes, programs = devices.memory_in_use(kind, index)
-        if num_bytes > CONTEXT_BYTES:  # less is the driver's
-            found.append(f"{in_gib(num_bytes)} of {kind}:{index}: {programs or 'unknown'}")
-    return f"; other programs hold {', '.join(found)}" if found else ""
-
-
-def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
+def bytes_by_memory(parts: Iterable[Part]) -> Counter[Memory]:
     """Sum the parts: of all processes on the host, of one worker on each accelerator."""
-    totals = Counter[str]()
+    totals = Counter[Memory]()
     for part in parts:
-        num_processes = part.num_processes if part.memory == "cpu" else 1
+        num_processes = part.num_processes if part.memory.name == "cpu" else 1
         totals[part.memory] += part.num_bytes * num_processes * (part.what != MORE_CACHE)
     return totals
 
 
-def check_memory(parts: Sequence[Part], placement: Placement) -> list[str]:
+def check_memory(parts: Sequence[Part]) -> list[str]:
     """Return a warning for each memory that may not suffice. Raises ConfigError if it cannot."""
     certain, warnings = [part for part in parts if part.what in CERTAIN], []
-    budgets = memory_budgets(placement)
     for counted, least in ((certain, ", even without buffers, at least"), (parts, "")):
         for memory, needed in bytes_by_memory(counted).items():
-            if needed <= (budget := budgets.get(memory, math.inf)):
+            if needed <= memory.num_bytes:
                 continue
             totals = Counter[str]()  # of all processes
             for _, num_processes, where, what, num_bytes in counted:
                 if where == memory and what in KEYS:
                     totals[f"{what} ({KEYS[what]})"] += num_bytes * num_processes
             largest = "; ".join(f"{in_gib(n)} {what}" for what, n in totals.most_common(5))
+            held = memory.held and f"; other programs hold {memory.held}"
             message = (
-                f"this run needs{least} {in_gib(needed)} of memory on {memory}, but only "
-                f"{in_gib(budget)} are available{_held_by_others(placement)}; the largest parts, "
-                f"and keys that make them smaller: {largest}"
+                f"this run needs{least} {in_gib(needed)} of memory on {memory.name}, but only "
+                f"{in_gib(memory.num_bytes)} are available{held}; the largest parts, and keys that "
+                f"make them smaller: {largest}"
             )
             if least:
                 raise ConfigError(message)
@@ -357,9 +352,9 @@ def check_memory(parts: Sequence[Part], placement: Placement) -> list[str]:
     return warnings
 
 
-def memory_table(parts: Sequence[Part], placement: Placement) -> str:
+def memory_table(parts: Sequence[Part]) -> str:
     """List the parts of one worker of each role, then the sum in each memory."""
-    totals, budgets, rows = bytes_by_memory(parts), memory_budgets(placement), []
+    totals, rows = bytes_by_memory(parts), []
     totals.update({part.memory: part.num_bytes for part in parts if part.what == MORE_CACHE})
     size, form = (GIB, "{:,.1f} GiB") if max(totals.values()) > 16 * GIB else (MIB, "{:,.0f} MiB")
     for process, grouped in groupby(parts, key=lambda part: part.process):
@@ -368,9 +363,9 @@ def memory_table(parts: Sequence[Part], placement: Placement) -> str:
         for part in own:
             where = "" if part.memory == own[0].memory else ", cpu"
             rows.append((f"  {part.what}{where}", part.num_bytes))
-    for memory in sorted(totals, key=lambda memory: memory == "cpu"):
-        rows.append((memory if memory != "cpu" else "all on cpu", totals[memory]))
-        rows += [("  available", int(budgets[memory]))] if memory in budgets else []
+    for memory in sorted(totals, key=lambda memory: memory.name == "cpu"):
+        rows.append((memory.name if memory.name != "cpu" else "all on cpu", totals[memory]))
+        rows += [("  available", int(memory.num_bytes))] if memory.num_bytes < math.inf else []
     lines = [f"{label:<27}{form.format(num_bytes / size):>11}" for label, num_bytes in rows]
     return "\n".join(["memory at the most, by estimate:", *lines])
 
@@ -384,8 +379,7 @@ def in_gib(num_bytes: float) -> str:
 
 def fits(config: Config, placement: Placement, size: ModelSize) -> bool:
     needs = bytes_by_memory(estimate_memory(config, placement, size))
-    budgets = memory_budgets(placement)
-    return all(need <= HEADROOM * budgets.get(memory, math.inf) for memory, need in needs.items())
+    return all(need <= HEADROOM * memory.num_bytes for memory, need in needs.items())
 
 
 def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:

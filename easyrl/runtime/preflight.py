@@ -103,8 +103,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     warnings += [*of_eval, *choice_warnings(config, placement)]
     config = memory.use_memory(config, placement, model.size)
     try:
-        parts = memory.estimate_memory(config, placement, model.size)
-        warnings += memory.check_memory(parts, placement)
+        warnings += memory.check_memory(memory.estimate_memory(config, placement, model.size))
     except ConfigError as error:
         raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
     # A resumed run was checked when it started; the checkpoints of adapters are small.
@@ -166,9 +165,9 @@ def make_plan(
         if size is None:
             lines.append("memory: unknown, as the model's config.json gives no sizes")
         else:
-            lines.append(memory.memory_table(parts, placement))
+            lines.append(memory.memory_table(parts))
         is_tight = True  # if the next line raises
-        tight = memory.check_memory(parts, placement)
+        tight = memory.check_memory(parts)
         is_tight, warnings = bool(tight), warnings + tight
         if is_resumed:
             check_resumed(given, folder_of(given))
