@@ -120,8 +120,9 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
     """Choose devices, threads, cores and engine. `assumed`: the accelerators to plan for, instead
     of this machine's or a Ray cluster's. Raises ConfigError for missing devices."""
     infer, train, spare = config.devices.sets
+    kept = [*_reward_device(config), *([] if spare is None else [spare])]
     if assumed is None:
-        machine = _find_machine(config, [infer, train, *_reward_device(config)], spare)
+        machine = _find_machine(config, [infer, train, *kept])
     else:
         machine = Machine(assumed.kind, assumed.count, assumed=assumed)
         wanted = [each for each in (infer, train, spare) if each is not None]
@@ -131,7 +132,6 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
         kind = next(each.kind for each in (infer, train, spare) if each is not None)
         one = DeviceSet(kind, (0,), is_ray=True)
         infer, train = infer or one, train or one
-    kept = [spare, *_reward_device(config)]
     infer = infer or _default("infer", machine.count, train, kept)
     train = train or _default("train", machine.count, infer, kept)
     check_disjoint(infer, train)
@@ -142,10 +142,11 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
     placement = _place(config, infer, train, machine)
-    most = placement.most_rollout_workers
+    most = config.devices.max_rollout_workers
     if most is not None and most < placement.num_rollout_workers:
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
+    placement = replace(placement, most_rollout_workers=most)
     if spare is None:
         return placement
     if spare.kind == "cpu" or spare.is_ray:  # only a number of devices
@@ -165,8 +166,7 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
     placement = _place(config, infer, DeviceSet("cpu", ()), machine)
     most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
-    in_flight = min(most, per_engine)
-    return replace(placement, max_concurrent_groups=in_flight, most_rollout_workers=None)
+    return replace(placement, max_concurrent_groups=min(most, per_engine))
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
@@ -180,13 +180,11 @@ def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
         )
 
 
-def _find_machine(
-    config: Config, used: Sequence[DeviceSet | None], spare: DeviceSet | None = None
-) -> Machine:
+def _find_machine(config: Config, used: Sequence[DeviceSet | None]) -> Machine:
     """Connect to the Ray cluster if devices of one are wanted, else look at this machine, without
     torch if only CPUs are used."""
     kinds = {None if each is None else each.kind for each in used}
-    wanted = [each for each in (*used, spare) if each is not None]
+    wanted = [each for each in used if each is not None]
     if not any(each.is_ray for each in wanted):
         if config.devices.ray_address is not None:
             raise ConfigError(
@@ -243,7 +241,6 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine)
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         has_own_cores=has_own_cores,
         lends_cores=lends_cores,
-        most_rollout_workers=config.devices.max_rollout_workers,
         num_accelerators=machine.count,
         cluster=machine.cluster,
         assumed=machine.assumed,
@@ -429,19 +426,14 @@ def max_concurrent_groups(
     return max(min(per_engine, 16), per_engine // (2 if borrows else 4))
 
 
-def _default(
-    key: str, count: int, other: DeviceSet | None, kept: Sequence[DeviceSet | None]
-) -> DeviceSet:
+def _default(key: str, count: int, other: DeviceSet | None, kept: Sequence[DeviceSet]) -> DeviceSet:
     """The default: one accelerator trains and the others generate, or one CPU worker each. `kept`:
     devices for something else."""
     if count == 0 or (other is not None and other.kind == "cpu"):
         return DeviceSet("cpu", (0,))
-    own, taken = (
-        [index for each in sets if each is not None for index in each.indices]
-        for sets in (kept, (other, *kept))
-    )
-    free = [index for index in range(count) if index not in taken]
-    free = free or [index for index in range(count) if index not in own] or [*range(count)]
+    every, own = range(count), {index for each in kept for index in each.indices}
+    free = [n for n in every if n not in own and (other is None or n not in other.indices)]
+    free = free or [n for n in every if n not in own] or [*every]
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
     return DeviceSet("accelerator", tuple(free if other or len(free) == 1 else free[:-1]))
