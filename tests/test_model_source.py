@@ -26,7 +26,7 @@ from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run, make_plan
-from easyrl.runtime.resume import differing, find_resume, run_folder_of, start_from
+from easyrl.runtime.resume import config_file_of, differing, find_resume, start_from
 from mistakes import TINY, change_json, make_run
 from runs import SMALL, easyrl, finish, lines_of, succeed, summary_of
 
@@ -316,9 +316,10 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monk
 def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path, monkeypatch):
     run = tmp_path / "run"
     make_run(run, {10: {}})
-    assert run_folder_of(run / "checkpoints" / "10") == run == run_folder_of(run)
+    (file := run / "config.yaml").touch()
+    assert config_file_of(run / "checkpoints" / "10") == file == config_file_of(run)
     monkeypatch.chdir(run / "checkpoints")
-    assert run_folder_of("10") == run
+    assert config_file_of("10") == file
     words = ["train.learning_rate=1e-5", "reward.num_workers=3", "train.iterations=70"]
     config = config_of(run, *words)
     found = find_resume(config, run)

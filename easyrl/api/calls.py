@@ -25,7 +25,7 @@ from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
 from easyrl.processes import UNGUARDED
 from easyrl.runtime import run_folder
-from easyrl.runtime.resume import config_file_of, run_folder_of, settings_to_evaluate
+from easyrl.runtime.resume import config_file_of, settings_to_evaluate
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import FINISHED, SIGNALLED, USER_ERROR
 
@@ -143,10 +143,10 @@ def train(
     """
     options = options_by_key(locals())
     with _call():
-        resumed = None if resume is None else run_folder_of(resume)
-        if resumed is not None:
-            config = config_file_of(resumed, config, output, dataset, reward, environment, agent)
-            options["output.dir"] = resumed
+        resumed = None
+        if resume is not None:
+            config = config_file_of(resume, config, output, dataset, reward, environment, agent)
+            options["output.dir"] = resumed = config.parent
         resolved, inputs = _resolve(config, options, settings)
         folder = run_folder.folder_of(resolved)
         if inputs and (not run_folder.is_unstarted(folder) or run_folder.is_locked(folder)):

@@ -66,10 +66,10 @@ def grpo(
     if (assume or full) and not dry_run:
         raise ConfigError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
     if resume is not None:
-        from easyrl.runtime.resume import config_file_of, run_folder_of
+        from easyrl.runtime.resume import config_file_of
 
-        resume = run_folder_of(resume)
         config = config_file_of(resume, config, output)
+        resume = config.parent
         settings["output.dir"] = str(resume)
     resolved = load_config(config, settings, words)
     if dry_run:

@@ -98,21 +98,16 @@ class Resume:
         return "\n".join(lines)
 
 
-def run_folder_of(path: str | os.PathLike[str]) -> Path:
-    """The run to resume: the folder itself, or that of a checkpoint. Raises ConfigError if that
-    checkpoint does not exist."""
-    folder = Path(path).absolute()
-    if folder.parent.name != CHECKPOINTS:
-        return Path(path)
-    if not folder.is_dir():
-        names = ", ".join(each.name for each in checkpoints_in(folder.parent)) or "none"
-        raise ConfigError(f"resume (--resume): expected a checkpoint ({names}), got '{path}'")
-    return folder.parent.parent
-
-
-def config_file_of(run: str | os.PathLike[str], *given: object) -> Path:
-    """Return the config file of a run to resume. Raises ConfigError, also for `given` arguments."""
-    file = Path(run) / "config.yaml"
+def config_file_of(path: str | os.PathLike[str], *given: object) -> Path:
+    """Return the config file of the run to resume: `path` is its folder, or one of its checkpoints.
+    Raises ConfigError, also for `given` arguments."""
+    run, checkpoint = Path(path), Path(path).absolute()
+    if checkpoint.parent.name == CHECKPOINTS:
+        run = checkpoint.parent.parent
+        if not checkpoint.is_dir():
+            names = ", ".join(each.name for each in checkpoints_in(checkpoint.parent)) or "none"
+            raise ConfigError(f"resume (--resume): expected a checkpoint ({names}), got '{path}'")
+    file = run / "config.yaml"
     if any(each is not None for each in given):
         raise ConfigError(
             "resume (--resume): expected neither config (--config), output (--output), dataset, "
