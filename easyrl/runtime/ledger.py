@@ -37,7 +37,7 @@ from easyrl import events
 from easyrl.config import Config
 from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.data.streams import PromptStream
-from easyrl.runtime.placement import Placement, max_open_groups
+from easyrl.runtime.placement import Placement
 from easyrl.types import IndexedPrompt, Prompt
 
 State = Literal["WAITING", "GIVEN", "REPORTED", "ACCEPTED", "REJECTED"]
@@ -79,10 +79,11 @@ class Ledger:
         placement, rollout = self.placement, self.config.rollout
         numbers = range(self.config.runtime.deterministic * placement.num_rollout_workers)
         self._fixed_workers = [f"rollout-{number}" for number in numbers]
-        num_rows = max_open_groups(placement.max_concurrent_groups) * rollout.num_generations
+        in_flight = placement.max_concurrent_groups
+        num_rows = (in_flight + max(1, in_flight // 2)) * rollout.num_generations
         is_only_worker = placement.max_rollout_workers == 1
         self._max_open = self.num_groups if is_only_worker else -(-num_rows // self.num_samples)
-        """Groups that a worker may have at a time."""
+        """Groups that a worker may have at a time: more than its engine has in flight."""
         self.round = -1
         self.trained: events.IterationTrained | None = None
         self.groups: dict[int, Group] = {}  # by prompt index, in ascending order

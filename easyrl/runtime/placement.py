@@ -407,11 +407,6 @@ def describe(placement: Placement, found: Mapping[str, str] | None = None) -> st
     return "\n".join(lines)
 
 
-def max_open_groups(in_flight: int) -> int:
-    """Return how many groups an engine with so many in flight has received and not finished."""
-    return in_flight + max(1, in_flight // 2)
-
-
 def max_concurrent_groups(
     config: Config, num_engines: int, *, borrows: bool = False, starts_all: bool = False
 ) -> int:
