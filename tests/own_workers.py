@@ -116,7 +116,7 @@ def spawned_settings(placement):
         return SimpleNamespace(name=name)
 
     supervisor = SimpleNamespace(spawn=spawn)
-    with ProcessLauncher() as launcher:
+    with ProcessLauncher(placement) as launcher:
         Fleet(
             load_config(), placement, supervisor, launcher, log_of=Path, notify=lambda event: None
         )

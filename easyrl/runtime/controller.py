@@ -51,7 +51,7 @@ from easyrl.runtime.control import serving
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger, ledger_of_evaluation, ledger_of_iteration
-from easyrl.runtime.placement import check_scale, device_names, first_engines
+from easyrl.runtime.placement import check_scale, first_engines
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
@@ -80,8 +80,7 @@ class Controller:
         self.state = replace(before, config=values, identity=self.checked.identity)
         self._lines = self.folder.read_metrics()  # metrics of the iterations
         self._is_warned = False  # that the run may learn nothing
-        devices = self.launcher.devices or device_names(self.checked.placement)
-        self._num_devices = count_devices(devices.values())
+        self._num_devices = count_devices(self.launcher.devices.values())
         self._after: dict[str, float] = {}  # the last evaluation
         self._judged: Counter[str] = Counter()  # in evaluations after the last line of metrics
         self._newest_checkpoint = before.policy_version  # written, or being written

@@ -7,7 +7,7 @@ process groups   over a file, on loopback             over a TCP store, on the n
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -17,7 +17,7 @@ from easyrl.config import Config
 from easyrl.events import Observer
 from easyrl.processes import environment_of_children
 from easyrl.runtime.launch import with_environment, worker_main
-from easyrl.runtime.placement import Placement, ring_layout
+from easyrl.runtime.placement import Placement, device_names, ring_layout
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.workers.settings import WorkerSettings
 
@@ -34,19 +34,19 @@ def make_launcher(config: Config, placement: Placement, notify: Observer) -> Lau
 
         return RayLauncher(config, placement, notify)
     is_training = placement.train.count > 0
-    return ProcessLauncher(RingBuffer(ring_layout(config, placement)) if is_training else None)
+    ring = RingBuffer(ring_layout(config, placement)) if is_training else None
+    return ProcessLauncher(placement, ring)
 
 
 class ProcessLauncher:
-    def __init__(self, ring: RingBuffer | None = None) -> None:
+    def __init__(self, placement: Placement, ring: RingBuffer | None = None) -> None:
         """`ring` is None in an evaluation, which has no train workers."""
         self._ring = ring
         # No name, so that no file is left behind.
         self._store_fd = os.memfd_create("easyrl-store")
         self.store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         """Address of the store over which process groups are made (`devices.open_store`)."""
-        self.devices: Mapping[str, str] = {}
-        """Nodes and devices of the first workers by name, if the placement does not know them."""
+        self.devices = device_names(placement)  # by worker; on a cluster with their nodes
 
     def __enter__(self) -> Self:
         return self

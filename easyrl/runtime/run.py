@@ -18,7 +18,7 @@ from easyrl.rewards.loading import reward_names
 from easyrl.runtime import run_folder, self_test, supervisor
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
-from easyrl.runtime.placement import describe, device_names
+from easyrl.runtime.placement import describe
 from easyrl.runtime.preflight import Preflight, check_run, describe_weights
 from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
 
@@ -136,7 +136,7 @@ def _announce(controller: Controller) -> None:
             controller.started,
             controller.folder.path,
             config,
-            devices=device_names(checked.placement) | dict(found),
+            devices=found,
             description="\n".join([*notes, describe(checked.placement, found)]),
             num_iterations=num_done,
             earlier=lines,
