@@ -158,11 +158,9 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
     """The placement of an evaluation: engines only, by default one on each accelerator."""
     infer, _, _ = config.devices.sets
-    kept = _reward_device(config)
+    kept, trained = _reward_device(config), DeviceSet("accelerator", ())  # nothing is trained
     machine = _find_machine(config, [infer, *kept])
-    free = tuple(n for n in range(machine.count) if not any(n in each.indices for each in kept))
-    every = DeviceSet("accelerator", free or tuple(range(machine.count)))
-    infer = infer or (every if machine.count else DeviceSet("cpu", (0,)))
+    infer = infer or _default("infer", machine.count, trained, kept)
     placement = _place(config, infer, DeviceSet("cpu", ()), machine)
     most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
