@@ -39,7 +39,7 @@ class Placement:
     lends_cores: bool = False
     """Whether workers use the cores of waiting workers of the other role (vLLM only lends its)."""
     spare: tuple[int, ...] = ()  # indices of `devices.spare`; on the CPU they follow `infer`
-    most_rollout_workers: int | None = None  # `devices.max_rollout_workers`
+    max_rollout_workers: int = 1  # that the run may have at a time (`easyrl scale`)
     num_accelerators: int = 0  # of the machine, or of the Ray cluster
     cluster: str = ""  # the Ray cluster, as text
     assumed: devices.AssumedDevices | None = None  # instead of what the machine has
@@ -56,12 +56,6 @@ class Placement:
         if self.reward_index is None:
             return {}
         return devices.visible_environment(self.accelerator, [self.reward_index])
-
-    @property
-    def max_rollout_workers(self) -> int:
-        """Most rollout workers that the run may have at a time (`easyrl scale`)."""
-        num_devices = self.infer.count + len(self.spare)
-        return self.most_rollout_workers or num_devices // self.engine.tensor_parallel_size
 
     @property
     def num_rollout_workers(self) -> int:
@@ -146,13 +140,14 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
     if most is not None and most < placement.num_rollout_workers:
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
-    placement = replace(placement, most_rollout_workers=most)
-    if spare is None:
-        return placement
-    if spare.kind == "cpu" or spare.is_ray:  # only a number of devices
-        spare = replace(spare, indices=tuple(infer.count + index for index in spare.indices))
-    _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
-    return replace(placement, spare=spare.indices)
+    if spare is not None:
+        if spare.kind == "cpu" or spare.is_ray:  # only a number of devices
+            spare = replace(spare, indices=tuple(infer.count + index for index in spare.indices))
+        _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
+        placement = replace(placement, spare=spare.indices)
+    num_devices = infer.count + len(placement.spare)
+    most = most or num_devices // placement.engine.tensor_parallel_size
+    return replace(placement, max_rollout_workers=most)
 
 
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
@@ -239,6 +234,7 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine)
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         has_own_cores=has_own_cores,
         lends_cores=lends_cores,
+        max_rollout_workers=num_engines,
         num_accelerators=machine.count,
         cluster=machine.cluster,
         assumed=machine.assumed,
