@@ -92,7 +92,7 @@ class StubFleet(Fleet):
         """Exchange weights, while these events happen. By default all is well."""
         done = [(name, DONE) for name in self.workers]
         self.stubs.steps = [*(steps or done)]
-        self.exchange(version, self.next_event)
+        self.exchange(version)
         assert self.stubs.steps == []
 
     def states(self):

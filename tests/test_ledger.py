@@ -203,7 +203,7 @@ def test_answers_of_an_evaluation_outlive_their_worker():
         yield answered(WORKERS[1], 9)
         yield answered(ledger.groups[8].worker, 8)
 
-    fleet = SimpleNamespace(ledger=None)
+    fleet = SimpleNamespace(ledger=None, next_event=steps().__next__)
     assert taken() == [[3, 8], [5, 9]]
-    found = [each.prompt_index for each in Fleet.answers(fleet, ledger, steps().__next__)]
+    found = [each.prompt_index for each in Fleet.answers(fleet, ledger)]
     assert found == [3, 5, 9, 8] and fleet.ledger is None

@@ -200,7 +200,7 @@ def answers_of_workers(
         fleet.wait_until_ready()
         began = time.monotonic()
         ledger = ledger_of_evaluation(config, placement, 0, prompts, num_samples=num_samples)
-        for answer in fleet.answers(ledger, fleet.next_event):
+        for answer in fleet.answers(ledger):
             yield time.monotonic() - began, answer
 
 

@@ -102,7 +102,7 @@ class Controller:
                 supervisor,
                 self.launcher,
                 log_of=self.folder.log_of,
-                notify=self.notify,
+                notify=self._on_event,
                 checkpoint=None if path is None else str(path),
                 policy_version=self.state.policy_version,
             )
@@ -192,7 +192,7 @@ class Controller:
     def _exchange_weights(self) -> float:
         """Broadcast the trainer's weights to the rollout workers; returns the seconds it took."""
         started = time.monotonic()
-        self.fleet.exchange(self.state.policy_version, self._next_event)
+        self.fleet.exchange(self.state.policy_version)
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
@@ -206,7 +206,7 @@ class Controller:
         self.fleet.rank0.send(events.TrainIteration(iteration))
         while ledger.trained is None or not ledger.is_complete:
             try:
-                event = self._next_event()
+                event = self.fleet.next_event()
             except Interrupted as interrupted:
                 if self._newest_checkpoint == self.state.policy_version:
                     raise
@@ -261,7 +261,7 @@ class Controller:
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
-        answers = [*self.fleet.answers(ledger, self._next_event)]
+        answers = [*self.fleet.answers(ledger)]
         self._judged.update(metrics.judge_counts(answers))
         correct_reward = self.config.eval.correct_reward
         measured, num_problems = metrics.evaluation_metrics(answers, correct_reward)
@@ -289,24 +289,24 @@ class Controller:
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))
         self.fleet.rank0.send(events.SaveModel(str(self.folder.model)))
-        while not isinstance(event := self._next_event(), events.ModelSaved):
+        while not isinstance(event := self.fleet.next_event(), events.ModelSaved):
             pass
         return event.weights_sha256
 
     # -- checkpoints, and stopping ----------------------------------------------------------------
 
-    def _next_event(self) -> events.WorkerEvent:
-        """Return the next event; handle it here if a checkpoint has been written."""
-        event = self.fleet.next_event()
-        if isinstance(event, events.CheckpointSaved):
-            self._is_writing = False
-            if event.error:
-                self._newest_checkpoint = 0
-                path = self.folder.checkpoints / str(event.policy_version)
-                kept = "training continues, and earlier checkpoints are kept"
-                note = f"the checkpoint {path} could not be written: {event.error}; {kept}"
-                self.notify(events.Note(note))
-        return event
+    def _on_event(self, event: events.Event) -> None:
+        """Pass an event of the fleet on; record that a checkpoint has been written."""
+        self.notify(event)
+        match event:
+            case events.FromWorker(event=events.CheckpointSaved(version, error=error)):
+                self._is_writing = False
+                if error:
+                    self._newest_checkpoint = 0
+                    path = self.folder.checkpoints / str(version)
+                    kept = "training continues, and earlier checkpoints are kept"
+                    note = f"the checkpoint {path} could not be written: {error}; {kept}"
+                    self.notify(events.Note(note))
 
     def _is_checkpoint_due(self) -> bool:
         number, train = self.state.num_iterations, self.config.train
@@ -328,7 +328,7 @@ class Controller:
 
     def _wait_for_checkpoint(self) -> None:
         while self._is_writing:
-            self._next_event()
+            self.fleet.next_event()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
         is_resumable = self.config.train.keep_checkpoints > 0 and self.state.num_iterations > 0

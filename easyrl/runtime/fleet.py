@@ -185,15 +185,13 @@ class Fleet:
                 self.ledger.on_event(worker.name, event)
             return event
 
-    def answers(
-        self, ledger: Ledger, next_event: Callable[[], events.WorkerEvent]
-    ) -> Iterator[events.PromptEvaluated]:
+    def answers(self, ledger: Ledger) -> Iterator[events.PromptEvaluated]:
         """Send the problems of an evaluation to whichever rollout worker is free, which answers
         with the weights that it has; yield the answers as they arrive."""
         self.ledger = ledger
         try:
             while not ledger.is_complete:
-                event = next_event()
+                event = self.next_event()
                 if isinstance(event, events.PromptEvaluated):
                     yield event
         finally:
@@ -294,19 +292,19 @@ class Fleet:
 
     # -- weights ----------------------------------------------------------------------------------
 
-    def exchange(self, policy_version: int, next_event: Callable[[], Any]) -> None:
+    def exchange(self, policy_version: int) -> None:
         """Broadcast the trainer's weights to all rollout workers that are ready, unless all of them
         have this version (after an evaluation). A deterministic run waits for replacements."""
         num_failures = 0
         while num_failures < MAX_FAILURES:
             while self._awaited or not (members := self._ready()):
-                next_event()
+                self.next_event()
             is_known = policy_version == self._version
             if is_known and all(worker.state == "working" for worker in members):
                 return
             self._broadcast(policy_version, members)
             while self._awaited:
-                next_event()
+                self.next_event()
             if not self._errors:
                 self._version = policy_version
                 return
