@@ -7,7 +7,7 @@ import torch
 
 from easyrl import devices, processes
 from easyrl.config import ConfigError, load_config
-from easyrl.config.devices import parse_device_set
+from easyrl.config.devices import count_devices, parse_device_set
 from easyrl.runtime.placement import (
     EngineChoice,
     choose_engine,
@@ -148,6 +148,7 @@ def test_tensor_parallel_engines_take_their_devices_in_turn(install, monkeypatch
     placement = resolve_placement(of("devices.infer=0-2,4", "devices.train=5", TWO))
     names = {"rollout-0": "cuda:0,1", "rollout-1": "cuda:2,4", "train-0": "cuda:5"}
     assert device_names(placement) == names and "vllm" in describe(placement)
+    assert count_devices(["1.2.3.4/cpu", *names.values(), "cuda:5"]) == 6, "of a shared device, too"
     for words in (["rollout.tensor_parallel_size=3"], ["rollout.engine=embedded", TWO]):
         with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size"):
             choose_engine(of(*words), GPUS)

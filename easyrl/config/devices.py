@@ -103,6 +103,8 @@ class DevicesConfig(Section):
 
 
 def count_devices(names: Collection[str]) -> int:
-    """Count the workers' devices: the CPU once per worker, a shared accelerator once."""
+    """Count the workers' devices: the CPU once per worker, a shared accelerator once, both of an
+    engine on `cuda:0,1`."""
     cpus = [name for name in names if name.endswith("cpu")]  # `10.0.0.2/cpu` on a cluster
-    return len(cpus) + len({*names} - {*cpus})
+    parts = [name.rpartition(":") for name in {*names} - {*cpus}]
+    return len(cpus) + len({(kind, n) for kind, _, numbers in parts for n in numbers.split(",")})

@@ -86,13 +86,18 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator
 @contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
     """Let these signals raise Interrupted, where no Supervisor handles them."""
+    received = list[int]()
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
         time.sleep(MERGE_SECONDS)  # another one raises in here
         raise Interrupted(signum)
 
     with handle_signals(interrupt):
-        yield
+        try:
+            yield
+        except KeyboardInterrupt:  # Ray's calls raise it in place of ours
+            raise Interrupted(received[-1] if received else signal.SIGINT) from None
 
 
 @dataclass(eq=False)
