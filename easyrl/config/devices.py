@@ -1,7 +1,7 @@
 """Section `devices` of the config, and the device sets that it names."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -61,13 +61,6 @@ def range_words(indices: Sequence[int]) -> str:
         else:
             ranges.append([index])
     return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
-
-
-def device_options(name: str, infer: Iterable[int], train: Iterable[int]) -> str:
-    """The options for devices with these numbers, of the kind of the device `name`."""
-    kind: Literal["cpu", "accelerator"] = "cpu" if name.endswith("cpu") else "accelerator"
-    sets = [DeviceSet(kind, tuple(indices), is_ray="/" in name) for indices in (infer, train)]
-    return f"--infer-devices {sets[0]} --train-devices {sets[1]}"
 
 
 def _check(text: str | None) -> str | None:

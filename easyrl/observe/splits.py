@@ -4,12 +4,13 @@ docs/devices.md ("The fastest split of the devices") has the formula and what it
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.devices import device_options
+from easyrl.config.devices import DeviceSet
 from easyrl.observe.history import read_history
 
 
@@ -95,6 +96,8 @@ def to_text(run: Measured, splits: Sequence[Split]) -> str:
 
 def flags_of(run: Measured, split: Split) -> str:
     """Return the options for the split, with devices of the kind that was measured."""
-    num_infer = split.engines * run.config.rollout.tensor_parallel_size
-    train = range(num_infer, num_infer + split.trainers)
-    return device_options(run.devices[0], range(num_infer), train)
+    name, num_infer = run.devices[0], split.engines * run.config.rollout.tensor_parallel_size
+    devices = DeviceSet("cpu" if name.endswith("cpu") else "accelerator", (), is_ray="/" in name)
+    infer = replace(devices, indices=tuple(range(num_infer)))
+    train = replace(devices, indices=tuple(range(num_infer, num_infer + split.trainers)))
+    return f"--infer-devices {infer} --train-devices {train}"
