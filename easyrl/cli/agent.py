@@ -11,9 +11,7 @@ from easyrl.cli import common
 def serve(
     *,
     config: common.ConfigFile = None,
-    model: Annotated[
-        str | None, Option(help="`tiny`, a folder, a hub id, a run, a checkpoint or an adapter.")
-    ] = None,
+    model: common.Model = None,
     infer_devices: common.InferDevices = None,
     port: Annotated[int, Option(help="On this machine alone; 0: a free one.")] = 8000,
     words: common.Words = None,

@@ -22,6 +22,9 @@ OF_FILES = {errno.EACCES: USER_ERROR, errno.EROFS: USER_ERROR, errno.ENOSPC: 1, 
 ConfigFile = Annotated[
     Path | None, Option("--config", metavar="FILE.yaml", help="YAML file, as `config` prints it.")
 ]
+Model = Annotated[
+    str | None, Option(help="`tiny`, a folder, a hub id, a run, a checkpoint or an adapter.")
+]
 Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Any setting; these win over all else."),

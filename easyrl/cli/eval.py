@@ -12,9 +12,7 @@ from easyrl.cli import common
 def evaluate(
     *,
     config: common.ConfigFile = None,
-    model: Annotated[
-        str | None, Option(help="`tiny`, a folder, a hub id, a run, a checkpoint or an adapter.")
-    ] = None,
+    model: common.Model = None,
     base: Annotated[
         str | None, Option(metavar="MODEL", help="The model that an adapter belongs to.")
     ] = None,

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def grpo(
     *,
     config: common.ConfigFile = None,
-    model: Annotated[
-        str | None, Option(help="`tiny`, a folder, a hub id, a run or a checkpoint.")
-    ] = None,
+    model: common.Model = None,
     dataset: Annotated[
         list[str] | None, Option(help="A preset, file, folder or hub id; several are mixed.")
     ] = None,
