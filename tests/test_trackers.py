@@ -29,7 +29,7 @@ def track(folder, kind="wandb", num_iterations=0):
     """A tracked run that has started: a function for its next events, and all notes."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     config = load_config(None, {}, [f"output.log_to=[{kind}]"])
-    tracker = Trackers(config)
+    tracker = Trackers()
     notes = []
 
     def notify(event):

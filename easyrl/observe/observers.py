@@ -18,7 +18,7 @@ from easyrl.observe.view import LiveView, NotebookView
 def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
     """Return trackers, the trace, and the live view, or plain lines if standard output is neither
     a terminal nor a notebook."""
-    trackers: list[Observer] = [Trackers(config)] if config.output.log_to else []
+    trackers: list[Observer] = [Trackers()] if config.output.log_to else []
     views: list[Observer] = [PlainLines()]
     if live and is_live_terminal():
         views.insert(0, LiveView())

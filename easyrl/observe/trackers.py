@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config
 from easyrl.events import Event, Note
 
 PROJECT = "easyrl"
@@ -79,7 +78,7 @@ TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
 class Trackers:
     """An observer that feeds the trackers of `output.log_to` from a thread."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self) -> None:
         self._trackers: dict[str, Tracker] = {}
         self._queue: queue.SimpleQueue[tuple[Values | None, int]] = queue.SimpleQueue()
         """(values, step); at the end (None, exit code)"""
