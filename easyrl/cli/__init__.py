@@ -11,7 +11,6 @@ import typer
 
 from easyrl import __version__, devices
 from easyrl.cli import common, tools
-from easyrl.cli.agent import serve
 from easyrl.cli.bench import bench
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
@@ -35,7 +34,7 @@ for panel, functions in PANELS.items():
         kind = common.CommandWithSettings if each in (grpo, evaluate) else None
         app.command(NAMES.get(each), cls=kind, rich_help_panel=panel)(each)
 agent = typer.Typer(help="Tools for agents (docs/agents.md).", no_args_is_help=True)
-agent.command(cls=common.CommandWithSettings)(serve)
+agent.command(cls=common.CommandWithSettings)(tools.serve)
 app.add_typer(agent, name="agent", rich_help_panel="Plan and check")
 
 

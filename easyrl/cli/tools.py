@@ -1,4 +1,4 @@
-"""The commands with few options, from `easyrl samples` to `easyrl doctor`."""
+"""The commands with few options, from `easyrl samples` to `easyrl agent serve`."""
 
 import json
 import time
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
+from easyrl.cli import common
 from easyrl.cli.common import ConfigFile, Force, NoLive, check_new, command, echo
 from easyrl.formatting import require
 
@@ -179,3 +180,23 @@ def plan(
     best = max(splits, key=lambda split: split.tokens_per_second)
     fastest = f"fastest: {flags_of(run, best)}, {best.tokens_per_second:,.0f} tokens/s"
     echo(f"{to_text(run, splits)}\n{fastest}")
+
+
+@command
+def serve(
+    *,
+    config: ConfigFile = None,
+    model: common.Model = None,
+    infer_devices: common.InferDevices = None,
+    port: Annotated[int, Option(help="On this machine alone; 0: a free one.")] = 8000,
+    words: common.Words = None,
+) -> None:
+    """Serve the OpenAI-compatible endpoint that agents get in a run (docs/agents.md)."""
+    from easyrl.config import load_config, options_by_key
+
+    require("agents", "easyrl agent serve")
+    from easyrl.evaluation.serve import serve
+    from easyrl.runtime.resume import settings_to_evaluate
+
+    given = options_by_key(locals())
+    serve(load_config(config, settings_to_evaluate(given, config) | given, words), port)
