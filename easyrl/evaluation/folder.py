@@ -19,6 +19,7 @@ from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.evaluation.figures import Answers, Lines
 from easyrl.runtime import run_folder
 from easyrl.runtime.resume import differing
+from easyrl.runtime.run_folder import replace_file
 
 SETTINGS, SAMPLES, MODEL = "settings.json", "samples.jsonl", ".model-"
 KEY = "output.dir (--output)"
@@ -38,9 +39,9 @@ class EvalFolder:
             found, whole = self._read(settings), settings["num_samples"]
             self.answers = {key: lines for key, lines in found.items() if len(lines) == whole}
             self._lock = run_folder.lock_folder(self.path)
-            self._write(SAMPLES, "".join(map(_as_text, self.answers.values())))
-            self._write(SETTINGS, json.dumps(settings, indent=2) + "\n")
-            self._write("config.yaml", to_commented_yaml(config))
+            replace_file(self.path / SAMPLES, "".join(map(_as_text, self.answers.values())))
+            replace_file(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
+            replace_file(self.path / "config.yaml", to_commented_yaml(config))
             (self.path / "logs").mkdir(exist_ok=True)
             for left_over in self.path.glob(f"{MODEL}*"):
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -74,12 +75,7 @@ class EvalFolder:
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         text = json.dumps(run_folder.finite(results), indent=2, allow_nan=False)
-        self._write("eval.json", text + "\n")
-
-    def _write(self, name: str, text: str) -> None:
-        new = self.path / f"{name}.unfinished"
-        new.write_text(text, encoding="utf-8")
-        new.replace(self.path / name)
+        replace_file(self.path / "eval.json", text + "\n")
 
 
 def _as_text(lines: Lines) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from easyrl import events
 from easyrl.events import Event, FromWorker, Message
 from easyrl.observe.text import safe
-from easyrl.runtime.run_folder import write_whole
+from easyrl.runtime.run_folder import replace_file, write_whole
 
 FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
@@ -141,6 +141,4 @@ def _shorten(path: Path, max_bytes: int) -> None:
         if line.endswith("},\n") and num_bytes + len(line) <= limit:
             kept.append(line)
             num_bytes += len(line)
-    new = path.with_name(path.name + ".unfinished")
-    new.write_text("[\n" + "".join(reversed(kept)))
-    new.rename(path)
+    replace_file(path, "[\n" + "".join(reversed(kept)))

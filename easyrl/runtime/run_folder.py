@@ -25,7 +25,7 @@ from typing import IO, Any
 from easyrl import __version__, events
 from easyrl.config import INPUTS, Config, ConfigError, to_commented_yaml
 from easyrl.events import Event
-from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
+from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in, unfinished_name
 
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
@@ -58,9 +58,7 @@ class RunFolder:
                 lock = lock_folder(self.path)
             self._lock = lock
             (self.path / "logs").mkdir(exist_ok=True)
-            new = self.path / UNFINISHED_CONFIG
-            new.write_text(to_commented_yaml(config))
-            new.rename(self.path / "config.yaml")
+            replace_file(self.path / "config.yaml", to_commented_yaml(config))
             for name in self.file_sizes():
                 file, size = self.path / name, (sizes or {}).get(name, 0)
                 # To a line's end: after a power failure the file may be shorter than that.
@@ -144,6 +142,13 @@ def write_log(folder: Path, text: str) -> None:
     file, now = folder / "logs" / "easyrl.log", time.strftime("%Y-%m-%d %H:%M:%S")
     with contextlib.suppress(OSError), file.open("a", errors="backslashreplace") as log:
         log.write(f"{now}  {text.rstrip()}\n")
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file, which is published by one rename."""
+    new = unfinished_name(file)
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
 
 
 def write_whole(file: IO[bytes], content: bytes) -> None:
