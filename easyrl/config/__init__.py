@@ -9,10 +9,9 @@ A `Config` is checked when it is made. The docstrings of the keys are the commen
 """
 
 import json
-import os
 import re
 import textwrap
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -213,28 +212,6 @@ def move_inputs(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     before = (settings.get("output") or {}).get("dir")
     text = json.dumps(settings).replace(f'"{before}/{INPUTS}/', f'"{folder.absolute()}/{INPUTS}/')
     return dict(json.loads(text))
-
-
-def make_paths_absolute(
-    config: Config, names: Mapping[str, Container[str]], changes: Mapping[str, Any]
-) -> Config:
-    """Apply `changes`, and make paths and `file.py:function` absolute in the keys that name files;
-    symbolic links are kept, as they may change. `names` by key are those of no files."""
-
-    def absolute(value: Any, names: Container[str]) -> Any:
-        if isinstance(value, dict):
-            return {name: absolute(each, names) for name, each in value.items()}
-        if not isinstance(value, str):
-            return [absolute(each, names) for each in value] if value else value
-        file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
-        path = Path(file).expanduser()
-        # (`Path.exists` raises for a long name, as a command may be.)
-        is_path = os.path.exists(path) and value not in names  # noqa: PTH110
-        return f"{path.absolute()}{colon}{function}" if is_path else value
-
-    values = {k: changes.get(k, attrgetter(k)(config)) for k in keys_marked(Mark.NAMES_FILES)}
-    paths = {key: absolute(value, names.get(key, ())) for key, value in values.items()}
-    return change_config(config, {**changes, **paths})
 
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -13,21 +13,14 @@ import json
 import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
-from easyrl.config import (
-    Config,
-    by_name,
-    change_config,
-    keys_marked,
-    load_config,
-    make_paths_absolute,
-    to_arguments,
-)
+from easyrl.config import Config, by_name, change_config, keys_marked, load_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY, LOSS_TYPES, POLICY, TEACHER_KEY
-from easyrl.config.section import MAY_CHANGE
+from easyrl.config.section import MAY_CHANGE, NAMES_FILES
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.environments.loading import BUILT_IN as BUILT_IN_ENVIRONMENTS
@@ -258,10 +251,25 @@ def with_absolute_paths(
     config: Config, changes: Mapping[str, Any] | None = None, *, is_resumed: bool = False
 ) -> Config:
     """Return the config with `changes`, and absolute paths of the files and folders that it names,
-    so that the run can be resumed from any folder. A folder wins over a built-in model of the same
-    name, but not in the config of a resumed run, whose folders are absolute paths already."""
-    names = NAMES | ({"model.path": BUILT_IN_MODELS} if is_resumed else {})
-    return make_paths_absolute(config, names, changes or {})
+    so that the run can be resumed from any folder; symbolic links are kept, as they may change. A
+    folder wins over a built-in model of the same name, but not in the config of a resumed run,
+    whose folders are absolute paths already."""
+    names, changes = NAMES | ({"model.path": BUILT_IN_MODELS} if is_resumed else {}), changes or {}
+
+    def absolute(value: Any, names: Container[str]) -> Any:
+        if isinstance(value, dict):
+            return {name: absolute(each, names) for name, each in value.items()}
+        if not isinstance(value, str):
+            return [absolute(each, names) for each in value] if value else value
+        file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
+        path = Path(file).expanduser()
+        # (`Path.exists` raises for a long name, as a command may be.)
+        is_path = os.path.exists(path) and value not in names  # noqa: PTH110
+        return f"{path.absolute()}{colon}{function}" if is_path else value
+
+    values = {key: changes.get(key, attrgetter(key)(config)) for key in keys_marked(NAMES_FILES)}
+    paths = {key: absolute(value, names.get(key, ())) for key, value in values.items()}
+    return change_config(config, {**changes, **paths})
 
 
 def start_from(config: Config, *, is_resumed: bool = False) -> tuple[Config, ModelSource | None]:
