@@ -91,20 +91,11 @@ def compare(
     correct = [is_correct([each[k] for k in common], correct_reward) for each in scored]
     means = [of_one.mean(axis=1) for of_one in correct]  # [N]
     rewards = [np.array([of_one[k].mean() for k in common]) for of_one in scored]  # [N]
-    (accuracy, error), (other_accuracy, other_error) = map(mean_and_error, means)
-    (reward, reward_error), (other_reward, other_reward_error) = map(mean_and_error, rewards)
-    figures = {
-        "num_problems": len(common),
-        "accuracy": accuracy,
-        "accuracy_standard_error": error,
-        "other_accuracy": other_accuracy,
-        "other_accuracy_standard_error": other_error,
-        "reward": reward,
-        "reward_standard_error": reward_error,
-        "other_reward": other_reward,
-        "other_reward_standard_error": other_reward_error,
-        **paired(*correct),
-    }
+    figures: dict[str, Any] = {"num_problems": len(common)}
+    names = ("accuracy", "other_accuracy", "reward", "other_reward")
+    for name, values in zip(names, [*means, *rewards], strict=True):
+        figures[name], figures[f"{name}_standard_error"] = mean_and_error(values)
+    figures |= paired(*correct)
     problems = [
         {
             "problem": common[number],

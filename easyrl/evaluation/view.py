@@ -95,16 +95,11 @@ def show_results(folder: Path, results: Named) -> None:
 def show_comparison(figures: Named, other: str, file: Path) -> None:
     """Print the figures of `figures.compare`; `file` lists the problems."""
     table = _grid("", "this one", other)
-    table.add_row(
-        f"accuracy on {counted(figures['num_problems'], 'common problem')}",
-        with_error(figures["accuracy"], figures["accuracy_standard_error"]),
-        with_error(figures["other_accuracy"], figures["other_accuracy_standard_error"]),
-    )
-    table.add_row(
-        "mean reward",
-        with_error(figures["reward"], figures["reward_standard_error"]),
-        with_error(figures["other_reward"], figures["other_reward_standard_error"]),
-    )
+    num = counted(figures["num_problems"], "common problem")
+    for title, name in ((f"accuracy on {num}", "accuracy"), ("mean reward", "reward")):
+        both = (name, f"other_{name}")
+        values = [with_error(figures[key], figures[f"{key}_standard_error"]) for key in both]
+        table.add_row(title, *values)
     table.add_row("better on", str(figures["num_better"]), str(figures["num_worse"]))
     say_rich(table)
     difference = with_error(figures["difference"], figures["standard_error"], sign="+")
