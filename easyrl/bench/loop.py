@@ -39,19 +39,12 @@ PEAK_FLOPS = {
     "L4": 121e12,
 }
 """Dense bfloat16 by the vendors' data sheets. The first name that is part of a device's counts."""
-ON_ACCELERATORS = {
-    "rollout.max_completion_length": 512,
-    "rollout.num_generations": 16,
-    "rollout.max_concurrent_groups": 8,
-    "train.prompts_per_iteration": 16,
-    "train.max_tokens_per_micro_batch": 16384,
-}
-ON_CPU = {
-    "rollout.max_completion_length": 48,
-    "rollout.num_generations": 4,
-    "rollout.max_concurrent_groups": 4,
-    "train.prompts_per_iteration": 8,
-    "train.max_tokens_per_micro_batch": 1024,
+SETTINGS = {  # on accelerators, on the CPU
+    "rollout.max_completion_length": (512, 48),
+    "rollout.num_generations": (16, 4),
+    "rollout.max_concurrent_groups": (8, 4),
+    "train.prompts_per_iteration": (16, 8),
+    "train.max_tokens_per_micro_batch": (16384, 1024),
 }
 
 
@@ -70,18 +63,16 @@ def run(
     placement = resolve_placement(load_config(None, flags, words))
     on_cpu = placement.train.kind == "cpu"
     flags |= {
-        **(ON_CPU if on_cpu else ON_ACCELERATORS),
+        **{key: values[on_cpu] for key, values in SETTINGS.items()},
         "model.dtype": dtype or ("float32" if on_cpu else "bfloat16"),
         "rollout.engine": "embedded",
         "rollout.memory_fraction": 0.3,  # of a shared device: a trainer needs several times as much
         "train.activation_checkpointing": placement.shares_device,
     }
-    names = ["small"] if on_cpu else ["0.6B", "1.7B"]
-    if model is not None:
-        if model not in SIZES:
-            raise ConfigError(f"--model: expected one of {', '.join(SIZES)} for loop, got {model}")
-        names = [model]
-    for name in names:
+    if model not in (None, *SIZES):
+        raise ConfigError(f"--model: expected one of {', '.join(SIZES)} for loop, got {model}")
+    default = ["small"] if on_cpu else ["0.6B", "1.7B"]
+    for name in [model] if model else default:
         yield {"model": name} | _measure(SIZES[name], flags, words, iterations)
 
 
