@@ -14,7 +14,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.export import find_model
-from easyrl.model.files import load_tokenizer
+from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.observe.text import say
 from easyrl.runtime.placement import device_name, place_evaluation
@@ -54,10 +54,9 @@ def serve(config: Config, port: int) -> None:
     with TemporaryDirectory() as scratch:
         path = source.make(Path(scratch) / "model", trust=trust)
         policy = Policy.load(path, device, trust_remote_code=trust, dtype=config.model.dtype)
-        tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        tokenizer = tokenizer_of(config, path)
     if policy.no_packing_reason is not None:
         raise ConfigError(f"model.path: '{config.model.path}': {policy.no_packing_reason}")
-    tokenizer.chat_template = config.data.chat_template or tokenizer.chat_template
     policy.stop_at(tokenizer.eos_token_id)
     sampling = sampling_settings(config, choice, has_branches=True)
     engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=tokenizer)
