@@ -82,16 +82,12 @@ class DataConfig(Section):
         return " + ".join(self.datasets)
 
     @model_validator(mode="after")
-    def _options_are_of_tasks(self) -> Self:
+    def _keys_agree(self) -> Self:
         is_alone = len(self.datasets) == 1 and self.datasets[0].startswith(REASONING_GYM)
         of_tasks = {REASONING_GYM + k for k, v in self.options.items() if isinstance(v, dict)}
         if not is_alone and (len(of_tasks) < len(self.options) or of_tasks - {*self.datasets}):
             expected = "expected {TASK: {OPTION: VALUE}} for tasks of reasoning_gym in"
             raise ValueError(f"data.options: {expected} {self.shown}, got {self.options}")
-        return self
-
-    @model_validator(mode="after")
-    def _one_of_each_per_data_set(self) -> Self:
         weights, num = self.weights, len(self.datasets)
         if weights and (len(weights) != num or min(weights) * 1000 < sum(weights)):
             raise ValueError(
