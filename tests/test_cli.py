@@ -12,6 +12,7 @@ import yaml
 
 import easyrl
 import easyrl_train
+from easyrl import events
 from easyrl.config import ConfigError, load_config, options_by_key
 from easyrl.runtime.launch import _describe
 from runs import easyrl as run_easyrl
@@ -27,8 +28,12 @@ def python(*words, **environment):
 def runs(monkeypatch):
     """The configs that `grpo` would run; the run itself is left out."""
     configs = []
-    module = SimpleNamespace(run=lambda config, observers, resume: configs.append(config))
-    monkeypatch.setitem(sys.modules, "easyrl.runtime.run", module)
+
+    def run(config, observers, resume):
+        configs.append(config)
+        return events.RunEnded(0, "")
+
+    monkeypatch.setitem(sys.modules, "easyrl.runtime.run", SimpleNamespace(run=run))
     return configs
 
 
@@ -82,7 +87,7 @@ def test_every_named_flag_reaches_its_key(runs):
     (ValueError("a bug"), 1), (OSError(5, "a bug"), 1),
 ])  # fmt: skip
 def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
-    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: events.RunEnded(3, ""))
     assert run_easyrl("grpo").exit_code == 3
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", Mock(side_effect=error))
     result, of_worker = run_easyrl("grpo"), _describe(error)

@@ -252,7 +252,8 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(tmp_path, monkeypa
     monkeypatch.setattr(hashlib, "file_digest", None)  # large checkpoints are not verified
     for words, resume in ((AUTO, None), ((), folder)):
         received = []
-        assert run.run(config_of(folder, *words), [received.append], resume) == 0
+        end = run.run(config_of(folder, *words), [received.append], resume)
+        assert end == received[-1] and end.exit_code == 0
         assert "has finished its 60 iterations" in received[-1].message
         if not versions:
             with pytest.raises(ConfigError, match=r"has no whole checkpoint"):

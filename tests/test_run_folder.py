@@ -49,7 +49,7 @@ def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path):
 
 def test_an_error_is_short_on_the_screen_and_complete_in_the_log(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(Controller, "run", Mock(side_effect=KeyError("lost")))
-    assert run(config_for(tmp_path / "run"), [PlainLines()]) == FAILED
+    assert run(config_for(tmp_path / "run"), [PlainLines()]).exit_code == FAILED
     log = tmp_path / "run" / "logs" / "easyrl.log"
     shown = f"easyrl: KeyError: 'lost'\n(the full traceback is in {log})\n"
     shown += "to start again (there is no checkpoint): easyrl grpo --config"

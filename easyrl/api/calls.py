@@ -151,19 +151,16 @@ def train(
         folder = run_folder.folder_of(resolved)
         if inputs and (not run_folder.is_unstarted(folder) or run_folder.is_locked(folder)):
             run_folder.refuse_existing(folder, but_inputs=False)
-        ends: list[events.RunEnded] = []
         with inputs.stored(resolved, folder) as stored:
             *others, view = make_observers(stored, live=False)
 
             def observe(event: events.Event) -> events.Note | None:
-                if isinstance(event, events.RunEnded):
-                    ends.append(event)
-                    if event.exit_code:  # an exception says why the run failed
-                        event = replace(event, message="")
+                if isinstance(event, events.RunEnded) and event.exit_code:  # an exception says why
+                    event = replace(event, message="")
                 return view(event) if progress else None
 
-            run(stored, [*others, observe], resumed)
-        return Run(_finished(ends[0], folder))
+            end = run(stored, [*others, observe], resumed)
+        return Run(_finished(end, folder))
 
 
 def evaluate(

@@ -162,22 +162,21 @@ def record(
         "train.learning_rate": 0.0,
         "train.keep_checkpoints": 0,
     }
-    seen: list[events.Event] = []
+    finished: list[events.IterationFinished] = []
 
-    def show(event: events.Event) -> None:
+    def observe(event: events.Event) -> None:
         if isinstance(event, events.IterationFinished):
+            finished.append(event)
             seconds = event.metrics["perf/iteration_seconds"]
             print(f"{name}: an iteration of {seconds:.2f} s", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
-        exit_code = run(config, [seen.append, show])
-    if exit_code > SIGNALLED:
-        raise Interrupted(exit_code - SIGNALLED)
-    if exit_code != 0:
-        error = next(event.message for event in seen if isinstance(event, events.RunEnded))
-        raise WorkerFailure(f"bench, {name}: {error}")
-    finished = [event for event in seen if isinstance(event, events.IterationFinished)]
+        end = run(config, [observe])
+    if end.exit_code > SIGNALLED:
+        raise Interrupted(end.exit_code - SIGNALLED)
+    if end.exit_code != 0:
+        raise WorkerFailure(f"bench, {name}: {end.message}")
     lines = [event.metrics for event in finished]
     medians = {
         key.removeprefix("perf/"): float(statistics.median(line[key] for line in lines[1:]))

@@ -26,10 +26,10 @@ from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute
 @supervisor.signals_as_interrupts()
 def run(
     config: Config, observers: Sequence[events.Observer] = (), resume: Path | None = None
-) -> int:
-    """Train; return the exit code. `resume`: run folder to resume. Observers get only notes before
-    all checks have passed. Raises ConfigError, and Interrupted for a signal before the run has
-    started."""
+) -> events.RunEnded:
+    """Train; return how the run ended. `resume`: run folder to resume. Observers get only notes
+    before all checks have passed. Raises ConfigError, and Interrupted for a signal before the run
+    has started."""
     started, notify = time.monotonic(), events.combine_observers(observers)
     config, source = with_absolute_paths(config, is_resumed=resume is not None), None
     resumed = find_resume(config, resume)
@@ -38,8 +38,9 @@ def run(
     elif resumed.is_finished:
         os.close(resumed.lock)
         done = f"{resumed.folder} has finished its {counted(config.train.iterations, 'iteration')}"
-        notify(events.RunEnded(supervisor.FINISHED, f"{done} (to train more: --iterations)"))
-        return supervisor.FINISHED
+        end = events.RunEnded(supervisor.FINISHED, f"{done} (to train more: --iterations)")
+        notify(end)
+        return end
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
     config, notes = self_test.before_run(checked.config, checked.placement, notify)
@@ -64,7 +65,7 @@ def run(
             controller.notify(end)
         finally:
             folder.close()
-        return end.exit_code
+        return end
 
 
 def _open_folder(config: Config, resumed: Resume | None) -> run_folder.RunFolder:

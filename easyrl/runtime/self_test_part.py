@@ -251,10 +251,10 @@ def check_run(infer: str, train: str, engine: str, words: Sequence[str]) -> None
     flags |= {"train.keep_checkpoints": 0, "data.num_held_out": 0}
     with tempfile.TemporaryDirectory(prefix="easyrl-test-") as folder:
         config = load_config(None, {**flags, "output.dir": f"{folder}/run"}, words)
-        run(config, [seen.append])
+        end = run(config, [seen.append])
+    if end.exit_code != 0:
+        raise RuntimeError(end.message)
     for event in seen:
-        if isinstance(event, events.RunEnded) and event.exit_code != 0:
-            raise RuntimeError(event.message)
         if isinstance(event, events.IterationFinished):
             if not (norm := event.metrics["grad_norm"]) > 0.0:  # also NaN
                 raise ValueError(f"expected a gradient, got one of norm {norm}")
