@@ -45,15 +45,10 @@ def model_card(run: History, title: str) -> str:
     facts = {"data": ", ".join(map(_short, data))}
     facts["reward functions"] = ", ".join(map(_short, reward_specs(run.config)))
     facts |= {name: results[name] for name in RESULTS if name in results}
-    return "\n".join(
-        [
-            f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n",
-            f"Trained by reinforcement learning ({counted(run.num_done, 'iteration')}) with EasyRL "
-            f"{__version__}.\n",
-            *(f"- {name}: {fact}" for name, fact in facts.items()),
-            "",
-        ]
-    )
+    done = f"({counted(run.num_done, 'iteration')}) with EasyRL {__version__}"
+    text = f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\n"
+    text += f"Trained by reinforcement learning {done}.\n\n"
+    return text + "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
 
 
 def _short(name: str) -> str:
