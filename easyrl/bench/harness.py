@@ -66,8 +66,7 @@ def run_suite(name: str, suite: Iterable[Row], json_file: Path | None) -> int:
         "transformers": transformers.__version__,
     }
     print(f"easyrl bench {name}: {machine['cpu']}, {machine['cores']} cores")
-    cells = ((name, value) for row in rows for name, value in row.items())
-    names = dict.fromkeys(name for name, value in cells if not isinstance(value, Mapping))
+    names = dict.fromkeys(name for row in rows for name in row)
     table = [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
