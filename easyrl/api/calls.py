@@ -70,8 +70,7 @@ class Results:
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        file = self.folder / name
-        lines = run_folder.read_lines(file) if file.is_file() else ()
+        lines = run_folder.read_lines(self.folder / name)
         return list(run_folder.from_1(self.folder, lines))
 
 

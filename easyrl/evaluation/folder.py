@@ -91,9 +91,7 @@ def _by_problem(lines: Lines) -> Answers:
 
 def read_evaluation(path: Path) -> Answers:
     """Read the answers of an evaluation by problem. Raises ConfigError if there are none."""
-    file = path / SAMPLES
-    is_whole = file.is_file() and (path / SETTINGS).is_file()
-    lines = run_folder.read_lines(file) if is_whole else []
+    lines = run_folder.read_lines(path / SAMPLES) if (path / SETTINGS).is_file() else []
     if not lines or "problem" not in lines[0]:
         expected = "expected the folder of an evaluation with answers"
         raise ConfigError(f"compare (--compare): {expected}, got '{path}'")

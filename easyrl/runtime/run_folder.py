@@ -84,8 +84,7 @@ class RunFolder:
         return {name: file.stat().st_size for name, file in files.items() if file.exists()}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        file = self.path / "metrics.jsonl"
-        return list(from_1(self.path, read_lines(file) if file.exists() else []))
+        return list(from_1(self.path, read_lines(self.path / "metrics.jsonl")))
 
     def log_of(self, worker: str) -> Path:
         return self.path / "logs" / f"{worker}.log"
@@ -200,9 +199,10 @@ def from_1(folder: Path, lines: Iterable[Any]) -> Iterator[Any]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read a .jsonl file, without an incomplete last line. Raises ConfigError for a broken line."""
-    lines = []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
+    """Read a .jsonl file, if it is there, without an incomplete last line. Raises ConfigError for a
+    broken line."""
+    lines, content = [], file.read_bytes() if file.is_file() else b""
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             lines.append(json.loads(line))
         except ValueError as error:
