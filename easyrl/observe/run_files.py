@@ -50,17 +50,15 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         config, trace = folder / "config.yaml", folder / FILE_NAME
-        refusal = ConfigError(
-            f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml and "
-            f"{FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
-        )
-        if not config.is_file() or not trace.is_file():
-            raise refusal
         self._trace = GrowingFile(trace, partial(json.loads, object_hook=self._decode))
         self._first = 1  # iteration
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
-        if not any(isinstance(event, events.RunStarted) for event in self.read()):
-            raise refusal
+        is_there = config.is_file() and trace.is_file()
+        if not is_there or not any(isinstance(event, events.RunStarted) for event in self.read()):
+            raise ConfigError(
+                f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml "
+                f"and {FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
+            )
         self._trace.offset = 0  # read it again
 
     def _decode(self, fields: dict[str, Any]) -> Any:
