@@ -68,40 +68,27 @@ class Conversations:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""
         return render_prompt(messages, self._tokenizer, self._variables)
 
-    def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, Calls]:
-        """Return the text of a turn, and its calls. `prefix`: a prompt, which ends as what is
-        before the turn does."""
+    def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, Calls, str]:
+        """Return the text of a turn, its calls, and the text around these. `prefix`: a prompt,
+        which ends as what is before the turn does."""
         ids = list(token_ids)
         if ids and ids[-1] in self._end_tokens:
             ids.pop()
         text: str = self._tokenizer.decode(ids)
         if not self._schemas:
-            return text, []
+            return text, [], text
         before = self._tokenizer.decode(list(prefix))
-        if self._format == "auto":
-            return text, self._read_by_template(text, before)
-        opening = "<think>" if before.rstrip().endswith("<think>") else ""
-        return text, read_calls(opening + text, self._format, self._schemas)
-
-    def _read_by_template(self, text: str, prefix: str) -> Calls:
+        if self._format != "auto":
+            opening = "<think>" if before.rstrip().endswith("<think>") else ""
+            calls = read_calls(opening + text, self._format, self._schemas)
+            return text, calls, without_calls(text)
         try:
-            message = self._tokenizer.parse_response(text, prefix=prefix, tools=self._schemas)
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            return [ToolCall(call["name"], dict(call["arguments"])) for call in calls]
-        except Exception as error:  # of the template's parser, on text that a model has written
-            return [BadCall(f"the tool call cannot be read: {error!r:.200}")]
-
-    def read_answer(
-        self, token_ids: Sequence[int], prefix: Sequence[int]
-    ) -> tuple[str, list[ToolCall]]:
-        """Return the text of a turn around its calls, and these; all of it if none can be read."""
-        text, found = self.read_turn(token_ids, prefix)
-        calls = [call for call in found if isinstance(call, ToolCall)]
-        if calls and self._format == "auto":
-            before = self._tokenizer.decode(list(prefix))
             message = self._tokenizer.parse_response(text, prefix=before, tools=self._schemas)
-            return str(message.get("content") or ""), calls
-        return without_calls(text) if calls else text, calls
+            found = [call["function"] for call in message.get("tool_calls") or ()]
+            calls = [ToolCall(call["name"], dict(call["arguments"])) for call in found]
+            return text, calls, str(message.get("content") or "")
+        except Exception as error:  # of the template's parser, on text that a model has written
+            return text, [BadCall(f"the tool call cannot be read: {error!r:.200}")], text
 
     def suffix(self, messages: Messages, last_token: int) -> list[int]:
         """Return the tokens to insert behind an answer, before the next: those of `messages`, of

@@ -37,6 +37,7 @@ from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interface
 from easyrl.environments.pool import FAILURES, CallFailed, EnvironmentPool, HostKilled, row_of
+from easyrl.environments.tool_calls import ToolCall
 from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
@@ -431,11 +432,9 @@ class AgentEpisodes:
             return {"text": _before(text, stops), "logprobs": None, "finish_reason": reason}
         conversations = self._conversations(json.dumps(request.tools, sort_keys=True))
         prefix = sequence.ids[: length - len(tokens)][-PREFIX_TOKENS:]
-        if request.reads_calls:
-            text, calls = conversations.read_answer(tokens, prefix)
-        else:
-            text, calls = conversations.read_turn(tokens, prefix)[0], []
-        text = _before(text, stops)
+        text, found, around = conversations.read_turn(tokens, prefix)
+        calls = [each for each in found if request.reads_calls and isinstance(each, ToolCall)]
+        text = _before(around if calls else text, stops)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         for number, call in enumerate(calls, episode.num_calls):
             function = {"name": call.name, "arguments": json.dumps(call.arguments)}

@@ -181,7 +181,7 @@ class Episodes:
     def _read(self, group: _Group, episode: _Episode, token_ids: list[int]) -> Calls:
         """Append a turn to the episode's messages; return its calls."""
         conversations = self._conversations[group.environment]
-        text, calls = conversations.read_turn(token_ids, group.prompt_ids)
+        text, calls, _ = conversations.read_turn(token_ids, group.prompt_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         read = [call._asdict() for call in calls if isinstance(call, ToolCall)]
         if read:
