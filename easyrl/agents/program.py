@@ -98,7 +98,8 @@ class Agent:
                     stdout=stdout,
                     env={**os.environ, **own, "EASYRL_REWARD_FILE": str(reward)},
                     start_new_session=True,
-                    preexec_fn=_die_with_thread,  # noqa: PLW1509  a call of C alone
+                    # PR_SET_PDEATHSIG: it ends with its thread of the host.
+                    preexec_fn=functools.partial(LIBC.prctl, 1, signal.SIGKILL),  # noqa: PLW1509
                 )
             code = process.wait()
             with contextlib.suppress(ProcessLookupError):
@@ -125,10 +126,6 @@ def _without_conversion(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(messages=messages, **rest)
 
     return call
-
-
-def _die_with_thread() -> None:
-    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: threads of the host end with it
 
 
 def fill_in(words: list[str], row: Mapping[str, Any]) -> list[str]:
