@@ -74,6 +74,8 @@ class RewardPool:
         self._per_completion = [n for n, each in enumerate(specs) if each in loading.PER_COMPLETION]
         self._models = [n for n, spec in enumerate(specs) if loading.is_model(spec)]
         self._judges = [n for n, spec in enumerate(specs) if spec == "judge"]
+        others = {*self._per_completion, *self._models, *self._judges}
+        self._fast = [n for n in range(len(specs)) if n not in others]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._next_call: Future[Any] | None = None  # the oldest one that waited at the last look
@@ -87,22 +89,18 @@ class RewardPool:
         """Score the completions of one prompt by all functions. `elsewhere`: functions that are
         called in another process, and their future result."""
         size, (others, future) = len(group.completions), elsewhere or ((), None)
-        functions = [number for number in range(len(self._names)) if number not in others]
-        models = [number for number in functions if number in self._models]
-        judges = [number for number in functions if number in self._judges]
-        fast = [n for n in functions if n not in {*self._per_completion, *models, *judges}]
-        parts = [(numbers, slice(0, size)) for numbers in (models, fast, judges) if numbers]
-        slow = [number for number in functions if number in self._per_completion]
-        parts += [([number], slice(n, n + 1)) for number in slow for n in range(size)]
+        parts = [(numbers, slice(0, size)) for numbers in (self._models, self._fast, self._judges)]
+        parts += [([each], slice(n, n + 1)) for each in self._per_completion for n in range(size)]
         tasks = self._groups[key] = []
         if future is not None:
             call = group._replace(functions=others)
             tasks.append(_Task(call, slice(0, size), future, is_elsewhere=True))
             future.add_done_callback(lambda _: self._wake())
         for numbers, part in parts:
-            texts, ids = group.completions[part], group.completion_ids[part]
-            call = group._replace(functions=numbers, completions=texts, completion_ids=ids)
-            tasks.append(_Task(call, part, self._schedule(call)))
+            if functions := [number for number in numbers if number not in others]:
+                texts, ids = group.completions[part], group.completion_ids[part]
+                call = group._replace(functions=functions, completions=texts, completion_ids=ids)
+                tasks.append(_Task(call, part, self._schedule(call)))
 
     def finished(self) -> list[tuple[Hashable, Scored]]:
         """Return the groups scored since the last call, without waiting. Raises RewardError where a
