@@ -343,7 +343,7 @@ class RolloutWorker:
         answer = events.PromptEvaluated(
             number,
             group.prompt.index,
-            self._samples(group, scored, rewards, np.zeros_like(rewards), self._raw(group)),
+            self._samples(group, scored, rewards, np.zeros_like(rewards), is_kept=True),
             group.text,
             errors=scored.errors,
             logged=scored.metrics,
@@ -390,8 +390,7 @@ class RolloutWorker:
         )
         kept = self.config.output.samples
         is_sample = (kept is None or own.index < kept) and not is_rejected
-        raw = self._raw(own) if is_sample else [()]
-        samples = self._samples(own, scored, rewards, group.advantages, raw)
+        samples = self._samples(own, scored, rewards, group.advantages, is_kept=is_sample)
         report = events.GroupScored(
             iteration=iteration + 1,
             group_index=own.index,
@@ -418,16 +417,14 @@ class RolloutWorker:
             self._outbox.append((group, report))
 
     def _samples(
-        self,
-        group: _Group,
-        scored: Scored,
-        rewards: Float32,
-        advantages: Float32,
-        raw: Sequence[Sequence[str]],
+        self, group: _Group, scored: Scored, rewards: Float32, advantages: Float32, *, is_kept: bool
     ) -> list[events.Sample]:
-        """Return the first completions of a group, as many as there are in `raw`."""
+        """Return the completions of a group as samples.jsonl keeps them, with all tokens of prompt
+        and completion as texts. Where it keeps none: the first completion, without these."""
         names = reward_names(self.config)
         scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
+        decode = self.tokenizer.decode
+        prompt = decode(group.prompt_ids) if is_kept else ""
         return [
             events.Sample(
                 group.texts[n],
@@ -435,18 +432,13 @@ class RolloutWorker:
                 float(advantages[n]),
                 {name: values[n] for name, values in scored.columns.items()},
                 {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
-                len(group.completions[n].token_ids),
-                group.completions[n].finish_reason == "length",
-                raw[n],
+                len(completion.token_ids),
+                completion.finish_reason == "length",
+                (prompt, decode(completion.token_ids.tolist())) if is_kept else (),
                 {key: values[n] for key, values in group.episodes.items()},
             )
-            for n in range(len(raw))
+            for n, completion in enumerate(group.completions if is_kept else group.completions[:1])
         ]
-
-    def _raw(self, group: _Group) -> Sequence[Sequence[str]]:
-        """Return all tokens of prompt and completion as texts, for each completion."""
-        prompt, decode = self.tokenizer.decode(group.prompt_ids), self.tokenizer.decode
-        return [(prompt, decode(each.token_ids.tolist())) for each in group.completions]
 
     def _publish(self) -> None:
         """Put finished groups into the ring while it has free slots. Each is reported before: if
