@@ -35,6 +35,7 @@ from easyrl.config.rollout import MAX_BRANCHES
 from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.conversation import Conversations
+from easyrl.environments.host import Key
 from easyrl.environments.loading import Interface
 from easyrl.environments.pool import FAILURES, CallFailed, EnvironmentPool, HostKilled, row_of
 from easyrl.environments.tool_calls import ToolCall
@@ -42,7 +43,6 @@ from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
 
-Key = tuple[int, ...]
 MAX_REFUSED = 16
 """Requests beyond a limit after which an agent is given up: it may ask for ever."""
 STEPS_TOGETHER = 4  # engine steps between two looks at new requests: a batch of rows costs less

@@ -23,7 +23,7 @@ import numpy as np
 from easyrl.config import Config
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.conversation import Conversations
-from easyrl.environments.host import Acted
+from easyrl.environments.host import Acted, Key
 from easyrl.environments.pool import FAILURES, EnvironmentPool, HostLost, name_of, row_of
 from easyrl.environments.tool_calls import Calls, ToolCall
 from easyrl.rewards.functions import GroupLost, RewardError
@@ -31,7 +31,6 @@ from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call
 from easyrl.types import Completion, Messages, Prompt
 
-Key = tuple[int, ...]
 EndReason = Literal["answer", "done", "max_turns", "length", "time", "error"]
 
 
