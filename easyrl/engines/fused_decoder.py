@@ -70,26 +70,15 @@ class _Product:
 
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
         self._layers, self._norm = layers, norm
-        self._parts: tuple[Tensor, ...] = ()  # of one tensor: the layers' weights
-        self._joined: Tensor = layers[0].weight
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _join(self) -> None:
-        """Let the layers keep their weights in one tensor, unless they do."""
-        weights = [layer.weight for layer in self._layers]
-        if [w.data_ptr() for w in weights] != [part.data_ptr() for part in self._parts]:
-            self._joined = torch.cat(weights)
-            self._parts = torch.split(self._joined, [len(weight) for weight in weights])
-            for weight, part in zip(weights, self._parts, strict=True):
-                weight.data = part
 
     def copy_weights(self) -> None:
-        if len(self._layers) > 1:
-            self._join()
-        weight = self._joined
+        weights = [layer.weight for layer in self._layers]
+        weight = weights[0]
         if self._norm is not None:
-            weight = weight * (self._norm.weight * len(self._norm.weight) ** 0.5)  # _normalized
+            of_inputs = self._norm.weight * len(self._norm.weight) ** 0.5  # see `_normalized`
+            weight = weight.new_empty(sum(map(len, weights)), len(of_inputs))  # [N, H]
+            for own, part in zip(weights, weight.split([*map(len, weights)]), strict=True):
+                torch.mul(own, of_inputs, out=part)
         pack, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
         self.weight = weight.t().contiguous().t() if is_small else pack(weight, PADDED_TO)
         self.bias: Tensor | None = None  # [N]
