@@ -28,7 +28,7 @@ from easyrl.algorithm.losses import TeacherScores
 from easyrl.config import Config
 from easyrl.config.algorithm import POLICY
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
-from easyrl.model.logprobs import LEAST_LOGPROB, block_sums
+from easyrl.model.logprobs import LEAST_LOGPROB, block_sums, shifted_scores
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
 
@@ -87,8 +87,7 @@ class Teacher(nn.Module):
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:
     """Return log softmax(logits / temperature) [n, V] in float32, also of a long tail."""
-    highest = logits.detach().amax(dim=-1, keepdim=True).float()
-    scores = (logits.float() - highest) / temperature
+    scores = shifted_scores(logits, temperature)
     total = block_sums(scores.exp()).sum(dim=-1, keepdim=True)
     return (scores - total.log()).clamp(min=LEAST_LOGPROB)
 

@@ -64,7 +64,7 @@ def token_logprobs(
 def shifted_scores(logits: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature [K, V] in float32, shifted so that the largest of a row is 0."""
     # Such tensors are read and written as seldom as possible: on accelerators that is the time.
-    scores = torch.sub(logits, logits.amax(dim=-1, keepdim=True).float()).float()
+    scores = torch.sub(logits, logits.detach().amax(dim=-1, keepdim=True).float()).float()
     return scores if temperature == 1.0 else scores.div_(temperature)
 
 
