@@ -123,8 +123,8 @@ def _consume(ring: RingBuffer, queue: Any, control: Connection) -> None:
             lease = port.get(TIMEOUT_SECONDS)
             now = time.monotonic_ns()
             assert lease is not None
-            with lease as group:
-                latencies.append((now - group.prompt_index) * 1e-9)
-                for name in ARRAYS:
-                    getattr(group, name).sum()
+            latencies.append((now - lease.group.prompt_index) * 1e-9)
+            for name in ARRAYS:
+                getattr(lease.group, name).sum()
+            lease.release()
         control.send((time.monotonic(), latencies))

@@ -244,8 +244,9 @@ def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
 def drain(reader, num_groups):
     indices = []
     for _ in range(num_groups):
-        with reader.next(0, wait=True) as group:
-            indices.append(group.prompt_index)
+        lease = reader.next(0, wait=True)
+        indices.append(lease.group.prompt_index)
+        lease.release()
     return indices
 
 

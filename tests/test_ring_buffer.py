@@ -73,9 +73,9 @@ def make_group(index, lengths=None, prompt_length=None):
 def take_all(port):
     indexes = []
     while (lease := port.get(0)) is not None:
-        with lease as group:
-            assert_same(group, make_group(group.prompt_index))
-            indexes.append(group.prompt_index)
+        assert_same(lease.group, make_group(lease.group.prompt_index))
+        indexes.append(lease.group.prompt_index)
+        lease.release()
     return indexes
 
 
@@ -105,8 +105,9 @@ def test_ragged_groups_come_out_as_they_went_in(groups):
         for shape in groups:  # more than slots: slots are used again
             group = make_group(*shape)
             assert port.put(group, 0)
-            with port.get(0) as got:
-                assert_same(got, group)
+            lease = port.get(0)
+            assert_same(lease.group, group)
+            lease.release()
 
 
 def test_memory_has_a_fixed_size_and_groups_are_read_in_place(new_ring):
@@ -332,8 +333,9 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
         ring.attach(1)
     with pytest.raises(TimeoutError, match=r"\[2\]"):
         ring.reclaim(1, timeout_seconds=0.05)
-    with port.get(0) as group:  # the ring still works meanwhile
-        assert group.prompt_index == 2
+    lease = port.get(0)  # the ring still works meanwhile
+    assert lease.group.prompt_index == 2
+    lease.release()
     ring.reclaim(1, 2)
     assert take_all(port) == [1]
     assert_whole(ring, ring.attach(1))
@@ -343,8 +345,9 @@ def test_delivered_groups_are_those_published_being_read_or_taken(new_ring):
     ring = new_ring()
     producer, reader = ring.attach(0), ring.attach(1)
     producer.put(make_group(0), 0)
-    with reader.get(0) as group:
-        ring.taken[group.group_index] = group.iteration
+    lease = reader.get(0)
+    ring.taken[lease.group.group_index] = lease.group.iteration
+    lease.release()
     for index in (1, 2, 10):  # the last is of iteration 1
         producer.put(make_group(index), 0)
     lease = reader.get(0)

@@ -33,8 +33,9 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.context import assert_spawning
 from typing import Any
@@ -309,6 +310,14 @@ class RingBuffer:
             os.close(fd)
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A group to read in place until its release."""
+
+    group: RolloutGroup
+    release: Callable[[], None]  # frees the slot; call it once
+
+
 class RingPort:
     """One worker's access to the ring. `multiprocessing.connection.wait` returns `writable_fd` when
     a slot is free and `readable_fd` when a group is ready. Another worker may still be faster."""
@@ -340,7 +349,7 @@ class RingPort:
     def get(self, timeout_seconds: float) -> Lease | None:
         """Lease the next ready group, in order of arrival; return None if none arrived in time."""
         slot = self._take(self.ring.ready_pipe, READING, timeout_seconds)
-        return None if slot is None else Lease(self, slot)
+        return None if slot is None else Lease(self.ring.group(slot), partial(self.free_slot, slot))
 
     def free_slot(self, slot: int) -> None:
         """Free a slot that this worker owns (`Lease.release`)."""
@@ -368,21 +377,3 @@ class RingPort:
         moves[owner_id] = odd
         yield
         moves[owner_id] = odd + 1  # no `finally`: an interrupted move leaves a slot to reclaim
-
-
-class Lease:
-    """A group to read in place until its release: `with port.get(...) as group`."""
-
-    def __init__(self, port: RingPort, slot: int) -> None:
-        self._port, self.slot = port, slot
-        self.group = port.ring.group(slot)
-
-    def release(self) -> None:
-        """Free the slot. Call it once."""
-        self._port.free_slot(self.slot)
-
-    def __enter__(self) -> RolloutGroup:
-        return self.group
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
