@@ -140,9 +140,9 @@ class WeightChannel:
             self._buckets = self._share_buckets(store, None)
         self._is_shared = bool(self._buckets)
         if not self._is_shared:
-            sizes = [self._bucket_bytes] * NUM_BUCKETS
             self._buckets = [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
+                torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
+                for _ in range(NUM_BUCKETS)
             ]
 
     def close(self) -> None:
@@ -220,13 +220,16 @@ class WeightChannel:
         self.broadcast(names, "waiting for names")
         entries = json.loads(names.cpu().numpy().tobytes())
         self._plan = cut_into_buckets(entries, self._bucket_bytes)
-        ahead: list[list[WeightPiece]] = []
-        for number in range(len(self._plan)):
+        num_started = 0
+        for number, pieces in enumerate(self._plan):
             # The next bucket is received while this one is loaded.
-            end = min(number + len(self._buckets), len(self._plan))
-            ahead += [self._expect_bucket(n) for n in range(number + len(ahead), end)]
-            self._wait_for_all_but(len(ahead) - 1)
-            yield from ahead.pop(0)
+            while num_started < min(number + len(self._buckets), len(self._plan)):
+                self._start(num_started)
+                num_started += 1
+            self._wait_for_all_but(num_started - number - 1)
+            for piece in pieces:
+                values = piece.view(self._bucket(number))
+                yield WeightPiece(piece.name, piece.start, values, piece.shape)
             self._signal_read(number)
 
     def _join(self, store: Any) -> None:
@@ -290,14 +293,6 @@ class WeightChannel:
 
     def _bucket(self, number: int) -> Tensor:
         return self._buckets[number % len(self._buckets)]
-
-    def _expect_bucket(self, number: int) -> list[WeightPiece]:
-        """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
-        self._start(number)
-        return [
-            WeightPiece(piece.name, piece.start, piece.view(self._bucket(number)), piece.shape)
-            for piece in self._plan[number]
-        ]
 
     def _signal_read(self, number: int) -> None:
         """Signal from all receivers that a shared bucket is read. A broadcast needs no reply."""
