@@ -72,7 +72,7 @@ class EmbeddedEngine(PolicyEngine):
         steps = (PROMPT_STEP, SLOT_STEP) if has_graphs else (CELLS, 1)
         self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, *steps)
         self.graphs = StepGraphs(policy, self.cache, sampling) if has_graphs else None
-        self._sequences: list[Any] = [None] * num_rows  # the _Sequence of each row that is held
+        self._sequences = np.full(num_rows, None)  # the _Sequence of each row that is held
         # `position` and `cell` are those of the newest token, `slot` is that of the prompt, `count`
         # and `turn_start` are completion tokens so far and before the current turn.
         integers = ("position", "cell", "slot", "count", "limit", "turn_start", "state")
@@ -301,8 +301,7 @@ class EmbeddedEngine(PolicyEngine):
         targets = np.flatnonzero(is_wrong[: len(wanted)])
         self.cache.move_rows(sources, targets, int(held["cell"][sources].max()) + 1)
         self._rows[targets] = self._rows[sources]
-        for row, sequence in zip(targets, [self._sequences[row] for row in sources], strict=True):
-            self._sequences[row] = sequence
+        self._sequences[targets] = self._sequences[sources]
 
     def _start_ready_rows(self) -> None:
         """Fill free rows, also those of sequences that end with their first token."""

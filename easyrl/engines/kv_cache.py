@@ -108,8 +108,7 @@ class KVCache:
 
     def start_rows(self, rows: Ints, slots: Ints) -> Ints:
         """Copy short prompts to their rows; return the first free cell of each row."""
-        lengths = self.prompt_lengths[slots]
-        lengths = np.where(lengths <= COPIED_TOKENS, lengths, 0)
+        lengths: Ints = (self.prompt_lengths - self.shared_lengths)[slots]
         into, of = rows[lengths > 0], slots[lengths > 0]
         if len(into):
             longest = lengths.max()
