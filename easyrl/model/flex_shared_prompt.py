@@ -31,8 +31,12 @@ class FlexSharedPrompt:
     """The attention layout of one packed row. Its mask is made once per window, for all layers."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        tokens = torch.from_numpy(_describe_tokens(groups)).to(device)
-        self._ends, self._positions = tokens
+        starts, stops, ends, firsts = np.array(segments_of(groups)).T
+        lengths = stops - starts
+        positions = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
+        # Of each token: the end of the tokens that see it, and its position.
+        of_tokens = np.stack([np.repeat(ends, lengths), positions]).astype(np.int32)
+        self._ends, self._positions = torch.from_numpy(of_tokens).to(device)
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
 
@@ -98,15 +102,6 @@ def _kernel_options(head_size: int, shared_memory_bytes: int) -> dict[str, Any]:
         options |= {"num_stages": 1}
         options |= {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")}
     return options
-
-
-def _describe_tokens(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the end of the tokens that see each token, and each token's position: [2, T]."""
-    columns = []
-    for start, stop, end, position in segments_of(groups):
-        positions = position + np.arange(stop - start)
-        columns.append(np.stack(np.broadcast_arrays(end, positions)))
-    return np.concatenate(columns, axis=1).astype(np.int32)
 
 
 @cache

@@ -94,9 +94,8 @@ class SharedPrompt:
     def __init__(self, groups: Groups, device: torch.device) -> None:
         segments = segments_of(groups)
         self._shared = [each for each in segments if each.end > each.stop]
-        lengths = np.array([each.stop - each.start for each in segments])
-        starts = lengths.cumsum() - lengths
-        firsts = np.array([each.position for each in segments])
+        starts, stops, _, firsts = np.array(segments).T
+        lengths = stops - starts
         self._positions = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
         self._buckets = make_buckets(np.stack([starts, lengths], axis=1), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
