@@ -26,8 +26,8 @@ class Load(NamedTuple):
 LOAD = Load()
 
 # -- counted: bfloat16, the operations' tensors in bytes -------------------------------------------
-KERNELS = {"qwen2": (85, 75), "qwen3": (101, 75)}
-COPYING_KERNELS = {"qwen2": (57, 71), "qwen3": (73, 71)}
+KERNELS = {"qwen2": (85, 70), "qwen3": (101, 70)}
+COPYING_KERNELS = {"qwen2": (57, 66), "qwen3": (73, 66)}
 """Kernels of the embedded engine's decode step: for each layer, and for all else. COPYING_KERNELS
 are for prompts of at most COPIED_TOKENS tokens, which are copied to the rows."""
 SCORE_BYTES, HIDDEN_BYTES, LOGIT_BYTES = 68, 290, {"embedded": 23, "vLLM": 34}

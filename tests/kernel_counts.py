@@ -48,8 +48,8 @@ class Counter(TorchDispatchMode):
         memory = {x.untyped_storage()._cdata for x in given}
         is_view = all(x.untyped_storage()._cdata in memory for x in made)
         if not (is_view and not func._schema.is_mutable) and not name.startswith("aten::empty"):
-            if name == "aten::index_copy_":
-                given = made = [args[3]]
+            if name == "aten::index_put_":
+                given = made = [args[2]]
             elif name in GATHERS:
                 given = [*given[1:], *made]
             num_bytes = sum(map(_bytes, (*given, *made)))

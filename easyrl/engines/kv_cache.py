@@ -182,12 +182,12 @@ class RowTokens:
         self.number = len(rows)
         self._cache, self._rows, self._cells = cache, rows, cells
         self._own, self._prompts = own, prompts
-        self._indices: dict[int, Tensor] = {}  # Hkv -> [T * Hkv], of all cells of all heads
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
         rows = self._cache.rows[settings.layer]
-        self._store(rows, key, value)
+        for cache, x in zip(rows, (key, value), strict=True):
+            cache[self._rows, :, self._cells] = x
         # Query heads that share a key head take the dimension of query positions: no key is copied.
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [T, Hkv, Q, D]
         output, logsumexp = self._own.attend(grouped, rows, settings)
@@ -199,15 +199,6 @@ class RowTokens:
             merged = torch.lerp(output.to(share.dtype), other.to(share.dtype), share)
             output = merged.to(output.dtype)
         return output.reshape(len(query), -1, output.shape[-1])
-
-    def _store(self, cache: KeysValues, key: Tensor, value: Tensor) -> None:
-        num_heads, length = cache[0].shape[1:3]
-        if num_heads not in self._indices:
-            heads = torch.arange(num_heads, device=self._rows.device)
-            of_row = self._rows[:, None] * num_heads + heads
-            self._indices[num_heads] = (of_row * length + self._cells[:, None]).flatten()
-        for rows, x in zip(cache, (key, value), strict=True):
-            rows.flatten(0, 2).index_copy_(0, self._indices[num_heads], x.flatten(0, 1))
 
 
 def _tokens_of_active(cache: KVCache, rows: Any, device: torch.device) -> RowTokens:
