@@ -61,7 +61,6 @@ class EmbeddedEngine(PolicyEngine):
         tokenizer: Any = None,
     ) -> None:
         super().__init__(policy, sampling, tokenizer)
-        self._eos = np.asarray(policy.eos_token_ids, dtype=np.int64)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[..., Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
@@ -246,7 +245,7 @@ class EmbeddedEngine(PolicyEngine):
 
     def _stop_complete(self, rows: Ints) -> None:
         counts, tokens = self._rows["count"][rows], self._rows["tokens"]
-        stopped = np.isin(tokens[rows, counts - 1], self._eos)
+        stopped = np.isin(tokens[rows, counts - 1], self.end_tokens)
         if self._stop is not None:
             for i in np.flatnonzero(~stopped):
                 stopped[i] = self._stop.is_complete(tokens[rows[i], : counts[i]])

@@ -76,7 +76,7 @@ class GenerateEngine(PolicyEngine):
         ]
 
     def _is_stopped(self, tokens: Int32) -> bool:
-        is_end = int(tokens[-1]) in self.policy.eos_token_ids
+        is_end = int(tokens[-1]) in self.end_tokens
         return is_end or (self._stop is not None and self._stop.is_complete(tokens))
 
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:
