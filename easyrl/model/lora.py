@@ -56,7 +56,6 @@ class Adapter:
         )
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # old names, and Conv1D's layout
-            torch.default_generator.manual_seed(seed)
             self._peft: Any = peft.get_peft_model(model, config)
             self._layers: dict[str, Any] = {
                 name: module

@@ -295,8 +295,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
     """Run the model in float32 although its weights may be narrower: those of a decoder layer are
     float32 only while it runs. A wide vocabulary has CHECKED_WORDS random words meanwhile."""
     kept = {weight: weight.data for weight in model.parameters()}
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    padding = [embedding.padding_idx for embedding in embeddings]
+    padding = {each: each.padding_idx for each in model.modules() if isinstance(each, nn.Embedding)}
 
     def widen(block: nn.Module, _: Any) -> None:
         for weight in block.parameters():
@@ -314,7 +313,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         if len(weight) == size and weight.dtype != torch.float32:  # embeddings, head
             weight.data = weight.data[words]
         weight.data = weight.data.float()
-    for embedding in embeddings:
+    for embedding in padding:
         embedding.padding_idx = None
     hooks = [block.register_forward_pre_hook(widen) for block in blocks]
     hooks += [block.register_forward_hook(narrow, always_call=True) for block in blocks]
@@ -323,7 +322,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for embedding, index in zip(embeddings, padding, strict=True):
+        for embedding, index in padding.items():
             embedding.padding_idx = index
         narrow(model)
 
