@@ -279,17 +279,13 @@ def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
     """Divide rows with these numbers of cells [n], the highest length class first, into buckets;
     return each one's first row and one past its last. Two classes share a bucket where that
     computes fewer than `bucket_cost` cells more."""
-    cuts = [0, *(np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist(), len(cells)]
-    buckets: list[tuple[int, int]] = []
-    for start, stop in pairwise(cuts):
-        if buckets:
-            first = buckets[-1][0]
-            excess = (stop - start) * (cells[first:start].max() - cells[start:stop].max())
-            if excess <= bucket_cost:
-                buckets[-1] = first, stop
-                continue
-        buckets.append((start, stop))
-    return buckets
+    new_classes = (np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist()
+    starts = [0]
+    for start, stop in pairwise([*new_classes, len(cells)]):
+        excess = (stop - start) * (cells[starts[-1] : start].max() - cells[start:stop].max())
+        if excess > bucket_cost:
+            starts.append(start)
+    return [*pairwise([*starts, len(cells)])]
 
 
 def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
