@@ -13,6 +13,7 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,8 @@ def write_tensors(
     """Write the tensors to `folder`, which is created, and return the SHA-256 of this rank's files
     when they are on the disk. All ranks of `process_group` (None: there is one rank) call this
     together; if one fails, all do. Raises OSError, or torch's wrapper of one."""
-    files: dict[str, int] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        files[name] = 1 + num_bytes // FILE_BYTES
-        num_bytes += tensor.nbytes
+    starts = accumulate((tensor.nbytes for tensor in tensors.values()), initial=0)
+    files = {name: 1 + start // FILE_BYTES for name, start in zip(tensors, starts, strict=False)}
     is_alone = process_group is None
     writer = _Writer(str(folder), files, save_distributed=True)
     save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=is_alone)
