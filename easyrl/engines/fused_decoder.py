@@ -76,8 +76,9 @@ class _Product:
         weight = weights[0]
         if self._norm is not None:
             of_inputs = self._norm.weight * len(self._norm.weight) ** 0.5  # see `_normalized`
-            weight = weight.new_empty(sum(map(len, weights)), len(of_inputs))  # [N, H]
-            for own, part in zip(weights, weight.split([*map(len, weights)]), strict=True):
+            sizes = [len(each) for each in weights]
+            weight = weight.new_empty(sum(sizes), len(of_inputs))  # [N, H]
+            for own, part in zip(weights, torch.split(weight, sizes), strict=True):
                 torch.mul(own, of_inputs, out=part)
         pack, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
         self.weight = weight.t().contiguous().t() if is_small else pack(weight, PADDED_TO)
