@@ -304,12 +304,11 @@ class EmbeddedEngine(PolicyEngine):
 
     def _start_ready_rows(self) -> None:
         """Fill free rows, also those of sequences that end with their first token."""
-        while self._ready and self.num_held < self.cache.num_rows:
-            first = self.num_held
-            while self._ready and self.num_held < self.cache.num_rows:
-                self._start_row(self.num_held, self._ready.popleft())
-                self.num_held += 1
-            rows = np.arange(first, self.num_held)
+        while number := min(len(self._ready), self.cache.num_rows - self.num_held):
+            rows = np.arange(self.num_held, self.num_held + number)
+            self.num_held += number
+            for row in rows.tolist():
+                self._start_row(row, self._ready.popleft())
             free = self.cache.start_rows(rows, self._rows["slot"][rows])
             counts = self._rows["count"][rows]
             self._rows["cell"][rows] = free - 1 + counts
