@@ -18,6 +18,7 @@ from easyrl.model.export import export_checkpoint
 from easyrl.model.files import meta_model
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
+from easyrl.model.sharding import TrainRanks
 from easyrl.model.tri_model import TriModel
 from easyrl.workers.packing import Rollout, pack
 from mistakes import TINY
@@ -141,11 +142,12 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path):
     rollout = Rollout(0, ids[:1], ids[1:], np.zeros(11, np.float32), np.ones(11, np.bool_), 1.0)
     batch = pack([rollout], shares_prompts=False)
     updates = "train.updates_per_iteration=2"
-    models = TriModel(policy, load_config(words=[updates, "algorithm.beta=0.1"]))
+    config = load_config(words=[updates, "algorithm.beta=0.1"])
+    models = TriModel(policy, config, TrainRanks(), None)
     assert models._reference is policy.adapter
     logprobs, _, _, ref_logprobs, _ = models.logprobs(batch, policy_is_old=True)
     base = Policy.load(str(path))
-    expected = TriModel(base, load_config(words=[]))
+    expected = TriModel(base, load_config(words=[]), TrainRanks(), None)
     of_base = expected.logprobs(batch, policy_is_old=True)[0].detach()
     assert ref_logprobs is not None and not ref_logprobs.requires_grad
     torch.testing.assert_close(ref_logprobs, of_base, rtol=0.0, atol=1e-6)

@@ -37,24 +37,20 @@ from easyrl.types import MicroBatch
 
 class TriModel:
     def __init__(
-        self,
-        policy: Policy,
-        config: Config,
-        ranks: TrainRanks | None = None,
-        teacher: Policy | None = None,
+        self, policy: Policy, config: Config, ranks: TrainRanks, teacher: Policy | None
     ) -> None:
         """Reference and old policy start as copies of `policy`, which is sharded over `ranks`, as
         `teacher` is."""
         train, algorithm = config.train, config.algorithm
         self.policy = policy
-        self._ranks = ranks or TrainRanks()
+        self._ranks = ranks
         own = policy if algorithm.teacher == POLICY else teacher
-        self._teacher = None if own is None else Teacher(own, config, self._ranks)
+        self._teacher = None if own is None else Teacher(own, config, ranks)
         self._forward = _Forward(policy, self._teacher, config)
-        if self._ranks.mesh is not None:
+        if ranks.mesh is not None:
             dtype, offload = getattr(torch, config.model.dtype), "optimizer" in train.offload
-            self._ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
-            policy.device = self._ranks.device
+            ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
+            policy.device = ranks.device
         self.old: OtherWeights | None = None
         """The policy before the iteration's first update; None: there is one update."""
         if train.updates_per_iteration > 1:
