@@ -105,10 +105,8 @@ class Adapter:
 
     def save(self, folder: Path, *, is_writer: bool = True) -> None:
         """Write them in peft's format. All ranks call this together; one of them `is_writer`."""
-        state = {}
-        for name, parameter in self._peft.named_parameters():
-            if parameter.requires_grad:
-                state[name] = whole(parameter).cpu()
+        named = self._peft.named_parameters()
+        state = {name: whole(weight).cpu() for name, weight in named if weight.requires_grad}
         if is_writer:  # with embedding layers peft would query the hub
             self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
