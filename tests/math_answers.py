@@ -66,6 +66,11 @@ GSM8K = [
     (GSM8K_ROW + "18", r"\boxed{\frac{36}{2}}", 1),
     (GSM8K_ROW + "10", r"\boxed{2^{10}}", 0),
     (GSM8K_ROW + "5", "#### 5-3", 0), (GSM8K_ROW + "18", "#### 18 dollars in 2 days", 1),
+    *((GSM8K_ROW + "18", f"#### 18 {text}", 1) for text in (
+        "days, 8 in April and 10 in May", "eggs for 2 to 3 weeks", "dollars, or $126 per week",
+        "to be exact", "cents is 1/4 of a dollar and 5 nickels", "hours from 9-5",
+    )),
+    *((GSM8K_ROW + "5", f"#### {text}", 0) for text in ("5 - 10 minutes", "5 to 12", "5 or 6")),
     (GSM8K_ROW + "2 days and 3 hours", "#### 2", 0),
     (GSM8K_ROW + "2 days and 3 hours", "#### 2 days and 3 hours", 1),
     # thinking and answer tags

@@ -190,7 +190,7 @@ MISTAKES = {
     "grpo --seed=-1": "runtime.seed",
     "grpo --learning-rate 1": "train.learning_rate=VALUE",
     "grpo --dtype bfloat16": "did you mean model.dtype=VALUE?",
-    "grpo --model FOLDER/qwenn": "did you mean qwen?",
+    "grpo --model FOLDER/qwenn": "/qwen?)",
     "grpo algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
     "grpo algorithm.scale_rewards=false": "got false; use algorithm.scale_rewards=none",
     "grpo run_name=first": "in EasyRL: output.dir (--output; ",

@@ -21,7 +21,7 @@ from easyrl.model.checkpoint_files import checkpoints_in, read_checkpoint
 from easyrl.observe.trace import MAX_BYTES
 from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked, read_lines
-from easyrl.runtime.supervisor import Supervisor
+from easyrl.runtime.supervisor import Interrupted, Supervisor, signals_as_interrupts
 from mistakes import TINY
 from runs import (
     HARDER,
@@ -74,6 +74,23 @@ OTHER_FEATURES = (
     *(*TWO, "model.lora.rank=4", "algorithm.beta=0.04"),
     *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
 )
+
+
+def test_a_signal_keeps_its_number_where_a_library_raises_an_interrupt_of_its_own():
+    def library(signum):
+        try:
+            os.kill(os.getpid(), signum)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        with pytest.raises(Interrupted) as caught, signals_as_interrupts():
+            library(signum)
+        assert caught.value.signum == signum
+    with pytest.raises(Interrupted) as caught, signals_as_interrupts():
+        raise Interrupted(signal.SIGHUP)
+    assert caught.value.signum == signal.SIGHUP
 
 
 @pytest.mark.parametrize(

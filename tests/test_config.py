@@ -96,6 +96,7 @@ LATEX = r"\nabla f, \neq, \nu_1 and \not: \text{{x}}"
         ("rollout.stop", "[007, 1:30]", ["007", "1:30"]),
         ("rollout.stop", r"[\n\n, END]", ["\n\n", "END"]),
         ("rollout.stop", r'["\\n"]', [r"\n"]),
+        ("rollout.stop", r"[\nu, don't]", ["\nu", "don't"]),
         ("data.dataset", "[d 1.jsonl, e]", ["d 1.jsonl", "e"]),
         ("model.dtype", "bf16", "bfloat16"),
         ("rollout.environment", '{a: "x y.py:A", b: guess}', {"a": "x y.py:A", "b": "guess"}),

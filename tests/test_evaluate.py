@@ -209,7 +209,7 @@ def test_a_run_is_evaluated_as_it_was_trained(workers, run, tmp_path):
     others = ("--dataset", write_sums(tmp_path / "others.jsonl", 2))
     for more, is_noted in (((), True), (others, False)):
         out = call(tmp_path / f"ev{is_noted}", "--model", str(run), *SMALL, *more)
-        assert ("was trained on these rows" in out) == is_noted
+        assert ("run trained on rows of this data set" in out) == is_noted
     for given, replaced in [
         ({}, {}),
         ({"reward.functions": ["math"]}, {"reward.weights": None}),

@@ -186,9 +186,7 @@ def test_more_iterations_continue_a_finished_run(tmp_path, undisturbed):
     (tensors,) = (twice / "checkpoints" / "2").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size // 2)
     out = succeed("--resume", str(twice), "--iterations", "4")
-    assert (
-        f"resumed from the newest checkpoint, {twice}/checkpoints/1: 1 of 4 iterations done" in out
-    )
+    assert f"complete checkpoint, {twice}/checkpoints/1: 1 of 4 iterations done" in out
     assert f"'{twice}/checkpoints/2' cannot be read" in out
     assert bits_of(twice) == bits_of(once)
     assert summary_of(twice)["iterations"] == 4

@@ -295,8 +295,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _read_word(word: str) -> tuple[str, Any]:
     """Read `train.learning_rate=1e-6`: the key's name and its value, as YAML. But for a key that
     takes a string every text is one, as in `reward.pattern=[0-4]$`, except null, text in quotes
-    and, where the key takes them, lists and mappings. In `data`, `teacher_prompt` and, without
-    quotes, `rollout.stop` a typed \\n ends a line, unless it begins a LaTeX command."""
+    and, where the key takes them, lists and mappings. In `data` and `teacher_prompt` a typed
+    \\n ends a line, unless it begins a LaTeX command; in `rollout.stop` without quotes always."""
     name, equals, text = word.partition("=")
     name, first = name.strip(), text.strip()[:1]
     if not equals:
@@ -312,8 +312,8 @@ def _read_word(word: str) -> tuple[str, Any]:
     )
     value = text if is_text else _parse_yaml(text, name)
     is_prompt = is_text and name.startswith(("data.", "algorithm.teacher_prompt"))
-    if name == "rollout.stop" and isinstance(value, list) and not {"'", '"'} & set(text):
-        return name, [NEWLINE.sub("\n", str(each)) for each in value]
+    if name == "rollout.stop" and isinstance(value, list) and not re.search(r"[\[,]\s*['\"]", text):
+        value = [each.replace(r"\n", "\n") if isinstance(each, str) else each for each in value]
     return name, NEWLINE.sub("\n", value) if is_prompt else value
 
 

@@ -17,7 +17,7 @@ class DeviceSet:
     kind: Literal["cpu", "accelerator"]
     indices: tuple[int, ...]
     """Device numbers; for the CPU the workers' numbers, 0 to count - 1. On a Ray cluster, which
-    chooses the devices, they only tell those of a role apart."""
+    chooses the devices, they only tell devices apart."""
     is_ray: bool = False
 
     @property

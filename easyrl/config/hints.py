@@ -36,9 +36,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def similar_file(path: Path) -> str:
-    """As `did_you_mean`, of the files and folders beside a path that does not exist."""
-    return did_you_mean(path.name, [each.name for each in path.parent.glob("*")])
+def similar_file(path: Path, pattern: str = "*") -> str:
+    """As `did_you_mean`, of what is beside a path that does not exist. `*/`: only folders."""
+    names = [each.name for each in path.parent.glob(pattern)]
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=CLOSE)
+    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
 
 
 def similar_names(name: str, names: Collection[str]) -> list[str]:

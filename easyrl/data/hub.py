@@ -54,8 +54,9 @@ def model_config_from_hub(repository: str) -> Path:
     path = Path(repository).expanduser()
     if path.is_file():
         raise ConfigError(f"{KEY}: '{repository}' is a file (GGUF files are quantized); {FORMS}")
+    beside = similar_file(path, "*/")
     if not is_hub_id(repository):
-        raise ConfigError(f"{KEY}: '{repository}' does not exist{similar_file(path)}; {FORMS}")
+        raise ConfigError(f"{KEY}: '{repository}' does not exist{beside}; {FORMS}")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -68,7 +69,7 @@ def model_config_from_hub(repository: str) -> Path:
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
         why = " ".join(str(cause).split()) if is_reachable else "the hub cannot be reached"
         raise ConfigError(
-            f"{KEY}: '{repository}' is no local folder{similar_file(path)} and cannot be "
+            f"{KEY}: '{repository}' is no local folder{beside} and cannot be "
             f"downloaded: {why}; check name, access (hf auth login) and network (HF_ENDPOINT names "
             f"a mirror); {FORMS}"
         ) from error

@@ -108,6 +108,7 @@ class KVCache:
 
     def start_rows(self, rows: Ints, slots: Ints) -> Ints:
         """Copy short prompts to their rows; return the first free cell of each row."""
+        # Of long prompts, which are shared, 0.
         lengths: Ints = (self.prompt_lengths - self.shared_lengths)[slots]
         into, of = rows[lengths > 0], slots[lengths > 0]
         if len(into):

@@ -69,8 +69,8 @@ class Conversations:
         return render_prompt(messages, self._tokenizer, self._variables)
 
     def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, Calls, str]:
-        """Return the text of a turn, its calls, and the text around these. `prefix`: a prompt,
-        which ends as what is before the turn does."""
+        """Return the text of a turn, its calls, and the text around these; all of the text where
+        none can be read. `prefix`: a prompt, which ends as what is before the turn does."""
         ids = list(token_ids)
         if ids and ids[-1] in self._end_tokens:
             ids.pop()
@@ -81,12 +81,13 @@ class Conversations:
         if self._format != "auto":
             opening = "<think>" if before.rstrip().endswith("<think>") else ""
             calls = read_calls(opening + text, self._format, self._schemas)
-            return text, calls, without_calls(text)
+            is_read = any(isinstance(call, ToolCall) for call in calls)
+            return text, calls, without_calls(text) if is_read else text
         try:
             message = self._tokenizer.parse_response(text, prefix=before, tools=self._schemas)
             found = [call["function"] for call in message.get("tool_calls") or ()]
             calls = [ToolCall(call["name"], dict(call["arguments"])) for call in found]
-            return text, calls, str(message.get("content") or "")
+            return text, calls, str(message.get("content") or "") if calls else text
         except Exception as error:  # of the template's parser, on text that a model has written
             return text, [BadCall(f"the tool call cannot be read: {error!r:.200}")], text
 

@@ -9,7 +9,7 @@ A problem's answers are on the disk before the next ones are awaited.
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from easyrl import __version__, events
-from easyrl.config import Config, by_name, change_config, keys_marked
+from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.section import COMPARED, PROMPT_FORM
@@ -71,10 +71,11 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     check_positions(sampled, files, section="eval")
     example = next(iter(problems.values()))
     interfaces, warnings = preflight.check_functions(sampled, example, is_trained=False)
-    run = run_of(config.model.path)
-    trained = {*run.data.datasets} & {*config.data.datasets} - {*PRESETS} if run else None
-    if trained and not stream.held_out():
-        warnings.append("note: the model was trained on these rows; for others use --dataset")
+    with suppress(ConfigError):  # of a run of another version
+        run = run_of(config.model.path)
+        trained = {*run.data.datasets} & {*config.data.datasets} - {*PRESETS} if run else None
+        if trained and not stream.held_out():
+            warnings.append("note: the model's run trained on rows of this data set (--dataset)")
     for warning in warnings:
         say(warning)
     with_base = change_config(config, {"model.path": source.base})

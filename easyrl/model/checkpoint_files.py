@@ -107,7 +107,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def unfinished_name(path: Path) -> Path:
-    """Return the folder in which the checkpoint `path` is written."""
+    """Return where the checkpoint, or another file, `path` is written."""
     return path.with_name(path.name + UNFINISHED)
 
 

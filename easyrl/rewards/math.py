@@ -38,8 +38,10 @@ r"""`\frac{1}{2}`, or `\frac12`; `\frac123` is (1/2) 3."""
 WRAPPING = re.compile(  # LaTeX around a number, and spaces between thousands
     r"\\(boxed|mbox|(text|math)(bf|it|rm)?)\b|\\[,!% ]|[{}\u202f\u2009]|\^\{?\\circ"
 )
-EXPRESSION = re.compile(r"[\\^_+*×÷√²³½]|\d\s*[-–]\s*\d|\d\D*\b(?:and|or|to)\b\D*\d")
-r"""What is no single number: `2^5`, `5-3`, `2 days and 3 hours`."""
+EXPRESSION = re.compile(
+    r"[\\^_+*×÷√²³½]|\A-?\d[\d,.]*\s*(?:[A-Za-z%]+\s+)?(?:[-–]|and\b|or\b|to\b)\s*\d"
+)
+"""Marks of what is no single number: `2^5`, `5-3`, `2 days and 3 hours`."""
 
 
 def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:

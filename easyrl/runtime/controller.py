@@ -51,7 +51,7 @@ from easyrl.runtime.control import serving
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger, ledger_of_evaluation, ledger_of_iteration
-from easyrl.runtime.placement import check_scale, first_engines
+from easyrl.runtime.placement import check_scale, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
@@ -164,7 +164,7 @@ class Controller:
     def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:
         if self.config.runtime.autoscale:
             raise ConfigError("runtime.autoscale: expected false in a run that is scaled, got true")
-        return self._scale(wanted)
+        return self._scale(numbered(wanted, self.checked.placement))
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         before = self.fleet.infer_devices

@@ -46,7 +46,7 @@ class ProcessLauncher:
         self._store_fd = os.memfd_create("easyrl-store")
         self.store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         """Address of the store over which process groups are made (`devices.open_store`)."""
-        self.devices = device_names(placement)  # by worker; on a cluster with their nodes
+        self.devices = device_names(placement)  # by worker
 
     def __enter__(self) -> Self:
         return self

@@ -67,7 +67,7 @@ class Placement:
 
     @property
     def shares_device(self) -> bool:
-        return self.infer.kind == "accelerator" and self.infer == self.train and not self.is_ray
+        return self.infer.kind == "accelerator" and self.infer == self.train
 
     @property
     def weights_cross_on_cpu(self) -> bool:
@@ -122,10 +122,8 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
         wanted = [each for each in (infer, train, spare) if each is not None]
         if others := [each for each in wanted if each.is_ray or each.kind == "cpu"]:
             raise ConfigError(f"--assume: expected devices like 0-3 with it, got '{others[0]}'")
-    if machine.cluster:  # a worker each by default
-        kind = next(each.kind for each in (infer, train, spare) if each is not None)
-        one = DeviceSet(kind, (0,), is_ray=True)
-        infer, train = infer or one, train or one
+    if machine.cluster:
+        infer, train, spare = _on_cluster(infer, train, spare)
     infer = infer or _default("infer", machine.count, train, kept)
     train = train or _default("train", machine.count, infer, kept)
     check_disjoint(infer, train)
@@ -141,8 +139,8 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
     if spare is not None:
-        if spare.kind == "cpu" or spare.is_ray:  # only a number of devices
-            spare = replace(spare, indices=tuple(infer.count + index for index in spare.indices))
+        if spare.kind == "cpu":
+            spare = _behind(spare, infer.count)
         _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
         placement = replace(placement, spare=spare.indices)
     num_devices = infer.count + len(placement.spare)
@@ -164,7 +162,7 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
     """Refuse sets that overlap, except one single accelerator given to both (they share it)."""
-    are_accelerators = infer.kind == train.kind == "accelerator" and not infer.is_ray
+    are_accelerators = infer.kind == train.kind == "accelerator"
     is_shared = infer == train and infer.count == 1
     if are_accelerators and not is_shared and set(infer.indices) & set(train.indices):
         raise ConfigError(
@@ -198,6 +196,22 @@ def _find_machine(config: Config, used: Sequence[DeviceSet | None]) -> Machine:
     if wanted[0].kind == "accelerator" and machine.kind == "cpu":
         raise ConfigError("devices: expected ray:cpu:N, as there are no accelerators, got ray:N")
     return machine
+
+
+def _on_cluster(
+    infer: DeviceSet | None, train: DeviceSet | None, spare: DeviceSet | None
+) -> tuple[DeviceSet, DeviceSet, DeviceSet | None]:
+    """Number a cluster's devices so that those of workers differ; a worker each by default."""
+    kind = next(each.kind for each in (infer, train, spare) if each is not None)
+    one = DeviceSet(kind, (0,), is_ray=True)
+    infer, train = infer or one, train or one
+    if kind == "cpu":
+        return infer, train, spare
+    return _behind(infer, train.count), train, spare and _behind(spare, train.count + infer.count)
+
+
+def _behind(devices: DeviceSet, first: int) -> DeviceSet:
+    return replace(devices, indices=tuple(first + index for index in devices.indices))
 
 
 def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine) -> Placement:
@@ -266,6 +280,12 @@ def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
         )
 
 
+def numbered(wanted: DeviceSet, placement: Placement) -> DeviceSet:
+    """Number the devices of a live run's engines as at its start (`_on_cluster`)."""
+    is_cluster_of_accelerators = wanted.is_ray and wanted.kind == "accelerator"
+    return _behind(wanted, placement.train.count) if is_cluster_of_accelerators else wanted
+
+
 def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]]:
     size = placement.engine.tensor_parallel_size
     return [devices.indices[at : at + size] for at in range(0, devices.count, size)]
@@ -314,8 +334,7 @@ def _check_engines(
     """Check that engines on `wanted`, except those `kept`, can be added to those on `current`."""
     size = placement.engine.tensor_parallel_size
     new = {i for engine in engines_on(wanted, placement) if engine not in kept for i in engine}
-    trains_here = placement.train.kind == "accelerator" and not placement.is_ray
-    trained = placement.train.indices if trains_here else ()
+    trained = placement.train.indices if placement.train.kind == "accelerator" else ()
     expected = ""
     if (wanted.kind, wanted.is_ray) != (current.kind, current.is_ray):
         expected = f"devices of the same kind as '{current}'"
@@ -425,4 +444,6 @@ def _default(key: str, count: int, other: DeviceSet | None, kept: Sequence[Devic
     free = free or [n for n in every if n not in own] or [*every]
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
-    return DeviceSet("accelerator", tuple(free if other or len(free) == 1 else free[:-1]))
+    return DeviceSet(
+        "accelerator", tuple(free if other is not None or len(free) == 1 else free[:-1])
+    )

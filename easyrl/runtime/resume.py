@@ -78,7 +78,7 @@ class Resume:
         """Return what the run resumes from, what it skips and which settings have changed."""
         total = counted(config.train.iterations, "iteration")
         done = f"{self.state.num_iterations} of {total} done"
-        lines = [f"resumed from the newest checkpoint, {self.checkpoint}: {done}"]
+        lines = [f"resumed from the newest complete checkpoint, {self.checkpoint}: {done}"]
         if self.checkpoint is None:
             lines = [f"started again in {self.folder}: the run there has no checkpoint"]
         lines += [f"{why} (renamed: {path.name}{DAMAGED})" for path, why in self.damaged.items()]

@@ -29,7 +29,9 @@ from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in, unfinishe
 
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
-UNFINISHED_CONFIG, UNFINISHED_SUMMARY = "config.yaml.unfinished", "summary.json.unfinished"
+UNFINISHED_CONFIG, UNFINISHED_SUMMARY = (
+    unfinished_name(Path(name)).name for name in ("config.yaml", "summary.json")
+)
 PRIVATE = 0o700  # mode of new run folders: prompts, completions and tracebacks concern nobody else
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""

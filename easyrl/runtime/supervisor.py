@@ -96,8 +96,10 @@ def signals_as_interrupts() -> Iterator[None]:
     with handle_signals(interrupt):
         try:
             yield
-        except KeyboardInterrupt:  # Ray's calls raise it in place of ours
-            raise Interrupted(received[-1] if received else signal.SIGINT) from None
+        except KeyboardInterrupt as error:
+            if isinstance(error, Interrupted) or not received:
+                raise
+            raise Interrupted(received[-1]) from None  # Ray's calls raise their own in its place
 
 
 @dataclass(eq=False)
