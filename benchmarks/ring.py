@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
                 queue.put([torch.from_numpy(x) for x in copied.values()], timeout=TIMEOUT_SECONDS)
             else:
                 sent = replace(group, prompt_index=time.monotonic_ns(), **copied)
-                port.put(sent, TIMEOUT_SECONDS)
+                assert wait([port.writable_fd], TIMEOUT_SECONDS) and port.put(sent)
         end, latencies = control.recv()
         return (end - start) / count, latencies
 
@@ -120,7 +120,8 @@ def _consume(ring: RingBuffer, queue: Any, control: Connection) -> None:
                 for tensor in queue.get(timeout=TIMEOUT_SECONDS):
                     tensor.numpy().sum()
                 continue
-            lease = port.get(TIMEOUT_SECONDS)
+            wait([port.readable_fd], TIMEOUT_SECONDS)
+            lease = port.get()
             now = time.monotonic_ns()
             assert lease is not None
             latencies.append((now - lease.group.prompt_index) * 1e-9)

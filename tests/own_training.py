@@ -114,7 +114,7 @@ def train_iteration(worker, producer, arrivals):
     loss_inputs = learner._loss_inputs
 
     def arrive():
-        assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
+        assert producer.put(arrivals.pop(0)), "the ring is full"
 
     def note_batch(batch):
         inputs = loss_inputs(batch)

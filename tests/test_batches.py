@@ -87,7 +87,7 @@ class Feed:
     def arrive(self):
         assert self.arrivals, "waits for a group that never arrives"
         self.num_waits += 1
-        assert self.producer.put(self.arrivals.pop(0), 0.0), "the ring is full: slots were kept"
+        assert self.producer.put(self.arrivals.pop(0)), "the ring is full: slots were kept"
 
     def reader(self, num_groups, **config):
         own = config_of(num_groups, **config)
@@ -362,8 +362,8 @@ WHOLE = encode_group(make_group(FIRST))
 
 def test_a_group_that_was_sent_goes_through_the_ring_and_a_message_is_a_copy():
     ring, group = make_ring(1), make_group(FIRST)
-    assert ring.attach(0).put(decode_group(WHOLE), 0.0)
-    lease = ring.attach(1).get(0.0)
+    assert ring.attach(0).put(decode_group(WHOLE))
+    lease = ring.attach(1).get()
     assert_same(group, lease.group)
     message = encode_group(lease.group)
     lease.release()
@@ -385,13 +385,13 @@ def test_a_worker_waits_for_tokens_while_its_groups_are_not_acknowledged():
     for _ in range(MAX_UNACKNOWLEDGED):
         host.send_bytes(b"\x01")
     group = make_group(FIRST)
-    assert all(port.put(group, 0.0) for _ in range(MAX_UNACKNOWLEDGED))
-    assert not port.put(group, 0.0)
+    assert all(port.put(group) for _ in range(MAX_UNACKNOWLEDGED))
+    assert not port.put(group)
     host.send_bytes(b"\x01")
-    assert port.put(group, 1.0)
+    assert port.pipe.poll(1.0) and port.put(group)
     too_long = dataclasses.replace(group, prompt_ids=np.zeros(10**4, np.int32))
     with pytest.raises(ValueError):
-        port.put(too_long, 0.0)
+        port.put(too_long)
 
 
 # -- trees -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import numpy as np
@@ -242,9 +243,9 @@ def produce(world, owner):
         )
         world.inbox.append((owner, scored))
         while not is_rejected:
-            if port.put(make_group(iteration, group_index, prompt_index), 0.0):
+            if port.put(make_group(iteration, group_index, prompt_index)):
                 break
-            world.wait_for(lambda: port.ring.free_pipe.wait(0.0))
+            world.wait_for(lambda: wait([port.writable_fd], 0))
 
 
 def consume(world, owner):
@@ -257,7 +258,7 @@ def consume(world, owner):
 
         def may_go_on(iteration=iteration):
             is_over = world.is_stopped or world.iteration != iteration
-            return is_over or port.ring.ready_pipe.wait(0.0)
+            return is_over or wait([port.readable_fd], 0)
 
         while not world.is_stopped and world.iteration == iteration:
             world.reading.add(owner)

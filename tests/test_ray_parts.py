@@ -107,8 +107,8 @@ def test_a_group_waits_for_a_slot_unless_its_worker_is_fenced(host, monkeypatch)
     assert not fenced.done() and not waiting.done(), "the ring is full"
     host.fence(["rollout-0 a"])
     assert not fenced.result(10.0) and not host.put("rollout-0 a", group(2))
-    host._ring.attach(1).get(0.0).release()
+    host._ring.attach(1).get().release()
     assert waiting.result(10.0)
     assert host.delivered(make_group(FIRST).iteration) == {1, 3}
-    host._ring.attach(1).get(0.0).release()
+    host._ring.attach(1).get().release()
     assert host.put("rollout-0 c", group(2)), "its replacement"

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import count, groupby
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def make_group(index, lengths=None, prompt_length=None):
 
 def take_all(port):
     indexes = []
-    while (lease := port.get(0)) is not None:
+    while (lease := port.get()) is not None:
         assert_same(lease.group, make_group(lease.group.prompt_index))
         indexes.append(lease.group.prompt_index)
         lease.release()
@@ -82,8 +83,8 @@ def take_all(port):
 def assert_whole(ring, port):
     """An empty ring has every slot free, each once, and delivers in order of arrival."""
     indexes = [*reversed(range(ring.layout.num_slots))]
-    assert all(port.put(make_group(index), 0) for index in indexes)
-    assert not port.put(make_group(0), 0)
+    assert all(port.put(make_group(index)) for index in indexes)
+    assert not port.put(make_group(0))
     assert take_all(port) == indexes
 
 
@@ -104,8 +105,8 @@ def test_ragged_groups_come_out_as_they_went_in(groups):
         port = ring.attach(0)
         for shape in groups:  # more than slots: slots are used again
             group = make_group(*shape)
-            assert port.put(group, 0)
-            lease = port.get(0)
+            assert port.put(group)
+            lease = port.get()
             assert_same(lease.group, group)
             lease.release()
 
@@ -116,8 +117,8 @@ def test_memory_has_a_fixed_size_and_groups_are_read_in_place(new_ring):
     with pytest.raises(PermissionError):
         os.ftruncate(ring._memory_fd, 2 * ring.layout.total_bytes)
     port = ring.attach(0)
-    port.put(make_group(1, [3, 5, 8], 16), 0)
-    lease = port.get(0)
+    port.put(make_group(1, [3, 5, 8], 16))
+    lease = port.get()
     for name, _, _ in ARRAYS:
         assert np.shares_memory(getattr(lease.group, name), ring.slots[name])
     with pytest.raises(ValueError, match="read-only"):
@@ -130,16 +131,18 @@ def test_both_sides_wait_for_each_other_and_no_longer_than_asked(new_ring):
     ring = new_ring(num_slots=2)
     producer, consumer = ring.attach(0), ring.attach(1)
     start = time.monotonic()
-    assert consumer.get(0.05) is None
+    assert not wait([consumer.readable_fd], 0.05) and consumer.get() is None
     assert 0.05 <= time.monotonic() - start < 5
-    timer = threading.Timer(0.1, producer.put, (make_group(0), 0))
+    timer = threading.Timer(0.1, producer.put, (make_group(0),))
     timer.start()
-    lease = consumer.get(BOUND_SECONDS)
+    assert wait([consumer.readable_fd], BOUND_SECONDS)
+    lease = consumer.get()
     timer.join()
-    assert producer.put(make_group(1), 0) and not producer.put(make_group(2), 0.05)
+    assert producer.put(make_group(1))
+    assert not wait([producer.writable_fd], 0.05) and not producer.put(make_group(2))
     timer = threading.Timer(0.1, lease.release)  # a slot being read is not free
     timer.start()
-    assert producer.put(make_group(2), BOUND_SECONDS)
+    assert wait([producer.writable_fd], BOUND_SECONDS) and producer.put(make_group(2))
     assert time.monotonic() - start < 5
     timer.join()
     assert take_all(consumer) == [1, 2]
@@ -158,7 +161,7 @@ def test_both_sides_wait_for_each_other_and_no_longer_than_asked(new_ring):
 def test_group_that_does_not_fit_a_slot_or_itself_is_refused(new_ring, group, message):
     port = new_ring().attach(0)
     with pytest.raises(ValueError, match=message):
-        port.put(group, 0)
+        port.put(group)
     assert_whole(port.ring, port)
 
 
@@ -224,7 +227,7 @@ def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_
     ring, rng = new_ring(num_slots=3), random.Random(num_headers)
     port, num_errors = ring.attach(0), 0
     for number in range(num_headers):
-        port.put(make_group(number % 100), 0)
+        port.put(make_group(number % 100))
         slot = ring.slots["status"].tolist().index(READY)
         for name in rng.sample(HEADER, rng.choice([1, 1, 2, 8])):
             # Small, at the limits of a slot, huge, or negative.
@@ -236,7 +239,7 @@ def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_
         if number % 100 == 0:
             ring.delivered(0)
         try:
-            group = port.get(0).group
+            group = port.get().group
         except RuntimeError:
             num_errors += 1
         else:
@@ -273,7 +276,7 @@ def exit_code(pid):
 def operate_and_die(operation, port, step, event_kind):
     """Kill this process before the step-th line (or bytecode) of the ring's module."""
     steps_left = step
-    lease = port.get(0) if operation == "release" else None
+    lease = port.get() if operation == "release" else None
 
     def trace(frame, event, _):
         nonlocal steps_left
@@ -291,9 +294,9 @@ def operate_and_die(operation, port, step, event_kind):
     sys.settrace(trace)
     match operation:
         case "put":
-            port.put(make_group(7), BOUND_SECONDS)
+            port.put(make_group(7))
         case "get":
-            port.get(BOUND_SECONDS)
+            port.get()
         case "release":
             lease.release()
     sys.settrace(None)
@@ -305,8 +308,8 @@ def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation,
     ring = new_ring()
     living, outcomes = ring.attach(0), []
     for step in range(1, 5000):
-        living.put(make_group(1), 0)
-        living.put(make_group(2), 0)
+        living.put(make_group(1))
+        living.put(make_group(2))
         victim = ring.attach(VICTIM)
         pid = fork(partial(operate_and_die, operation, victim, step, event_kind))
         if (code := exit_code(pid)) == 0:
@@ -324,8 +327,8 @@ def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation,
 def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring):
     ring = new_ring(num_slots=3)
     port = ring.attach(0)
-    port.put(make_group(1), 0)
-    port.put(make_group(2), 0)
+    port.put(make_group(1))
+    port.put(make_group(2))
     ring.ready_pipe.receive()  # each died while it held a number
     ring.free_pipe.receive()
     ring.moves[[1, 2]] = 1
@@ -333,7 +336,7 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
         ring.attach(1)
     with pytest.raises(TimeoutError, match=r"\[2\]"):
         ring.reclaim(1, timeout_seconds=0.05)
-    lease = port.get(0)  # the ring still works meanwhile
+    lease = port.get()  # the ring still works meanwhile
     assert lease.group.prompt_index == 2
     lease.release()
     ring.reclaim(1, 2)
@@ -344,13 +347,13 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
 def test_delivered_groups_are_those_published_being_read_or_taken(new_ring):
     ring = new_ring()
     producer, reader = ring.attach(0), ring.attach(1)
-    producer.put(make_group(0), 0)
-    lease = reader.get(0)
+    producer.put(make_group(0))
+    lease = reader.get()
     ring.taken[lease.group.group_index] = lease.group.iteration
     lease.release()
     for index in (1, 2, 10):  # the last is of iteration 1
-        producer.put(make_group(index), 0)
-    lease = reader.get(0)
+        producer.put(make_group(index))
+    lease = reader.get()
     assert ring.delivered(0) == {0, 1, 2} and ring.delivered(1) == {10}
     lease.release()  # not accepted
     assert ring.delivered(0) == {0, 2}
@@ -361,8 +364,8 @@ def stress_producer(ring, owner, log_fd, first):
     port, rng = ring.attach(owner), random.Random(os.getpid())
     for index in range(first, first + 99_999):
         os.write(log_fd, b"P%d\n" % index)
-        while not port.put(make_group(index), 0.05):
-            pass
+        while not port.put(make_group(index)):
+            wait([port.writable_fd], 0.05)
         os.write(log_fd, b"D%d\n" % index)
         time.sleep(rng.random() * 0.002)
 
@@ -370,7 +373,8 @@ def stress_producer(ring, owner, log_fd, first):
 def stress_consumer(ring, owner, log_fd, _):
     port, rng = ring.attach(owner), random.Random(os.getpid())
     while True:
-        if (lease := port.get(0.05)) is not None:
+        wait([port.readable_fd], 0.05)
+        if (lease := port.get()) is not None:
             index = lease.group.prompt_index
             assert_same(lease.group, make_group(index))
             os.write(log_fd, b"B%d\n" % index)

@@ -48,10 +48,10 @@ class RemoteRing:
     def writable_fd(self) -> int:
         return self.pipe.fileno()
 
-    def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Send a group; return False without a token in time. Raises ValueError if too big."""
+    def put(self, group: RolloutGroup) -> bool:
+        """Send a group; return False without a token. Raises ValueError if it is too big."""
         self.layout.lengths(group)
-        if not self.pipe.poll(timeout_seconds):
+        if not self.pipe.poll():
             return False
         self.pipe.recv_bytes()
         self.pipe.send_bytes(encode_group(group))

@@ -30,7 +30,6 @@ import fcntl
 import math
 import mmap
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -142,15 +141,9 @@ class TokenPipe:
         self.fds = fds or os.pipe()
         for fd in self.fds:  # a reader that is too late must not block
             os.set_blocking(fd, False)
-        self._poll = select.poll()
-        self._poll.register(self.fds[0], select.POLLIN)
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for a number to receive; return whether there is one."""
-        return bool(self._poll.poll(max(0, math.ceil(timeout_seconds * 1000))))
 
     def receive(self) -> int | None:
-        """Return a slot number, or None if another process took it first."""
+        """Return a slot number, or None if there is none."""
         try:
             return int.from_bytes(os.read(self.fds[0], TOKEN_BYTES), sys.byteorder)
         except BlockingIOError:
@@ -328,11 +321,11 @@ class RingPort:
         self.writable_fd = ring.free_pipe.fds[0]
         self.readable_fd = ring.ready_pipe.fds[0]
 
-    def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Publish a copy of a group; return False if no slot became free. Raises ValueError."""
+    def put(self, group: RolloutGroup) -> bool:
+        """Publish a copy of a group; return False if no slot is free. Raises ValueError."""
         ring, slots = self.ring, self.ring.slots
         lengths = ring.layout.lengths(group)
-        slot = self._take(ring.free_pipe, WRITING, timeout_seconds)
+        slot = self._take(ring.free_pipe, WRITING)
         if slot is None:
             return False
         for name in FIELDS:
@@ -346,9 +339,9 @@ class RingPort:
             ring.ready_pipe.send(slot)
         return True
 
-    def get(self, timeout_seconds: float) -> Lease | None:
-        """Lease the next ready group, in order of arrival; return None if none arrived in time."""
-        slot = self._take(self.ring.ready_pipe, READING, timeout_seconds)
+    def get(self) -> Lease | None:
+        """Lease the next ready group, in order of arrival; return None if there is none."""
+        slot = self._take(self.ring.ready_pipe, READING)
         return None if slot is None else Lease(self.ring.group(slot), partial(self.free_slot, slot))
 
     def free_slot(self, slot: int) -> None:
@@ -357,17 +350,12 @@ class RingPort:
             self.ring.slots["status"][slot] = FREE
             self.ring.free_pipe.send(slot)
 
-    def _take(self, pipe: TokenPipe, state: int, timeout_seconds: float) -> int | None:
-        deadline = time.monotonic() + timeout_seconds
-        while pipe.wait(deadline - time.monotonic()):
-            with self._move():
-                slot = pipe.receive()
-                if slot is not None:
-                    self.ring.slots["status"][slot] = self.owner_id << STATE_BITS | state
-                    return slot
-            if time.monotonic() > deadline:  # other workers were faster each time
-                break
-        return None
+    def _take(self, pipe: TokenPipe, state: int) -> int | None:
+        with self._move():
+            slot = pipe.receive()
+            if slot is not None:
+                self.ring.slots["status"][slot] = self.owner_id << STATE_BITS | state
+        return slot
 
     @contextlib.contextmanager
     def _move(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ class GroupReader:
     def next(self, update: int, *, wait: bool) -> Lease | None:
         """Return the update's next group; None, with `wait=False`, if it has not arrived yet."""
         while (index := self._available(update)) is None:
-            lease = self._port.get(0.0)
+            lease = self._port.get()
             if lease is not None:
                 if self._accept(lease.group):
                     self._arrived[lease.group.group_index] = lease

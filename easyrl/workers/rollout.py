@@ -452,7 +452,7 @@ class RolloutWorker:
                 maybe_sleep()
                 self.control.send(report)
                 self._outbox[0] = group, None
-            if not self.port.put(group, timeout_seconds=0.0):  # another worker was faster
+            if not self.port.put(group):  # another worker was faster
                 return
             self._outbox.popleft()
 

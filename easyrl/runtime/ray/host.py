@@ -186,7 +186,7 @@ class WorkerHost:
             with self._putting:
                 if sender in self._fenced:
                     return False
-                if self._port.put(group, 0.0):
+                if self._port.put(group):
                     return True
             wait([self._port.writable_fd], RETRY_SECONDS)
 
