@@ -232,32 +232,6 @@ def test_slow_reward_does_not_block(open_pool):
         assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
 
 
-def test_a_process_that_was_killed_with_the_lock_of_the_calls_is_noticed(
-    open_pool, reports, monkeypatch
-):
-    pool = open_pool("good")
-    scores_of(pool)
-    monkeypatch.setattr(pool_module, "STUCK_SECONDS", 0.5)
-    lock = pool._pools[0]._pool_manager.worker_manager.workers_channel.mutex.reader_mutex
-    assert lock.acquire(timeout=10)
-    assert scores_of(pool) == [[1.0, 1.0]] and len(reports) == 1
-    lock.release()
-
-
-def test_a_call_after_a_pause_is_not_taken_for_a_lost_one(open_pool, reports, monkeypatch):
-    pool = open_pool("sleepy")
-    scores_of(pool, "0")
-    monkeypatch.setattr(pool_module, "STUCK_SECONDS", 1.0)
-    for is_second in (False, True):  # of two groups that are in flight
-        if is_second:
-            pool.submit(0, Call("q", ["0"], [[1]], {}))
-            assert not pool.is_broken
-        time.sleep(1.1)  # a slow step of the engine
-        pool.submit(1, Call("q", ["0"], [[1]], {}))
-        finished(pool, 1 + is_second)
-    assert reports == []
-
-
 def test_results_are_of_plain_types(open_pool):
     """Others would be unpickled in the rollout worker."""
     ((scores, errors, metrics, columns),) = score(open_pool("logs_odd_names"))

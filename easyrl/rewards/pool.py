@@ -17,7 +17,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -39,8 +38,6 @@ from easyrl.types import Float32, Prompt
 
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 10.0  # longest check of a function, with the time that its file takes to load
-STUCK_SECONDS = 15.0
-"""Longest time in which calls wait and none runs: processes that are replaced take seconds."""
 MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group
 
 
@@ -78,7 +75,6 @@ class RewardPool:
         self._fast = [n for n in range(len(specs)) if n not in others]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
-        self._next_call: Future[Any] | None = None  # the oldest one that waited at the last look
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._start_pools()
@@ -121,20 +117,7 @@ class RewardPool:
     @property
     def is_broken(self) -> bool:
         """Whether calls may have been lost with the pool; `finished` repeats them."""
-        is_active = all(pool.active for pool in self._pools)
-        return bool(self._groups) and (not is_active or self._is_stuck())
-
-    def _is_stuck(self) -> bool:
-        """Whether no call begins any more, although processes have started: one that is killed
-        while it takes a call leaves the lock of pebble's pipe taken."""
-        futures = [task.future for task in chain(*self._groups.values()) if not task.is_elsewhere]
-        waiting = [future for future in futures if not future.done()]
-        next_call, now = waiting[0] if waiting else None, time.monotonic()
-        is_new = next_call is None or next_call is not self._next_call  # not so the last time
-        is_starting = not all(each.done() for each in self._ready)
-        if is_new or is_starting or any(each.running() for each in waiting):
-            self._next_call, self._moved = next_call, now
-        return now > self._moved + STUCK_SECONDS
+        return bool(self._groups) and not all(pool.active for pool in self._pools)
 
     def fileno(self) -> int:
         """Readable when `finished` has something: for select or multiprocessing.connection.wait."""
@@ -150,16 +133,14 @@ class RewardPool:
     def _start_pools(self) -> None:
         config, models = self._config, self._models
         self._pools: list[ProcessPool] = []
-        self._ready: list[Future[Any]] = []
         if len(models) < len(self._names):
             self._pools = [_open_pool(config.reward.num_workers, config, self._sources)]
-            self._ready += [self._pools[0].schedule(int)]  # pebble starts them with the first task
+            self._pools[0].schedule(int)  # pebble starts the processes with the first task
         if models:
             specs = [loading.reward_specs(config)[number] for number in models]
             self._pools.append(_open_pool(1, config, self._sources, specs, self._environment))
             loads = Call("", [], [], {}, functions=models)  # no completions, and no timeout
-            self._ready += [self._pools[-1].schedule(run_call, (loads,))]
-        self._moved = time.monotonic()
+            self._pools[-1].schedule(run_call, (loads,))
 
     def _restart(self) -> None:
         self._num_restarts += 1
