@@ -27,6 +27,9 @@ def text(completions, answer, **columns):
 def contains(completions, answer, **columns):
     return [float(right in each) for each, right in zip(completions, answer)]
 
+def a_number(completions, **columns):
+    return [float(2 in each) for each in completions]
+
 def a_set(completions, **columns):
     return {0.0}
 """
@@ -225,6 +228,7 @@ MISTAKES = {
     f"grpo {EXACT}/half.jsonl": "half.jsonl:1",
     # rewards
     "grpo --dataset FOLDER/good.jsonl": "reward.functions",
+    "grpo --reward exact_match --reward exact_match": "expected each name once",
     "grpo --reward exactmatch": "did you mean exact_match?",
     "grpo --reward FOLDER/r.py": "r.py:one_for_all or ",
     "grpo --reward FOLDER/fails.py:score": 'fails.py", line 3',
@@ -301,6 +305,7 @@ MISTAKES = {
     "grpo --dry-run --dataset FOLDER/good.jsonl": "reward.functions",
     "grpo --dry-run --dataset FOLDER/good.jsonl --reward no_such.py:f": "reward.functions",
     "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:a_set": "r.py:a_set",
+    "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:a_number": "operand, not int",
     "grpo --dry-run --dataset FOLDER/good.jsonl --reward FOLDER/r.py:text"
     " data.columns={a:\\ answer}": "'answer'",
     f"grpo --dry-run {EXACT}/good.jsonl algorithm.loss_type=no.py:f": "loss_type",
@@ -308,7 +313,7 @@ MISTAKES = {
     "grpo --dry-run --output FOLDER/taken": "--output",
     "grpo --no-live --dry-run --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
     f"grpo --dry-run {EXACT}/good.jsonl eval.dataset=no.jsonl": "eval.dataset: there is no file",
-    "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized)",
+    "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (of GGUF: quantized)",
     "grpo my.yaml": "--config my.yaml",
     "grpo --report-to wandb": "output.log_to=[wandb]",
     "grpo model.lora.target_modules=all-linear": "use model.lora.target_modules=null",

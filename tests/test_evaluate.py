@@ -277,6 +277,10 @@ def test_evaluations_with_other_prompts_are_compared_with_a_warning(workers, tmp
     assert "on 6 common problems" in output
     assert output.index(warning) < output.index("6/6")
     write_sums(tmp_path / "d.jsonl", *range(1, 7))
+    write_sums(tmp_path / "d.jsonl", 5, 6, 7)
+    output = call(tmp_path / "few", *words[:4], "--compare", str(tmp_path / "a"), *SMALL)
+    assert "warning: only 1 of 3 problems are in both" in output
+    write_sums(tmp_path / "d.jsonl", *range(1, 7))
     assert "without a common problem" in " ".join(call(tmp_path / "c", *words, code=2).split())
 
 

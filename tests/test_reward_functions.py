@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from reward_pools import call, config_of
 
-from easyrl.config import ConfigError
+from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
-from easyrl.rewards.loading import check_rewards, load_reward, reward_specs
+from easyrl.rewards.loading import check_rewards, load_reward, reward_names, reward_specs
 from easyrl.types import Prompt
 from math_answers import GSM8K, MATH, NAN, TYPED
 from runs import write_rows
@@ -229,3 +229,9 @@ def test_function_in_verls_form_works_as_the_docs_wrap_it(tmp_path):
     row["extra_info"] = {"index": 7}
     prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], row)
     assert call(config_of(f"{tmp_path}/v.py:score"), prompt, ["4", "5"]).scores == [[1, 0]]
+
+
+def test_functions_of_one_name_are_told_apart_by_their_files():
+    specs = ["/a/r.py:f", "/a/s.py:f", "/b/s.py:g", "/a/t.py:h", "/b/t.py:h", "math"]
+    config = load_config(None, {"reward.functions": specs})
+    assert reward_names(config) == ["r.py:f", "s.py:f", "g", *specs[3:]]

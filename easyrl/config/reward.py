@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from easyrl.config.section import AS_LIST, COMPARED, MAY_CHANGE, NAMES_FILES, Section
+from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
 Index = Annotated[int, Field(ge=0)]
 
@@ -62,7 +62,7 @@ class JudgeConfig(Section):
 class RewardConfig(Section):
     """Reward functions (docs/rewards.md)."""
 
-    functions: Annotated[list[str] | None, AS_LIST, NAMES_FILES] = None
+    functions: Annotated[list[str] | None, AS_LIST, EACH_ONCE, NAMES_FILES] = None
     """`none` (`algorithm.teacher` alone trains; held-out problems keep the preset's reward), or a
     list of `exact_match`, `math`, `gsm8k`, `code`, `judge`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`, and folders or hub ids of

@@ -26,6 +26,7 @@ from easyrl.data.presets import PRESETS, eval_sampling, with_long_problems
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
+from easyrl.formatting import counted
 from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.model.files import ModelFiles, check_positions, model_size, read_model_files
 from easyrl.observe.text import say
@@ -237,6 +238,8 @@ def _results(plan: Plan, answers: Answers, num_tokens: int, seconds: float) -> d
 
 def _compare(folder: EvalFolder, results: Mapping[str, Any], other: Answers, path: Path) -> None:
     figures, problems = compare(folder.answers, other, results["correct_reward"])
+    if len(problems) < (least := min(len(folder.answers), len(other))):
+        say(f"warning: only {len(problems)} of {counted(least, 'problem')} are in both")
     name = str(path)
     folder.write_results({**results, "comparison": finite({"with": name, **figures})})
     file = folder.path / "comparison.jsonl"

@@ -6,6 +6,7 @@ Used without a terminal and with --no-live; the table also follows the live view
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from shlex import quote
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.text import Text
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Event, FromWorker
-from easyrl.formatting import counted, printable, shorten
+from easyrl.formatting import EXTRAS, counted, printable, shorten
 from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.state import problems_in
 from easyrl.observe.text import safe, say, say_once, say_rich, shown
@@ -135,7 +136,9 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
         table.add_row(name, value)
     table.add_row("run folder", Text(str(run.folder)))
     folder, train = quote(str(run.folder)), run.config.train
-    commands = [f"easyrl samples {folder}", f"easyrl report {folder}"]
+    commands = [f"easyrl samples {folder}"]
+    if find_spec(EXTRAS["report"]) is not None:
+        commands.append(f"easyrl report {folder}")
     if train.keep_checkpoints:
         commands.append(f"easyrl grpo --resume {folder} --iterations {2 * train.iterations}")
     lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]

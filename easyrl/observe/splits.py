@@ -46,7 +46,11 @@ def measure(folder: Path) -> Measured:
         if number > done_before + 1 and "perf/iteration_seconds" in line
     ]
     if not lines or not run.devices:
-        raise ConfigError(f"'{folder}': expected 2 iterations of its newest command (one warms up)")
+        done = sum(number > done_before for number in run.lines)
+        raise ConfigError(
+            f"'{folder}': expected 2 iterations of its newest command (one warms up), got {done}; "
+            "run or resume it with more --iterations"
+        )
     names = ("iteration", "infer", "train", "weights")
     seconds = [median(line[f"{name}_seconds"] for line in lines) for name in names]
     num_tokens = median(line["tokens_per_second"] * line["iteration_seconds"] for line in lines)

@@ -81,11 +81,14 @@ def reward_models(config: Config) -> list[str]:
 
 
 def reward_names(config: Config) -> list[str]:
-    """Names for metrics: those of the functions; where some are equal, their whole entries."""
+    """Names for metrics: those of the functions; where some are equal, with the names of their
+    files, or else their whole entries."""
     specs = reward_specs(config)
-    names = [Path(spec.rpartition(":")[2]).name for spec in specs]
+    forms = [(Path(spec.rpartition(":")[2]).name, Path(spec).name, spec) for spec in specs]
+    columns = [*zip(*forms, strict=True)]
     return [
-        name if names.count(name) == 1 else spec for name, spec in zip(names, specs, strict=True)
+        next(name for name, all_ in zip(own, columns, strict=True) if all_.count(name) == 1)
+        for own in forms
     ]
 
 

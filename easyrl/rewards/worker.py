@@ -197,7 +197,9 @@ def try_function(spec: str, example: Prompt | None) -> str:
     content, num_dummies = example.content, min(8, _config.rollout.num_generations)
     returned = _call_on_dummies(content, example, num_dummies)
     has_all = all(value is not None for value in example.columns.values())
-    if isinstance(returned, WRONG_FORM) and has_all:  # a missing value may be what is wrong
+    is_of_column = "left operand" in str(returned)  # `18 in completion`
+    # A missing value may be what is wrong, too.
+    if isinstance(returned, WRONG_FORM) and has_all and not is_of_column:
         is_text = isinstance(content, str)
         other: Messages | str = [{"role": "user", "content": content}] if is_text else str(content)
         if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):
@@ -214,7 +216,7 @@ def try_function(spec: str, example: Prompt | None) -> str:
         if returned is not error and isinstance(error, TypeError):
             raise ConfigError(f"{loading.KEY}: '{spec}' on dummy completions: {error}") from None
         # A match that dummies lack is None, which has no attributes.
-        is_mistake = isinstance(error, AttributeError) and "'NoneType'" not in str(error)
+        is_mistake = isinstance(error, AttributeError | TypeError) and "NoneType" not in str(error)
         if is_mistake or isinstance(error, (NameError, ImportError)):
             raise ConfigError(f"{loading.KEY}: '{spec}':\n{user_traceback(error)}") from None
         return (

@@ -394,7 +394,9 @@ def choice_warnings(config: Config, placement: Placement) -> list[str]:
         texts.append(f"the CPU is used, since torch cannot use the GPUs: {reason}")
     infer, train = placement.infer.count, placement.train.count
     if max(infer, train) >= LOPSIDED * min(infer, train):
-        text = f"{counted(infer, 'device')} for generation and {train} for training is lopsided"
+        default = " by default" if config.devices.infer is config.devices.train is None else ""
+        text = f"{counted(infer, 'device')} for generation and {train} for training{default} is "
+        text += "lopsided"
         advice = f"a short run, then easyrl plan RUN --devices {infer + train}"
         texts.append(f"{text}; to find the fastest split: {advice}")
     kind, is_here = placement.accelerator, not (placement.assumed or placement.is_ray)
@@ -507,6 +509,8 @@ def describe_prompts(
     lines = [f"first prompt, {counted(len(ids), 'token')}:", *(f"  {each}" for each in lines)]
     if hidden:
         lines.append(f"warning: the chat template does not show the tools {', '.join(hidden)}")
+    if not isinstance(content, str) and content[-1]["role"] == "assistant":
+        lines.append("note: prompts end with an assistant's message, which the model continues")
     is_for_chats = bool(tokenizer and tokenizer.chat_template)
     if is_for_chats and isinstance(content, str) and config.data.chat is None:
         lines.append("warning: prompts are plain text; data.chat=true makes chats for this model")

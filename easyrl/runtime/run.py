@@ -14,7 +14,7 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource
 from easyrl.model.files import fingerprint
-from easyrl.rewards.loading import reward_names
+from easyrl.rewards.loading import reward_names, reward_weights
 from easyrl.runtime import run_folder, self_test, supervisor
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
@@ -149,7 +149,8 @@ def _announce(controller: Controller) -> None:
 def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     config = checked.config
     notes = [] if resumed is None else [resumed.describe(config)]
-    rewards = ", ".join(reward_names(config))
+    weights = [f" x {each:g}" if each != 1 else "" for each in reward_weights(config)]
+    rewards = ", ".join(map(str.__add__, reward_names(config), weights))
     notes.append(describe_weights(checked.model, config))
     teacher = f"; teacher: {config.algorithm.teacher}" if config.algorithm.teacher else ""
     notes.append(f"data: {config.data.shown}; reward: {rewards}{teacher}")
