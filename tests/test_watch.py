@@ -122,8 +122,9 @@ def test_folder_without_a_readable_trace_is_refused(written):
     assert content(state_of(RunFiles(folder).read())) == content(state_of(run))
 
 
-def test_finished_run_is_shown_as_it_ended(finished_run, capsys):
+def test_finished_run_is_shown_as_it_ended(finished_run, capsys, monkeypatch):
     terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(finished_run.folder))
+    monkeypatch.setattr("easyrl.observe.lines.find_spec", lambda module: None)  # as it ran
     assert watch(finished_run.folder, live=False) == 0
     assert capsys.readouterr().out == finished_run.out
     assert terminal.end() == 0
