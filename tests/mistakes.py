@@ -313,7 +313,7 @@ MISTAKES = {
     "grpo --dry-run --output FOLDER/taken": "--output",
     "grpo --no-live --dry-run --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
     f"grpo --dry-run {EXACT}/good.jsonl eval.dataset=no.jsonl": "eval.dataset: there is no file",
-    "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (of GGUF: quantized)",
+    "grpo --dry-run --model FOLDER/good.jsonl": "good.jsonl' is a file (GGUF files are quantized)",
     "grpo my.yaml": "--config my.yaml",
     "grpo --report-to wandb": "output.log_to=[wandb]",
     "grpo model.lora.target_modules=all-linear": "use model.lora.target_modules=null",

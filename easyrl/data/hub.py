@@ -53,7 +53,7 @@ def model_config_from_hub(repository: str) -> Path:
     """Return the model's `config.json`, downloaded or cached. Raises ConfigError without one."""
     path = Path(repository).expanduser()
     if path.is_file():
-        raise ConfigError(f"{KEY}: '{repository}' is a file (of GGUF: quantized); {FORMS}")
+        raise ConfigError(f"{KEY}: '{repository}' is a file (GGUF files are quantized); {FORMS}")
     beside = similar_file(path, "*/")
     if not is_hub_id(repository):
         raise ConfigError(f"{KEY}: '{repository}' does not exist{beside}; {FORMS}")
