@@ -178,16 +178,20 @@ class Sample(Message):
     advantage: float
     columns: Mapping[str, Any]  # values that reward functions logged for it (`log_extra`)
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by function
-    length: int = 0  # in tokens
+    length: int = 0  # sampled tokens
     truncated: bool = False
     raw: Sequence[str] = ()  # prompt and completion as the model sees them: all of their tokens
     episode: Mapping[str, Any] = field(default_factory=dict)  # by EPISODE_KEYS
+    inserted_tokens: int = 0  # by environments, tools and later requests
 
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
 """Names that a reward function's `log_extra` cannot use."""
 EPISODE_KEYS = ("messages", "ended_by", "branches")
-SAMPLE_VALUES = ("completion", "reward", "rewards", "length", "truncated", "raw")
+SAMPLE_VALUES = (
+    *("completion", "reward", "rewards"),
+    *("length", "inserted_tokens", "truncated", "raw"),
+)
 SAMPLE_KEYS = (*SAMPLE_COLUMNS, *SAMPLE_VALUES, *EPISODE_KEYS, "problem", "sample")
 
 
@@ -204,7 +208,7 @@ class GroupScored(WorkerEvent):
     prompt_index: int
     rewards: Sequence[float]  # [G], NaN where the group was skipped
     rewards_by_function: Sequence[Sequence[float | None]]  # [functions][G]
-    completion_lengths: Sequence[int]  # [G]
+    completion_lengths: Sequence[int]  # [G], sampled tokens
     num_truncated: int
     busy_seconds: float  # the engine's busy time in this iteration so far
     errors: Sequence[str] = ()  # failed reward calls that do not end the run (`reward.on_error`)
@@ -218,6 +222,8 @@ class GroupScored(WorkerEvent):
     samples: Sequence[Sample] = ()  # all completions, for samples.jsonl
     shown: Sample | None = None  # one of them, for the live view
     checksum: int = 0  # of token ids and log-probabilities
+    num_inserted_tokens: int = 0  # in all completions
+    num_prompt_tokens: int = 0  # `Completion.num_read_before`, summed over the completions
 
 
 class GroupRecomputed(WorkerEvent):
@@ -240,9 +246,10 @@ class IterationTrained(WorkerEvent):
     iteration: int
     policy_version: int
     groups_trained: int  # each of them checked to be on-policy (`GroupReader._accept`)
-    completion_tokens: int
+    completion_tokens: int  # sampled
     busy_seconds: float
     metrics: Mapping[str, float]
+    inserted_tokens: int = 0  # in these completions
 
 
 class ModelSaved(WorkerEvent):

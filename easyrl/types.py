@@ -96,7 +96,8 @@ def no_tokens() -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The tokens sampled for one prompt, once."""
+    """The tokens that follow one prompt, once: those that the model sampled and, in an episode,
+    those inserted between its turns."""
 
     token_ids: Int32  # [R], with the end-of-sequence token or stop string
     logprobs: Float32  # [R], of softmax(logits / temperature)
@@ -106,6 +107,26 @@ class Completion:
     segment_lengths: Int32 = field(default_factory=no_tokens)
     segment_after: Int32 = field(default_factory=no_tokens)
     """Segments of an agent's episode, as in `RolloutGroup`; indices count from the prompt."""
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.is_sampled.sum())
+
+    @property
+    def num_inserted(self) -> int:
+        """Number of tokens that come from an environment, a tool, or a later request."""
+        return len(self.token_ids) - self.num_sampled
+
+    def num_read_before(self, num_prompt_tokens: int) -> int:
+        """Return how many tokens the model had read when it sampled its first one: the prompt, and
+        what an observation or an agent's own first request adds to it. 0 if it sampled none."""
+        if not self.is_sampled.any():
+            return 0
+        first_sampled = int(self.is_sampled.argmax())
+        if not len(self.segment_after):
+            return num_prompt_tokens + first_sampled
+        num_shared = int(self.segment_after[0]) + 1  # with the group's prompt
+        return num_shared + first_sampled
 
 
 @dataclass(frozen=True, slots=True)

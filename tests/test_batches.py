@@ -136,8 +136,8 @@ def batches_of(groups, max_tokens, *, order=None, **how):
         masks = (group.trained_mask(mask_truncated=mask_truncated) for group in groups)
         assert end == UpdateEnd(num_loss_tokens=sum(mask.sum() for mask in masks))
         assert source.last_reader.num_read == len(groups)
-        tokens = sum(len(g.completion_ids) for g in groups)
-        assert source.last_reader.completion_tokens == tokens
+        assert source.last_reader.completion_tokens == sum(g.loss_mask.sum() for g in groups)
+        assert source.last_reader.inserted_tokens == sum((~g.loss_mask).sum() for g in groups)
         assert source.num_free == len(groups)  # every slot was freed
         assert all(isinstance(batch, MicroBatch) for batch in found)
         for name, _, _ in ARRAYS:  # a batch is still trained when its slots are written again

@@ -182,6 +182,7 @@ def record(
         for key in lines[0]
         if key.startswith("perf/")
     }
-    num_tokens = lines[-1]["num_tokens"] - lines[0]["num_tokens"]  # counted from the run's start
+    name = "num_completion_tokens"
+    num_tokens = lines[-1][name] - lines[0][name]  # counted from the run's start
     seconds = (finished[-1].time - finished[0].time) / iterations
     return medians | {"completion_tokens": num_tokens / iterations, "seconds": seconds}

@@ -37,11 +37,15 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
     """The figures of `eval.json`: means over problems, and over all completions."""
     rewards = rewards_of(answers)  # [N, S]
     lengths = [line["length"] for lines in answers for line in lines]
+    # An evaluation that an older version began has lines without it.
+    inserted = [line.get("inserted_tokens", 0) for lines in answers for line in lines]
     of_samples: dict[str, Any] = {
         "num_problems": len(rewards),
         "num_skipped": len(answers) - len(rewards),  # their reward calls failed
-        "completion_tokens": sum(lengths),
+        "completion_tokens": sum(lengths),  # sampled
+        "inserted_tokens": sum(inserted),
         "mean_completion_length": float(np.mean(lengths)),
+        "mean_inserted_length": float(np.mean(inserted)),
         "truncated_share": float(np.mean([line["truncated"] for each in answers for line in each])),
     }
     if not len(rewards):

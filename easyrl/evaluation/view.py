@@ -85,6 +85,8 @@ def show_results(folder: Path, results: Named) -> None:
         problems += f"; {results['num_too_long']} more skipped as too long"
     table.add_row("problems", problems)
     length = f"{results['mean_completion_length']:.1f} tokens"
+    if results["inserted_tokens"]:
+        length += f" sampled and {results['mean_inserted_length']:.1f} inserted"
     table.add_row("mean length", f"{length}, {results['truncated_share']:.1%} truncated")
     if (speed := results["tokens_per_second"]) is not None:  # None: nothing was left to answer
         table.add_row("speed", f"{speed:,.0f} tokens/s for {results['wall_seconds']:.1f} s")

@@ -76,11 +76,13 @@ class PlainLines:
         to_teacher = metrics.get("teacher/kl")
         teacher = "" if to_teacher is None else f"teacher KL {to_teacher:.4f}  "
         calls = f"tool calls {metrics['tools/calls']:.1f}  " if "tools/calls" in metrics else ""
+        num_inserted = metrics.get("completions/mean_inserted_length")
+        inserted = "" if num_inserted is None else f"inserted {num_inserted:.1f}  "
         say(
             f"iteration {number}/{self._run.config.train.iterations}  "
             f"reward {shown(metrics['reward'], '.3f')}  "
             f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}  "
-            f"length {metrics['completions/mean_length']:.1f}  "
+            f"length {metrics['completions/mean_length']:.1f}  {inserted}"
             f"loss {shown(metrics['loss'], '+.4f')}  "
             f"grad_norm {shown(metrics['grad_norm'], '.3f')}  {teacher}{calls}"
             f"{metrics['perf/iteration_seconds']:.2f} s  "
@@ -171,7 +173,9 @@ def result_rows(
     tokens, wall_seconds = summary["completion_tokens"], summary.get("wall_seconds")
     groups = f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy"
     time = f" in {wall_seconds:.1f} s" if wall_seconds else ""
-    yield "trained", f"{groups}; {tokens:,} tokens{time}"
+    inserted = summary.get("inserted_tokens", 0)  # not in older ones
+    kinds = f"sampled and {inserted:,} inserted tokens" if inserted else "tokens"
+    yield "trained", f"{groups}; {tokens:,} {kinds}{time}"
     if (seconds := summary.get("iteration_seconds", 0.0)) > 0:
         per_device = summary["tokens_per_second_per_device"]
         speed = f"{tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"

@@ -39,14 +39,15 @@ STYLE: Any = {
 RESULTS = {"reward": "Reward", ACCURACY: "Held-out accuracy"}
 OTHERS = {
     "frac_reward_zero_std": "Groups without reward spread (nothing to learn)",
-    "completions/mean_length": "Completion length (mean, tokens)",
+    "completions/mean_length": "Completion length (mean, sampled tokens)",
+    "completions/mean_inserted_length": "Tokens inserted into a completion (mean)",
     "completions/clipped_ratio": "Truncated completions",
     "kl": "KL divergence from the reference",
     "teacher/kl": "KL divergence from the teacher",
     "entropy": "Entropy",
     "grad_norm": "Gradient norm (before clipping)",
     "learning_rate": "Learning rate",
-    "perf/tokens_per_second": "Throughput (trained tokens/s)",
+    "perf/tokens_per_second": "Throughput (sampled tokens trained per second)",
     OVERLAP: "Overlap of generating and training",
     "perf/weights_seconds": "Weight exchange (seconds)",
     "sampling/sampling_logp_difference/max": "Largest log-probability gap, engine to trainer",

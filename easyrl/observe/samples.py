@@ -21,6 +21,7 @@ MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
 MESSAGES = ("messages", "column/messages")
+ONLY_IF_SET = ("truncated", "inserted_tokens")  # shown unless false or 0
 LEFT_OUT = ("prompt", "completion", "entry", "problem", "rewards", "branches", "raw", *MESSAGES)
 
 
@@ -100,6 +101,6 @@ def columns_of(line: Line, max_length: int) -> list[str]:
     for name, value in {**line, **(functions if len(functions) > 1 else {}), **line}.items():
         shown = value + 1 if name == "sample" else value
         text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
-        if name not in LEFT_OUT and (name != "truncated" or value):
+        if name not in LEFT_OUT and (name not in ONLY_IF_SET or value):
             columns.append(printable(f"{name} {shorten(text, max_length)}"))
     return columns

@@ -21,7 +21,7 @@ class Measured(NamedTuple):
     devices: Sequence[str]  # of the workers, engines first
     engines: int
     trainers: int
-    num_tokens: float  # completion tokens trained per iteration
+    num_tokens: float  # sampled tokens trained per iteration
     seconds: float
     generating: float
     training: float

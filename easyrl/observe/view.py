@@ -44,6 +44,7 @@ LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known
 LAST_PICTURE_LINES, LEAST_PICTURE_LINES = 22, 5
 FIGURES = {  # figures of the newest iteration, if the run has them: name -> (metric, format)
     "length": ("completions/mean_length", ".1f"),
+    "inserted": ("completions/mean_inserted_length", ".1f"),
     "entropy": ("entropy", ".3f"),
     "KL": ("kl", ".4f"),
     "teacher KL": ("teacher/kl", ".4f"),

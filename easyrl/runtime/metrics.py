@@ -38,12 +38,18 @@ def iteration_metrics(
 ) -> dict[str, float]:
     """Metrics of a complete iteration, with TRL's names where it has one. As in TRL, rewards and
     lengths cover all generated groups, also rejected ones: they describe the policy, not what is
-    trained. `before`: metrics of the previous iteration, if any; `seconds`: the measured ones."""
+    trained. Lengths and rates count the tokens that the model has sampled, not those inserted.
+    `before`: metrics of the previous iteration, if any; `seconds`: the measured ones."""
     groups, trained = ledger.reports, ledger.trained
     assert trained is not None
-    num_tokens = trained.completion_tokens
-    rate = num_tokens / seconds["perf/iteration_seconds"]
+    rate = trained.completion_tokens / seconds["perf/iteration_seconds"]
     lengths = np.concatenate([group.completion_lengths for group in groups])
+    num_generated = int(lengths.sum())
+    num_read = sum(group.num_prompt_tokens for group in groups)
+    inserted = {}
+    if ledger.config.rollout.has_environments:
+        num_inserted = sum(group.num_inserted_tokens for group in groups)
+        inserted["completions/mean_inserted_length"] = num_inserted / lengths.size
     return {
         "iteration": trained.iteration + 1,
         "policy_version": trained.policy_version,
@@ -57,15 +63,37 @@ def iteration_metrics(
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": sum(g.num_truncated for g in groups) / lengths.size,
+        **inserted,
         **trained.metrics,
-        "num_tokens": before.get("num_tokens", 0) + num_tokens,
-        "num_generated_tokens": before.get("num_generated_tokens", 0) + int(lengths.sum()),
+        **_trained_tokens(before, trained),
+        "num_tokens": before.get("num_tokens", 0) + num_read + num_generated,
+        "num_generated_tokens": before.get("num_generated_tokens", 0) + num_generated,
         **seconds,
         "perf/infer_seconds": float(np.mean([*ledger.engine_seconds.values()])),
         "perf/train_seconds": trained.busy_seconds,
         "perf/tokens_per_second": rate,
         "perf/tokens_per_second_per_device": rate / num_devices,
     }
+
+
+def trained_tokens(line: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens of the completions trained so far, from a line of metrics: sampled ones,
+    inserted ones, and the sum that the trainer gets. A line of an older version has only the sum,
+    as `num_tokens`: all of it counts as sampled."""
+    if "num_trainer_tokens" not in line:
+        total = line.get("num_tokens", 0)
+        line = {"num_completion_tokens": total, "num_trainer_tokens": total}
+    names = ("num_completion_tokens", "num_inserted_tokens", "num_trainer_tokens")
+    return {name: line.get(name, 0) for name in names}
+
+
+def _trained_tokens(before: Mapping[str, Any], trained: events.IterationTrained) -> dict[str, int]:
+    """Add an iteration's tokens to those of the iterations before."""
+    tokens = trained_tokens(before)
+    tokens["num_completion_tokens"] += trained.completion_tokens
+    tokens["num_inserted_tokens"] += trained.inserted_tokens
+    tokens["num_trainer_tokens"] += trained.completion_tokens + trained.inserted_tokens
+    return tokens
 
 
 def logged_metrics(
@@ -131,7 +159,9 @@ def summarize(
     gap = "sampling/sampling_logp_difference/max"
     gaps = [line[gap] for line in lines if line.get(gap) is not None]
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
-    seconds, num_tokens = total("perf/iteration_seconds"), newest.get("num_tokens", 0)
+    seconds = total("perf/iteration_seconds")
+    tokens = trained_tokens(newest)
+    num_sampled = tokens["num_completion_tokens"]
     best = best_of(lines)
     return {
         "iterations": config.train.iterations,
@@ -140,7 +170,7 @@ def summarize(
         "reward_first": reward_first,
         "reward_last": reward_last,
         "rewards": {name: ends(f"rewards/{name}/mean") for name in reward_names(config)},
-        "tokens_per_second_per_device": num_tokens / seconds / num_devices if seconds else 0.0,
+        "tokens_per_second_per_device": num_sampled / seconds / num_devices if seconds else 0.0,
         "accuracy_before": state.accuracy_before,
         "held_out_reward_before": state.held_out_reward_before,
         "accuracy_best": best.get("eval/accuracy"),
@@ -151,7 +181,7 @@ def summarize(
         **{name: total(name) for name in COUNTS},
         **{name: total(name) for name in judge.COUNTS if any(name in line for line in lines)},
         "updates_not_finite": int(total("num_updates_not_finite")),
-        "completion_tokens": num_tokens,
+        **{name.removeprefix("num_"): number for name, number in tokens.items()},
         "generated_tokens": newest.get("num_generated_tokens", 0),
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
         "groups_off_policy": 0,  # one such group ends the run (`GroupReader._accept`)

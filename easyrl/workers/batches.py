@@ -57,7 +57,8 @@ class GroupReader:
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
         self.num_slots = port.ring.layout.num_slots
         self.num_duplicates = 0  # groups dropped
-        self.completion_tokens = 0  # of the groups handed out
+        self.completion_tokens = 0  # sampled ones of the groups handed out
+        self.inserted_tokens = 0  # in the completions of these groups
         self._config, self._port = config, port
         self._expected = expected
         self._previous = expected[0] - 1, expected[1] - train.updates_per_iteration
@@ -82,7 +83,9 @@ class GroupReader:
             else:
                 return None
         lease = self._arrived.pop(index)
-        self.completion_tokens += len(lease.group.completion_ids)
+        num_sampled = int(lease.group.loss_mask.sum())
+        self.completion_tokens += num_sampled
+        self.inserted_tokens += len(lease.group.completion_ids) - num_sampled
         return lease
 
     @property

@@ -397,7 +397,7 @@ class RolloutWorker:
             prompt_index=own.prompt.index,
             rewards=rewards.tolist(),
             rewards_by_function=scored.scores,
-            completion_lengths=group.completion_lengths.tolist(),
+            completion_lengths=[completion.num_sampled for completion in completions],
             num_truncated=int(group.truncated.sum()),
             busy_seconds=self._busy_seconds,
             errors=scored.errors,
@@ -410,6 +410,8 @@ class RolloutWorker:
             samples=samples if is_sample else (),
             shown=samples[0],
             checksum=checksum(completions),
+            num_inserted_tokens=sum(completion.num_inserted for completion in completions),
+            num_prompt_tokens=sum(c.num_read_before(len(own.prompt_ids)) for c in completions),
         )
         if is_rejected:
             self.control.send(report)
@@ -432,10 +434,11 @@ class RolloutWorker:
                 float(advantages[n]),
                 {name: values[n] for name, values in scored.columns.items()},
                 {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
-                len(completion.token_ids),
+                completion.num_sampled,
                 completion.finish_reason == "length",
                 (prompt, decode(completion.token_ids.tolist())) if is_kept else (),
                 {key: values[n] for key, values in group.episodes.items()},
+                completion.num_inserted,
             )
             for n, completion in enumerate(group.completions if is_kept else group.completions[:1])
         ]

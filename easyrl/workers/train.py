@@ -335,6 +335,7 @@ class TrainWorker:
             policy_version=self.learner.policy_version,
             groups_trained=0 if reader is None else reader.num_read,
             completion_tokens=0 if reader is None else reader.completion_tokens,
+            inserted_tokens=0 if reader is None else reader.inserted_tokens,
             busy_seconds=busy_seconds,
             metrics=self.learner.metrics(),
         )
