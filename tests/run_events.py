@@ -77,6 +77,7 @@ def run_events(folder, config=None):
         "loss": math.nan,
         "entropy": 0.25,
         "completions/clipped_ratio": 0.125,
+        "completions/mean_inserted_length": 30.5,
         "eval/accuracy": 0.7,
     }
     second |= {"groups_skipped": 2, "reward_errors": 3, "num_updates_not_finite": 1.0}

@@ -3,17 +3,22 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pytest
 from typer.testing import CliRunner, Result
 
+from easyrl import events
 from easyrl.formatting import EXTRAS
+from easyrl.observe.run_files import RunFiles
 
 SMALL = (
     "train.prompts_per_iteration=4",
@@ -25,6 +30,7 @@ SMALL = (
 """Settings of a run that takes a second or two once its workers are up."""
 AGENTS = Path(__file__).with_name("agent_programs.py")
 HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
+ALL_SAMPLES = "output.samples=null"
 GUESS = (
     *("--model", "tiny-guess", "--dataset", "guess", "--no-live", "data.max_prompt_length=16"),
     *("rollout.max_completion_length=80", "data.num_held_out=0", "train.prompts_per_iteration=6"),
@@ -128,6 +134,70 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return summary
 
 
+def inserted_by_guess(sample: Mapping[str, Any]) -> int:
+    """Count the tokens of the game's answers: between an end token and the end of the line."""
+    return sum(map(len, re.findall(r"<eos>([^\n]*\n)", sample["raw"][1])))
+
+
+def num_characters(text: str) -> int:
+    """Count the tokens of a text of the tiny models."""
+    return len(text.replace("<eos>", "."))
+
+
+def assert_tokens_are_counted(
+    folder: Path,
+    inserted_in: Callable[[Mapping[str, Any]], int] = inserted_by_guess,
+    num_tokens: Callable[[str], int] = num_characters,
+) -> None:
+    """Compare the token counts of a run without lost workers that has kept all samples with its
+    texts and with its engines' own counts. `inserted_in`: of a sample, known from its texts;
+    `num_tokens`: of a text."""
+    samples, metrics = lines_of(folder / "samples.jsonl"), lines_of(folder / "metrics.jsonl")
+    num_generated, num_read, totals = 0, 0, Counter[str]()
+    for line in metrics:
+        own = [each for each in samples if each["iteration"] == line["iteration"]]
+        inserted = [inserted_in(sample) for sample in own]
+        sampled = [
+            num_tokens(sample["raw"][1]) - number
+            for sample, number in zip(own, inserted, strict=True)
+        ]
+        assert [sample["inserted_tokens"] for sample in own] == inserted
+        assert [sample["length"] for sample in own] == sampled
+        assert line["completions/mean_length"] == pytest.approx(sum(sampled) / len(sampled))
+        assert line["completions/min_length"] == min(sampled)
+        assert line["completions/max_length"] == max(sampled)
+        mean_inserted = line["completions/mean_inserted_length"]
+        assert mean_inserted == pytest.approx(sum(inserted) / len(inserted))
+        rate = sum(sampled) / line["perf/iteration_seconds"]
+        assert line["perf/tokens_per_second"] == pytest.approx(rate)
+        num_generated += sum(sampled)
+        num_read += sum(num_tokens(sample["raw"][0]) for sample in own)
+        totals["completion_tokens"] += sum(sampled)  # no group was rejected
+        totals["inserted_tokens"] += sum(inserted)
+        totals["trainer_tokens"] = totals["completion_tokens"] + totals["inserted_tokens"]
+        assert {name: line[f"num_{name}"] for name in totals} == totals
+        assert line["num_generated_tokens"] == num_generated
+        assert line["num_tokens"] == num_read + num_generated
+    assert totals["inserted_tokens"] > 0
+    summary = summary_of(folder)
+    assert {name: summary[name] for name in totals} == totals
+    assert summary["generated_tokens"] == num_generated == num_sampled_by_engines(folder)
+    seconds = sum(line["perf/iteration_seconds"] for line in metrics)
+    per_device = num_generated / seconds / len({"rollout", "train"})
+    assert summary["tokens_per_second_per_device"] == pytest.approx(per_device)
+
+
+def num_sampled_by_engines(folder: Path) -> int:
+    """Sum what the rollout workers of a run have reported that their engines sampled."""
+    return sum(
+        event.event.num_tokens
+        for event in RunFiles(folder).read()
+        if isinstance(event, events.FromWorker)
+        and isinstance(event.event, events.Activity)
+        and event.worker.startswith("rollout")
+    )
+
+
 def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -139,7 +209,8 @@ def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def bits_of(folder: Path) -> list[Any]:
     """Return the results that must be equal in two runs, also if one of them lost workers."""
     names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
-    names += "completion_tokens", "generated_tokens", "policy_version", "rewards"
+    names += "completion_tokens", "trainer_tokens", "generated_tokens"
+    names += "policy_version", "rewards"
     summary, samples = summary_of(folder), folder / "samples.jsonl"
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     found = [summary[name] for name in names], metrics

@@ -32,12 +32,16 @@ from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes
 from runs import (
+    ALL_SAMPLES,
     GUESS,
     assert_on_policy,
+    assert_tokens_are_counted,
     finish,
     finish_after,
+    inserted_by_guess,
     kill_worker,
     lines_of,
+    num_characters,
     succeed,
     wait_until,
     write_rows,
@@ -258,6 +262,22 @@ def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens(
     assert metrics["episodes/turns"] == 9
     assert scored.metrics["rewards/turns/mean"] == 8
     assert scored.scores == [[pytest.approx(8 + len(a[-1]["content"]) / 100) for a in answers]]
+
+
+def test_what_the_model_reads_before_its_first_token_is_counted_for_each_episode():
+    prompts = ["0-9", "0-99", "7-8", None]  # None: an agent that asks nothing
+    left = list(prompts)
+
+    def solve(client):
+        prompt = left.pop()
+        if prompt is not None:
+            chat(client, [asked(prompt), said(chat(client, [asked(prompt)])), asked("lower")])
+
+    prompt_ids, completions, *_ = played(solve, num=4)[KEY]
+    read = sorted(each.num_read_before(len(prompt_ids)) for each in completions)
+    assert read == sorted(0 if prompt is None else len(f"{prompt}\n") for prompt in prompts)
+    without = [each for each in completions if each.num_sampled == 0]
+    assert [each.num_inserted for each in without] == [1]  # an end token stands for it
 
 
 def test_suspended_sequences_make_room_for_others():
@@ -540,8 +560,9 @@ PROGRAMS = Path(__file__).with_name("agent_programs.py")
 def test_an_agent_plays_and_no_bit_depends_on_schedule_delays_or_a_killed_worker(tmp_path):
     sync, run = tmp_path / "sync", tmp_path / "periodic"
     words = (*GUESS, "--infer-devices", "cpu:2", "--agent", f"{PROGRAMS}:solve")
-    words += ("--iterations", "2", "runtime.deterministic=true")
+    words += ("--iterations", "2", "runtime.deterministic=true", ALL_SAMPLES)
     succeed(*words, "--schedule", "sync", "--output", str(sync))
+    assert_tokens_are_counted(sync)
     how = {"EASYRL_RANDOM_DELAYS": "0.02"}
     code, out, err = finish_after("iteration 1/", kill_worker, *words, "--output", str(run), **how)
     assert code == 0, out + err
@@ -587,6 +608,19 @@ def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):
     assert results["accuracy"] > 0.3 and results["rollout.agent"] == agent
     samples = lines_of(tmp_path / "samples.jsonl")
     assert all(line["messages"][0]["content"] == "0-99" for line in samples)
+    inserted = [inserted_by_guess(line) for line in samples]
+    lengths = [
+        num_characters(line["raw"][1]) - number
+        for line, number in zip(samples, inserted, strict=True)
+    ]
+    assert [line["length"] for line in samples] == lengths
+    assert [line["inserted_tokens"] for line in samples] == inserted
+    assert results["completion_tokens"] == sum(lengths)
+    assert results["inserted_tokens"] == sum(inserted) > 0
+    assert results["mean_completion_length"] == pytest.approx(np.mean(lengths))
+    assert results["mean_inserted_length"] == pytest.approx(np.mean(inserted))
+    speed = sum(lengths) / results["wall_seconds"]
+    assert results["tokens_per_second"] == pytest.approx(speed)
     assert {line["reward"] for line in samples if line["rewards"]["agent"] is None} == {1.0}
 
 

@@ -10,8 +10,10 @@ import pytest
 from easyrl.environments.host import PROCESS_NAME
 from easyrl.runtime.control import request
 from runs import (
+    ALL_SAMPLES,
     GUESS,
     assert_on_policy,
+    assert_tokens_are_counted,
     descendants,
     finish,
     finish_after,
@@ -21,7 +23,7 @@ from runs import (
     summary_of,
     wait_until,
 )
-from tool_models import call, chat_model
+from tool_models import call, chat_model, chat_tokenizer
 
 GAME = (*GUESS, "--environment", "guess")
 CALLS = (
@@ -84,7 +86,9 @@ def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_
     sync, run = tmp_path / "sync", tmp_path / "periodic"
     words = (*GAME, "--infer-devices", "cpu:2", "--iterations", "2")
     words += ("runtime.deterministic=true", "rollout.max_concurrent_groups=4", "--schedule")
+    words = (*words[:-1], ALL_SAMPLES, words[-1])
     succeed(*words, "sync", "--output", str(sync), "rollout.environment_workers=1")
+    assert_tokens_are_counted(sync)
 
     def kill(process):
         os.kill(max(hosts_of(process)), signal.SIGKILL)
@@ -106,12 +110,28 @@ def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_
         assert (sample["reward"] > 0) == (answers[-1:] == ["yes"])
 
 
-@pytest.mark.long
-def test_tools_are_called_and_their_errors_counted(tmp_path):
-    words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
+def test_tools_are_called_and_their_errors_and_tokens_counted(tmp_path):
+    words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3", "data.num_held_out=0")
     run = tmp_path / "run"
-    succeed(*words, "--output", str(run))
+    succeed(*words, "--output", str(run), ALL_SAMPLES)
     assert_on_policy(run)
+    tokenizer = chat_tokenizer(CALLS)
+
+    def num_tokens(text):
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def inserted_in(sample):
+        """Count the tokens of results that the model has gone on from, as the template has them."""
+        total, results = 0, ""
+        for message in sample["messages"]:
+            if message["role"] == "tool":
+                results += f"T{message['content']}\n"
+            elif results:
+                total += num_tokens(f"\n{results}A")
+                results = ""
+        return total
+
+    assert_tokens_are_counted(run, inserted_in, num_tokens)
     metrics, contents = lines_of(run / "metrics.jsonl"), set()
     calls, errors = (sum(line[f"tools/{name}"] for line in metrics) for name in ("calls", "errors"))
     assert calls > errors

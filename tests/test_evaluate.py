@@ -65,7 +65,14 @@ class Workers:
             [name], is_skipped = reward_names(plan.config), any(map(math.isnan, rewards))
             samples = [
                 events.Sample(
-                    str(k), x, 0.0, {}, {name: None if is_skipped else x}, 5 + n, truncated=n == 0
+                    str(k),
+                    x,
+                    0.0,
+                    {},
+                    {name: None if is_skipped else x},
+                    5 + n,
+                    truncated=n == 0,
+                    inserted_tokens=2 * n,
                 )
                 for k, x in enumerate(rewards)
             ]
@@ -128,6 +135,7 @@ def test_figures_cover_problems_and_completions(workers, tmp_path):
     expected = {"accuracy": accuracy, "standard_error": spread / math.sqrt(6)}
     expected |= {"wall_seconds": 6.0, "tokens_per_second": 4 * 45 / 6.0, "temperature": 1.0}
     expected |= {"mean_completion_length": 7.5, "truncated_share": 1 / 6, "num_samples": 4}
+    expected |= {"completion_tokens": 4 * 45, "inserted_tokens": 4 * 30, "mean_inserted_length": 5}
     assert {key: results[key] for key in expected} == pytest.approx(expected)
     # Problems without rewards are counted and left out.
     workers.rewards = lambda problem, sample: math.nan if problem == 2 else 1.0

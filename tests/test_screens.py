@@ -110,6 +110,7 @@ ENDS = {
     "two functions": (CPUS, {"rewards": {"one": [2.0, 3.0], "other": [None, 0.5]}}),
     "graded": (CPUS, {"held_out_reward_before": 0.5, "held_out_reward_after": 0.75}),
     "no gradient": (CPUS, {"sampling_logp_difference_max": None}),
+    "tools": (CPUS, {"inserted_tokens": 23456}),
     "low overlap": (CPUS, {"overlap": 0.2}),
     "more GPUs for inference": (GPUS, {"infer_seconds": 47.0, "train_seconds": 20.0}),
     "balanced": (GPUS, {}),
@@ -146,8 +147,10 @@ def test_samples_and_report(folder):
     """Equal completions of a prompt are folded; names of columns may be anything."""
     first = {"iteration": 1, "prompt_index": 0, "prompt": f"2+3= {HOSTILE}", "completion": "5"}
     first |= {"reward": 1.0, "rewards": {"right": 1.0, "brief": 0.5}, "truncated": False}
+    first |= {"inserted_tokens": 0}
     first |= {"advantage": 0.5, "answer": "x" * 99 + "7", "\x1b]0;evil\x07\n": "\x9b2J", "[/x]": 7}
     second = first | {"prompt_index": 1, "prompt": "1+1=", "sample": 1, "length": 7, "reward": None}
+    second |= {"inserted_tokens": 4}
     chat = [{"role": "user", "content": "<b>and?"}, {"role": "assistant", "content": HOSTILE}]
     lines = [
         first,
