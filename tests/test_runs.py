@@ -28,10 +28,14 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run):
         assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
         assert line["num_updates_not_finite"] == 0
         assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
+        assert line["num_trainer_tokens"] == line["num_completion_tokens"] > 0
+        assert line["num_tokens"] > line["num_generated_tokens"] >= line["num_completion_tokens"]
+        assert "completions/mean_inserted_length" not in line
+    assert summary["inserted_tokens"] == metrics[-1]["num_inserted_tokens"] == 0
     samples = lines_of(folder / "samples.jsonl")
     assert len(samples) == 3 * 2 * 4 and all(s["prompt"].endswith("=") for s in samples)
     assert {"completion", "reward", "rewards", "advantage", "answer"} <= samples[0].keys()
-    assert all(sample["length"] > 0 for sample in samples)
+    assert all(sample["length"] > 0 == sample["inserted_tokens"] for sample in samples)
     for sample in samples:  # with the end token
         assert sample["raw"][0] == sample["prompt"]
         assert sample["raw"][1].endswith("<eos>") != sample["truncated"]
