@@ -85,8 +85,8 @@ def hosts_of(process):
 def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path):
     sync, run = tmp_path / "sync", tmp_path / "periodic"
     words = (*GAME, "--infer-devices", "cpu:2", "--iterations", "2")
-    words += ("runtime.deterministic=true", "rollout.max_concurrent_groups=4", "--schedule")
-    words = (*words[:-1], ALL_SAMPLES, words[-1])
+    words += ("runtime.deterministic=true", "rollout.max_concurrent_groups=4", ALL_SAMPLES)
+    words += ("--schedule",)
     succeed(*words, "sync", "--output", str(sync), "rollout.environment_workers=1")
     assert_tokens_are_counted(sync)
 
