@@ -5,6 +5,7 @@ Completions of several turns alternate sampled and inserted tokens. Decode steps
 graphs: `recorded_graphs` stands in for CUDA; `test_gpu.py` has a test with real ones.
 """
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -26,7 +27,17 @@ from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import StopStrings, uniform_stream
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
-from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, pieces_of, tiny_model
+from tiny_models import (
+    EXPERTS,
+    GROUPED,
+    SPREAD,
+    UNSHARED,
+    VOCABULARY,
+    WINDOW,
+    pieces_of,
+    tiny_model,
+)
+from tiny_models import FAMILIES as ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 register_attention()
@@ -37,8 +48,31 @@ EMBEDDED = ("qwen3", "llama", "mistral", "gemma2")
 GENERATE = {
     **{name: UNSHARED[name][0] for name in ("qwen3_next", "mamba", "gpt_oss", "bloom")},
     "recurrent_gemma": {"num_key_value_heads": 1, "lru_width": 32, "attention_window_size": WINDOW},
+    # Their caches need the positions of the new tokens.
+    "bamba": {
+        "num_key_value_heads": 2,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
+    "minimax": {
+        **(GROUPED | EXPERTS),
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "block_size": 8,
+    },
 }
 MODELS = (*EMBEDDED, *GENERATE)
+INEXACT = {
+    "deepseek_v32": {
+        **ARCHITECTURES["deepseek_v3"],
+        "index_topk": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+    }
+}
 BOTH = pytest.mark.parametrize("name", ["qwen3", "mamba"])
 STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
 SAMPLING = SamplingSettings(
@@ -49,7 +83,8 @@ SAMPLING = SamplingSettings(
 def make_policy(name, seed=1):
     if name in EMBEDDED:
         return Policy(tiny_model(name, ATTENTION_NAME, seed=seed), torch.device("cpu"))
-    model = tiny_model(name, None, SPREAD, seed, **GENERATE[name])
+    changes = (GENERATE | INEXACT)[name]
+    model = tiny_model(name, None, SPREAD, seed, **changes)
     return Policy(model, torch.device("cpu"), no_packing_reason="layer 0 is of another type")
 
 
@@ -351,11 +386,110 @@ def test_stop_string_is_found_with_the_token_that_completes_it(tokens, stops):
     assert next(found, None) == first_stop(bytes_tokenizer(), tokens, stops)
 
 
-def test_whole_rows_without_a_cache_are_reported_once():
-    engine, submitted, notes = make_engine("mamba"), requests(draw_prompts(3), 2), []
-    engine.report, engine._is_exact = notes.append, lambda *_: False
-    assert tokens_of(run(engine, submitted)) == tokens_of(run(make_engine("mamba"), submitted))
+def watched(engine):
+    """Return what the engine will report, and for each generation whether it had a cache."""
+    notes, ways, generate = [], [], engine._generate
+
+    def recorded(request, *, use_cache):
+        ways.append(use_cache)
+        return generate(request, use_cache=use_cache)
+
+    engine.report, engine._generate = notes.append, recorded
+    return notes, ways
+
+
+@pytest.mark.parametrize("name", ["mamba", "gpt_oss", "bloom", "bamba", "minimax"])
+def test_a_group_is_generated_once_with_the_models_cache(name):
+    engine = make_engine(name)
+    notes, ways = watched(engine)
+    run(engine, requests(draw_prompts(3), 2))
+    assert ways == [True] * 3 and not notes
+
+
+def test_a_cache_that_places_tokens_wrongly_is_noticed_and_replaced_by_whole_rows(monkeypatch):
+    """Bamba numbers the tokens behind its cache from 0 if nobody gives their positions."""
+    submitted = requests(draw_prompts(3), 2)
+    expected = run(make_engine("bamba"), submitted)
+    engine = make_engine("bamba")
+    notes, ways = watched(engine)
+    accept = engine.policy.layers_accept
+    monkeypatch.setattr(
+        engine.policy, "layers_accept", lambda name: name != "position_ids" and accept(name)
+    )
+    got = run(engine, submitted)
+    # The prompt of one token, and that of the most, are long enough behind it to differ.
+    assert ways == [True, False] * 3 and len(notes) == 1
+    assert tokens_of(got) == tokens_of(expected)
+    for key, group in expected.items():
+        for a, b in zip(got[key], group, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+
+
+FAILURE = ValueError("no cache\nmore")
+METRIC = "sampling/sampling_logp_difference/max"
+
+
+@pytest.mark.parametrize(
+    ("with_cache", "without_cache", "kept", "in_note"),
+    [
+        (1e-6, None, True, None),  # exact: there is no second way
+        (0.5, 1e-6, False, ["5.0e-01", "1.0e-06"]),
+        (FAILURE, 1e-6, False, ["ValueError", "no cache", "1.0e-06"]),
+        (0.5, 0.25, False, [METRIC, "5.0e-01", "2.5e-01"]),
+        (0.25, 0.5, True, [METRIC, "2.5e-01", "5.0e-01"]),
+        (np.inf, np.inf, False, [METRIC, "inf"]),
+        (FAILURE, 0.5, False, [METRIC, "no cache", "5.0e-01"]),
+    ],
+)
+def test_exactness_is_measured_in_each_way_and_reported_once(
+    with_cache, without_cache, kept, in_note, monkeypatch
+):
+    engine, submitted = make_engine("mamba"), requests(draw_prompts(2), 2)
+    notes, ways = watched(engine)
+    ends = iter(ways)  # the way of each measurement, in the order of the generations
+    differences = {True: with_cache, False: without_cache}
+    measured = {}
+
+    def difference(_, completions):
+        way = next(ends)
+        measured[way] = completions
+        if isinstance(differences[way], Exception):
+            raise differences[way]
+        return differences[way]
+
+    monkeypatch.setattr(engine, "_difference", difference)
+    for request in submitted:
+        engine.submit(request)
+        assert engine.step()[0][1] is measured[kept]
+    assert ways == ([True] if without_cache is None else [True, False]) * 2
+    if in_note is None:
+        assert not notes
+        return
     assert len(notes) == 1
+    assert all(words in notes[0] for words in in_note)
+    assert (METRIC in notes[0]) == (METRIC in in_note)
+
+
+def test_a_model_that_is_exact_in_no_way_is_reported_with_what_was_measured():
+    """Of equal scores, those of keys that no head of the indexer wants, the sparse attention of
+    DeepSeek V3.2 takes other ones in a row of another length."""
+    engine, submitted = make_engine("deepseek_v32"), requests(draw_prompts(3), 3)
+    notes, _ = watched(engine)
+    assert not any(np.isnan(c.logprobs).any() for g in run(engine, submitted).values() for c in g)
+    (note,) = [note for note in notes if METRIC in note]
+    *_, without_cache = (float(figure) for figure in re.findall(r"\d\.\de[+-]\d\d", note))
+    assert 0.01 < without_cache < 10.0
+
+
+def test_the_difference_is_the_largest_of_any_token():
+    engine = make_engine("mamba")
+    (request,) = requests([[5, 6, 7]], 3)
+    completions = engine._generate(request, use_cache=False)
+    assert engine._difference(request, completions) < 1e-5
+    completions[1].logprobs[-1] -= 0.375
+    assert engine._difference(request, completions) == pytest.approx(0.375, abs=1e-5)
+    completions[2].logprobs[0] = np.nan
+    assert engine._difference(request, completions) == np.inf
 
 
 @BOTH

@@ -10,6 +10,7 @@ vocabulary; B sequences, L the longest of them.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -132,6 +133,11 @@ class Policy:
         output = self._layers(**inputs)
         self._base_output = type(output)
         return output
+
+    def layers_accept(self, argument: str) -> bool:
+        """Return whether `run_layers` has a parameter of this name. Many models also swallow
+        arguments that they do not know, as `**kwargs`."""
+        return argument in inspect.signature(self._layers.forward).parameters
 
     def _inputs(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout

@@ -105,9 +105,10 @@ class TrainWorker:
         self.control.send(events.Starting("loading the model"))
         policy = self._load_policy(model.path, "float32" if self.ranks.mesh is None else None)
         if policy.no_packing_reason is not None:
-            slower = "exact, but slower (the embedded engine completes prompts one by one)"
-            repeated = f"so the prompt is repeated for each completion: {slower}"
-            self._report(events.Note(f"model.attention: {policy.no_packing_reason}, {repeated}"))
+            repeated = "so the prompt is repeated for each completion, which is slower"
+            one_by_one = "the embedded engine completes prompts one by one"
+            note = f"model.attention: {policy.no_packing_reason}, {repeated}; {one_by_one}"
+            self._report(events.Note(note))
         teacher = None
         if (path := self.config.algorithm.teacher_path) is not None:
             self.control.send(events.Starting("loading the teacher"))
