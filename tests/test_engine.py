@@ -417,7 +417,6 @@ def test_a_cache_that_places_tokens_wrongly_is_noticed_and_replaced_by_whole_row
         engine.policy, "layers_accept", lambda name: name != "position_ids" and accept(name)
     )
     got = run(engine, submitted)
-    # The prompt of one token, and that of the most, are long enough behind it to differ.
     assert ways == [True, False] * 3 and len(notes) == 1
     assert tokens_of(got) == tokens_of(expected)
     for key, group in expected.items():
@@ -481,6 +480,7 @@ def test_a_model_that_is_exact_in_no_way_is_reported_with_what_was_measured():
     assert 0.01 < without_cache < 10.0
 
 
+@torch.inference_mode()
 def test_the_difference_is_the_largest_of_any_token():
     engine = make_engine("mamba")
     (request,) = requests([[5, 6, 7]], 3)
