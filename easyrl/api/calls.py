@@ -23,7 +23,7 @@ from easyrl.devices import NO_AUTOLOAD
 from easyrl.evaluation.command import evaluate as run_evaluation
 from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
-from easyrl.processes import UNGUARDED
+from easyrl.processes import UNGUARDED, allow_long_integers
 from easyrl.runtime import run_folder
 from easyrl.runtime.resume import config_file_of, settings_to_evaluate
 from easyrl.runtime.run import run
@@ -238,6 +238,8 @@ def _call() -> Iterator[None]:
     user_code.forget()  # a file may have changed since the last call
     environment, paths = dict(os.environ), list(sys.path)
     os.environ.update(NO_AUTOLOAD | environment)
+    max_int_digits = sys.get_int_max_str_digits()
+    allow_long_integers()  # of rows and samples
     try:
         yield
     except ConfigError as error:
@@ -246,3 +248,4 @@ def _call() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = paths
+        sys.set_int_max_str_digits(max_int_digits)

@@ -14,6 +14,7 @@ from easyrl.cli import common, tools
 from easyrl.cli.bench import bench
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
+from easyrl.processes import allow_long_integers
 
 app = typer.Typer(
     name="easyrl",
@@ -69,4 +70,5 @@ def main() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
+    allow_long_integers()  # of rows and samples
     app(prog_name="easyrl")

@@ -29,6 +29,7 @@ from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
 from easyrl.formatting import require
+from easyrl.processes import allow_long_integers
 from easyrl.types import Prompt
 
 NumberedRows = Iterator[tuple[int, dict[str, Any]]]
@@ -170,6 +171,7 @@ def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> 
 
 def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Read the rows of a text file, gzipped or not, and the numbers of their lines."""
+    allow_long_integers()
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8", newline="") as file:

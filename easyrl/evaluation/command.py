@@ -36,10 +36,13 @@ from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.ledger import ledger_of_evaluation
 from easyrl.runtime.memory import check_memory, estimate_memory, fits
+from easyrl.runtime.metrics import no_program_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite, sample_values
 from easyrl.types import Prompt
+
+NUM_FIRST_SAMPLES = 32  # completions after which `no_program_warning` is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,8 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[in
     """Have the remaining problems answered; return the tokens of the answers, and the seconds."""
     remaining = {p.index: key for key, p in plan.problems.items() if key not in folder.answers}
     num_tokens, seconds = 0, 0.0
+    first_samples: list[events.Sample] = []
+    num_first = min(NUM_FIRST_SAMPLES, len(remaining) * plan.sampling.num_samples)
     if not remaining:
         return num_tokens, seconds
     if plan.source.kind != "model":
@@ -177,6 +182,12 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[in
                 problem = remaining[answer.prompt_index]
                 folder.append(problem, _lines(plan, problem, answer))
                 num_tokens += sum(sample.length for sample in answer.samples)
+                if len(first_samples) < num_first:
+                    first_samples.extend(answer.samples)
+                    if len(first_samples) >= num_first:
+                        limit = plan.sampling.max_completion_length
+                        warning = no_program_warning(first_samples, limit, section="eval")
+                        view.observe(events.Note(warning))
                 view.show_progress(seconds, folder.answers, num_tokens)
     return num_tokens, seconds
 

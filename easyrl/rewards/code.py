@@ -1,29 +1,31 @@
 """The reward `code`: run a completion's program against the unit tests of its row.
 
-    completion ──► its last ```python block ──► sandbox ──► outputs ──► compared here ──► score
+    completion ──► its program (code_blocks) ──► sandbox ──► outputs ──► compared here ──► score
 
 docs/rewards.md lists the forms of the column `tests`. Expected outputs never enter the sandbox;
-Python tests run there in a process of their own, which the program cannot reach.
+Python tests run there in a process of their own, which the program cannot reach. What is right is
+what the data sets' own graders accept; facts about them are from LiveCodeBench's `testing_util.py`,
+that of APPS (hendrycks/apps, eval/), which TACO shares, and that of PRIME (verl, `prime_code`).
 """
 
 import ast
 import contextlib
+import itertools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, RewardConfig
+from easyrl.processes import allow_long_integers
 from easyrl.rewards import sandbox
+from easyrl.rewards.code_blocks import find_program
+from easyrl.rewards.code_names import names_used
 from easyrl.rewards.functions import Completions, final_text
 from easyrl.types import is_missing
 
-BLOCK = re.compile(
-    r"^[ \t]*```[ \t]*(?:python3?|py)\b[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
-    re.DOTALL | re.MULTILINE | re.IGNORECASE,
-)
 FORMS = (
     'column tests: expected Python code or a list of it, {"inputs": [...], "outputs": [...]} (with '
     '"fn_name" for function calls), or a list of {"input": ..., "output": ...}'
@@ -35,24 +37,45 @@ OPTIONAL_COLUMNS = ("entry_point", "test_imports", "test_setup_code")
 
 @dataclass(frozen=True, slots=True)
 class Suite:
+    """The tests of a row. An example of each kind:
+
+    asserts    tests ["assert add(1, 2) == 3"],  expected ["passed"]
+    stdin      tests ["1 2\\n"],                 expected ["3\\n"]
+    function   tests [[1, 2]],                   expected [[3]], function "add"
+    """
+
     kind: Literal["asserts", "stdin", "function"]
     tests: list[Any]  # sources; standard inputs; or argument lists
-    expected: list[Any]  # outputs; return values; of asserts "passed"
+    expected: list[Any]  # outputs; lists of values of which each is right; of asserts "passed"
     function: str | None = None  # to call; of asserts the entry point for `check`
+
+    @property
+    def has_usual_names(self) -> bool:
+        """Whether programs need not import usual names. Graders of contest problems import them;
+        where there is an entry point (HumanEval), the row's prompt does. MBPP has neither."""
+        return self.kind != "asserts" or self.function is not None
 
     def passes(self, program: str, settings: RewardConfig) -> bool:
         """Run all tests; return whether all passed. Raises SandboxError if nothing can be run."""
-        job = {"kind": self.kind, "tests": self.tests, "function": self.function}
-        job["program"] = program
+        job = {
+            "kind": self.kind,
+            "tests": self.tests,
+            "function": self.function,
+            "program": program,
+            "names": names_used(program) if self.has_usual_names else {},
+        }
         outputs = sandbox.run(job, settings.code_sandbox, settings.code_timeout_seconds)
         texts = [output for output in outputs if output is not None]  # None: the program failed
         if len(texts) != len(self.tests):
             return False
-        same = same_value if self.kind == "function" else same_text
-        return all(
-            len(text) <= MAX_LENGTH + 8 * len(repr(expected)) and same(text, expected)
-            for text, expected in zip(texts, self.expected, strict=True)
-        )
+        return all(map(self._is_right, texts, self.expected))
+
+    def _is_right(self, output: str, expected: Any) -> bool:
+        if len(output) > MAX_LENGTH + 8 * len(repr(expected)):
+            return False
+        if self.kind == "function":
+            return any(same_value(output, value) for value in expected)
+        return same_text(output, expected)
 
 
 def code(
@@ -70,9 +93,9 @@ def code(
 
 
 def program_of(text: str) -> str:
-    """Return the last ```python block, closed or not; without one the whole text."""
-    blocks = BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else text
+    """Return the program in a block of code; without one the whole text."""
+    program = find_program(text)
+    return text if program is None else program
 
 
 def check_code(config: Config, columns: Mapping[str, Any]) -> None:
@@ -98,21 +121,27 @@ def check_code(config: Config, columns: Mapping[str, Any]) -> None:
 def read_tests(tests: Any, columns: Mapping[str, Any]) -> Suite:
     """Read tests in any of the forms; `columns` may have OPTIONAL_COLUMNS. Raises ValueError for
     anything else, and for tests that run nothing."""
-    if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
-        with contextlib.suppress(ValueError):  # Python code may begin like this, too
-            tests = json.loads(tests)
+    allow_long_integers()
+    try:
+        if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
+            tests = _as_value(tests)  # Python code may begin like this, too
+    except ValueError as error:
+        raise ValueError(f"column tests: {error}") from None
     tests = tests if isinstance(tests, list) else [tests]
     if tests and all(isinstance(test, str) for test in tests):
         return _read_asserts(tests, columns)
     try:
         if {"inputs", "outputs"} <= tests[0].keys():
             (pairs,) = tests
-            return _read_pairs(pairs["inputs"], pairs["outputs"], pairs.get("fn_name"))
+            return _read_apps(pairs["inputs"], pairs["outputs"], pairs.get("fn_name"))
         function = tests[0].get("fn_name") or (tests[0].get("metadata") or {}).get("func_name")
         if "function" in str(tests[0].get("testtype") or tests[0].get("type")):
             function = function or columns["entry_point"]
-        inputs, outputs = ([test[key] for test in tests] for key in ("input", "output"))
-        return _read_pairs(inputs, outputs, function)
+        inputs = [test["input"] for test in tests]
+        outputs = [test["output"] for test in tests]
+        if tests[0].get("testtype") is None:  # others have this form, too
+            return _read_apps(inputs, outputs, function)
+        return _read_livecodebench(inputs, outputs, function)
     except (IndexError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{FORMS}, got {tests!r:.80} ({error!r})") from None
 
@@ -140,20 +169,59 @@ def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
     return Suite("asserts", tests, ["passed"] * len(tests), entry_point)
 
 
-def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> Suite:
+def _read_livecodebench(
+    inputs: Sequence[Any], outputs: Sequence[Any], function: str | None
+) -> Suite:
+    _check_pairs(inputs, outputs)
+    if function is None:
+        return _read_stdin(inputs, outputs)
+    expected = [[_as_value(output)] for output in outputs]
+    return Suite("function", list(map(_as_arguments, inputs)), expected, function)
+
+
+def _read_apps(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> Suite:
+    """Read tests of APPS, TACO and PRIME: values may be JSON, wrapped in a list, or plain strings,
+    and JSON has made strings of a dictionary's integer keys."""
+    _check_pairs(inputs, outputs)
+    if function is None:
+        return _read_stdin(inputs, outputs)
+    arguments = list(map(_as_arguments, inputs))
+    for values in arguments:
+        if values and isinstance(values[0], dict):
+            values[0] = _with_integer_keys(values[0])
+    return Suite("function", arguments, list(map(_right_values, outputs)), function)
+
+
+def _check_pairs(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
-    if function is None:
-        return Suite("stdin", list(map(_as_text, inputs)), list(map(_as_text, outputs)))
-    arguments, expected = list(map(_as_arguments, inputs)), list(map(_as_value, outputs))
-    return Suite("function", arguments, expected, function)
+
+
+def _read_stdin(inputs: Sequence[Any], outputs: Sequence[Any]) -> Suite:
+    return Suite("stdin", list(map(_as_text, inputs)), list(map(_as_text, outputs)))
 
 
 def _as_arguments(value: Any) -> list[Any]:
     """A list of arguments; in a string they are JSON, one per line."""
     if isinstance(value, str):
-        return [_as_value(line) for line in value.splitlines()]
-    return value if isinstance(value, list) else [value]
+        return [_as_value(line) for line in value.rstrip("\n").split("\n")]
+    return [*value] if isinstance(value, list) else [value]
+
+
+def _with_integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    """Convert the keys where all are integers."""
+    with contextlib.suppress(ValueError):
+        return {int(key): item for key, item in value.items()}
+    return value
+
+
+def _right_values(output: Any) -> list[Any]:
+    """Return all values that an expected value of APPS stands for: the string "1" also for 1."""
+    values = [output]
+    if isinstance(output, str) and _as_value(output) != output:
+        values.append(_as_value(output))
+    wrapped = [value[0] for value in values if isinstance(value, list) and len(value) == 1]
+    return values + wrapped
 
 
 def _as_text(value: Any) -> str:
@@ -162,47 +230,57 @@ def _as_text(value: Any) -> str:
 
 
 def _as_value(value: Any) -> Any:
+    """The value of JSON; what is none stays as it is. Raises ValueError for a longer integer than
+    MAX_INT_DIGITS."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(json.JSONDecodeError):
             return json.loads(value)
     return value
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Compare line by line and word by word. Where a number is expected with a decimal point, a
-    number within TOLERANCE is accepted."""
-    pair = output.strip(), expected.strip()
-    lines, wanted_lines = ([line.split() for line in text.splitlines()] for text in pair)
-    return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
-        all(map(_same_word, *words)) for words in zip(lines, wanted_lines, strict=True)
-    )
+    """Compare line by line and word by word. Numbers with a decimal point are compared by value:
+    within TOLERANCE where the expected one has the point."""
+    lines = [line.split() for line in output.strip().splitlines()]
+    expected_lines = [line.split() for line in expected.strip().splitlines()]
+    if list(map(len, lines)) != list(map(len, expected_lines)):
+        return False
+    words = itertools.chain(*lines)
+    expected_words = itertools.chain(*expected_lines)
+    return all(map(_same_word, words, expected_words))
 
 
-def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted or "." not in wanted:
-        return word == wanted
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected or ("." not in word and "." not in expected):
+        return word == expected
     try:
-        return _is_close(float(word), float(wanted))
-    except ValueError:
+        if "." in expected:
+            return _is_close(float(word), float(expected))
+        return Decimal(word) == Decimal(expected)  # exact: `3.0` is 3
+    except (ValueError, ArithmeticError):
         return False
 
 
 def same_value(output: str, expected: Any) -> bool:
-    """Compare a return value, as JSON, with the expected one, which APPS may wrap in a list."""
+    """Compare a return value, as JSON, with the expected one."""
     try:
         value = json.loads(output)
     except (ValueError, RecursionError):
         return False
-    return _is_same(value, expected) or _is_same([value], expected)
+    return _is_same(value, expected)
 
 
 def _is_same(value: Any, expected: Any) -> bool:
+    """Compare as Python does (1, 1.0 and True are equal), and floats within TOLERANCE."""
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_is_same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(
+            _is_same(value[key], expected[key]) for key in value
+        )
     if isinstance(value, float) and isinstance(expected, float):
         return _is_close(value, expected)
-    types = type(value), type(expected)
-    return (types[0] is types[1] or types == (int, float)) and bool(value == expected)
+    return bool(value == expected)
 
 
 def _is_close(value: float, expected: float) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import importlib
 import json
 import operator
 import os
@@ -42,6 +43,8 @@ NUM_OPEN_FILES = 128
 NUM_PROCESSES = 64
 """Threads included, and those of other processes of the same user where it has any."""
 PROGRAM_FAULT = 99
+RECURSION_LIMIT = 50_000
+"""Of programs for contest problems, as in LiveCodeBench's grader. Python's own is 1,000."""
 
 # Rights of Landlock.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
@@ -92,6 +95,7 @@ def set_up(job: dict[str, Any]) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     sys.dont_write_bytecode = True
+    sys.set_int_max_str_digits(job["max_int_digits"])
     for kind, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, job["cpu_seconds"]),
@@ -110,16 +114,17 @@ def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
     """Write what the program prints (kind `stdin`) or what it returns, as JSON (`function`), to
     `output`. The process then ends as Python does, with its exit functions."""
     test = read_json()
+    sys.setrecursionlimit(RECURSION_LIMIT)
     if job["kind"] == "stdin":
         with tempfile.TemporaryFile() as stdin:
             stdin.write(test.encode("utf-8", "surrogatepass"))
             stdin.seek(0)
             redirect(stdin.fileno(), output.fileno())
-        execute(job["program"], "__main__")
+        execute(job, "__main__")
     else:
         result = os.dup(output.fileno())
         redirect()
-        names = execute(job["program"], "solution").__dict__
+        names = execute(job, "solution").__dict__
         os.write(result, call(names, job["function"], test).encode())
 
 
@@ -131,22 +136,38 @@ def redirect(stdin: int | None = None, stdout: int | None = None) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
-def execute(program: str, name: str) -> ModuleType:
+def execute(job: dict[str, Any], name: str) -> ModuleType:
+    """Run the program as a module of this name, which has the names of the program only. Those that
+    it may use without importing them (`job["names"]`) count as built-in ones in this process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # too much output ends the program
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else it could not open /dev/stdin
     sys.modules[name] = module = ModuleType(name)
     sys.argv = [f"{name}.py"]
-    exec(compile(program, f"<{name}>", "exec"), module.__dict__)
+    for known, (module_name, attribute) in job["names"].items():
+        value = importlib.import_module(module_name)
+        setattr(builtins, known, getattr(value, attribute) if attribute else value)
+    # Without `dont_inherit` the program would have the future imports of this file.
+    exec(compile(job["program"], f"<{name}>", "exec", dont_inherit=True), module.__dict__)
     return module
 
 
 def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
-    """Call a function, or a method of the class Solution; return its value as JSON."""
-    function = names[name] if name in names else getattr(names["Solution"](), name)
-    # `tolist` is that of NumPy, `list` is for sets.
-    return json.dumps(
-        function(*arguments), default=lambda x: x.tolist() if hasattr(x, "tolist") else list(x)
-    )
+    """Call a method of the class Solution, or else a function; return its value as JSON."""
+    solution = names.get("Solution")
+    if name in names and not hasattr(solution, name):
+        function = names[name]
+    else:
+        function = getattr(names["Solution"](), name)
+    return json.dumps(function(*arguments), default=as_plain)
+
+
+def as_plain(value: Any) -> Any:
+    """Return a value that JSON has, for one that equals it (or for a set, a list)."""
+    if hasattr(value, "tolist"):  # an array or a number of NumPy
+        return value.tolist()
+    if hasattr(value, "as_integer_ratio"):  # a decimal number or a fraction
+        return int(value) if value == int(value) else float(value)
+    return list(value)
 
 
 def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
@@ -159,7 +180,7 @@ def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
         output.close()
         redirect()
         peer = Peer("program", calls[0], replies[1], PROGRAM_OPERATIONS)
-        peer.encode(execute(job["program"], "solution"))  # its first object
+        peer.encode(execute(job, "solution"))  # its first object
         peer.wait()
     os.close(replies[1])  # to see the program's end
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # lest the program raises an exception here
@@ -170,11 +191,12 @@ def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
     assert program  # asks for its truth, and so waits for its execution
     sys.modules["solution"] = solution = ModuleType("solution")
     solution.__getattr__ = program.__getattr__  # type: ignore[method-assign]
-    code = compile(source, "<tests>", "exec")
+    code = compile(source, "<tests>", "exec", dont_inherit=True)
     names = Names(program, is_shadowing={*code.co_names} <= vars(builtins).keys())
     exec(code, names)
     if job["function"] and "check" in names:
-        names["check"](eval(job["function"], Names(program, is_shadowing=True)))
+        entry_point = compile(job["function"], "<entry_point>", "eval", dont_inherit=True)
+        names["check"](eval(entry_point, Names(program, is_shadowing=True)))
     unittest = sys.modules.get("unittest")
     for name, value in [*names.items()]:
         if isinstance(value, FunctionType) and name.startswith("test"):

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 from easyrl import user_code
 from easyrl.config import Config, ConfigError
 from easyrl.events import SAMPLE_COLUMNS
-from easyrl.processes import die_with_parent, maybe_sleep, set_name
+from easyrl.processes import allow_long_integers, die_with_parent, maybe_sleep, set_name
 from easyrl.rewards import loading
 from easyrl.rewards.functions import RewardFunction
 from easyrl.types import Messages, Prompt
@@ -121,6 +121,7 @@ def start(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)
+    allow_long_integers()
     output = BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     sys.stdout = sys.stderr = output  # what `--dry-run` prints to its own is a config file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -250,6 +250,11 @@ class Controller:
         self._lines.append(finite(line))
         self.notify(events.IterationFinished(time.monotonic(), self._lines[-1]))
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
+        if len(self._lines) == 1:
+            samples = metrics.samples_of(ledger.reports)
+            limit = self.config.rollout.max_completion_length
+            if warning := metrics.no_program_warning(samples, limit):
+                self.notify(events.Note(warning))
         warning = metrics.no_learning_warning(self._lines, self.config, self.folder.path)
         if warning and not self._is_warned:
             self._is_warned = True

@@ -21,7 +21,12 @@ from easyrl.engines.vllm import platforms as vllm_platforms
 from easyrl.events import Failed, Ready, Starting
 from easyrl.model.export import DiskError
 from easyrl.model.files import quieten_transformers
-from easyrl.processes import die_with_parent, set_name, spin_environment
+from easyrl.processes import (
+    allow_long_integers,
+    die_with_parent,
+    set_name,
+    spin_environment,
+)
 from easyrl.rewards.functions import RewardError
 from easyrl.types import BrokenInvariant
 from easyrl.workers.settings import WorkerSettings
@@ -39,6 +44,7 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
     control: Connection = arguments[-1]
     die_with_parent()
     set_name(settings.name)
+    allow_long_integers()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the controller handles them
         signal.signal(signum, signal.SIG_IGN)
     exit_code = 0

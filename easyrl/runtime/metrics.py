@@ -17,6 +17,8 @@ import numpy.typing as npt
 from easyrl import events
 from easyrl.config import Config
 from easyrl.rewards import judge
+from easyrl.rewards.code_blocks import find_program
+from easyrl.rewards.functions import final_text
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.resume import SavedState
@@ -25,6 +27,8 @@ LAST_ITERATIONS = 5
 """`reward_first` and `reward_last` are means over this many, in a run of at least twice as many."""
 NO_LEARNING_ITERATIONS = 3  # a run at an extreme for this many in a row gets a warning
 EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
+MANY_WITHOUT_PROGRAM = 0.5  # a larger share of the first completions gets a warning
+EXCERPT_CHARACTERS = 300  # of a completion, in that warning
 BALANCED_ITERATIONS = 3  # `Balance` looks at the last iterations
 TOLERANCE = 1e-6  # a reward this little below the bound is correct: rewards are sums in float32
 
@@ -219,6 +223,47 @@ def no_learning_warning(lines: Sequence[Mapping[str, Any]], config: Config, fold
         f"{', and '.join(found)} (reward {newest[-1]['reward']:.3f})\n"
         f"likely causes: {'; '.join(causes)}\n"
         f"to see the completions: easyrl samples {quote(str(folder))} --iteration {last}"
+    )
+
+
+def samples_of(groups: Iterable[events.GroupScored]) -> list[events.Sample]:
+    """All completions of the groups that report them, and one of each other group."""
+    samples: list[events.Sample] = []
+    for group in groups:
+        samples.extend(group.samples)
+        if not group.samples and group.shown is not None:
+            samples.append(group.shown)
+    return samples
+
+
+def no_program_warning(
+    samples: Sequence[events.Sample], max_completion_length: int, section: str = "rollout"
+) -> str:
+    """Explain that the reward `code` finds no program in most completions, and show one of them;
+    empty if it does, and without this reward. A text that passed its tests is a program."""
+    scored = [sample for sample in samples if sample.rewards.get("code") is not None]
+    without = [
+        sample
+        for sample in scored
+        if not sample.rewards["code"] and find_program(final_text(sample.completion)) is None
+    ]
+    if len(without) <= MANY_WITHOUT_PROGRAM * len(scored):
+        return ""
+    num_cut_off = sum(sample.truncated for sample in without)
+    shown = min(without, key=lambda sample: sample.truncated)  # one that has an end, if any has
+    text = shown.completion
+    if len(text) > EXCERPT_CHARACTERS:
+        text = f"{text[: EXCERPT_CHARACTERS // 2]} … {text[-EXCERPT_CHARACTERS // 2 :]}"
+    cut_off = ""
+    if num_cut_off:
+        cut_off = (
+            f" ({num_cut_off} of them are cut off after {max_completion_length} tokens: "
+            f"{section}.max_completion_length)"
+        )
+    return (
+        f"warning: the reward code finds no program in {len(without)} of the first {len(scored)} "
+        f"completions{cut_off}: expected a block of code, ```python ... ```, after the thinking "
+        f"(ask for one: data.system_prompt, data.prompt_template), got for example {text!r}"
     )
 
 

@@ -26,6 +26,7 @@ from easyrl import __version__, events
 from easyrl.config import INPUTS, Config, ConfigError, to_commented_yaml
 from easyrl.events import Event
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in, unfinished_name
+from easyrl.processes import allow_long_integers
 
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
@@ -204,6 +205,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read a .jsonl file, if it is there, without an incomplete last line. Raises ConfigError for a
     broken line."""
     lines, content = [], file.read_bytes() if file.is_file() else b""
+    allow_long_integers()  # of columns that reward functions have logged
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             lines.append(json.loads(line))
