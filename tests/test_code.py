@@ -1,6 +1,7 @@
 """The reward `code`: every form of tests, right programs in all of them, clear errors."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -203,6 +204,175 @@ def test_right_programs_pass(name):
     assert score(fenced(answer), tests, **dict(*row)) == 1.0
 
 
+def method_test(name, arguments, output):
+    """A test in LiveCodeBench's form."""
+    test = {"input": arguments, "output": output, "testtype": "functional"}
+    return [test | {"metadata": {"func_name": name}}]
+
+
+def functional(value, output, header=""):
+    """A program in this form, and its test."""
+    program = f"{header}class Solution:\n    def f(self, n):\n        return {value}"
+    return program, method_test("f", "[3, 1, 2]", output)
+
+
+LONG = "1" + "0" * 5000
+CONTESTS = {  # a program, its tests, the score, and further columns of the row
+    "names of collections": (*functional("Counter(deque(n))[3] + len(defaultdict(int))", "1"), 1),
+    "of modules": (*functional("heapq.nlargest(2, sorted(n, key=operator.neg))", "[3, 2]"), 1),
+    "of functions": (*functional("reduce(gcd, n) + comb(4, 2) + bisect_left(n, 9)", "10"), 1),
+    "of numbers": (*functional("[max(n) < inf, math.floor(pi)]", "[1, 3]"), 1),
+    "of texts": (*functional("re.sub('a', ascii_lowercase[1], json.dumps('a'))", '"\\"b\\""'), 1),
+    "built-in names count first": (*functional("pow(2, 3, 5) + sum(n) + abs(-1)", "10"), 1),
+    "own names count first": (*functional("comb(1)", "7", "def comb(n): return 7\n"), 1),
+    "own imports count first": (*functional("sub(1)", "1", "from operator import pos as sub\n"), 1),
+    "NumPy": (*functional("np.array(n)[::-1]", "[2, 1, 3]"), 1),
+    "annotations": (
+        "class Solution:\n    def f(self, n: List[Optional[int]]) -> Deque[int]: return n[0]",
+        functional("", "3")[1],
+        1,
+    ),
+    "annotations are values": (
+        *functional("g.__annotations__['x'] is int", "true", "def g(x: int): 1\n"),
+        1,
+    ),
+    "an unknown annotation": (*functional("1", "1", "def g(x: Unknown): 1\n"), 0),
+    "own future imports": (
+        *functional(
+            "g.__annotations__['x'] + __doc__",
+            '"UnknownDoc"',
+            '"""Doc"""\nfrom __future__ import annotations\ndef g(x: Unknown): 1\n',
+        ),
+        1,
+    ),
+    "the method has a known name": (
+        "class Solution:\n    def merge(self, n): return sorted(n)",
+        method_test("merge", "[3, 1]", "[1, 3]"),
+        1,
+    ),
+    "a known name is no solution": (
+        "def other(a, b): return 1",
+        method_test("gcd", "4\n6", "2"),
+        0,
+    ),
+    "deep recursion": (*functional("g(20000)", "7", "def g(k): return g(k - 1) if k else 7\n"), 1),
+    "a wrong answer": (*functional("Counter(n)[3]", "2"), 0),
+    "standard input": (
+        "n, *rest = map(int, stdin.readline().split())\n"
+        "print(*accumulate(rest))\nprint(Counter(rest)[1])",
+        [{"input": "1 1 2", "output": "1 3\n1", "testtype": "stdin"}],
+        1,
+    ),
+    "APPS": (
+        "print(floor(sqrt(int(input()))), time.time() > 0, fractions.Fraction(1, 2))",
+        {"inputs": ["17"], "outputs": ["4 True 1/2"]},
+        1,
+    ),
+    "HumanEval": ("def add(a: List[int], b): return a + b", CHECK, 1, {"entry_point": "add"}),
+    "MBPP": ("def add(a: List[int], b): return a + b", ["assert add(1, 2) == 3"], 0),
+    "reads a long integer": ("print(int(input()) % 7)", {"inputs": [LONG], "outputs": ["2"]}, 1),
+    "prints a long integer": ("print(10**5000)", {"inputs": [""], "outputs": [LONG]}, 1),
+    "prints another": ("print(10**5000 + 1)", {"inputs": [""], "outputs": [LONG]}, 0),
+    "a source with a long integer": (f"print({LONG} % 7)", {"inputs": [""], "outputs": ["2"]}, 1),
+    "takes a long integer": (
+        "def f(n): return n + 1",
+        f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG[:-1]}1]}}',
+        1,
+    ),
+    "a long integer as a value": (
+        "def f(n): return [n - 1]",
+        {"fn_name": "f", "inputs": [[10**5000 + 1]], "outputs": [[[10**5000]]]},
+        1,
+    ),
+    "a long integer in lines": (*functional("10**5000", LONG), 1),
+    "a digit too few": (*functional("10**4999", LONG), 0),
+    "compared with a float": (*functional("10**5000", "1.5"), 0),
+    "written in an assert": ("def f(): return str(10**5000)", [f"assert int(f()) == {LONG}"], 1),
+    "as long as a grader allows": (*functional("10**49000 % 10**9", "0"), 1),
+}  # fmt: skip
+VALUES = (  # what a program returns for [3, 1, 2], what is expected, and whether that is right
+    ("(1, 2)", "[1, 2]", 1),
+    ("[(1, 2), (3,)]", "[[1, 2], [3]]", 1),
+    ("2.0", "2", 1),
+    ("2", "2.0", 1),
+    ("True", "1", 1),
+    ("1", "true", 1),
+    ("0", "false", 1),
+    ("[n == [3, 1, 2]]", "[1]", 1),
+    ("2.5", "2", 0),
+    ("'2'", "2", 0),
+    ("None", "0", 0),
+    ("None", "null", 1),
+    ("[2]", "2", 0),
+    ("2", "[2]", 0),
+    ("0.1 + 0.2", "0.3", 1),
+    ("0.31", "0.3", 0),
+    ("{'a': (1, 2.0)}", '{"a": [1, 2]}', 1),
+    ("{1: 2}", '{"1": 2}', 1),
+    ("{1: 2}", '{"1": 3}', 0),
+    ("deque(n)", "[3, 1, 2]", 1),
+    ("np.int64(3)", "3", 1),
+    ("np.bool_(True)", "true", 1),
+    ("[np.float32(0.5)]", "[0.5]", 1),
+    ("np.array([[1, 2]])", "[[1, 2]]", 1),
+    ("(np.int8(1), [np.arange(2)])", "[1, [[0, 1]]]", 1),
+    ("fractions.Fraction(1, 2)", "0.5", 1),
+    ("fractions.Fraction(4, 2)", "2", 1),
+    ("__import__('decimal').Decimal('1.5')", "1.5", 1),
+    ("__import__('decimal').Decimal('1.5')", "1", 0),
+    ("''", '""', 1),
+    ("'a'", '"a"', 1),
+    ("'a\u2028b'", '"a\u2028b"', 1),
+    ("[]", "[]", 1),
+    ("[]", "[[]]", 0),
+)
+APPS_VALUES = (  # what a program returns for {"1": 2}, what is expected, and the score
+    ("n[1]", 2, 1),
+    ("n[1]", [2], 1),
+    ("n[1]", "2", 1),
+    ("n[1]", "[2]", 1),
+    ("n[1]", [2, 3], 0),
+    ("'1'", "1", 1),
+    ("'1'", ["1"], 1),
+    ("1", ["1"], 0),
+    ("'abc'", "abc", 1),
+    ("'a'", '"a"', 1),
+    ("[(1, 2)]", [[[1, 2]]], 1),
+    ("(1, 2)", [[1, 2]], 1),
+    ("(1, 2)", [[1, 2], [3, 4]], 0),
+    ("{1: 2}", {"1": 2}, 1),
+    ("{1: 2}", [{"1": 2}], 1),
+    ("True", [1], 1),
+    ("[]", [[]], 1),
+)
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", CONTESTS)
+def test_programs_are_scored_as_by_the_graders_of_their_data_sets(name):
+    answer, tests, right, *row = CONTESTS[name]
+    assert score(fenced(answer), tests, **dict(*row)) == right
+
+
+@needs_bwrap
+def test_values_are_compared_as_by_the_graders_of_their_data_sets():
+    found = [
+        (value, out, score(fenced(functional(value, out)[0]), functional(value, out)[1]))
+        for value, out, _ in VALUES
+    ]
+    assert found == [*VALUES]
+    found = []
+    for value, output, _ in APPS_VALUES:
+        tests = {"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [output]}
+        found.append((value, output, score(fenced(f"def f(n): return {value}"), tests)))
+    assert found == [*APPS_VALUES]
+
+
+def test_a_longer_integer_than_a_grader_reads_is_named():
+    with pytest.raises(ValueError, match=r"column tests: .*50000 digits"):
+        read_tests(f'{{"fn_name": "f", "inputs": [[{"9" * 60000}]], "outputs": [0]}}', {})
+
+
 FORGER = """
 import builtins, gc, math, os, re, sys, time, unittest
 class Number(int): __eq__ = __lt__ = __sub__ = __rsub__ = lambda *_: True
@@ -309,6 +479,72 @@ def test_rows_without_tests_have_no_score():
     assert [score(fenced(ADD), missing) for missing in (None, "", float("nan"))] == [None] * 3
 
 
+BLOCKS = {  # a completion, and its program
+    "in a list": ("1. Add:\n   ```python\n   x = 1\n   print(x)\n   ```\n", "x = 1\nprint(x)\n"),
+    "behind a number": ("1. ```python\n   x = 1\n   print(x)\n   ```", "x = 1\nprint(x)\n"),
+    "deep in a list": ("- A\n  - B\n\n      ```py\n      x = 1\n      ```", "x = 1\n"),
+    "in a list, by tabs": ("-\tA\n\t```python\n\tif x:\n\t\ty()\n\t```", "if x:\n\ty()\n"),
+    "lines without the indentation": ("2. B\n   ```python\nx = 1\nf(x)\n   ```", "x = 1\nf(x)\n"),
+    "blank lines": ("  ```python\n  x = 1\n\n  f(x)\n  ```", "x = 1\n\nf(x)\n"),
+    "quoted": ("> ```python\n> if x:\n>     y()\n>\n> ```", "if x:\n    y()\n\n"),
+    "without a label": ("Here:\n\n```\nprint(1)\n```\n", "print(1)\n"),
+    "without a label, then output": ("```\nprint(3)\n```\nOutput:\n```\n3\n```", "print(3)\n"),
+    "without a label, then the time": ("```\ndef f(): 1\n```\n```\nO(n)\n```", "def f(): 1\n"),
+    "without a label, then an example": ("```\ndef f(): 1\n```\n```\nn = 3\n```", "def f(): 1\n"),
+    "without a label, behind shell": ("```bash\nls\n```\n```\nimport os\n```", "import os\n"),
+    "one statement": ("```\nf = str\n```\n```\n3\n```", "f = str\n"),
+    "two without a label": ("```\nprint(1)\n```\nNo:\n```\nprint(2)\n```", "print(2)\n"),
+    "another label": ("```text\nprint(1)\n```", "print(1)\n"),
+    "behind a word": ("Program: ```python\nprint(1)\n```", "print(1)\n"),
+    "behind a word, without a label": ("**Program:** ```\nprint(1)\n```", "print(1)\n"),
+    "in tags": ("<answer>```python\nprint(1)\n```</answer>", "print(1)\n"),
+    "end behind the code": ("```python\nprint(1)```\nIt is:\n```\n1\n```", "print(1)\n"),
+    "end behind the code, in tags": ("<answer>```py\nprint(1)```</answer>", "print(1)\n"),
+    "tildes": ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+    "tildes with backticks within": ('~~~py\ns = """\n```\n"""\n~~~', 's = """\n```\n"""\n'),
+    "a longer fence": ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+    "a longer end": ("```python\nprint(1)\n`````\nso", "print(1)\n"),
+    "an answer in Markdown": ("````markdown\nSo:\n```python\nx()\n```\n````", "x()\n"),
+    "the same, of equal length": ("```markdown\nSo:\n```python\nx()\n```\n```", "x()\n"),
+    "begun anew": ("```python\nx =\nNo:\n```python\nprint(1)\n```", "print(1)\n"),
+    "without an end": ("It is:\n```python\nprint(1)", "print(1)"),
+    "behind a word, without an end": ("It is: ```python\nprint(1)", "print(1)"),
+    "mentioned later": ("```python\nprint(1)\n```\nI wrote in ```python\nas told", "print(1)\n"),
+    "mentioned within a line": ("Use ```x``` twice.\n```python\nprint(1)\n```", "print(1)\n"),
+    "an empty block later": ("```python\nprint(1)\n```\n```python\n```", "print(1)\n"),
+    "output later": ("```python\nprint(1)\n```\n```\n1\n```\n```text\nx\n```", "print(1)\n"),
+    "ends of lines of Windows": ("```python\r\nx = 1\r\nf(x)\r\n```\r\n", "x = 1\nf(x)\n"),
+    "no block": ("def f():\n    return 1", "def f():\n    return 1"),
+    **{
+        f"label {label}": (f"```{label}\nprint(1)\n```\n```text\nprint(2)\n```", "print(1)\n")
+        for label in (
+            *(" python", "Python", "python3", "Python 3", "py", "py3", "python3.11", "ipython"),
+            *("{.python}", "{python}", "{.python .numberLines}", 'python title="a.py"', "PYTHON"),
+            *("python:main.py", "python {1,3}", "pypy3"),
+        )
+    },
+    **{
+        f"no label of Python: {label}": (f"```py\nx\n```\n```{label}\nprint(1)\n```", "x\n")
+        for label in ("pycon", "python-traceback", "pyscript", "bash", "cython", "c++")
+    },
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_programs_are_found_where_models_write_them(name):
+    completion, program = BLOCKS[name]
+    assert program_of(completion) == program
+
+
+def test_lines_of_marks_without_end_take_no_time():
+    """Models repeat themselves. Quadratic time would be minutes."""
+    started = time.process_time()
+    for text in ("`" * 10**6, "`" * 10**6 + "x`", " " * 10**6 + "x", "> " * 10**6, "a```" * 10**6):
+        assert program_of(text) == text
+    assert program_of("```\n" * 10**5) == "```\n" * 10**5
+    assert time.process_time() - started < 60
+
+
 def test_the_last_python_block_is_the_program():
     assert program_of("a = 1") == "a = 1"
     assert program_of("```python\na = 1\n```\nor\n```python\nb = 2\n```\nso.") == "b = 2\n"
@@ -338,9 +574,17 @@ def test_outputs_are_compared_by_lines_and_numbers():
     assert not same_text("1\n2", "1 2") and not same_text("1", "1.0\n2") and not same_text("", "1")
     assert same_text("0.50000001", "0.5") and not same_text("0.51", "0.5")
     assert not same_text("10000001", "10000000") and not same_text("x", "1.5")
+    assert same_text("3.0", "3") and same_text("1 2.50", "1 2.5") and same_text("-0.0", "0")
+    assert not same_text("3.1", "3") and not same_text("7", "007") and not same_text("1.0.0", "1")
+    assert not same_text("10000001.0", "10000000") and not same_text("3.0000001", "3")
     assert same_value("[1, [0.30000000000000004, 2]]", [1, [0.3, 2.0]])
-    assert same_value('{"a": 1}', {"a": 1}) and same_value("1", [1])
-    assert not same_value("true", 1) and not same_value("[1]", [1, 2]) and not same_value("1", "1")
+    assert same_value('{"a": 1}', {"a": 1}) and same_value(
+        '{"a": [0.30000000000000004]}', {"a": [0.3]}
+    )
+    assert same_value("true", 1) and same_value("2.0", 2) and same_value("[[1.0]]", [[True]])
+    assert not same_value("[1]", [1, 2]) and not same_value("1", "1") and not same_value("1", [1])
+    assert not same_value("2.5", 2) and not same_value('{"a": 1}', {"b": 1})
+    assert not same_value("null", 0) and not same_value('""', None) and not same_value("0", "")
     assert not same_value("1" * 400, 1.0) and not same_value("[" * 10**6, 1)
 
 

@@ -5,6 +5,7 @@ import datetime
 import gzip
 import json
 import random
+import sys
 from collections import Counter
 from decimal import Decimal
 from itertools import pairwise
@@ -22,8 +23,9 @@ from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_ev
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, score
+from easyrl.processes import allow_long_integers
 from easyrl.rewards.loading import reward_specs
-from easyrl.types import Prompt
+from easyrl.types import Prompt, answers_of
 from examples import make_tiny
 from hub_rows import GSM8K, put_in_place_of_the_hub
 from runs import succeed, summary_of, write_rows
@@ -214,6 +216,47 @@ def test_a_path_names_its_file_or_folder(path, names, tmp_path):
     write_two(tmp_path, "all others.parquet")
     (folder / "_SUCCESS").touch()
     assert rows_of(tmp_path / path) == TWO
+
+
+@pytest.fixture
+def default_digits(monkeypatch):
+    """Python's own limit of the digits of integers, whatever has run in this process before."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(4300)
+    yield
+    sys.set_int_max_str_digits(before)
+
+
+def test_rows_may_have_integers_of_more_digits_than_python_reads(tmp_path, default_digits):
+    long = 10**5000 + 1
+    rows = [
+        {"prompt": "1+1=", "answer": long, "tests": {"inputs": [[long]], "outputs": [-long]}},
+        {"prompt": "2+2=", "answer": 4, "tests": {"inputs": [[1]], "outputs": [10**49_999]}},
+    ]
+    allow_long_integers()
+    stream = opened(jsonl(tmp_path, *rows), "data.shuffle=false", "data.prompt_template={answer}?")
+    (first, second) = (stream.prompt(index) for index in range(2))
+    assert first.content == f"{long}?" and first.columns["tests"] == rows[0]["tests"]
+    assert first.columns["answer"] == long and second.columns["tests"] == rows[1]["tests"]
+    assert answers_of(long) == [str(long)] and "answer" not in first.references()
+    other = [{**rows[0], "answer": long + 1}, rows[1]]
+    assert len({*problem_ids([first, second])}) == 2
+    again = opened(jsonl(tmp_path, *rows, name="b.jsonl"), "data.prompt_template={answer}?")
+    changed = opened(jsonl(tmp_path, *other, name="c.jsonl"), "data.prompt_template={answer}?")
+    assert again.fingerprint() == stream.fingerprint() != changed.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["plain.jsonl", "packed.jsonl.gz"])
+def test_long_integers_are_read_in_a_process_with_pythons_limit(name, tmp_path, default_digits):
+    content = b'{"prompt": "1+1=", "answer": 1%s}' % (b"0" * 6000)
+    data = gzip.compress(content) if name.endswith("gz") else content
+    (tmp_path / name).write_bytes(data)
+    assert opened(tmp_path / name).prompt(0).columns["answer"] == 10**6000
+
+
+def test_an_integer_of_too_many_digits_is_named_with_its_line(tmp_path):
+    file = jsonl(tmp_path, {"prompt": "1+1="}, '{"prompt": "2+2=", "answer": %s}' % ("9" * 50_001))
+    assert f"{file}:2:" in error_of(file) and "50000 digits" in error_of(file)
 
 
 def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path):

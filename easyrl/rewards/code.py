@@ -48,6 +48,8 @@ class Suite:
     tests: list[Any]  # sources; standard inputs; or argument lists
     expected: list[Any]  # outputs; lists of values of which each is right; of asserts "passed"
     function: str | None = None  # to call; of asserts the entry point for `check`
+    has_integer_keys: bool = False
+    """Whether JSON has made strings of the integer keys of a dictionary, the first argument."""
 
     @property
     def has_usual_names(self) -> bool:
@@ -61,6 +63,7 @@ class Suite:
             "kind": self.kind,
             "tests": self.tests,
             "function": self.function,
+            "has_integer_keys": self.has_integer_keys,
             "program": program,
             "names": names_used(program) if self.has_usual_names else {},
         }
@@ -180,16 +183,13 @@ def _read_livecodebench(
 
 
 def _read_apps(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> Suite:
-    """Read tests of APPS, TACO and PRIME: values may be JSON, wrapped in a list, or plain strings,
-    and JSON has made strings of a dictionary's integer keys."""
+    """Read tests of APPS, TACO and PRIME. Values are JSON, wrapped in a list, or plain strings."""
     _check_pairs(inputs, outputs)
     if function is None:
         return _read_stdin(inputs, outputs)
     arguments = list(map(_as_arguments, inputs))
-    for values in arguments:
-        if values and isinstance(values[0], dict):
-            values[0] = _with_integer_keys(values[0])
-    return Suite("function", arguments, list(map(_right_values, outputs)), function)
+    expected = list(map(_right_values, outputs))
+    return Suite("function", arguments, expected, function, has_integer_keys=True)
 
 
 def _check_pairs(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -204,15 +204,9 @@ def _read_stdin(inputs: Sequence[Any], outputs: Sequence[Any]) -> Suite:
 def _as_arguments(value: Any) -> list[Any]:
     """A list of arguments; in a string they are JSON, one per line."""
     if isinstance(value, str):
-        return [_as_value(line) for line in value.rstrip("\n").split("\n")]
-    return [*value] if isinstance(value, list) else [value]
-
-
-def _with_integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
-    """Convert the keys where all are integers."""
-    with contextlib.suppress(ValueError):
-        return {int(key): item for key, item in value.items()}
-    return value
+        lines = value.rstrip("\n").split("\n") if value.strip() else []
+        return list(map(_as_value, lines))
+    return value if isinstance(value, list) else [value]
 
 
 def _right_values(output: Any) -> list[Any]:

@@ -124,6 +124,8 @@ def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
     else:
         result = os.dup(output.fileno())
         redirect()
+        if job["has_integer_keys"] and test and isinstance(test[0], dict):
+            test[0] = with_integer_keys(test[0])
         names = execute(job, "solution").__dict__
         os.write(result, call(names, job["function"], test).encode())
 
@@ -159,6 +161,14 @@ def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
     else:
         function = getattr(names["Solution"](), name)
     return json.dumps(function(*arguments), default=as_plain)
+
+
+def with_integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    """Convert the keys if all are integers."""
+    try:
+        return {int(key): item for key, item in value.items()}
+    except ValueError:
+        return value
 
 
 def as_plain(value: Any) -> Any:

@@ -46,7 +46,7 @@ ENVIRONMENT = {
 FIRST_USER, NUM_USERS = 61184, 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
 PROBE = {"kind": "stdin", "program": "print(1)", "tests": [""]}
-"""A job (see `code.Suite`); `names` can be left out."""
+"""A job (see `code.Suite`); `names` and `has_integer_keys` can be left out."""
 PR_SET_CHILD_SUBREAPER = 36
 REMEDY = (
     "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docker run "
@@ -92,7 +92,13 @@ def find_variant(kind: Kind) -> str:
 def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str | None]:
     user = FIRST_USER + os.getpid() % NUM_USERS if os.geteuid() == 0 else None
     inner_user, outer_user = (user, None) if variant == "bwrap as root" else (None, user)
-    job = {"names": {}, **job, "user": inner_user, "max_int_digits": MAX_INT_DIGITS}
+    job = {
+        "names": {},
+        "has_integer_keys": False,
+        **job,
+        "user": inner_user,
+        "max_int_digits": MAX_INT_DIGITS,
+    }
     job["cpu_seconds"] = math.ceil(timeout_seconds) + 1
     # Without `..`, but with links to the executable, by which Python finds its environment.
     python = Path(sys.executable).parent.resolve() / Path(sys.executable).name
