@@ -9,12 +9,17 @@ import pytest
 from reward_pools import config_of, finished, needs_bwrap
 
 from easyrl.config import ConfigError
+from easyrl.events import Sample
+from easyrl.processes import allow_long_integers
 from easyrl.rewards import sandbox
 from easyrl.rewards.code import program_of, read_tests, same_text, same_value
 from easyrl.rewards.loading import check_rewards, load_reward
 from easyrl.rewards.pool import RewardPool
 from easyrl.rewards.worker import Call
+from easyrl.runtime.metrics import no_program_warning
+from easyrl.runtime.run_folder import read_lines
 from easyrl.types import Prompt
+from runs import SMALL, succeed, write_rows
 
 ADD = "def add(a, b):\n    return a + b"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
@@ -371,6 +376,59 @@ def test_values_are_compared_as_by_the_graders_of_their_data_sets():
 def test_a_longer_integer_than_a_grader_reads_is_named():
     with pytest.raises(ValueError, match=r"column tests: .*50000 digits"):
         read_tests(f'{{"fn_name": "f", "inputs": [[{"9" * 60000}]], "outputs": [0]}}', {})
+
+
+def sample(completion, score=0.0, truncated=False):
+    return Sample(completion, score, 0.0, {}, {"code": score}, truncated=truncated)
+
+
+PROSE = "The answer is three."
+NO_PROGRAM = {  # first samples, and what a warning says, None without one
+    "no block": ([sample(PROSE)] * 3 + [sample(fenced(ADD))], "in 3 of 4 "),
+    "half of them": ([sample(PROSE)] * 2 + [sample(fenced(ADD))] * 2, None),
+    "wrong programs": ([sample(fenced("1"))] * 4, None),
+    "programs without a block": ([sample(ADD, 1.0)] * 4, None),
+    "drafts in the thinking": ([sample(f"<think>{fenced(ADD)}", truncated=True)], "max_completion"),
+    "no tests": ([sample(PROSE, None)] * 4, None),
+    "another reward": ([Sample(PROSE, 0.0, 0.0, {}, {"math": 0.0})] * 4, None),
+    "no completions": ([], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_PROGRAM)
+def test_completions_without_a_program_are_shown(name):
+    samples, text = NO_PROGRAM[name]
+    warning = no_program_warning(samples, 256)
+    assert (text in warning) if text else not warning
+
+
+def test_the_warning_shows_a_short_part_of_a_finished_completion():
+    long = f"begins {'x' * 10**5} ends"
+    warning = no_program_warning([sample("cut off", truncated=True), sample(long)], 256)
+    assert "begins x" in warning and "x ends" in warning and len(warning) < 1000
+    assert "in 2 of 2 " in warning and "1 of them" in warning and "256 tokens" in warning
+    assert "\x1b" not in no_program_warning([sample("\x1b[2J")], 256)
+
+
+@needs_bwrap
+def test_a_run_shows_a_completion_without_a_program_and_keeps_long_integers(tmp_path):
+    long = 10**5000
+    tests = {"fn_name": "f", "inputs": [[long]], "outputs": [long]}
+    rows = [{"prompt": f"{n}+1=", "answer": long + n, "tests": tests} for n in range(4)]
+    reward = tmp_path / "own.py"
+    reward.write_text(
+        "def score(completions, answer, log_extra, **columns):\n"
+        "    log_extra('logged', answer)\n"
+        "    return [float(len(str(answer[0])) == 5001)] * len(completions)\n"
+    )
+    allow_long_integers()
+    words = ("--dataset", write_rows(tmp_path / "rows.jsonl", rows), "--reward", "code")
+    words += ("--reward", f"{reward}:score", "--iterations", "1", "--output", str(tmp_path / "run"))
+    out = succeed(*words, *SMALL)
+    assert "no program in " in out and "```python" in out
+    lines = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert {line["logged"] - long for line in lines} == {*range(4)}
+    assert {(line["rewards"]["code"], line["rewards"]["score"]) for line in lines} == {(0.0, 1.0)}
 
 
 FORGER = """

@@ -261,9 +261,9 @@ def no_program_warning(
             f"{section}.max_completion_length)"
         )
     return (
-        f"warning: the reward code finds no program in {len(without)} of the first {len(scored)} "
-        f"completions{cut_off}: expected a block of code, ```python ... ```, after the thinking "
-        f"(ask for one: data.system_prompt, data.prompt_template), got for example {text!r}"
+        f"warning: the reward code finds no program in {len(without)} of {len(scored)} of the "
+        f"first completions{cut_off}: expected a block of code (```python), behind the "
+        f"thinking (ask for one: data.system_prompt, data.prompt_template), got for example {text!r}"
     )
 
 
