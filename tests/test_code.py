@@ -424,7 +424,7 @@ def test_a_run_shows_a_completion_without_a_program_and_keeps_long_integers(tmp_
     allow_long_integers()
     words = ("--dataset", write_rows(tmp_path / "rows.jsonl", rows), "--reward", "code")
     words += ("--reward", f"{reward}:score", "--iterations", "1", "--output", str(tmp_path / "run"))
-    out = succeed(*words, *SMALL)
+    out = succeed(*words, *SMALL, "output.samples=4")
     assert "no program in " in out and "```python" in out
     lines = read_lines(tmp_path / "run" / "samples.jsonl")
     assert {line["logged"] - long for line in lines} == {*range(4)}

@@ -263,7 +263,7 @@ def no_program_warning(
     return (
         f"warning: the reward code finds no program in {len(without)} of {len(scored)} of the "
         f"first completions{cut_off}: expected a block of code (```python), behind the "
-        f"thinking (ask for one: data.system_prompt, data.prompt_template), got for example {text!r}"
+        f"thinking (ask for one: data.system_prompt, data.prompt_template), got {text!r}"
     )
 
 
