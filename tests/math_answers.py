@@ -34,7 +34,7 @@ MATH = [
 
 # Verdicts of math-verify that are wrong, or (from 50 % on) debatable.
 MATH += [
-    ("1234", r"\boxed{1\,234}", 0), ("1500", r"\boxed{1.5e3}", 0), ("7", r"\boxed{7.}", 0),
+    ("1500", r"\boxed{1.5e3}", 0),
     ("BDAC", r"\boxed{ABCD}", 1), ("1011_2", r"\boxed{1011_3}", 1),
     ("½", r"\boxed{\frac{1}{2}}", 0), (r"\emptyset", r"\boxed{\varnothing}", 0),
     ("0.0000004", r"\boxed{0.0000003}", 1), ("50", r"\boxed{50\%}", 1),
@@ -104,3 +104,60 @@ TYPED = [
     ("easyrl.data.tasks:score", 109.0, "#109", 1),
     ("easyrl.data.tasks:score", 109, "109", 0),
 ]
+
+FORMULA_FORMS = [
+    r"\boxed{%s}", r"\boxed{%s}.", r"The answer is $\boxed{%s}$.", "$%s$", "$$%s$$",
+    "So we get $%s$.",
+    r"\(%s\)", r"\[%s\]", r"\[ %s \]", "<answer>%s</answer>", "<answer>$%s$</answer>",
+    r"<answer>\boxed{%s}</answer>",
+]  # fmt: skip
+FORMS = [
+    *FORMULA_FORMS, "%s", "The answer is %s", "The final answer is: %s", "Answer: %s", "#### %s",
+    "The answer is **%s**", "**Answer: %s**",
+]  # fmt: skip
+"""How an answer is marked: of the model's completion, and of the row."""
+
+TYPESET = [
+    # (a number, what is written in a form, whether they are equal)
+    # full stops and what else ends an answer
+    *(("5", f"5{ending}", 1) for ending in (
+        "", ".", " .", ". ", "。", "．", ",", ";", "...", "…", r"\\", r".\\", r"\,", r"\,.", r".\ ",
+        r"\quad", r".\quad", r"\text{.}", " apples.", r"\text{ apples.}", r"\,\text{cm}.",
+        r"~\text{cm}",
+    )),
+    ("5.5", "5.5.", 1), ("3.5", "3.50.", 1), ("0.5", ".5.", 1), ("-5", "-5.", 1), ("5", "5%.", 1),
+    ("5", r"5\%.", 1), ("1/2", "1/2.", 1), ("1/2", r"\frac{1}{2}.", 1),
+    ("12345.67", "12,345.67.", 1),
+    ("5", "5.5", 0), ("5", "6.", 0), ("5", ".5.", 0), ("5", "-5.", 0), ("55", "5.5", 0),
+    ("5.5", "5.", 0),
+    ("1/2", "2/1.", 0), ("50", "5.0.", 0),
+    # spaces in numbers
+    *(("12345", f"12{space}345", 1) for space in (
+        r"\,", r"\ ", r"\;", r"\:", r"\!", r"\, ", r"\thinspace ", "{,}", ",", r",\!", "~", " ",
+        r"{\,}",
+        "\u2009", "\u202f", "\u00a0", "\u2007", r"\text{ }",
+    )),
+    ("1234567", r"1\,234\,567", 1), ("1234567", "1 234 567.", 1), ("-12345", r"-12\,345", 1),
+    ("12345.5", r"12\,345.5", 1), ("12345", r"12\,345.", 1), ("36000", r"36\,000\,\text{m}", 1),
+    ("0.123456", r"0.123\,456", 1), ("3.1415926", "3.141\u2009592\u20096.", 1),
+    *((number, f"12{space}345", 0) for number in ("12", "345") for space in (r"\,", " ",
+    "\u202f", "{,}")),
+    # two numbers
+    *(("12345", text, 0) for text in (
+        "12, 345", r"12,\ 345", r"12,\,345", r"12\quad 345", "12; 345", "1 2345", r"1\,2345",
+        "12\t345",
+    )),
+    *(("12", f"1{space}2", 0) for space in (" ", r"\,", r"\ ", "\u2009", "~")),
+    ("512345", "5 12 345", 0), ("123456", "12 345 6", 0), ("10000", r"1\,0000", 0),
+    ("3125/1000", "3 125/1000", 0), ("1000", r"10^1\,000", 0), ("2345", r"\frac12\,345", 0),
+]  # fmt: skip
+TYPESET_FORMULAS = [
+    ("x", "x.", 1), ("x+1", "x+1.", 1), ("1,2", "1, 2.", 1), ("(1,2)", "(1,2).", 1), ("x", "y.", 0),
+    (r"\left(1,2\right)", r"\left(1,2\right).", 1), (r"\{1,2\}", r"\{1, 2.\}", 1), ("B", "B.", 1),
+    ("12345, 6789", r"12\,345, 6\,789.", 1), ("120", "5!.", 1), ("5", "5!.", 0),
+    ("100200", "(100, 200).", 0),
+    (r"\left.x^2\right|_0^1", r"\left.x^2\right|_0^1.", 1), ("1,2", "1, 2, 3.", 0),
+    ("x=5", "x=5.", 1),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}.", 1),
+    ("6250", r"2 \cdot 3\,125", 1),
+]  # fmt: skip

@@ -11,7 +11,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
 from easyrl.rewards.loading import check_rewards, load_reward, reward_names, reward_specs
 from easyrl.types import Prompt
-from math_answers import GSM8K, MATH, NAN, TYPED
+from math_answers import FORMS, FORMULA_FORMS, GSM8K, MATH, NAN, TYPED, TYPESET, TYPESET_FORMULAS
 from runs import write_rows
 
 TEXTS = [r"It is \boxed{4}.", "Five", r"\boxed{5}"]
@@ -120,6 +120,26 @@ def test_rows_of_presets_have_the_scores_checked_by_hand(preset, answers, column
         assert function(completions=[chat(text)], **columns) == [score], (answer, text)
 
 
+@pytest.mark.parametrize(
+    ("name", "forms", "answers"),
+    [
+        ("math", FORMS, TYPESET),
+        ("math", FORMULA_FORMS, TYPESET_FORMULAS),
+        ("gsm8k", FORMS, TYPESET),
+    ],
+)
+def test_the_verdict_is_the_same_however_an_answer_is_typeset_and_marked(name, forms, answers):
+    other = []
+    for number, text, is_right in answers:
+        for form in forms:
+            written = form % text
+            (of_completion,) = scores(name, [written], answer=number)
+            (of_row,) = scores(name, [rf"\boxed{{{number}}}"], answer=written)
+            if (of_completion, of_row) != (is_right, is_right):
+                other.append((number, written, of_completion, of_row))
+    assert not other
+
+
 @pytest.mark.parametrize("name", ["exact_match", "gsm8k", "math", "easyrl.data.tasks:score"])
 def test_rows_without_an_answer_have_no_score(name):
     assert scores(name, [chat("#4")], prompts="q", answer=4)[0] is not None
@@ -133,7 +153,24 @@ def test_answers_are_compared_whatever_their_type(name, answer, text, score):
     assert scores(name, [text], prompts="q", answer=answer) == [score]
 
 
-@pytest.mark.parametrize("part", ["1", "1,", "1/", "$ ", "{", "####\n", r"\boxed{", "<answer>"])
+ENDLESS = [
+    "1 234 ",
+    "5 . ",
+    r"\!",
+    r"\quad ",
+    r"\text{ }",
+    "**1",
+    "...",
+    "~",
+    "$$ ",
+    r"1\,000\,",
+    "5.}",
+]
+
+
+@pytest.mark.parametrize(
+    "part", ["1", "1,", "1/", "$ ", "{", "####\n", r"\boxed{", "<answer>", *ENDLESS]
+)
 def test_endless_texts_cost_no_time(part):
     started = time.process_time()
     for name in ("exact_match", "gsm8k", "format", "countdown"):

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from easyrl.rewards.functions import ANSWER, Completions, final_text
+from easyrl.rewards.typography import in_one_form, spaces_between_digits
 from easyrl.types import Messages, answers_of
 
 MAX_CPU_SECONDS = 3
@@ -35,8 +36,8 @@ MARK = re.compile(  # `\boxed{18}`, or `#### 18`, which is not a heading of Mark
 )
 FRACTION = re.compile(r"(?<!\d)\\[dt]?frac *(?:\{(\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))(?!\d)")
 r"""`\frac{1}{2}`, or `\frac12`; `\frac123` is (1/2) 3."""
-WRAPPING = re.compile(  # LaTeX around a number, and spaces between thousands
-    r"\\(boxed|mbox|(text|math)(bf|it|rm)?)\b|\\[,!% ]|[{}\u202f\u2009]|\^\{?\\circ"
+WRAPPING = re.compile(  # LaTeX around a number
+    r"\\(boxed|mbox|(text|math)(bf|it|rm)?)\b|\\[,;:>!% ]|\\q?quad\b|[{}]|\^\{?\\circ"
 )
 EXPRESSION = re.compile(
     r"[\\^_+*×÷√²³½]|\A-?\d[\d,.]*\s*(?:[A-Za-z%]+\s+)?(?:[-–]|and\b|or\b|to\b)\s*\d"
@@ -72,7 +73,7 @@ def _is_right(text: str, accepted: Sequence[str]) -> bool:
 
     try:
         # What cannot be parsed is compared as text.
-        golds = [_parsed(_as_formula(each)) or [each.strip()] for each in accepted]
+        golds = [_parsed(_reference_part(each)) or [each.strip()] for each in accepted]
         return any(verify(gold, _parsed(text), timeout_seconds=None) for gold in golds)
     except Exception:  # recursion too deep, out of memory, ...
         return False
@@ -93,14 +94,20 @@ def _answer_part(completion: str | Messages) -> str:
     return _as_formula(tagged[-1]) if tagged else _plain(text)
 
 
+def _reference_part(answer: str) -> str:
+    tagged = ANSWER.findall(answer)
+    return _as_formula(tagged[-1] if tagged else answer)
+
+
 def _as_formula(answer: str) -> str:
-    answer = re.sub(r"(?<=[\d})])\.$", "", _plain(answer).strip(" \n*"))
+    answer = _plain(answer.strip("*\n")).strip(" \n*")
     return answer if FORMULA.search(answer) else rf"\boxed{{{answer}}}"
 
 
 def _plain(text: str) -> str:
-    """Return the text without signs of currency, and with the same braces for all boxes."""
-    text = CURRENCY.sub("", text)
+    """Return the text without signs of currency, with numbers and answers in one form, and with the
+    same braces for all boxes."""
+    text = in_one_form(CURRENCY.sub("", text))
     return BOX.sub(lambda match: r"\boxed" + (f"{{{match[1]}}}" if match[1] else ""), text)
 
 
@@ -119,7 +126,7 @@ def gsm8k(completions: Completions, answer: Sequence[Any], **_: Any) -> list[flo
 
 def reference_numbers(answer: Any) -> list[float | str]:
     """Return what `gsm8k` accepts for a row's answer: text where that is no number."""
-    return [_number_of(_as_formula(each)) for each in answers_of(answer)]
+    return [_number_of(_reference_part(each)) for each in answers_of(answer)]
 
 
 def _number_of(text: str) -> float | str:
@@ -129,7 +136,7 @@ def _number_of(text: str) -> float | str:
     for boxed, line in marks[-1:]:
         text = (boxed or line).strip(" *")
     plain = FRACTION.sub(r"\1\2/\3\4", text.rpartition("=")[2] if marks else text)
-    plain = WRAPPING.sub("", plain)
+    plain = WRAPPING.sub("", spaces_between_digits(plain))
     numbers = list(filter(None, NUMBER.findall(plain)))
     is_single = len(numbers) == 1 or (marks and marks[-1][1])
     if not numbers or (marks and (not is_single or EXPRESSION.search(plain))):
