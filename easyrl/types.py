@@ -59,7 +59,10 @@ def answers_of(value: Any) -> list[str]:
     """Return the texts that a row's answer accepts: each of a list, and of `18.0` also `18`."""
     values = value if isinstance(value, list | tuple | np.ndarray) else [value]
     found = [each for each in values if not is_missing(each)]
-    texts = [str(each) for each in found]
+    texts = [
+        each.decode(errors="backslashreplace") if isinstance(each, bytes) else str(each)
+        for each in found
+    ]
     plain = [np.format_float_positional(float(x), trim="-") for x in texts if FLOAT.fullmatch(x)]
     return texts + plain + [f"{each.normalize():f}" for each in found if isinstance(each, Decimal)]
 

@@ -97,6 +97,7 @@ TYPED = [
     *((name, Decimal("18.00"), "#### 18", 1) for name in ("gsm8k", "math")),
     ("exact_match", Decimal("12345678901234567890.00"), "12345678901234567890", 1),
     ("exact_match", Decimal("1E+2"), "100", 1),
+    ("exact_match", b"caf\xc3\xa9", "café", 1),
     ("exact_match", "18.00", "18", 0),
     ("exact_match", "1e-05", "0.00001", 1),
     ("exact_match", "007", "7", 0),

@@ -72,7 +72,7 @@ def test_the_core_has_the_libraries_that_are_used_and_no_others():
     assert len(core) <= 12 and EXTRAS.keys() <= project["optional-dependencies"].keys()
     modules = {name[0] for tree in TREES.values() for name in imports_of(tree)}
     ours = {"easyrl", "easyrl_train", "benchmarks", *sys.stdlib_module_names}
-    with_extras = {"accelerate", "jinja2", "markupsafe", "openai", "starlette"}
+    with_extras = {"accelerate", "jinja2", "markupsafe", "openai", "pyarrow", "starlette"}
     optional = {*EXTRAS.values(), *with_extras, "torch_npu", "vllm_ascend"}
     distributions = packages_distributions()
     used = {distributions.get(name, [name])[0] for name in modules - ours - optional}

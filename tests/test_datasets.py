@@ -10,8 +10,10 @@ from collections import Counter
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, score
 from easyrl.processes import allow_long_integers
+from easyrl.rewards.functions import exact_match
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt, answers_of
 from examples import make_tiny
@@ -134,6 +137,131 @@ def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
     (_, first), (_, second) = rows_of(file)
     assert first["answer"] == "x" and second == {"answer": None, "level": None, "hint": hint}
     assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
+
+
+UTC = datetime.UTC
+MORNING = datetime.datetime(2024, 1, 2, 10, 30)
+MIDNIGHT = datetime.datetime(2024, 1, 2)
+NOON_IN_INDIA = datetime.datetime(2024, 1, 2, 12, tzinfo=ZoneInfo("Asia/Kolkata"))
+OF_PARQUET = [
+    # (the type of a column, its values, the texts in rows)
+    ("date32", [MIDNIGHT.date(), None], ["2024-01-02", None]),
+    ("date64", [MIDNIGHT.date()], ["2024-01-02"]),
+    ("timestamp[s]", [MIDNIGHT], ["2024-01-02"]),  # a column of days
+    ("timestamp[us]", [MIDNIGHT, None], ["2024-01-02", None]),
+    ("timestamp[us]", [MIDNIGHT, MORNING], ["2024-01-02T00:00:00", "2024-01-02T10:30:00"]),
+    ("timestamp[ns]", [MORNING], ["2024-01-02T10:30:00"]),
+    ("timestamp[us, tz=UTC]", [MIDNIGHT.replace(tzinfo=UTC)], ["2024-01-02"]),
+    ("timestamp[us, tz=Asia/Kolkata]", [NOON_IN_INDIA], ["2024-01-02T12:00:00+05:30"]),
+    ("time64[us]", [MORNING.time()], ["10:30:00"]),
+    ("duration[us]", [datetime.timedelta(hours=1, seconds=2)], ["1:00:02"]),
+    ("list<date32>", [[MIDNIGHT.date(), None], []], [["2024-01-02", None], []]),
+    ("struct<date32>", [{"x": MIDNIGHT.date()}], [{"x": "2024-01-02"}]),
+    ("list<timestamp[s]>", [[MIDNIGHT, MORNING]], [["2024-01-02T00:00:00", "2024-01-02T10:30:00"]]),
+    ("struct<timestamp[s]>", [{"x": MIDNIGHT}], [{"x": "2024-01-02"}]),
+    ("decimal", [Decimal("1.50")], [Decimal("1.50")]),
+    ("string", ["2024-01-02 00:00"], ["2024-01-02 00:00"]),
+    ("dictionary", ["b", "a"], ["b", "a"]),
+]
+
+
+def arrow_type(name):
+    kind, _, inner = name.partition("<")
+    unit, _, zone = name.removesuffix("]").partition("[")[2].partition(", tz=")
+    if kind == "list":
+        return pyarrow.list_(arrow_type(inner[:-1]))
+    if kind == "struct":
+        return pyarrow.struct({"x": arrow_type(inner[:-1])})
+    if kind.startswith("timestamp"):
+        return pyarrow.timestamp(unit, zone or None)
+    if kind == "decimal":
+        return pyarrow.decimal128(3, 2)
+    if kind == "dictionary":
+        return pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    return pyarrow.type_for_alias(kind)
+
+
+@pytest.mark.parametrize(("kind", "values", "texts"), OF_PARQUET)
+def test_dates_and_times_of_a_parquet_file_are_text(kind, values, texts, tmp_path):
+    columns = {
+        "prompt": [f"{number}" for number in range(len(values))],
+        "answer": pyarrow.array(values, arrow_type(kind)),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "data.parquet")
+    rows = rows_of(tmp_path / "data.parquet")
+    assert [columns["answer"] for _, columns in rows] == texts
+    if None not in values:
+        stream = opened(tmp_path / "data.parquet", "data.prompt_template=On {answer}:")
+        assert {*stream.examples().values()} == {f"On {text}:" for text in texts}
+
+
+@pytest.fixture
+def json_repository(monkeypatch, tmp_path):
+    """A function that makes a repository of the hub out of rows, as JSON lines."""
+    import datasets
+
+    load = datasets.load_dataset
+
+    def make(*rows):
+        file = jsonl(tmp_path, *rows)
+        options = {"data_files": str(file), "cache_dir": str(tmp_path / "cache")}
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *_, split: load("json", split=split, **options)
+        )
+        monkeypatch.setattr(own_datasets, "reach_hub", lambda: True)
+        return file
+
+    return make
+
+
+DATES = [
+    (["2024-01-02", "2024-01-03"], ["2024-01-02", "2024-01-03"]),
+    (["2024-01-02", None], ["2024-01-02", None]),
+    (["2024-01-02T00:00:00", "2024-01-03T10:00:00"],) * 2,
+    (["2024-01-02", "unknown"],) * 2,
+    ([["2024-01-02"], ["2024-01-03", "2024-01-04"]],) * 2,
+    ([{"day": "2024-01-02"}, {"day": "2024-01-03"}],) * 2,
+    (["10:30", "11:00"],) * 2,
+    (["2024", "2025"],) * 2,
+]
+
+
+@pytest.mark.parametrize(("answers", "texts"), DATES)
+def test_dates_in_json_lines_of_the_hub_keep_their_text(answers, texts, json_repository, tmp_path):
+    import datasets
+
+    file = json_repository(*({"prompt": "q", "answer": answer} for answer in answers))
+    saved = tmp_path / "saved"
+    datasets.load_dataset("json", split="train").save_to_disk(str(saved))
+    found = [[columns["answer"] for _, columns in rows_of(x)] for x in ("a/b", saved, file)]
+    assert found == [texts, texts, answers]
+    if isinstance(texts[0], str):
+        assert exact_match([texts[0]], [found[0][0]]) == [1]
+    assert opened("a/b").prompt(0).references() == opened(saved).prompt(0).references() != {}
+
+
+MIXED = [
+    ["007", 7],
+    [1, "null"],
+    ["yes", True],
+    [{"x": "1"}, {"x": 1}],
+    ["1", ["1", "2"]],
+    [["1"], ["2", 3]],
+]
+
+
+@pytest.mark.parametrize("answers", MIXED, ids=str)
+def test_a_column_whose_texts_the_library_has_lost_is_named(answers, json_repository, tmp_path):
+    rows = [{"prompt": "q", "answer": answer} for answer in answers]
+    file = json_repository(*rows)
+    for name in ("a/b", "a/b::train"):
+        assert "'answer'" in error_of(name) and name in error_of(name)
+    assert rows_of(file) == [("q", {"answer": answer}) for answer in answers]  # our own reader
+
+
+def test_objects_of_several_forms_are_no_mixed_column(json_repository):
+    json_repository(*({"prompt": "q", "tools": [{name: "007"}]} for name in "ab"))
+    assert [row["tools"] for _, row in rows_of("a/b")] == [[{"a": "007"}], [{"b": "007"}]]
 
 
 def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path):

@@ -4,7 +4,7 @@ task of a preset           ─► its function from an index to a row ─┐
 .jsonl, .csv (.gz)         ─► read here: an error names its line ──┼► DataSet ─► PromptStream
 .parquet                   ─┐                                      │
 save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
-hub id, a preset's rows    ─┘
+hub id, a preset's rows    ─┘     (tables.py: dates and times as text)
 """
 
 import csv
@@ -28,6 +28,7 @@ from easyrl.config.section import PROMPT_FORM
 from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
+from easyrl.data.tables import Table
 from easyrl.formatting import require
 from easyrl.processes import allow_long_integers
 from easyrl.types import Prompt
@@ -133,7 +134,7 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
-def open_hub(name: str) -> Any:
+def open_hub(name: str) -> Table:
     """Open a split of a data set on the hub."""
     repository, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")
@@ -144,7 +145,7 @@ def open_hub(name: str) -> Any:
     )
 
 
-def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> Any:
+def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> Table:
     """Load rows; from the cache if the hub cannot be reached: clients would retry half a minute."""
     require("datasets", f"{KEY}: '{name}'")
     is_reachable = not is_on_hub or reach_hub()
@@ -156,7 +157,7 @@ def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> 
     was_offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = was_offline or not is_reachable
     try:
-        return load(datasets)
+        return Table(load(datasets))
     except Exception as error:  # datasets and pyarrow raise many kinds
         cause = error if isinstance(error, ConnectionError) else error.__cause__ or error
         why = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")

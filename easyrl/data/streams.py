@@ -159,7 +159,7 @@ class DataSet:
     """A data set's prompts, epoch after epoch; those of a task have no epochs."""
 
     name: str
-    rows: Any  # a list, a `datasets.Dataset`, or a task's function from an index to a row
+    rows: Any  # a list, a `Table`, or a task's function from an index to a row
     form: RowForm
     seed: int | None = None  # seed of the order; None: the order of the rows
     locations: Sequence[str] | None = None  # files and lines that the rows are from
@@ -211,8 +211,7 @@ class DataSet:
         elif not isinstance(rows, list):
             needed = {ENVIRONMENT_COLUMN}.union(*(form.prompt_columns for form in forms.values()))
             needed = {self.form.names.get(name, name) for name in needed}
-            names = [*needed.intersection(rows.column_names)]
-            rows = rows.select_columns(names).to_list() if names else [{}] * len(rows)
+            rows = rows.only([*needed.intersection(rows.column_names)])
         found = {}
         for number, row in enumerate(rows):
             for what, form in forms.items():
@@ -243,9 +242,9 @@ class DataSet:
         if self.num_rows is None:
             return None
         digest = hashlib.sha256(f"{self.num_rows} {self.epoch_length}".encode())
-        digested = range(0, self.num_rows, -(-self.num_rows // NUM_DIGESTED))
-        is_list = isinstance(self.rows, list)
-        for row in self.rows[:: digested.step] if is_list else self.rows.select(digested):
+        step = -(-self.num_rows // NUM_DIGESTED)
+        rows = self.rows[::step] if isinstance(self.rows, list) else self.rows.every(step)
+        for row in rows:
             digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
         return digest.hexdigest()
 
