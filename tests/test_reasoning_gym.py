@@ -1,15 +1,19 @@
 """The tasks of reasoning-gym as data, with the library's own scores."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import reasoning_gym_scores
+from reasoning_gym_scores import RECORDED, are_equal, findings_of
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
-from easyrl.data.reasoning_gym import ReasoningGym, library_data
+from easyrl.data.reasoning_gym import REFUSED, ReasoningGym, library_data
 from easyrl.rewards import functions
 from easyrl.rewards.loading import reward_specs
 from runs import SMALL, lines_of, succeed, summary_of
@@ -19,7 +23,7 @@ FEW = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 """Options of `chain_sum` with 200 different problems."""
 IN_ANOTHER_PROCESS = """
 import json, sys
-from easyrl.data.reasoning_gym import ReasoningGym, library_data
+from easyrl.data.reasoning_gym import REFUSED, ReasoningGym, library_data
 for name in sys.argv[1:]:
     print(json.dumps(ReasoningGym(name, "{}", 1).train_row(3, 5), sort_keys=True))
 """
@@ -109,6 +113,36 @@ def test_a_curriculum_rises_by_the_librarys_levels():
     assert prompts.prompt(90).content == last.train_row(0, 90)["prompt"]
 
 
+@pytest.mark.parametrize("name", RECORDED["constant"])
+def test_a_task_that_rewards_a_constant_is_refused(name):
+    assert name in REFUSED and findings_of(name) >= {"constant"}
+    with pytest.raises(ConfigError, match=rf"^data\.dataset.*{name}"):
+        open_prompts(config_of(f"reasoning_gym:{name}"))
+    with pytest.raises(ConfigError, match=name):
+        open_prompts(config_of(SUMS, f"reasoning_gym:{name}"))
+
+
+def test_tasks_are_found_by_what_their_scorers_do():
+    assert are_equal("0", "0.0") and are_equal("yes", "Yes") and not are_equal("0", "0.25")
+    assert findings_of("chain_sum") == set()
+    for name in ("sokoban", "color_cube_rotation", "rush_hour"):
+        assert findings_of(name) == {key for key, names in RECORDED.items() if name in names}
+
+
+@pytest.mark.long
+def test_the_scorers_of_the_library_are_as_recorded():
+    """If this fails, the library has moved: update RECORDED, REFUSED and docs/data.md."""
+    program = [sys.executable, reasoning_gym_scores.__file__]
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    done = subprocess.run(program, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(REFUSED) == RECORDED["constant"]
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    section = page.split("## reasoning-gym")[1].split("\n## ")[0]
+    named = {name for key in ("constant", "empty", "sentence") for name in RECORDED[key]}
+    assert all(f"`{name}`" in section for name in named)
+
+
 @pytest.mark.long
 def test_a_mixture_is_trained(tmp_path):
     folder, samples = tmp_path / "run", "output.samples=8"
@@ -124,7 +158,7 @@ def test_a_mixture_is_trained(tmp_path):
 def test_every_task_of_the_library_is_loaded_and_scores_its_own_answer():
     from reasoning_gym.factory import DATASETS
 
-    names = sorted({*DATASETS} - {"composite"})
+    names = sorted({*DATASETS} - {"composite", *REFUSED})
     assert len(names) > 100
     for name in names:
         task = ReasoningGym(name, "{}", 1)

@@ -27,6 +27,11 @@ from easyrl.data.tasks import Task
 from easyrl.formatting import require
 
 SIZE = 10_000  # rows of the few tasks that make all of them at once
+REFUSED = {  # tasks whose scorer gives full marks to a wrong answer, whatever the question
+    "coin_flip": "'0' where the answer is 0.25",  # it compares as many characters as both have
+    "game_of_life_halting": "any text",  # it compares bool(text)
+}
+"""As of reasoning-gym 0.1.25. `tests/reasoning_gym_scores.py` looks at all tasks."""
 PROGRAM = "import sys; sys.path[:] = {}; from easyrl.data.reasoning_gym import serve; serve()"
 _lock = threading.Lock()  # of the generator's pipes
 
@@ -56,6 +61,11 @@ def library_data(name: str, options: str, size: int = 1, level: int | None = Non
     if name not in DATASETS:
         near = ", ".join(get_close_matches(name, DATASETS, 3, 0))
         raise ConfigError(f"{source}: expected a task of reasoning-gym; the nearest are {near}")
+    if name in REFUSED:
+        raise ConfigError(
+            f"{source}: expected a task whose scorer rewards right answers alone, got one that gives "
+            f"full marks to {REFUSED[name]} (reasoning-gym 0.1.25); use another task"
+        )
     kinds = get_type_hints(config_class := DATASETS[name][1])
     names = [key for key in kinds if key not in ("seed", "size")]
     given = json.loads(options)
