@@ -120,6 +120,11 @@ def test_a_task_that_rewards_a_constant_is_refused(name):
         open_prompts(config_of(f"reasoning_gym:{name}"))
     with pytest.raises(ConfigError, match=name):
         open_prompts(config_of(SUMS, f"reasoning_gym:{name}"))
+    parts = [{"name": part, "weight": 0.5, "config": {}} for part in ("chain_sum", name)]
+    with pytest.raises(ConfigError, match=rf"^data\.options\.datasets.*{name}"):
+        open_prompts(config_of("reasoning_gym:composite", options={"datasets": parts}))
+    parts[1]["name"] = "leg_counting"
+    assert open_prompts(config_of("reasoning_gym:composite", options={"datasets": parts})).prompt(0)
 
 
 def test_tasks_are_found_by_what_their_scorers_do():

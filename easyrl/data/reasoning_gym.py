@@ -50,6 +50,15 @@ def _take_levels(options: dict[str, Any]) -> tuple[int, int, int] | None:
     return levels
 
 
+def _check_scorer(name: str, source: str) -> None:
+    """Raise ConfigError for a task whose scorer rewards a wrong answer."""
+    if name in REFUSED:
+        raise ConfigError(
+            f"{source}: expected a task whose scorer rewards right answers alone, got '{name}', "
+            f"which gives full marks to {REFUSED[name]} (reasoning-gym 0.1.25); use another task"
+        )
+
+
 @cache
 def library_data(name: str, options: str, size: int = 1, level: int | None = None) -> Any:
     """Return the library's data set of a task; `options` are JSON. `level`: by default the last one
@@ -61,11 +70,7 @@ def library_data(name: str, options: str, size: int = 1, level: int | None = Non
     if name not in DATASETS:
         near = ", ".join(get_close_matches(name, DATASETS, 3, 0))
         raise ConfigError(f"{source}: expected a task of reasoning-gym; the nearest are {near}")
-    if name in REFUSED:
-        raise ConfigError(
-            f"{source}: expected a task whose scorer rewards right answers alone, got one that gives "
-            f"full marks to {REFUSED[name]} (reasoning-gym 0.1.25); use another task"
-        )
+    _check_scorer(name, source)
     kinds = get_type_hints(config_class := DATASETS[name][1])
     names = [key for key in kinds if key not in ("seed", "size")]
     given = json.loads(options)
@@ -79,6 +84,9 @@ def library_data(name: str, options: str, size: int = 1, level: int | None = Non
         except ValidationError:
             expected = str(getattr(kinds[key], "__name__", kinds[key]))
             raise ConfigError(f"data.options.{key}: expected {expected}, got {value!r}") from None
+    if name == "composite":
+        for part in given.get("datasets", []):
+            _check_scorer(part.name, "data.options.datasets")
     if levels is not None:
         if not has_curriculum(name):
             raise ConfigError(f"data.options.level: expected none, as {name} has no levels")
