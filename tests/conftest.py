@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from own_processes import processes_end
 from runs import SMALL, Finished, succeed, without_optional_libraries
 
 # Machines are noisy: time proves nothing here. The default tests try the same examples each time,
@@ -25,6 +26,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is set
     _cache = tempfile.TemporaryDirectory(prefix="easyrl-cache-")
     os.environ["XDG_CACHE_HOME"] = _cache.name
 CACHE = Path(os.environ["XDG_CACHE_HOME"])
+for name in ("tests", "next"):
+    (CACHE / name).touch()
 
 # Where the tests run in the background (`&`, nohup) these signals are ignored, here and in every
 # run that they start, which then ignores the ones that a test sends.
@@ -35,14 +38,33 @@ for signum in (signal.SIGINT, signal.SIGHUP):
         )
 
 
-@pytest.hookimpl(wrapper=True)
+LONG_SECONDS = 3 * 3600.0
+"""Limit of a test marked `long`; that of the others is `timeout` in pyproject.toml."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the limit of a test begins after its wait
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Run a test marked `alone` while the other process of tests waits."""
-    with (CACHE / "tests").open("w") as tests, (CACHE / "next").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # in the order in which they ask
-        fcntl.flock(tests, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(turn, fcntl.LOCK_UN)
+    with (CACHE / "tests").open("r+b") as tests, (CACHE / "next").open("r+b") as turn:
+        # These locks end with this process. (Those of `flock` are held by its forks, too, and so by
+        # what a test, or a process of tests that was killed, has left behind.)
+        fcntl.lockf(turn, fcntl.LOCK_EX)  # in the order in which they ask
+        fcntl.lockf(tests, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.lockf(turn, fcntl.LOCK_UN)
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def started_processes_end() -> Generator[None]:
+    """What a test starts ends with it, whatever fails."""
+    with processes_end():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -230,10 +230,10 @@ def ranks(model, tmp_path_factory):
     ring = own_workers.make_ring(NUM_GROUPS, num_owners=NUM_RANKS + 1)
     with own_workers.fork_server() as context:
         started = Ranks(ring, str(tmp_path_factory.mktemp("store") / "store"), context)
-        yield started
-        for order in started.orders:
-            order.send(None)
-        for process in started.processes:
-            process.join(10)
-            process.kill()
+        try:
+            yield started
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
     ring.close()

@@ -104,8 +104,10 @@ def fork_server():
     afterwards: other tests look for children of this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "hypothesis", "easyrl.workers.train"])
-    yield context
-    forkserver._forkserver._stop()
+    try:
+        yield context
+    finally:
+        forkserver._forkserver._stop()
 
 
 def spawned_settings(placement):

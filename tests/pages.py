@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from own_processes import WAIT_SECONDS
+
 ROOT = Path(__file__).parent.parent
 TOOLS = {
     "python": '#!/bin/bash\nexec "$PYTHON" "$@"\n',
@@ -43,7 +45,7 @@ def make_tools(folder: Path, shorter: Mapping[str, str]) -> Path:
     return folder
 
 
-def run_block(code: str, folder: Path, tools: Path, timeout: float = 240) -> str:
+def run_block(code: str, folder: Path, tools: Path, timeout: float = WAIT_SECONDS) -> str:
     """Run a block in a folder; return what it prints. Fails with its output where it does."""
     environment = {
         **os.environ,

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from easyrl import events
 from easyrl.formatting import EXTRAS
 from easyrl.observe.run_files import RunFiles
+from own_processes import WAIT_SECONDS, end, popen
 
 SMALL = (
     "train.prompts_per_iteration=4",
@@ -63,7 +64,8 @@ def command(*arguments: str) -> list[str]:
 
 
 def start(*arguments: str, altered: bool = False, **environment: str) -> subprocess.Popen[str]:
-    """`altered`: start `altered_run.py`, which the environment tells what to change."""
+    """Start a run, which ends with the test. `altered`: start `altered_run.py`, which the
+    environment tells what to change."""
     script = Path(__file__).with_name("altered_run.py")
     words = [sys.executable, str(script), *arguments] if altered else command(*arguments)
     return start_process(words, environment)
@@ -72,7 +74,7 @@ def start(*arguments: str, altered: bool = False, **environment: str) -> subproc
 def start_process(
     words: list[str], environment: Mapping[str, str], folder: Path | None = None
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return popen(
         words,
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -83,11 +85,14 @@ def start_process(
 
 
 def finish(
-    *arguments: str, timeout: float = 240, altered: bool = False, **environment: str
+    *arguments: str, timeout: float = WAIT_SECONDS, altered: bool = False, **environment: str
 ) -> tuple[int, str, str]:
     """Run to the end; return exit code, standard output and standard error."""
     process = start(*arguments, altered=altered, **environment)
-    out, err = process.communicate(timeout=timeout)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        end(process)
     return process.returncode, out, err
 
 
@@ -102,17 +107,17 @@ def finish_after(
     line: str,
     act: Callable[[subprocess.Popen[str]], object],
     *arguments: str,
-    timeout: float = 240,
+    timeout: float = WAIT_SECONDS,
     **environment: str,
 ) -> tuple[int, str, str]:
     """`finish`, with `act(process)` called once the run has printed `line`."""
-    with start(*arguments, **environment) as process:
-        try:
-            wait_for_line(process, line, timeout)
-            act(process)
-            out, err = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
+    process = start(*arguments, **environment)
+    try:
+        wait_for_line(process, line, timeout)
+        act(process)
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        end(process)
     return process.returncode, out, err
 
 
@@ -236,7 +241,9 @@ def assert_on_policy(folder: Path, most: float = 1e-4) -> dict[str, Any]:
     return summary
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 240) -> None:
+def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = WAIT_SECONDS) -> None:
+    """Wait until the program prints a line with `text`. If it prints nothing at all, the limit of
+    the test ends the wait."""
     assert process.stdout is not None
     deadline = time.monotonic() + timeout
     for line in process.stdout:
@@ -247,7 +254,9 @@ def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 24
 
 
 def wait_until(
-    is_so: Callable[[], Any], process: subprocess.Popen[str] | None = None, seconds: float = 120
+    is_so: Callable[[], Any],
+    process: subprocess.Popen[str] | None = None,
+    seconds: float = WAIT_SECONDS,
 ) -> Any:
     """Wait until `is_so()` is true, and return its value. `process` must not end meanwhile."""
     deadline = time.monotonic() + seconds
@@ -283,7 +292,19 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     return {Path(file.path) for file in os.scandir("/dev/shm") if str(file.inode()) in used}
 
 
-def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Return those still running after `seconds`, without zombies of a dead parent."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+def wait_until_gone(
+    processes: list[psutil.Process], seconds: float = WAIT_SECONDS
+) -> list[psutil.Process]:
+    """Return those still running after `seconds`. A zombie, whose parent may be dead, is gone."""
+    deadline = time.monotonic() + seconds
+    while left := [each for each in processes if _runs(each)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+    return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -4,10 +4,11 @@ import os
 import pty
 import select
 import struct
-import subprocess
 import termios
 import time
 from fcntl import ioctl
+
+from own_processes import WAIT_SECONDS, popen
 
 LEAVE_SCREEN = "\x1b[?1049l"
 
@@ -17,17 +18,16 @@ class Terminal:
         self.output = ""
         self._primary, secondary = pty.openpty()
         ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.process = subprocess.Popen(
+        self.process = popen(
             words,
             stdin=secondary,
             stdout=secondary,
             stderr=secondary,
-            start_new_session=True,
             env={**os.environ, "TERM": "xterm-256color", **environment},
         )
         os.close(secondary)
 
-    def read_until(self, text, timeout=120):
+    def read_until(self, text, timeout=WAIT_SECONDS):
         """Return the output up to `text`, or (None) until the program ends."""
         deadline = time.monotonic() + timeout
         while text is None or text not in self.output:
@@ -46,7 +46,7 @@ class Terminal:
     def end(self):
         self.read_until(None)
         os.close(self._primary)
-        return self.process.wait(10)
+        return self.process.wait(WAIT_SECONDS)
 
 
 def after_the_view(output):

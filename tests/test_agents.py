@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from easyrl.model.policy import Policy
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from easyrl.workers.agents import AgentEpisodes
+from own_processes import WAIT_SECONDS, popen
 from runs import (
     ALL_SAMPLES,
     GUESS,
@@ -152,7 +154,7 @@ class Worker:
         self.engine.close()
         self.episodes.close()
 
-    def run(self, solve, *, num_groups=1, seconds=60, **columns):
+    def run(self, solve, *, num_groups=1, seconds=WAIT_SECONDS, **columns):
         self.pool.solve = solve
         found, deadline = {}, time.monotonic() + seconds
         for index in range(num_groups):
@@ -554,6 +556,7 @@ def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
     assert results[0] == results[1]
 
 
+PYTHON = shlex.quote(sys.executable)
 PROGRAMS = Path(__file__).with_name("agent_programs.py")
 
 
@@ -599,7 +602,7 @@ def test_an_agent_learns_as_the_environment_does(tmp_path):
 
 
 def test_an_evaluation_runs_a_command_on_held_out_rows(tmp_path):
-    agent = f"{sys.executable} {PROGRAMS} {{secret}}"
+    agent = f"{PYTHON} {shlex.quote(str(PROGRAMS))} {{secret}}"
     words = ("--model", "tiny-guess", "--dataset", "guess", "--agent", agent, "--no-live")
     limits = ("data.max_prompt_length=16", "eval.correct_reward=1.01", "--output", str(tmp_path))
     limits += ("--reward", "regex", "reward.pattern=.*")
@@ -640,25 +643,19 @@ def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout\.environment"):
         load_config(None, {"rollout.agent": "own.py:solve", "rollout.environment": "guess"})
     assert fill_in(["{a}", "-n={n}", "{{}}"], {"a": "b; c", "n": 1}) == ["b; c", "-n=1", "{}"]
-    code, out, err = finish(*GUESS, "--agent", f"{sys.executable} {{secrets}}", "--dry-run")
+    code, out, err = finish(*GUESS, "--agent", f"{PYTHON} {{secrets}}", "--dry-run")
     assert code == 2 and "rollout.agent" in out + err and "secret" in out + err
 
 
 def test_the_endpoint_is_served_without_training_unless_its_port_is_taken():
     command = [sys.executable, "-m", "easyrl", "agent", "serve", "--model", "tiny-guess"]
-    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
-    try:
-        url = next(line for line in process.stdout if "OPENAI_BASE_URL" in line)
-        url = url.partition("OPENAI_BASE_URL=")[2].split()[0]
-        client = openai.OpenAI(base_url=url, api_key="any")
-        for key in ("one", "other"):
-            text = chat(client.with_options(api_key=key), HELLO)
-            assert text.strip().isdecimal()
-        port = url.rpartition(":")[2].partition("/")[0]
-        taken = subprocess.run(
-            [*command, "--port", port], capture_output=True, text=True, check=False
-        )
-        assert taken.returncode == 2 and "--port" in taken.stderr
-    finally:
-        process.kill()
-        process.communicate()
+    process = popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    url = next(line for line in process.stdout if "OPENAI_BASE_URL" in line)
+    url = url.partition("OPENAI_BASE_URL=")[2].split()[0]
+    client = openai.OpenAI(base_url=url, api_key="any")
+    for key in ("one", "other"):
+        text = chat(client.with_options(api_key=key), HELLO)
+        assert text.strip().isdecimal()
+    port = url.rpartition(":")[2].partition("/")[0]
+    taken = subprocess.run([*command, "--port", port], capture_output=True, text=True, check=False)
+    assert taken.returncode == 2 and "--port" in taken.stderr

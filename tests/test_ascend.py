@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from easyrl import devices
+from own_processes import WAIT_SECONDS
 
 ROOT, STAND_IN = Path(__file__).parent.parent, Path(__file__).parent / "stand_in"
 
@@ -23,7 +24,7 @@ def python(*words, paths=(), **environment):
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_SECONDS,
         env={name: value for name, value in changed.items() if value is not None},
     )
 

@@ -25,6 +25,8 @@ from easyrl.runtime.preflight import check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
 from runs import easyrl, write_rows
 
+PACKAGE = Path(devices.__file__).parent
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -48,7 +50,7 @@ def assert_names(result, key):
     message = " ".join(result.output.split())  # Typer draws boxes as wide as the terminal
     assert result.exit_code == 2, (result.output, result.exception)
     assert key in message
-    assert "easyrl/" not in result.output  # no frame of ours: at most those of the user's file
+    assert f"{PACKAGE}/" not in result.output  # no frame of ours: at most those of the user's file
     # No library's output before it; a dry run is a config file with remarks.
     assert result.output.startswith(("easyrl: ", "Usage: ", "# "))
 

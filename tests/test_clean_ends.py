@@ -23,6 +23,7 @@ from easyrl.runtime.control import request
 from easyrl.runtime.run_folder import is_locked, read_lines
 from easyrl.runtime.supervisor import Interrupted, Supervisor, signals_as_interrupts
 from mistakes import TINY
+from own_processes import WAIT_SECONDS
 from runs import (
     HARDER,
     SMALL,
@@ -50,11 +51,7 @@ SECONDS = 5.0  # the bound of a clean end
 
 def started(tmp_path, *arguments):
     process = start("--output", str(tmp_path / "run"), *ENDLESS, *arguments)
-    try:
-        wait_for_line(process, "iteration 2/", timeout=600)
-    except BaseException:
-        process.kill()
-        raise
+    wait_for_line(process, "iteration 2/")
     processes = descendants(process.pid)
     assert {"rollout-0", "train-0"} <= workers(process.pid).keys() and len(processes) > 3
     return process, processes
@@ -102,13 +99,8 @@ def test_a_live_run_gets_and_loses_an_engine_and_leaves_nothing_when_interrupted
     run = tmp_path / "run"
     words = ("--infer-devices", "cpu", "devices.max_rollout_workers=2", *words)
     process, processes = started(tmp_path, *words)
-    try:
-        every = [psutil.Process(process.pid), *processes]
-        check_sockets(run, every)
-        check_scaling(run, process)
-    except BaseException:
-        process.kill()
-        raise
+    check_sockets(run, [psutil.Process(process.pid), *processes])
+    check_scaling(run, process)
     interrupt(process, processes, signal.SIGINT)
     assert not (run / "control.sock").exists() and not is_locked(run)
     with pytest.raises(ValueError, match="easyrl watch"):
@@ -142,7 +134,7 @@ def check_scaling(run, process):
         return {each["name"]: each["state"] for each in rollout}, reply["iteration"]
 
     def wait_for(is_so):
-        wait_until(lambda: is_so(*status()), process, seconds=600)
+        wait_until(lambda: is_so(*status()), process)
         return status()[1]
 
     def scale_to(wanted):
@@ -313,13 +305,13 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path, words):
 def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(tmp_path, victim, signum):
     process, processes = started(tmp_path, *TWO, "runtime.timeout_seconds=4")
     workers(process.pid)[f"train-{victim}"].send_signal(signum)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1
     if signum == signal.SIGKILL:
         assert err.count(f"train-{victim} was killed by SIGKILL") == 1
     else:
         assert "runtime.timeout_seconds" in err and "failed" in err
-    assert wait_until_gone(processes, 5.0) == []
+    assert wait_until_gone(processes) == []
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import os
 import pkgutil
+import shlex
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,13 +16,14 @@ import easyrl_train
 from easyrl import events
 from easyrl.config import ConfigError, load_config, options_by_key
 from easyrl.runtime.launch import _describe
+from own_processes import WAIT_SECONDS
 from runs import easyrl as run_easyrl
 
 
 def python(*words, **environment):
     environment = {**os.environ, **environment}
     command = [sys.executable, *words]
-    return subprocess.check_output(command, text=True, timeout=60, env=environment)
+    return subprocess.check_output(command, text=True, timeout=WAIT_SECONDS, env=environment)
 
 
 @pytest.fixture
@@ -104,7 +106,7 @@ def test_debug_shows_the_traceback_of_a_mistake():
 
 
 def test_a_full_disk_is_named_without_a_traceback():
-    command = f"{sys.executable} -m easyrl config > /dev/full"
+    command = f"{shlex.quote(sys.executable)} -m easyrl config > /dev/full"
     done = subprocess.run(command, check=False, shell=True, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "easyrl: [Errno 28] No space left on device\n")
 

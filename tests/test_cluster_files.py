@@ -23,6 +23,7 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement, preflight
 from easyrl.runtime.ray import cluster
+from own_processes import WAIT_SECONDS, popen
 from pages import make_tools
 from runs import lines_of, wait_until, wait_until_gone
 
@@ -132,18 +133,18 @@ def test_the_slurm_file_runs_on_two_nodes_and_sigterm_leaves_a_checkpoint(tmp_pa
     shutil.copy(SLURM, folder / "job")
     run = folder / "runs/gsm8k"
     with (folder / "log").open("w") as log:
-        job = subprocess.Popen(["bash", "job"], cwd=folder, env=environment, stdout=log, stderr=log)
+        job = popen(["bash", "job"], cwd=folder, env=environment, stdout=log, stderr=log)
         try:
-            wait_until((run / "metrics.jsonl").exists, job, seconds=180)
+            wait_until((run / "metrics.jsonl").exists, job)
             job.send_signal(signal.SIGTERM)
-            code = job.wait(60)
+            code = job.wait(WAIT_SECONDS)
         finally:
             pids = (folder / "pids").read_text().split()
             nodes = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
             for node in nodes:
                 node.terminate()  # as Slurm does at a job's end
             job.kill()
-            assert wait_until_gone(nodes, 30) == []
+            assert wait_until_gone(nodes) == []
             shutil.rmtree(short, ignore_errors=True)
             print((folder / "log").read_text())
     assert code == 128 + signal.SIGTERM

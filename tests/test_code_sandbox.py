@@ -17,6 +17,7 @@ from reward_pools import needs_bwrap, problem
 from easyrl.rewards import code_runner, sandbox
 from easyrl.rewards.sandbox import SandboxError
 from hostile_code import ATTACKS, SECRET
+from own_processes import WAIT_SECONDS, popen
 from runs import wait_until
 
 pytestmark = pytest.mark.alone
@@ -47,7 +48,7 @@ class Surroundings:
 
     def check(self):
         assert self.state() == self.before
-        wait_until(lambda: not sandboxed_processes(), seconds=5)
+        wait_until(lambda: not sandboxed_processes())
         for read in (self.internet.accept, lambda: self.datagrams.recv(1)):
             with pytest.raises(BlockingIOError):
                 read()
@@ -85,7 +86,7 @@ def run_as(user, *words, **environment):
         cwd=environment.get("PWD", "/"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=WAIT_SECONDS,
         check=False,
         **as_user,
     )
@@ -149,10 +150,11 @@ def test_killed_reward_process_takes_the_program_with_it(surroundings):
         "sandbox.run(job, 'bwrap', 99)"
     )
     command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=TESTS.parent) as scoring:
-        assert scoring.stdout.readline()
-        wait_until(lambda: len(sandboxed_processes()) >= 2, seconds=20)
-        scoring.kill()
+    scoring = popen(command, stdout=subprocess.PIPE, cwd=TESTS.parent)
+    assert scoring.stdout.readline()
+    wait_until(lambda: len(sandboxed_processes()) >= 2)
+    scoring.kill()
+    scoring.wait()
     surroundings.check()
 
 

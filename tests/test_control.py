@@ -13,6 +13,7 @@ from easyrl.config.devices import DeviceSet
 from easyrl.runtime.control import MAX_BYTES, ControlSocket, request, serving
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Supervisor
+from own_processes import WAIT_SECONDS
 from runs import easyrl
 
 STATUS = {"command": "status"}
@@ -64,7 +65,7 @@ def test_requests_are_checked_before_they_reach_the_run(folder):
     is_served, run = threading.Event(), threading.Thread(target=live_run)
     run.start()
     try:
-        assert is_served.wait(30)
+        assert is_served.wait(WAIT_SECONDS)
         assert file.is_socket() and file.stat().st_mode & 0o777 == 0o600
         for wanted in ("3-1", 3, None):
             with pytest.raises(ValueError, match="expected"):

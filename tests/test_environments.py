@@ -2,9 +2,9 @@
 
 import os
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack, closing
+from subprocess import PIPE
 
 import pytest
 
@@ -18,6 +18,7 @@ from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
+from own_processes import popen
 from runs import wait_until
 from tool_models import TEMPLATE, call, chat_tokenizer, example
 
@@ -132,7 +133,7 @@ def own(shared):
 
 
 def result(pool, future):
-    wait_until(lambda: pool.poll() or future.done(), seconds=30)
+    wait_until(lambda: pool.poll() or future.done())
     return future.result()
 
 
@@ -237,15 +238,14 @@ def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
     pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
     flags = {"rollout.environment": f"{tmp_path}/my_openenv.py:Echo"}
     config = load_config(None, flags, ["reward.functions=[environment]", ONE_PROCESS])
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=-1, text=True) as server:
-        monkeypatch.setenv("ENV_URL", f"http://localhost:{server.stdout.readline().strip()}")
-        with closing(EnvironmentPool(config, {})) as pool:
-            start(pool, 2)
-            for number in range(3):
-                acted = act(pool, ToolCall("echo", {"message": f"hello {number}"}))
-                assert acted.messages[0]["content"] == f"hello {number}"
-            assert scores(pool, 2, 0) == [[3.0, 0.0]]
-        server.kill()
+    server = popen([sys.executable, "-c", SERVER], stdout=PIPE, text=True)
+    monkeypatch.setenv("ENV_URL", f"http://localhost:{server.stdout.readline().strip()}")
+    with closing(EnvironmentPool(config, {})) as pool:
+        start(pool, 2)
+        for number in range(3):
+            acted = act(pool, ToolCall("echo", {"message": f"hello {number}"}))
+            assert acted.messages[0]["content"] == f"hello {number}"
+        assert scores(pool, 2, 0) == [[3.0, 0.0]]
 
 
 def test_a_slow_or_wrong_call_fails_and_others_go_on(open_pool):

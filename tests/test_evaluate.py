@@ -22,6 +22,7 @@ from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from mistakes import TINY, make_run
+from own_processes import WAIT_SECONDS, popen
 from runs import descendants, easyrl, kill_worker, lines_of, wait_until, wait_until_gone, write_rows
 
 NUM_PROBLEMS = 6
@@ -108,7 +109,7 @@ def eval_command(*words):
 def test_model_is_evaluated_by_several_engines(tmp_path):
     words = eval_command("--output", str(tmp_path), "--num-samples", "2", "--infer-devices=cpu:2")
     words += ["data.num_held_out=8", "eval.max_completion_length=100"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
     samples, results = lines_of(tmp_path / "samples.jsonl"), read_results(tmp_path)
     for sample in samples:  # of the built-in model, scored by its task
@@ -308,7 +309,7 @@ def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival():
 def test_stopped_evaluation_leaves_nothing_behind(tmp_path, how, code):
     words = ("--output", str(tmp_path), "--num-samples", "4", "--infer-devices", "cpu:2")
     run = eval_command(*words, "data.num_held_out=64", "eval.max_completion_length=128")
-    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     samples = tmp_path / "samples.jsonl"
     wait_until(lambda: samples.exists() and samples.stat().st_size, process)
     children = descendants(process.pid)
@@ -318,9 +319,9 @@ def test_stopped_evaluation_leaves_nothing_behind(tmp_path, how, code):
         kill_worker(process)
     else:
         process.kill()
-    process.communicate(timeout=30)
-    assert wait_until_gone(children, 10) == [] and process.returncode == code
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=240)
+    process.communicate(timeout=WAIT_SECONDS)
+    assert wait_until_gone(children) == [] and process.returncode == code
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
     keys = [(line["problem"], line["sample"]) for line in lines_of(samples)]
     assert len(keys) == len({*keys}) == 256

@@ -15,6 +15,7 @@ from easyrl.model.checkpoint_files import UNFINISHED, checkpoints_in, read_check
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.resume import SavedState
 from mistakes import TINY
+from own_processes import WAIT_SECONDS
 from runs import (
     SMALL,
     bits_of,
@@ -69,7 +70,7 @@ def run_until(line, folder, *words):
     processes = descendants(process.pid)
     process.kill()
     process.communicate()
-    assert wait_until_gone(processes, 5.0) == []
+    assert wait_until_gone(processes) == []
 
 
 HARDER = (
@@ -119,7 +120,7 @@ def test_a_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path, undisturbed, s
         kill_worker(process, f"rollout-{number}")
 
     moment = "held-out accuracy"  # the workers have started
-    how = {"timeout": 600, **SLOWLY}
+    how = {**SLOWLY}
     code, _, err = finish_after(moment, kill, "--output", str(folder), *words, **how)
     assert (code, err) == (0, "")
     assert summary_of(folder)["worker_restarts"] == 1
@@ -212,7 +213,7 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, undisturbed, signum, 
         time.sleep(random.Random(len(words) * signum).random())
     assert process.poll() is None
     process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 128 + signum and err == ""
     assert out.count("stopped by") == 1 and f"to resume: easyrl grpo --resume {folder}" in out
     assert not list((folder / "checkpoints").glob(f"*{UNFINISHED}"))
@@ -224,7 +225,7 @@ def test_a_signal_saves_the_last_whole_iteration(tmp_path, undisturbed, signum, 
 
 
 def wait_for_saving(process, folder):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + WAIT_SECONDS
     while process.poll() is None and not any(
         int(path.name.removesuffix(UNFINISHED)) > 1
         for path in (folder / "checkpoints").glob(f"*{UNFINISHED}")

@@ -33,6 +33,7 @@ from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import Rollout, pack
 from mistakes import QWEN
+from own_processes import popen
 from runs import command, workers, write_rows
 from tiny_models import tiny_model
 
@@ -116,7 +117,7 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
 
 
 def measured_peaks(*words):
-    run = subprocess.Popen(command("--no-live", *words), stdout=subprocess.DEVNULL)
+    run = popen(command("--no-live", *words), stdout=subprocess.DEVNULL)
     peaks = {}
     while run.poll() is None:
         with contextlib.suppress(psutil.Error, OSError):

@@ -21,6 +21,7 @@ from easyrl.cli.grpo import grpo
 from easyrl.config import Config
 from easyrl.observe.observers import make_observers
 from easyrl.observe.text import say_rich
+from own_processes import WAIT_SECONDS
 from runs import descendants, lines_of, start_process, wait_for_line
 from tool_models import call, chat_model
 
@@ -190,7 +191,7 @@ def script(body, tmp_path):
 def test_a_script_without_a_guard_gets_one_clear_error(tmp_path):
     reward = "lambda completions, **columns: [0.0]"
     body = f"import easyrl\neasyrl.train('tiny', {ROWS}, {reward}, output='run', **{SMALL})\n"
-    _, err = script(body, tmp_path).communicate(timeout=240)
+    _, err = script(body, tmp_path).communicate(timeout=WAIT_SECONDS)
     assert err.count("Traceback") == 1 and 'if __name__ == "__main__"' in err
     assert "ConfigError: " in err
 
@@ -208,9 +209,9 @@ if __name__ == "__main__":
     print(done, len(easyrl.Run("run").resume(iterations=done + 1).metrics))
 """
     process = script(body, tmp_path)
-    wait_for_line(process, "iteration 1/", timeout=200)
+    wait_for_line(process, "iteration 1/")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=WAIT_SECONDS)
     before, after = map(int, out.splitlines()[-1].split())
     assert before >= 1 and after == before + 1 and "Traceback" not in err
 
@@ -219,7 +220,7 @@ if __name__ == "__main__":
 def test_the_example_of_the_page_learns(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
     small = code.replace("iterations=20", "iterations=2").replace('held_out": 20', 'held_out": 2')
-    out, err = script(small, tmp_path).communicate(timeout=300)
+    out, err = script(small, tmp_path).communicate(timeout=WAIT_SECONDS)
     accuracy = float(out.splitlines()[-1])
     assert 0.0 <= accuracy <= 1.0 and " -> " in out, err
 
@@ -257,6 +258,6 @@ if __name__ == "__main__":
 
 def test_a_script_that_workers_cannot_import_is_named_with_the_cause(tmp_path):
     process = script(ONLY_IN_WORKERS, tmp_path)
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1 and "ImportError: only in workers" in err
     assert "exit code 1" in err and "Bad file" not in err

@@ -12,6 +12,7 @@ import pytest
 
 import runs
 from easyrl.runtime.control import request
+from own_processes import WAIT_SECONDS
 from ray_clusters import cluster_of
 from runs import SMALL, bits_of, lines_of, start, succeed, summary_of, wait_for_line, wait_until
 
@@ -90,10 +91,10 @@ def live(folder, *words):
         pids += [each["pid"] for each in workers_of(folder)]
     finally:
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=WAIT_SECONDS)
     assert err == "" and process.returncode == 128 + signal.SIGTERM
     left = [psutil.Process(pid) for pid in {*pids} if psutil.pid_exists(pid)]
-    assert not runs.wait_until_gone(left, 15.0)
+    assert not runs.wait_until_gone(left)
     lines = lines_of(folder / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
 
@@ -120,7 +121,7 @@ def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
     wait_for_line(process, "waiting for places")
     time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT_SECONDS)
     assert (process.returncode, err) == (128 + signal.SIGTERM, "")
     assert not folder.exists()
 
@@ -158,7 +159,7 @@ def test_a_head_that_does_not_answer_ends_the_run_resumable(signum, tmp_path):
         head = cluster.head_node.all_processes["gcs_server"][0].process
         head.send_signal(signum)
         try:
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=WAIT_SECONDS)
         finally:
             head.send_signal(signal.SIGCONT)
     assert process.returncode == 1 and "head" in err and f"--resume {folder}" in err
@@ -214,7 +215,7 @@ def test_a_lost_node_changes_no_bit(tmp_path):
         (raylet,) = (each for each in nodes if host is not None and each.pid == host.ppid())
         raylet.kill()
         raylet.wait()  # a process that is not waited for seems to be alive
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=WAIT_SECONDS)
         assert (process.returncode, err) == (0, "") and "(raylet)" not in out
     assert summary_of(folder)["worker_restarts"] == 1
     assert bits_of(folder) == bits_of(here)
@@ -226,7 +227,9 @@ def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(cluster, tmp_pat
         words = ["--model", "tiny", "--dataset", "arithmetic", "--infer-devices", devices, *SAME]
         words += ["--ray-address", cluster.address] if devices.startswith("ray") else []
         words += ["--num-samples", "2", "--output", folder := tmp_path / devices]
-        subprocess.run([sys.executable, "-m", "easyrl", "eval", *words], check=True, timeout=240)
+        subprocess.run(
+            [sys.executable, "-m", "easyrl", "eval", *words], check=True, timeout=WAIT_SECONDS
+        )
         lines = lines_of(folder / "samples.jsonl")
         results.append(sorted(lines, key=lambda line: line["prompt_index"]))
     assert results[0] == results[1] and len(results[0]) == 16

@@ -17,6 +17,13 @@ from runs import write_rows
 TEXTS = [r"It is \boxed{4}.", "Five", r"\boxed{5}"]
 
 
+@pytest.fixture(autouse=True)
+def _no_limit_of_this_process(monkeypatch):
+    """`math` lets the kernel end its process where a comparison takes long: here that of the tests,
+    whose other threads take time too."""
+    monkeypatch.setattr("easyrl.rewards.math.MAX_CPU_SECONDS", 10_000)
+
+
 def scores(name, completions, /, **columns):
     """Names with `__` are settings; others are columns, the same for each completion."""
     settings = {key: value for key, value in columns.items() if "__" in key}

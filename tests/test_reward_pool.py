@@ -24,6 +24,7 @@ from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
 from easyrl.user_code import user_traceback
+from own_processes import WAIT_SECONDS
 from runs import SMALL, both_schedules, descendants, lines_of, summary_of, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
@@ -173,7 +174,7 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
     for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
         assert text in warning and "reward.check" in warning
     left = [each for each in descendants(os.getpid()) if each.name() == PROCESS_NAME]
-    assert wait_until_gone(left, 5.0) == []
+    assert wait_until_gone(left) == []
     with pytest.raises(ConfigError, match="a_set"):
         tried("good", "a_set")
 
@@ -263,7 +264,7 @@ def test_processes_of_a_function_end_with_the_killed_one(open_pool):
     children, (pid, _) = scores_of(pool)
     children = [psutil.Process(int(child)) for child in children]
     os.kill(int(pid), signal.SIGKILL)
-    assert not wait_until_gone(children, 5.0)
+    assert not wait_until_gone(children)
 
 
 ORPHAN = """
@@ -280,7 +281,7 @@ print("alive")
 
 def test_process_whose_parent_died_while_it_started_ends():
     """Such a process waits for work for ever: it holds the other end of its pipe itself."""
-    how = {"start_new_session": True, "capture_output": True, "timeout": 60}
+    how = {"start_new_session": True, "capture_output": True, "timeout": WAIT_SECONDS}
     done = subprocess.run([sys.executable, "-c", ORPHAN], check=False, **how)
     assert (done.stdout, done.stderr) == (b"", b"")
 
@@ -382,11 +383,15 @@ def test_reward_processes_end_with_a_killed_parent(own):
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=parent, args=(own, theirs))
     process.start()
-    pid, children = ours.recv(), psutil.Process(process.pid).children()
-    process.kill()
-    process.join()
+    try:
+        assert ours.poll(WAIT_SECONDS)
+        pid = ours.recv()
+        children = psutil.Process(process.pid).children()
+    finally:
+        process.kill()
+        process.join()
     assert pid in [child.pid for child in children] and len(children) >= 2
-    assert not wait_until_gone(children, 5.0)
+    assert not wait_until_gone(children)
 
 
 def test_weighted_sum_ignores_functions_without_a_score():

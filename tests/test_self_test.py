@@ -14,6 +14,7 @@ from easyrl.runtime import run as run_module
 from easyrl.runtime import self_test
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.self_test import before_run
+from own_processes import WAIT_SECONDS
 from runs import customized, start_process
 
 ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
@@ -36,7 +37,7 @@ if "easyrl.runtime.self_test_part" in sys.orig_argv:
 def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path):
     words = [sys.executable, "-m", "easyrl", "doctor", "--test"]
     process = start_process(words, customized(tmp_path, WRONG_ATTENTION))
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=WAIT_SECONDS)
     lines = out.splitlines()
     status = {line.split()[1]: line.split()[0] for line in lines if line[0] != " "}
     found = [status[part] for part in ("weights", "attention", "embedded")]

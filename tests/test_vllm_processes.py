@@ -25,8 +25,8 @@ def test_killed_worker_leaves_no_names_and_no_processes():
     def found():
         return processes_of(folder), Path(folder, "socket").exists()
 
-    wait_until(lambda: all(found()), seconds=5.0)
+    wait_until(lambda: all(found()))
     holder.kill()
     holder.communicate()
-    wait_until(lambda: not any(found()), seconds=5.0)
+    wait_until(lambda: not any(found()))
     assert not Path(folder).exists()

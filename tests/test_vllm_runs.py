@@ -17,6 +17,7 @@ import pytest
 import runs
 from easyrl.engines.vllm.processes import processes_of
 from easyrl.runtime.control import request
+from own_processes import WAIT_SECONDS, end
 from ray_clusters import cluster_of
 from runs import SMALL, assert_on_policy, lines_of, start, succeed, wait_for_line, wait_until
 from tiny_models import untied_model
@@ -24,7 +25,7 @@ from tiny_models import untied_model
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
 pytestmark = pytest.mark.vllm
 
-START_SECONDS = 600.0
+START_SECONDS = WAIT_SECONDS
 SECONDS = 5.0  # the bound of a clean end
 VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
 """With a reference, groups of equal rewards are computed too."""
@@ -59,7 +60,7 @@ def test_evaluation_uses_the_models_own_weights(tmp_path):
     for engine in ("vllm", "embedded"):
         words = ["eval", "--no-live", "--infer-devices", "cpu", "--engine", engine, "--output"]
         words += [tmp_path / engine, "data.num_held_out=8", "eval.max_completion_length=128"]
-        subprocess.run([sys.executable, "-m", "easyrl", *words], check=True, timeout=600)
+        subprocess.run([sys.executable, "-m", "easyrl", *words], check=True, timeout=WAIT_SECONDS)
         lines = lines_of(tmp_path / engine / "samples.jsonl")
         answers[engine] = {line["problem"]: line["completion"] for line in lines}
     assert len(answers["vllm"]) == 8
@@ -132,7 +133,7 @@ def test_other_features_go_with_vllm(tmp_path):
         wait_for_line(process, f"iteration {num_done + 2}/", timeout=START_SECONDS)
     finally:
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=WAIT_SECONDS)
     assert (process.returncode, err) == (128 + signal.SIGTERM, "")
     num_iterations = len(lines_of(folder / "metrics.jsonl")) + 2
     words = ("--resume", str(folder), "--iterations", str(num_iterations))
@@ -152,8 +153,7 @@ def started(tmp_path):
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kept"),
     )
     yield run, temporary
-    run.kill()
-    run.communicate()
+    end(run)
     shutil.rmtree(temporary)
 
 
@@ -183,7 +183,7 @@ def test_killed_run_leaves_nothing(started, victim, moment):
     else:
         pids = {"controller": run.pid, "rollout worker": engine.ppid(), "vLLM": engine.pid}
         os.kill(pids[victim], signal.SIGKILL)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=WAIT_SECONDS)
     assert not runs.wait_until_gone(processes, SECONDS)
     if moment is not None:
         assert run.returncode == {"controller": -signal.SIGKILL, "Ctrl-C": 130}.get(victim, 1)
@@ -208,6 +208,6 @@ def test_stuck_update_is_reported_and_ends_the_run(tmp_path, hanging, expected):
     run = start(*words, altered=True, HANG=hanging)
     wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
     began = time.monotonic()
-    _, err = run.communicate(timeout=120)
+    _, err = run.communicate(timeout=WAIT_SECONDS)
     assert run.returncode == 1 and time.monotonic() - began <= 8.0 + 20.0  # of a busy machine
     assert re.search(rf"{expected}.*runtime\.timeout_seconds", err), err

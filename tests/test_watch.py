@@ -136,21 +136,20 @@ def test_finished_run_is_shown_as_it_ended(finished_run, capsys, monkeypatch):
 def test_run_is_followed_until_it_is_killed_outlives_a_watcher_and_can_be_reported(tmp_path):
     folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
-    try:
-        wait_for_line(process, "iteration 2/")
-        words = (sys.executable, "-m", "easyrl", "watch", str(folder))
-        interrupted, follower = Terminal(*words), Terminal(*words)
-        assert "still running" in text_of(page_of(folder))
-        for watcher in (interrupted, follower):
-            watcher.read_until("ETA")
-        workers = descendants(process.pid)
-        os.kill(interrupted.process.pid, signal.SIGINT)
-        interrupted.read_until(None)
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.communicate()
-    assert wait_until_gone(workers, 5.0) == []
+    wait_for_line(process, "iteration 2/")
+    words = (sys.executable, "-m", "easyrl", "watch", str(folder))
+    interrupted = Terminal(*words)
+    follower = Terminal(*words)
+    assert "still running" in text_of(page_of(folder))
+    for watcher in (interrupted, follower):
+        watcher.read_until("ETA")
+    workers = descendants(process.pid)
+    os.kill(interrupted.process.pid, signal.SIGINT)
+    interrupted.read_until(None)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+    assert wait_until_gone(workers) == []
     assert interrupted.end() == 128 + signal.SIGINT and follower.end() == 1
     assert "the run continues" in after_the_view(interrupted.output)
     assert "the run was killed" in after_the_view(follower.output)

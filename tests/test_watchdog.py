@@ -10,6 +10,7 @@ from easyrl.events import Activity, Span, UnderWay
 from easyrl.runtime import watchdog as module
 from easyrl.runtime.metrics import no_learning_warning
 from easyrl.runtime.watchdog import Watchdog
+from own_processes import WAIT_SECONDS
 from runs import SMALL, descendants, start, wait_for_line, wait_until_gone, workers
 
 STALL_SECONDS = 30
@@ -104,8 +105,8 @@ def test_a_stopped_trainer_ends_the_run_with_its_name_and_the_stacks(tmp_path):
     wait_for_line(process, "iteration 2/")
     processes = descendants(process.pid)
     workers(process.pid)["train-0"].suspend()
-    _, err = process.communicate(timeout=60.0)
-    assert process.returncode == 1 and wait_until_gone(processes, 2.0) == []
+    _, err = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 1 and wait_until_gone(processes) == []
     assert "waiting for train-0" in err and "stopped by a signal" in err and "--resume" in err
     assert "rollout.py" in (run / "logs" / "rollout-0.log").read_text()
 

@@ -22,13 +22,13 @@ from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config
 from easyrl.runtime import launch
 from easyrl.types import Weight
+from own_processes import WAIT_SECONDS
 from own_workers import fork_server, settings_on_cpu
 
 pytestmark = pytest.mark.alone
 
 TIMEOUT_SECONDS = 2.0
 PATIENCE_SECONDS = TIMEOUT_SECONDS + 4.0  # a bounded wait, seen from outside on a busy machine
-START_SECONDS = 60.0
 SHAPES = {
     "embedding.weight": ((37, 19), torch.float32),
     "half": ((301,), torch.bfloat16),
@@ -177,7 +177,7 @@ class Peers:
             self.processes[n].start()
             theirs.close()
         for n in fresh:
-            assert self.controls[n].poll(START_SECONDS) and self.controls[n].recv() == "ready"
+            assert self.controls[n].poll(WAIT_SECONDS) and self.controls[n].recv() == "ready"
 
     def living(self):
         return [number for number, process in self.processes.items() if process.is_alive()]
@@ -238,9 +238,11 @@ class Peers:
 def processes(tmp_path_factory):
     with fork_server() as context:
         peers = Peers(tmp_path_factory.mktemp("stores"), context)
-        yield peers
-        for number in peers.processes:
-            peers.kill(number)
+        try:
+            yield peers
+        finally:
+            for number in peers.processes:
+                peers.kill(number)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ The last two contain a remedy.
 """
 
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -97,13 +98,12 @@ def _package(name: str) -> Line:
 def _workers() -> Line:
     """Import what workers import, as they do: in a process of its own."""
     program = f"import {', '.join(MODULES)}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return Line("workers", "ok", "can be imported")
     text = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-    remedy = f"see the whole error: {sys.executable} -c '{program}'"
+    remedy = f"see the whole error: {shlex.join(command)}"
     return Line("workers", "failed", f"cannot be imported: {text}", remedy)
 
 
