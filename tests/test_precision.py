@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
+from torch.utils import cpp_extension
 from transformers import AutoModelForCausalLM
 
 import own_training
@@ -117,6 +118,15 @@ def assert_same_gradients(*words, bound=1e-5):
     assert counters["stats"]["unique_graphs"] > 0
     for got, expected in zip(compiled.gradients, plain.gradients, strict=True):
         assert largest_gradient_gap(got, expected) <= bound
+
+
+@pytest.fixture(autouse=True)
+def _libraries_without_a_space_in_their_path(tmp_path, monkeypatch):
+    """torch.compile gives the C++ compiler the path of torch's libraries without quotes, so that
+    it fails in an environment below a folder with a space."""
+    link = tmp_path / "torch"
+    link.symlink_to(cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_an_address_without_a_cluster_is_named(address):
     started = time.monotonic()
     with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
         connect(load_config(words=[f"devices.ray_address={address}"]), 1)
-    assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 10.0
+    assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 60.0
 
 
 @pytest.mark.parametrize(("changes", "named"), [

@@ -27,8 +27,11 @@ from own_workers import fork_server, settings_on_cpu
 
 pytestmark = pytest.mark.alone
 
-TIMEOUT_SECONDS = 2.0
-PATIENCE_SECONDS = TIMEOUT_SECONDS + 4.0  # a bounded wait, seen from outside on a busy machine
+TIMEOUT_SECONDS = 10.0
+REACHED_SECONDS = 2.0
+"""The timeout of the channel where a test waits for its end."""
+BOUND_SECONDS = REACHED_SECONDS + 30.0
+"""A bounded wait, seen from outside on a busy machine."""
 SHAPES = {
     "embedding.weight": ((37, 19), torch.float32),
     "half": ((301,), torch.bfloat16),
@@ -38,6 +41,7 @@ SHAPES = {
     "last.bias": ((5,), torch.float32),
 }
 AT_ONCE_SECONDS = 0.75 * TIMEOUT_SECONDS
+"""Less than the timeout: what ends by then, also on a busy machine, did not wait for it."""
 
 
 def make_weights(version):
@@ -191,7 +195,7 @@ class Peers:
 
     def answer(self, number):
         """A peer's answer (an exception is returned) and the seconds it took."""
-        assert self.controls[number].poll(PATIENCE_SECONDS), f"peer {number} hangs"
+        assert self.controls[number].poll(WAIT_SECONDS), f"peer {number} hangs"
         return self.controls[number].recv()
 
     def outcomes(self, *commands):
@@ -252,13 +256,14 @@ def peers(processes):
     for number in processes.living():
         processes.command(number, "leave")
         answer, seconds = processes.answer(number)
-        assert answer is None and seconds < 1.0  # a channel, even a broken one, goes at once
+        assert answer is None
+        assert seconds < AT_ONCE_SECONDS  # a channel, even a broken one, goes at once
 
 
 def assert_bounded(outcome, kinds, *words):
     error, seconds = outcome
     assert isinstance(error, kinds), error
-    assert seconds <= PATIENCE_SECONDS
+    assert seconds <= BOUND_SECONDS
     for word in words:
         assert re.search(word, str(error)), error
 
@@ -292,7 +297,7 @@ def test_an_unexpected_version_is_an_error(peers):
 @pytest.mark.parametrize(
     ("commands", "what"),
     [
-        ([("join", 0, 3), ("join", 1, 3)], "making the process group"),
+        ([("join", 0), ("join", 1)], "making the process group"),
         ([None, ("receive", 1), ("receive", 1)], "waiting for a version"),
         ([("send", 0), ("receive", 0)], ".*"),
     ],
@@ -301,21 +306,23 @@ def test_an_unexpected_version_is_an_error(peers):
 def test_the_wait_for_a_missing_rank_is_bounded(peers, commands, what):
     if "making" in what:
         store = next(peers.stores)
-        commands = [("join", store, *how) for _, *how in commands]
+        for _, rank in commands:
+            peers.command(rank, "join", store, rank, 3, timeout_seconds=REACHED_SECONDS)
+        outcomes = [peers.answer(rank) for _, rank in commands]
     else:
-        peers.join(3)
+        peers.join(3, timeout_seconds=REACHED_SECONDS)
+        outcomes = peers.outcomes(*commands)[: 1 if what == ".*" else None]
     first = commands.index(next(filter(None, commands)))
-    outcomes = peers.outcomes(*commands)[: 1 if what == ".*" else None]
     for rank, outcome in enumerate(outcomes, start=first):
-        words = rf"worker-{rank} \(rank {rank} of 3\), {what}.*waited [123]\.\d s"
+        words = rf"worker-{rank} \(rank {rank} of 3\), {what}.*waited [1-9]\d*\.\d s"
         assert_bounded(outcome, TimeoutError, words, "runtime.timeout_seconds")
 
 
 def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(peers):
-    peers.join(3, bucket_bytes=256)
+    peers.join(3, bucket_bytes=256, timeout_seconds=REACHED_SECONDS)
     peers.command(0, "send", 0)
     peers.command(1, "receive", 0)
-    peers.command(2, "receive", 0, 3 * TIMEOUT_SECONDS)
+    peers.command(2, "receive", 0, 3 * REACHED_SECONDS)
     assert_bounded(peers.answer(0), (TimeoutError, ConnectionError), r"bucket \d+ of \d+")
     peers.answer(1)
     peers.kill(2)
@@ -361,7 +368,7 @@ def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
     for rank in range(3):
         exchange = ("receive" if rank else "send", 0)
         peers.command(rank, *(("join", store, rank, 3) if is_joining else exchange))
-    time.sleep(0.2 * TIMEOUT_SECONDS)
+    time.sleep(0.4)
     for number in (0, 1):
         os.kill(peers.processes[number].pid, signal.SIGUSR1)
     for number in (0, 1):
@@ -396,11 +403,11 @@ def test_memory_that_cannot_be_shared_is_reported_and_weights_are_broadcast(peer
 
 
 def test_on_one_device_every_wait_is_bounded_too(peers):
-    peers.join(2, memory=MEMORY)
+    peers.join(2, memory=MEMORY, timeout_seconds=REACHED_SECONDS)
     peers.exchange(0, 2)
-    peers.command(1, "receive", 1, TIMEOUT_SECONDS + 1.0)  # it reads for too long
+    peers.command(1, "receive", 1, REACHED_SECONDS + 60.0)  # it reads for too long
     peers.command(0, "send", 1)
-    words = r"until bucket 1 of \d+ is read: .*waited 2\.\d s"
+    words = r"until bucket 1 of \d+ is read: .*waited [1-9]\d*\.\d s"
     assert_bounded(peers.answer(0), TimeoutError, words)
     peers.kill(1)
 
@@ -459,8 +466,10 @@ def backend(monkeypatch):
     return backend
 
 
-def join_on_meta(folder, bucket_bytes=2**21, is_cancelled=lambda: False):
-    where = (str(folder / "store"), 0, 1, "worker-0", "meta", SHORT_SECONDS)
+def join_on_meta(
+    folder, bucket_bytes=2**21, is_cancelled=lambda: False, timeout_seconds=TIMEOUT_SECONDS
+):
+    where = (str(folder / "store"), 0, 1, "worker-0", "meta", timeout_seconds)
     return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes), is_cancelled)
 
 
@@ -482,16 +491,20 @@ def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(tmp_path, back
 
 
 @pytest.mark.parametrize(
-    ("cancelled", "kind", "bounds"),
+    ("kind", "timeout_seconds", "bounds"),
     [
-        (False, TimeoutError, (SHORT_SECONDS, SHORT_SECONDS + 2.0)),
-        (True, ConnectionError, (0.0, SHORT_SECONDS)),
+        (TimeoutError, SHORT_SECONDS, (SHORT_SECONDS, BOUND_SECONDS)),
+        (ConnectionError, TIMEOUT_SECONDS, (0.0, AT_ONCE_SECONDS)),
     ],
+    ids=["timeout", "cancelled"],
 )
 def test_a_broadcast_that_never_ends_is_named_within_the_bound_or_cancelled(
-    cancelled, kind, bounds, tmp_path, backend
+    kind, timeout_seconds, bounds, tmp_path, backend
 ):
-    channel = join_on_meta(tmp_path, is_cancelled=lambda: cancelled)
+    def is_cancelled():
+        return kind is ConnectionError
+
+    channel = join_on_meta(tmp_path, is_cancelled=is_cancelled, timeout_seconds=timeout_seconds)
     channel.send(0, on_meta(1))
     backend.is_stuck, started = True, time.monotonic()
     with pytest.raises(kind, match=r"worker-0 \(rank 0 of 1\), announcing a version"):
@@ -504,5 +517,5 @@ def test_a_backend_that_hangs_when_it_connects_is_left_behind(tmp_path, backend)
     connected = threading.Event()
     backend.connect = connected.wait
     with pytest.raises(TimeoutError, match="making the process group"):
-        join_on_meta(tmp_path)
+        join_on_meta(tmp_path, timeout_seconds=SHORT_SECONDS)
     connected.set()

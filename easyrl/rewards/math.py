@@ -20,6 +20,9 @@ from easyrl.types import Messages, answers_of
 
 MAX_CPU_SECONDS = 3
 """Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
+LIMITED_CLOCK = -8
+"""Clock of Linux that RLIMIT_CPU is compared with, CPUCLOCK_PROF of this process: it counts ticks,
+and is seconds ahead of `time.process_time`, or behind it, in a process that has lived for long."""
 FORMULA = re.compile(r"\\boxed|\$[^$]*\$|\\\(|\\\[|####|[Aa]nswer\b")
 """Marks of an answer in a text; a text without one is the answer as a whole."""
 CURRENCY = re.compile(r"(?<!\\)\\\$|[€£¥₹]")
@@ -57,7 +60,7 @@ def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) ->
     import math_verify  # noqa: F401  takes seconds, which do not count
 
     before = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = mathematics.ceil(time.process_time()) + MAX_CPU_SECONDS
+    limit = mathematics.ceil(time.clock_gettime(LIMITED_CLOCK)) + MAX_CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (limit, before[1]))
     try:
         return [
