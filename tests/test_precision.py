@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.utils import cpp_extension
 from transformers import AutoModelForCausalLM
 
@@ -127,6 +128,7 @@ def _libraries_without_a_space_in_their_path(tmp_path, monkeypatch):
     link = tmp_path / "torch"
     link.symlink_to(cpp_extension.TORCH_LIB_PATH)
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link))
+    monkeypatch.setattr(inductor_config, "compile_threads", 1)  # else in other processes
 
 
 @pytest.mark.parametrize(
