@@ -109,7 +109,7 @@ def test_a_judge_has_time_for_its_retries_and_takes_no_other_scores_along():
 
     def answer(number, question):
         if "7" in question and number <= 2:
-            time.sleep(3.0)
+            time.sleep(9.0)
         return last_digit(number, question)
 
     def group_of(url, *words):
@@ -121,14 +121,14 @@ def test_a_judge_has_time_for_its_retries_and_takes_no_other_scores_along():
             return finished(pool, 1)[0]
 
     with judge_server(answer) as server:
-        words = ("runtime.timeout_seconds=1.5", "reward.judge.timeout_seconds=1")
+        words = ("runtime.timeout_seconds=4.5", "reward.judge.timeout_seconds=3")
         group = group_of(server.url, *words)
         assert (group.scores, group.errors) == ([[1.0, 0.0], [0.4, 0.7]], [])
         assert 1 <= group.metrics["judge_timeouts"] == group.metrics["judge_retries"] <= 2
-    with judge_server(seconds=5.0) as server:
-        group = group_of(server.url, "reward.timeout_seconds=1.5")
+    with judge_server(seconds=20.0) as server:
+        group = group_of(server.url, "reward.timeout_seconds=4.5")
         assert group.scores == [[1.0, 0.0], [0.0, 0.0]]
-        assert len(group.errors) == 1 and "(judge) took longer than 1.5 s" in group.errors[0]
+        assert len(group.errors) == 1 and "(judge) took longer than 4.5 s" in group.errors[0]
 
 
 def test_processes_share_the_slots_and_use_them_all():
@@ -147,7 +147,7 @@ def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monk
     started, url = time.monotonic(), "http://127.0.0.1:9/v1"
     with pytest.raises(ConfigError, match=url):
         try_rewards(config_of(url), prompt_of())
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0  # it does not try for long
     words = ["--reward", "judge", "--dry-run", f"reward.judge.url={url}"]
     assert url in easyrl("grpo", *words).output
     assert try_rewards(config_of(url, "reward.check=false"), prompt_of()) == []
