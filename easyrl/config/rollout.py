@@ -12,6 +12,24 @@ from easyrl.config.eval import EvalConfig
 from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
 MAX_BRANCHES = 128  # token sequences of an agent's episode: it bounds what a group carries
+ToolFormat = Literal[
+    "auto",
+    "deepseek_v3",
+    "gemma4",
+    "glm",
+    "gpt_oss",
+    "hermes",
+    "hunyuan",
+    "hy3",
+    "json_list",
+    "kimi_k2",
+    "lfm2",
+    "llama3",
+    "minimax_m2",
+    "mistral",
+    "qwen3_coder",
+    "seed_oss",
+]
 AGENT_FUNCTION = re.compile(r"\S+\.py|.*\.py:\w*|[\w.]+:\w*")
 
 
@@ -61,8 +79,9 @@ class RolloutConfig(Section):
     agent_sampling: Annotated[Literal["refuse", "ignore"], COMPARED] = "refuse"
     """How to answer an agent that asks for other sampling settings than the run's. `refuse`: with
     an error; `ignore`: sample with the run's settings, and report it once."""
-    tool_format: Annotated[Literal["auto", "hermes", "llama3", "qwen3_coder"], COMPARED] = "auto"
-    """Form of a tool call. `auto`: the tokenizer's `response_template`, or by its chat template."""
+    tool_format: Annotated[ToolFormat, COMPARED] = "auto"
+    """Form of a tool call (docs/environments.md). `auto`: the one that reads what the chat template
+    writes, or else the tokenizer's `response_template`."""
     max_turns: Annotated[int, COMPARED] = Field(default=16, ge=1)
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
     after the prompt, also those of tools."""

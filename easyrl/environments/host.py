@@ -125,18 +125,20 @@ class Host:
             raise TypeError(f"step: expected (observation, done), got {returned!r:.80}")
         messages, num_errors = [], 0
         for call in calls:
-            name, result = "unknown", ""
+            message = {"role": "tool", "name": call.name, "content": ""}
+            if call.call_id:
+                message["tool_call_id"] = call.call_id
             try:
                 if isinstance(call, BadCall):
                     raise ValueError(call.reason)
-                name = call.name
-                if name not in episode.tools:
-                    raise ValueError(f"there is no tool '{name}'")
-                result = str(self._call(episode, episode.tools[name], **call.arguments))
+                if call.name not in episode.tools:
+                    raise ValueError(f"there is no tool '{call.name}'")
+                returned = self._call(episode, episode.tools[call.name], **call.arguments)
+                message["content"] = str(returned)
             except BaseException as error:  # of the user's tool, SystemExit too, or of a wrong call
                 num_errors += 1
-                result = str({"error": str(error)})
-            messages.append({"role": "tool", "name": name, "content": result})
+                message["content"] = str({"error": str(error)})
+            messages.append(message)
         return Acted(messages, False, len(calls), num_errors)
 
     def _call(

@@ -38,7 +38,6 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Key
 from easyrl.environments.loading import Interface
 from easyrl.environments.pool import FAILURES, CallFailed, EnvironmentPool, HostKilled, row_of
-from easyrl.environments.tool_calls import ToolCall
 from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
@@ -433,12 +432,17 @@ class AgentEpisodes:
         conversations = self._conversations(json.dumps(request.tools, sort_keys=True))
         prefix = sequence.ids[: length - len(tokens)][-PREFIX_TOKENS:]
         text, found, around = conversations.read_turn(tokens, prefix)
-        calls = [each for each in found if request.reads_calls and isinstance(each, ToolCall)]
+        # What only the schema refuses goes to the agent as written: its own program checks it.
+        calls = [each for each in found if request.reads_calls and each.arguments is not None]
         text = _before(around if calls else text, stops)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        used = set[str]()
         for number, call in enumerate(calls, episode.num_calls):
             function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-            own = {"id": f"call{number:05}", "type": "function", "function": function}
+            own_id = f"call{number:05}"
+            call_id = own_id if call.call_id in used else call.call_id or own_id
+            used.add(call_id)
+            own = {"id": call_id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(own)
         episode.num_calls += len(calls)
         digest = _digest(request.digest, message)

@@ -182,9 +182,12 @@ class Episodes:
         conversations = self._conversations[group.environment]
         text, calls, _ = conversations.read_turn(token_ids, group.prompt_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        read = [call._asdict() for call in calls if isinstance(call, ToolCall)]
+        read = [call for call in calls if isinstance(call, ToolCall)]
         if read:
-            message["tool_calls"] = [{"type": "function", "function": call} for call in read]
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in read
+            ]
         episode.messages.append(message)
         episode.num_turns += 1
         episode.num_read += len(token_ids)
