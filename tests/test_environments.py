@@ -336,10 +336,11 @@ BOTH = {"x": 1, "s": "2"}
     # What is only thought of is no call.
     ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
     ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
-    ("hermes", HERMES % '"a </think> b"', {"x": "a </think> b"}),
+    ("hermes", HERMES.replace("x", "s") % '"a </think> b"', {"s": "a </think> b"}),
     # What cannot be read.
     ("hermes", "<tool_call>{name: f}</tool_call>", None),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
+    ("hermes", HERMES % '"a text, where the schema has an integer"', None),
     ("llama3", '{"name": "f", "parameters": {"x": }', None),
 ])  # fmt: skip
 def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):

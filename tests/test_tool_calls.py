@@ -1,4 +1,4 @@
-"""Tool calls: what each format reads, what it refuses, and how the format of a template is found."""
+"""Tool calls: what each format reads and refuses, and how the format of a template is found."""
 
 import json
 from typing import get_args
@@ -54,13 +54,13 @@ def assert_read(text, tool_format, arguments, tools=TOOLS):
 # -- the same calls in every format ---------------------------------------------------------------
 
 
-def tagged(begin, end, function, end_function, parameter, end_parameter, dump):
+def tagged(begin, parameter, end_parameter, end, dump):
     def write(name, arguments):
-        values = "".join(
-            parameter.format(key) + (value if isinstance(value, str) else dump(value)) + end_parameter
-            for key, value in arguments.items()
-        )
-        return begin + function.format(name) + values + end_function + end
+        text = begin.format(name)
+        for key, value in arguments.items():
+            shown = value if isinstance(value, str) else dump(value)
+            text += parameter.format(key) + shown + end_parameter
+        return text + end
 
     return write
 
@@ -101,24 +101,24 @@ WRITERS = {
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>"
     ),
     "qwen3_coder": tagged(
-        "<tool_call>\n", "\n</tool_call>", "<function={}>\n", "</function>",
-        "<parameter={}>\n", "\n</parameter>\n", of_python,
+        "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n",
+        "</function>\n</tool_call>", of_python,
     ),
     "seed_oss": tagged(
-        "<seed:tool_call>\n", "\n</seed:tool_call>", "<function={}>\n", "</function>",
-        "<parameter={}>", "</parameter>\n", str,
+        "<seed:tool_call>\n<function={}>\n", "<parameter={}>", "</parameter>\n",
+        "</function>\n</seed:tool_call>", str,
     ),
     "minimax_m2": tagged(
-        "<minimax:tool_call>\n", "\n</minimax:tool_call>", '<invoke name="{}">\n', "</invoke>",
-        '<parameter name="{}">', "</parameter>\n", json.dumps,
+        '<minimax:tool_call>\n<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n",
+        "</invoke>\n</minimax:tool_call>", json.dumps,
     ),
     "glm": tagged(
-        "", "</tool_call>", "<tool_call>{}\n", "",
-        "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", json.dumps,
+        "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
+        "</tool_call>", json.dumps,
     ),
     "hy3": tagged(
-        "<tool_calls>\n", "\n</tool_calls>", "<tool_call>{}<tool_sep>\n", "</tool_call>",
-        "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", json.dumps,
+        "<tool_calls>\n<tool_call>{}<tool_sep>\n", "<arg_key>{}</arg_key>\n<arg_value>",
+        "</arg_value>\n", "</tool_call>\n</tool_calls>", json.dumps,
     ),
     "gemma4": lambda name, arguments: f"<|tool_call>call:{name}{of_gemma(arguments)}<tool_call|>",
     "lfm2": lambda name, arguments: (
@@ -143,7 +143,13 @@ def test_calls_keep_every_argument(tool_format):
         assert_read(write("write", arguments), tool_format, arguments)
     assert_read(write("ping", {}), tool_format, {})
     assert read_calls("a text without calls", tool_format, TOOLS) == []
-    for arguments in ({"mode": "two"}, {"on": 2}, {"tags": "a"}, {"other": 1}, {"path": "a", "x": 1}):
+    for arguments in (
+        {"mode": "two"},
+        {"on": 2},
+        {"tags": "a"},
+        {"other": 1},
+        {"path": "a", "x": 1},
+    ):
         assert_read(write("write", arguments), tool_format, None)  # what the schema refuses
     assert_read(write("need", {}), tool_format, None)  # without an argument that it needs
     found = read_one(write("nothing", {"x": 1}), tool_format)
@@ -331,7 +337,8 @@ def test_calls_with_json(text, arguments):
     ("mistral", '[TOOL_CALLS]write[ARGS]{"mode": 1} and more', None),
     ("gpt_oss", ' to=functions.write<|channel|>commentary json<|message|>{"mode": 1}', {"mode": 1}),
     ("gpt_oss", "<|channel|>analysis<|message|>I call to=functions.ping<|end|><|start|>assistant"
-     '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"mode": 1}', {"mode": 1}),
+     '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"mode": 1}',
+     {"mode": 1}),
     ("gpt_oss", "<|channel|>commentary to=functions.write json<|message|>mode=1", None),
     ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>write\n```json\n"
      '{"mode": 1}\n```<｜tool▁call▁end｜>', {"mode": 1}),
@@ -365,7 +372,9 @@ def test_a_bad_call_does_not_hide_the_next_one_and_hides_what_may_be_its_text():
     # An example in a text whose quotes are wrong is no call.
     found = read_calls(HERMES % f'{{"content": "a" {good} "b"}}', "hermes", TOOLS)
     assert [type(call) for call in found] == [BadCall]
-    found = read_calls(coder(f"<parameter=path\n{coder(parameter('path', 'a'))}"), "qwen3_coder", TOOLS)
+    found = read_calls(
+        coder(f"<parameter=path\n{coder(parameter('path', 'a'))}"), "qwen3_coder", TOOLS
+    )
     assert [type(call) for call in found] == [BadCall]
 
 
@@ -442,14 +451,15 @@ CALL = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 PAIRS = "{% for k, v in f.arguments.items() %}"
 TEXTS = "{{ v if v is string else v | tojson }}"
 CALLS = {
-    "hermes": '<tool_call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</tool_call>',
+    "hermes": '<tool_call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+    "</tool_call>",
     "llama3": '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
     "hunyuan": '<tool_calls>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]'
     "</tool_calls>",
     "json_list": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
     "mistral": "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
-    "{{ f.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n"
     "```json\n{{ f.arguments + '' }}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "gpt_oss": " to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
@@ -464,8 +474,8 @@ CALLS = {
     "</minimax:tool_call>",
     "glm": "\n<tool_call>{{ f.name }}\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXTS
     + "</arg_value>\n{% endfor %}</tool_call>",
-    "hy3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n"
-    "<arg_value>" + TEXTS + "</arg_value>\n{% endfor %}</tool_call>\n</tool_calls>",
+    "hy3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n" + PAIRS
+    + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXTS + "</arg_value>\n{% endfor %}</tool_call>\n</tool_calls>",
     "gemma4": "{%- macro w(v) -%}{%- if v is string -%}<|\"|>{{ v }}<|\"|>"
     "{%- elif v is mapping -%}{{ '{' }}{%- for k, x in v | dictsort -%}"
     "{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{%- endfor -%}{{ '}' }}"
@@ -474,7 +484,8 @@ CALLS = {
     "{%- endfor -%}]{%- else -%}{{ v }}{%- endif -%}{%- endmacro -%}"
     "<|tool_call>call:{{ f.name }}{{ w(f.arguments) }}<tool_call|>",
     "lfm2": "<|tool_call_start|>[{{ f.name }}(" + PAIRS + "{{ k }}="
-    "{% if v is string %}'{{ v }}'{% elif v is mapping %}{{ v | tojson }}{% else %}{{ v }}{% endif %}"
+    "{% if v is string %}'{{ v }}'{% elif v is mapping %}{{ v | tojson }}"
+    "{% else %}{{ v }}{% endif %}"
     "{{ ', ' if not loop.last }}{% endfor %})]<|tool_call_end|>",
 }  # fmt: skip
 
@@ -483,13 +494,14 @@ def template_of(call):
     return (
         "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}"
         "{% if m.role == 'assistant' %}A{{ m.content }}" + CALL + call + "{% endfor %}<eos>"
-        "{% elif m.role == 'tool' %}T{{ m.content }}{% else %}U{{ m.content }}{% endif %}{% endfor %}"
+        "{% elif m.role == 'tool' %}T{{ m.content }}{% else %}U{{ m.content }}{% endif %}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}A{% endif %}"
     )
 
 
-def conversations(template, tool_format="auto", tools=TOOLS, **attributes):
-    tokenizer = chat_tokenizer(template=template)
+def conversations(template, tool_format="auto", tools=TOOLS, calls=(), **attributes):
+    tokenizer = chat_tokenizer(calls, template)
     for name, value in attributes.items():
         setattr(tokenizer, name, value)
     config = load_config(None, {"rollout.tool_format": tool_format})
@@ -498,9 +510,10 @@ def conversations(template, tool_format="auto", tools=TOOLS, **attributes):
 
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_the_format_of_a_template_is_the_one_that_reads_its_calls(tool_format):
-    talk = conversations(template_of(CALLS[tool_format]))
-    answer = chat_tokenizer().encode(WRITERS[tool_format]("write", FIRST))
-    _, (call,), around = talk.read_turn([*answer, 1], [])
+    text = WRITERS[tool_format]("write", FIRST)
+    talk = conversations(template_of(CALLS[tool_format]), calls=[text])
+    (answer,) = chat_tokenizer([text]).encode(text)
+    _, (call,), around = talk.read_turn([answer, 1], [])
     assert call[:2] == ("write", FIRST) and around == ""
 
 
@@ -550,7 +563,9 @@ def test_the_tokenizers_own_parser_is_used_for_other_formats_and_checked():
     talk = conversations(template_of(USED), response_template=RESPONSE)
 
     def read(text):
-        return talk.read_turn([*chat_tokenizer().encode(text), 1], chat_tokenizer().encode("UqA"))[1]
+        return talk.read_turn([*chat_tokenizer().encode(text), 1], chat_tokenizer().encode("UqA"))[
+            1
+        ]
 
     whole = "<use write><path>a b</path><mode>2</mode></use>"
     assert read(whole) == [ToolCall("write", {"path": "a b", "mode": 2})]
@@ -566,11 +581,13 @@ def test_the_tokenizers_own_parser_is_used_for_other_formats_and_checked():
 
 
 def test_ids_of_calls_are_repeated_by_their_results():
-    template = template_of(CALLS["kimi_k2"]).replace("T{{ m.content }}", "T{{ m.tool_call_id }}")
+    template = template_of(CALLS["kimi_k2"]).replace(
+        "T{{ m.content }}", "T{{ m.tool_call_id }}:{{ m.content }}"
+    )
     talk, tokenizer = conversations(template), chat_tokenizer()
     message = {"role": "tool", "name": "ping", "content": "5"}
     own = talk.suffix([message | {"tool_call_id": "functions.ping:3"}], 1)
-    assert tokenizer.decode(own) == "Tfunctions.ping:3A"
+    assert tokenizer.decode(own) == "Tfunctions.ping:3:5A"
     (call,) = read_calls(WRITERS["kimi_k2"]("ping", {}), "kimi_k2", TOOLS)
     assert call.call_id == "functions.ping:0"
 
@@ -606,7 +623,6 @@ def test_calls_of_another_format_are_executed_in_a_run(tmp_path):
     words += ("rollout.max_completion_length=200", "train.prompts_per_iteration=4")
     succeed(*words, "rollout.num_generations=8", "--output", str(tmp_path / "run"))
     samples = lines_of(tmp_path / "run" / "samples.jsonl")
-    called = [each for each in samples if any(m.get("tool_calls") for m in each["messages"])]
-    assert called and all(each["reward"] == 1.0 for each in called)
-
-
+    kept = {"role": "tool", "name": "keep", "content": "kept"}
+    called = [each["reward"] for each in samples if kept in each["messages"]]
+    assert called and {*called} == {1.0}

@@ -163,8 +163,8 @@ class Conversations:
             return []
 
     def _read_by_tokenizer(self, text: str, before: str) -> Turn:
-        """Read a turn by the tokenizer's `response_template`. Such parsers may drop what they do not
-        match, so what they have read is written by the template again: it has to be in the turn."""
+        """Read a turn by the tokenizer's `response_template`. Such a parser may drop what it does
+        not match. So the template writes again what was read: that has to be in the turn."""
         try:
             parsed = self._parse(text, before, self._schemas)
         except Exception as error:  # of the tokenizer's parser, on text that a model has written

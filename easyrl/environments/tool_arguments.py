@@ -2,7 +2,8 @@
 
 Formats write arguments in two ways:
 
-    typed    values have types (JSON, Python literals): `check_arguments` compares them with the schema
+    typed    values have types (JSON, Python literals); `check_arguments` compares them with the
+             schema
     texts    a string is written as it is, and so are `3`, `True`, `{"k": 1}`: the schema decides
              what a text means (`read_arguments`)
 
@@ -215,37 +216,39 @@ def _typed(value: Any) -> str:
 
 
 def _check_choice(value: Any, choice: Schema, root: Schema, name: str) -> Any:
-    wrong = Unreadable(f"{name}: expected {_describe([choice])}, got {_typed(value)}")
-    match choice.get("type"):
-        case "string":
-            is_right = isinstance(value, str)
-        case "integer":
-            is_whole = isinstance(value, float) and value.is_integer()
-            if is_whole and abs(value) < MAX_EXACT_FLOAT:
-                value = int(value)
-            is_right = isinstance(value, int) and not isinstance(value, bool)
-        case "number":
-            is_right = isinstance(value, int | float) and not isinstance(value, bool)
-        case "boolean":
-            is_right = isinstance(value, bool)
-        case "null":
-            is_right = value is None
-        case "array":
-            is_right = isinstance(value, list)
-        case "object":
-            is_right = isinstance(value, dict)
-        case _:  # no type, or one of a later schema language
-            is_right = True
-    if not is_right:
-        raise wrong
+    kind = choice.get("type")
+    is_whole = isinstance(value, float) and value.is_integer()
+    if kind == "integer" and is_whole and abs(value) < MAX_EXACT_FLOAT:
+        value = int(value)
+    is_allowed = True
     if "enum" in choice or "const" in choice:
-        if not any(_is_same(value, allowed) for allowed in _allowed(choice)):
-            raise wrong
+        is_allowed = any(_is_same(value, allowed) for allowed in _allowed(choice))
+    if not is_allowed or not _has_type(value, kind):
+        raise Unreadable(f"{name}: expected {_describe([choice])}, got {_typed(value)}")
     if isinstance(value, list):
         return _check_array(value, choice, root, name)
     if isinstance(value, dict):
         return _check_object(value, choice, root, name)
     return value
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if kind not in TYPES:
+        return True  # no type, or one of a later schema language
+    if isinstance(value, bool):
+        return kind == "boolean"  # in Python it is an integer, too
+    return isinstance(value, TYPES[kind])
 
 
 def _check_array(values: list[Any], schema: Schema, root: Schema, name: str) -> list[Any]:

@@ -2,8 +2,8 @@
 
     text of a turn ─► format: what is written ─► schema of the tool ─► ToolCall or BadCall
 
-Nothing is executed with arguments that are lost or changed. What cannot be read, or does not fit the
-schema of the tool, is a `BadCall`: the model gets the reason as its result. What the model only
+Nothing is executed with arguments that are lost or changed. What cannot be read, or does not fit
+the schema of the tool, is a `BadCall`: the model gets the reason as its result. What the model only
 thinks (`<think>`) is no call.
 
 The format of a template is found by a probe: the template writes a call, and the format is the one

@@ -7,7 +7,7 @@ Calls with JSON:
     hunyuan      <tool_calls>[{"name": "f", "arguments": {"x": 1}}]</tool_calls>
     json_list    the same between other marks: <TOOLCALL>, <|tool_call|>, <|START_ACTION|>
     mistral      [TOOL_CALLS]f[ARGS]{"x": 1}, or [TOOL_CALLS][{"name": "f", …}]
-    kimi_k2      <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>
+    kimi_k2      <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_…
     deepseek_v3  <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>
     gpt_oss      <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
@@ -24,8 +24,8 @@ Calls with literals:
     gemma4       <|tool_call>call:f{x:1,s:<|"|>text<|"|>}<tool_call|>
     lfm2         <|tool_call_start|>[f(x=1, s='text')]<|tool_call_end|>
 
-A reader returns what is written, or raises `Unreadable`. It accounts for every character between the
-beginning and the end of a call. Text that can be read in two ways is not read.
+A reader returns what is written, or raises `Unreadable`. It accounts for every character between
+the beginning and the end of a call. Text that can be read in two ways is not read.
 """
 
 import ast
@@ -230,6 +230,7 @@ class Tags:
     begin: str = ""  # around the functions, "" where there is nothing
     end: str = ""
     is_block: bool = False
+    mark: str = ""  # where a function begins, if that is shorter than `function`
 
 
 class _Value(NamedTuple):
@@ -289,8 +290,8 @@ class _TagReader:
         return Region(position, calls)
 
     def _check_rest(self, text: str, position: int) -> None:
-        """Raise Unreadable if the next tag behind the calls is not the beginning of another one: then
-        what was taken for their end may belong to a value."""
+        """Raise Unreadable if the next tag behind the calls is not the beginning of another one:
+        then what was taken for their end may belong to a value."""
         tag = self._any.search(text, position)
         if tag is None:
             return
@@ -356,8 +357,8 @@ class _TagReader:
         self, text: str, start: int, key: str, open_names: frozenset[str] | None
     ) -> _Value:
         """Read a value on lines of its own. It ends at a closing tag that is alone on its line. One
-        that is missing is replaced by the next argument, or by the end of the function, if these are
-        alone on their lines. `open_names`: arguments that may follow; None: any."""
+        that is missing is replaced by the next argument, or by the end of the function, if these
+        are alone on their lines. `open_names`: arguments that may follow; None: any."""
         for line in self._line.finditer(text, start):
             tag, rest = line["tag"], line["rest"]
             is_alone = not rest.strip() or self._any.match(rest.strip()) is not None
@@ -405,7 +406,7 @@ def _without_last_newline(text: str) -> str:
 
 def _tagged(tags: Tags, *signs: str, thinking: tuple[str, str] = ("<think>", "</think>")) -> Format:
     marks = [(tags.begin, tags.end)] if tags.begin else []
-    marks.append((tags.function, tags.end_function))
+    marks.append((tags.mark or tags.function, tags.end_function))
     found = tuple((_without_groups(begin), end) for begin, end in marks)
     return Format(_TagReader(tags), found, signs, thinking)
 
@@ -440,6 +441,7 @@ GLM = Tags(
     end_function=r"</tool_call>",
     parameter=r"<arg_key>\s*(?P<key>[^<>]+?)\s*</arg_key>\s*<arg_value>",
     end_parameter=r"</arg_value>",
+    mark=r"<tool_call>",
 )
 HY3 = Tags(  # some checkpoints have a suffix in each tag: <tool_call:opensource>
     function=r"<tool_call(?::\w+)?>\s*(?P<name>[^\s<>{}\[\]]+)\s*<tool_sep(?::\w+)?>",
@@ -448,6 +450,7 @@ HY3 = Tags(  # some checkpoints have a suffix in each tag: <tool_call:opensource
     end_parameter=r"</arg_value(?::\w+)?>",
     begin=r"<tool_calls(?::\w+)?>",
     end=r"</tool_calls(?::\w+)?>",
+    mark=r"<tool_call(?::\w+)?>",
 )
 
 
@@ -566,8 +569,8 @@ LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 
 
 def _read_lfm2(text: str, start: int, _: Declared) -> Region:
-    """Read a list of Python calls. A string may contain the closing mark: the call ends at the first
-    one before which the text is an expression."""
+    """Read a list of Python calls. A string may contain the closing mark: the call ends at the
+    first one before which the text is an expression."""
     begin, mark = start + len(LFM2[0]), LFM2[1]
     error = Unreadable("expected calls")
     position = begin
