@@ -459,7 +459,8 @@ CALLS = {
     "json_list": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
     "mistral": "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}"
-    "<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n"
     "```json\n{{ f.arguments + '' }}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "gpt_oss": " to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
@@ -475,7 +476,8 @@ CALLS = {
     "glm": "\n<tool_call>{{ f.name }}\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXTS
     + "</arg_value>\n{% endfor %}</tool_call>",
     "hy3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n" + PAIRS
-    + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXTS + "</arg_value>\n{% endfor %}</tool_call>\n</tool_calls>",
+    + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXTS + "</arg_value>\n{% endfor %}</tool_call>"
+    "\n</tool_calls>",
     "gemma4": "{%- macro w(v) -%}{%- if v is string -%}<|\"|>{{ v }}<|\"|>"
     "{%- elif v is mapping -%}{{ '{' }}{%- for k, x in v | dictsort -%}"
     "{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{%- endfor -%}{{ '}' }}"

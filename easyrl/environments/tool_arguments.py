@@ -256,9 +256,10 @@ def _check_array(values: list[Any], schema: Schema, root: Schema, name: str) -> 
     found = []
     for number, value in enumerate(values):
         of_item = first[number] if number < len(first) else rest
-        is_described = isinstance(of_item, Mapping)
-        item = f"{name}[{number}]"
-        found.append(check_value(value, of_item, root, item) if is_described else value)
+        if isinstance(of_item, Mapping):
+            found.append(check_value(value, of_item, root, f"{name}[{number}]"))
+        else:
+            found.append(value)
     return found
 
 
@@ -274,8 +275,10 @@ def _check_object(
         if key not in properties and rest is False:
             raise Unreadable(f"{name}: expected {_quoted(properties)}, got '{key}'")
         of_value = properties.get(key, rest)
-        is_described = isinstance(of_value, Mapping)
-        found[key] = check_value(value, of_value, root, f"{name}.{key}") if is_described else value
+        if isinstance(of_value, Mapping):
+            found[key] = check_value(value, of_value, root, f"{name}.{key}")
+        else:
+            found[key] = value
     return found
 
 
