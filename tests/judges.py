@@ -16,8 +16,9 @@ def last_digit(number, question):
 
 @contextlib.contextmanager
 def judge_server(answer=last_digit, seconds=0.0):
-    """`answer(number, question)`, after `seconds`: a text, a status with headers, or None to drop
-    the connection. Yields its url, what it was sent, and the most requests at once."""
+    """`answer(number, question)`, after `seconds`: a text, the fields of a choice, a status with
+    headers, or None to drop the connection. Yields its url, what it was sent, and the most requests
+    at once."""
     server = SimpleNamespace(questions=[], keys=set(), num_now=0, most_at_once=0)
     lock = threading.Lock()
 
@@ -40,9 +41,12 @@ def judge_server(answer=last_digit, seconds=0.0):
             self.close_connection = replied is None
             if replied is None:
                 return
-            status, headers = (200, {}) if isinstance(replied, str) else replied
-            choices = [{"message": {"role": "assistant", "content": replied}}]
-            reply = {"choices": choices, "usage": {"total_tokens": 10}}
+            status, headers = replied if isinstance(replied, tuple) else (200, {})
+            choice = {"finish_reason": "stop", "message": {"content": replied}}
+            if isinstance(replied, dict):
+                choice = replied
+            choice = {"index": 0, **choice, "message": {"role": "assistant", **choice["message"]}}
+            reply = {"choices": [choice], "usage": {"total_tokens": 10}}
             content = json.dumps(reply if status == 200 else {"error": f"not with {key}"}).encode()
             with contextlib.suppress(OSError):  # the client may have given up
                 self.send_response(status)

@@ -1,6 +1,8 @@
 """The reward `judge` against a real HTTP server: scores, retries, cache, bounds, bad input."""
 
+import asyncio
 import contextlib
+import json
 import time
 
 import pytest
@@ -38,6 +40,18 @@ def prompt_of(**columns):
 def scored(config, texts, **columns):
     result = call(config, prompt_of(**columns), texts)
     return result.scores[0], result.errors, result.metrics
+
+
+def asked(config, texts):
+    """As `scored`, but in this process."""
+    counts = {}
+    reward = judge.Judge(config.reward.judge)
+    prompts = [prompt_of().content] * len(texts)
+    try:
+        scores = asyncio.run(reward(prompts, texts, log_metric=counts.__setitem__))
+    except judge.JudgeError as error:
+        return [0.0] * len(texts), [str(error)], counts
+    return scores, [], counts
 
 
 def test_scores_are_read_mapped_and_in_order_and_a_second_time_from_the_cache(tmp_path):
@@ -87,6 +101,138 @@ def test_failures_are_repeated_and_counted():
         config = config_of(server, "reward.judge.timeout_seconds=0.05")
         scores, (error,), counts = scored(config, ["a"])
         assert "timeout_seconds" in error and counts["judge_timeouts"] == 8 == len(server.questions)
+
+
+def choice_of(content, finish_reason="stop", **message):
+    return {"finish_reason": finish_reason, "message": {"content": content, **message}}
+
+
+THOUGHTS = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 10"}]}
+OPEN_THINKING = "<think>If the sum were right I would say Score: 10. Let me"
+CUT_OFF = {
+    "a number": choice_of("The working is right.\nScore: 1", "length"),
+    "a whole answer": choice_of("Score: 10\nThat is all.", "length"),
+    "open thinking": choice_of(OPEN_THINKING, "length"),
+    "thinking apart": choice_of(None, "length", reasoning_content="Score: 10"),
+    "nothing": choice_of("", "length"),
+    "no key content": {"finish_reason": "length", "message": {"reasoning": "Score: 10"}},
+    "another server's word": choice_of("Score: 1", "max_tokens"),
+    "capitals": choice_of("Score: 1", "MAX_TOKENS"),
+    "a full context": choice_of("Score: 1", "model_context_window_exceeded"),
+    "open thinking, finished": choice_of(OPEN_THINKING),
+    "open thinking, unknown end": choice_of(OPEN_THINKING, None),
+    "thinking again": choice_of("<think>a</think>Score: 3\n<think>Score: 10"),
+    "thinking after the score": choice_of("Score: 3. Wait. <think> Score: 10"),
+    "[THINK]": choice_of("[THINK]Score: 10", None),
+    "<seed:think>": choice_of("<seed:think>Score: 10", None),
+    "<thinking>": choice_of("\n<thinking>\nScore: 10", None),
+}
+UNREADABLE = {
+    "empty": choice_of(""),
+    "blank": choice_of(" \n"),
+    "null": choice_of(None),
+    "thinking apart": choice_of(None, reasoning_content="Score: 10"),
+    "thinking apart, vLLM's name": choice_of("\n\n", reasoning="Score: 10"),
+    "thinking in parts": choice_of([THOUGHTS]),
+    "nothing after the thinking": choice_of("<think>Score: 10</think>\n"),
+    "nothing after thinking that the prompt opened": choice_of("Score: 10</think>", None),
+    "filtered": choice_of("Score: 10", "content_filter"),
+    "refused": choice_of(None, refusal="I give no Score: 10"),
+    "a call": choice_of(None, "tool_calls"),
+}
+NO_VERDICTS = [("judge_cut_off", *each) for each in CUT_OFF.items()]
+NO_VERDICTS += [("judge_unreadable", *each) for each in UNREADABLE.items()]
+FINISHED = {
+    "no reason": {"message": {"content": "Score: 7"}},
+    "a null reason": choice_of("Score: 7", None),
+    "an empty reason": choice_of("Score: 7", ""),
+    "another server's word": choice_of("Score: 7", "eos_token"),
+    "capitals": choice_of("Score: 7", "STOP"),
+    "thinking": choice_of("<think>Score: 10</think>\nScore: 7"),
+    "thinking that the prompt opened": choice_of("Score: 10\n</think>\n\nScore: 7"),
+    "thinking that ends behind a quote": choice_of('<think>"Score: 10"</think>Score: 7'),
+    "[THINK]": choice_of("[THINK]Score: 10[/THINK]Score: 7"),
+    "thinking apart": choice_of("Score: 7", reasoning_content="Score: 10"),
+    "thinking in parts": choice_of([THOUGHTS, {"type": "text", "text": "Score: 7"}]),
+    "a quoted start": choice_of("The answer opens `<think>` and never ends it. Score: 7"),
+    "a quoted end": choice_of('Score: 7\nIt lacks "</think>".'),
+}
+
+
+@pytest.mark.parametrize(
+    ("count", "choice"),
+    [pytest.param(count, choice, id=name) for count, name, choice in NO_VERDICTS],
+)
+def test_no_verdict_is_no_score_is_not_repeated_in_vain_and_not_cached(count, choice):
+    with judge_server(lambda number, _: "Score: 7" if number else choice) as server:
+        scores, (error,), counts = asked(config_of(server), ["a"])
+        assert scores == [0.0] and counts[count] == counts["judge_calls"] == 1
+        assert counts["judge_retries"] == 0
+        if count == "judge_cut_off":
+            assert "reward.judge.options={max_tokens: …, temperature: 0}" in error
+        scores, errors, counts = asked(config_of(server), ["a"])
+        assert (scores, errors, counts["judge_calls"]) == ([0.7], [], 1)
+
+
+@pytest.mark.parametrize(
+    "choice", [pytest.param(*each, id=name) for name, *each in FINISHED.items()]
+)
+def test_finished_answers_are_read_after_the_thinking(choice):
+    with judge_server(lambda *_: choice) as server:
+        for num_calls in (1, 0):  # then from the cache
+            scores, errors, counts = asked(config_of(server), ["a"])
+            assert (scores, errors, counts["judge_calls"]) == ([0.7], [], num_calls)
+
+
+@pytest.mark.parametrize(
+    ("options", "choices", "num_calls"),
+    [
+        ("{temperature: 0.7}", [choice_of("Score: 1", "length"), choice_of("Score: 7")], 2),
+        ("{}", [choice_of("", "length"), choice_of(None), choice_of("Score: 7")], 3),
+        ("{temperature: 1}", [choice_of("Score: 1", "length")] * 4, 4),
+        ("{temperature: 1, seed: 4}", [choice_of("Score: 1", "length")], 1),
+        ("{temperature: 1, top_k: 1}", [choice_of(OPEN_THINKING)], 1),
+        # The server, not the model, ended these.
+        ("{temperature: 0}", [choice_of("Score: 1", "abort"), choice_of("Score: 7")], 2),
+        ("{temperature: 0}", [choice_of("Sco", "error"), choice_of("Score: 7")], 2),
+    ],
+)
+def test_a_judge_is_asked_again_where_another_answer_may_come(options, choices, num_calls):
+    with judge_server(lambda number, _: choices[number]) as server:
+        scores, errors, counts = asked(config_of(server, f"reward.judge.options={options}"), ["a"])
+        assert counts["judge_calls"] == num_calls == len(server.questions)
+    is_scored = choices[-1] == choice_of("Score: 7")
+    assert (scores, errors == []) == ([0.7] if is_scored else [0.0], is_scored)
+    assert counts["judge_refused"] == sum(
+        choice["finish_reason"] in ("abort", "error") for choice in choices
+    )
+
+
+def test_the_message_of_a_limit_names_the_users_own_and_how_many_answers_have_no_score():
+    def answer(_, question):
+        return choice_of("Score: 1", "length" if "long" in question else "stop")
+
+    with judge_server(answer) as server:
+        words = "reward.judge.options={max_completion_tokens: 16, temperature: 0}"
+        _, (error,), counts = asked(config_of(server, words), ["long 1", "long 2", "short"])
+        assert "reward.judge.options={max_completion_tokens: …, temperature: 0} (now 16)" in error
+        assert "2 of 3" in error and counts["judge_cut_off"] == 2
+        (warning,) = try_rewards(config_of(server, words), Prompt(3, "long", {}))
+        assert "reward.judge.options={max_completion_tokens: …" in warning
+
+
+def test_cached_answers_that_do_not_say_whether_they_were_cut_off_are_asked_for_again(tmp_path):
+    with judge_server(lambda *_: "Score: 7") as server:
+        config = config_of(server)
+        assert asked(config, ["a"])[0] == [0.7]
+        (file,) = (path for path in (tmp_path / "cache").rglob("*") if len(path.name) == 64)
+        kept = file.read_text()
+        cut_off = {"text": "Score: 1", "finish_reason": "length"}
+        for stored in ("Score: 1", OPEN_THINKING, "None", "", cut_off, {"text": 7}, [], None):
+            file.write_text(json.dumps(stored))
+            scores, errors, counts = asked(config, ["a"])
+            assert (scores, errors, counts["judge_calls"]) == ([0.7], [], 1), stored
+            assert file.read_text() == kept
 
 
 SEVENS = ("Score: **7**", "**Score:** 7/10", "**Score**: 7", "Score: 7.", "score=7", "Score 1: 7")

@@ -189,6 +189,9 @@ def result_rows(
         text += f"{summary['judge_cache_hits']:,.0f} answers from the cache; "
         text += f"{summary['judge_tokens']:,.0f} tokens"
         yield "judge", f"{text}, {summary['judge_seconds']:,.0f} s of requests, added"
+    if cut_off := summary.get("judge_cut_off"):  # older runs did not count them
+        text = f"{counted(int(cut_off), 'answer')} without a score: set a higher max_tokens in "
+        yield "  cut off", f"{text}reward.judge.options"
     counts = {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
     if problems := problems_in(counts):
         yield "warning", ", ".join(problems)
