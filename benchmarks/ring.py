@@ -19,6 +19,7 @@ import torch.multiprocessing
 
 from easyrl.bench.harness import Row, median_ratio, take_turns
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
+from easyrl.layout.tree import TokenTree
 from easyrl.types import RolloutGroup
 
 NUM_GENERATIONS, PROMPT_LENGTH, NUM_SLOTS = 8, 256, 8
@@ -92,6 +93,7 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
 
 def _make_group(completion_length: int) -> RolloutGroup:
     num_tokens = NUM_GENERATIONS * completion_length
+    tree = TokenTree.of_group(PROMPT_LENGTH, [completion_length] * NUM_GENERATIONS)
     return RolloutGroup(
         iteration=0,
         policy_version=0,
@@ -105,6 +107,8 @@ def _make_group(completion_length: int) -> RolloutGroup:
         rewards=np.ones(NUM_GENERATIONS, np.float32),
         advantages=np.ones(NUM_GENERATIONS, np.float32),
         truncated=np.zeros(NUM_GENERATIONS, np.bool_),
+        node_lengths=tree.lengths.astype(np.int32),
+        node_parents=tree.parents.astype(np.int32),
     )
 
 

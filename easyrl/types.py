@@ -3,7 +3,7 @@
 Plain data in NumPy arrays. Imports no torch.
 
 Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt,
-ΣR all completion tokens of a group, S segments of all its completions.
+ΣR all completion tokens of a group, N nodes of its tree.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from easyrl.layout.tree import TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,9 +109,9 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     """`stop`: end token or stop string; `length`: cut off at the maximum length."""
     is_sampled: Bool  # [R], False for inserted tokens, whose log-probability is 0
-    segment_lengths: Int32 = field(default_factory=no_tokens)
-    segment_after: Int32 = field(default_factory=no_tokens)
-    """Segments of an agent's episode, as in `RolloutGroup`; indices count from the prompt."""
+    tree: TokenTree | None = None
+    """Of an agent's episode: the tree of the prompt's tokens and its own, in their order. None:
+    each token continues the one before it."""
 
     @property
     def num_sampled(self) -> int:
@@ -126,10 +128,10 @@ class Completion:
         if not self.is_sampled.any():
             return 0
         first_sampled = int(self.is_sampled.argmax())
-        if not len(self.segment_after):
+        if self.tree is None:
             return num_prompt_tokens + first_sampled
-        num_shared = int(self.segment_after[0]) + 1  # with the group's prompt
-        return num_shared + first_sampled
+        first_position = int(self.tree.positions[num_prompt_tokens])
+        return first_position + first_sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +150,16 @@ class RolloutGroup:
     rewards: Float32  # [G]
     advantages: Float32  # [G]
     truncated: Bool  # [G], True where the completion was cut off
-    segment_lengths: Int32 = field(default_factory=no_tokens)  # [S], positive
-    """Lengths of the segments that the completions consist of, in the order of the tokens. Those of
-    a completion add up to its length. Empty: every completion continues the prompt's end."""
-    segment_after: Int32 = field(default_factory=no_tokens)  # [S]
-    """Index in `prompt_ids` followed by `completion_ids` of the token that each segment continues:
-    any before it, of the prompt or of its own completion; -1: it begins a context of its own."""
+    node_lengths: Int32  # [N]
+    node_parents: Int32  # [N]
+    """The tree of `prompt_ids` followed by `completion_ids` (`layout.tree`): the prompt, then the
+    completions, each of one node or of several. A node continues the prompt or its own completion,
+    or begins a context of its own."""
     teacher_prompt_ids: Int32 = field(default_factory=no_tokens)  # [P'], empty: `prompt_ids`
+
+    @property
+    def tree(self) -> TokenTree:
+        return TokenTree(self.node_lengths, self.node_parents)
 
     def completion_slices(self) -> Sequence[slice]:
         """Return the slice of each completion in the [ΣR] arrays."""
@@ -170,20 +175,13 @@ class RolloutGroup:
         return mask
 
 
-Groups = Sequence[tuple[int, Sequence[int]] | tuple[int, Sequence[int], Sequence[int]]]
-"""Layout of a packed row. Of each group: the length of its prompt, the length of each completion
-(none: a whole sequence) and, if it is a deeper tree, what each of these continues: 0 the prompt, n
-the n-th of them. The order is depth-first: what continues a node stands right behind it."""
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The input of one forward and backward: rollouts packed into one row (`workers.packing`).
+    """The input of one forward and backward: rollouts packed into one row (`layout.row`).
     Shapes: T tokens of the row, K completion tokens in it, C completions."""
 
     input_ids: np.ndarray  # [T] int64
-    position_ids: np.ndarray  # [T] int64: in the sequence from the prompt's first token
-    groups: Groups
+    tree: TokenTree  # of the row, in depth-first order
     logits_at: np.ndarray  # [K] int64: positions whose logits predict the completion tokens
     targets: np.ndarray  # [K] int64: the completion tokens
     completion_of_token: np.ndarray  # [K] int64 in 0..C-1

@@ -148,11 +148,12 @@ def compile_attention(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    from easyrl.layout.tree import TokenTree
     from easyrl.model import flex_shared_prompt
     from easyrl.model.shared_prompt import LayerSettings
 
     prompt = num_tokens // 3
-    groups = [(prompt, [num_tokens - prompt - 5, 5])]
+    tree = TokenTree.of_group(prompt, [num_tokens - prompt - 5, 5])
     settings = LayerSettings(0, head_size**-0.5, window, None)
     compiled = flex_shared_prompt._compiled
     with (
@@ -169,7 +170,7 @@ def compile_attention(
             .requires_grad_()
             for n in (heads[0], heads[1], heads[1])
         )  # fmt: skip
-        layout = flex_shared_prompt.FlexSharedPrompt(groups, torch.device("cuda"))
+        layout = flex_shared_prompt.FlexSharedPrompt(tree, torch.device("cuda"))
         layout.attend(query, key, value, settings)
         raise AssertionError("nothing was launched")
     return kernels

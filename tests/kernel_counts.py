@@ -21,6 +21,7 @@ from easyrl.engines.base import SamplingSettings
 from easyrl.engines.kv_cache import KVCache
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.model.attention import ATTENTION_NAME, register_attention
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 
@@ -128,7 +129,7 @@ def count_training(model, layers, tokens):
     policy = make_policy(model, layers)
     ids = torch.zeros(tokens, dtype=torch.int64, device=META)
     with Counter() as counter:
-        hidden = policy.hidden_states(ids, ids, _NoAttention(), at=ids)
+        hidden = policy.hidden_states(ModelInputs(ids, ids, _NoAttention(), ids))
         logprobs, _ = chunked_token_logprobs(policy, hidden, ids, 1.0)
         logprobs.sum().backward()
     return counter

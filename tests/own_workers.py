@@ -11,6 +11,7 @@ import numpy as np
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.config import Config, load_config
+from easyrl.layout.tree import TokenTree
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import ProcessLauncher
 from easyrl.types import RolloutGroup
@@ -48,8 +49,16 @@ def make_group(index, **changes):
         rewards=rng.random(NUM_GENERATIONS, dtype=np.float32),
         advantages=rng.standard_normal(NUM_GENERATIONS, dtype=np.float32),
         truncated=np.zeros(NUM_GENERATIONS, dtype=np.bool_),
+        node_lengths=np.zeros(0, np.int32),
+        node_parents=np.zeros(0, np.int32),
     )
-    return dataclasses.replace(group, **changes)
+    group = dataclasses.replace(group, **changes)
+    if len(group.node_lengths):
+        return group
+    tree = TokenTree.of_group(len(group.prompt_ids), group.completion_lengths.tolist())
+    nodes = {"node_lengths": tree.lengths, "node_parents": tree.parents}
+    arrays = {name: array.astype(np.int32) for name, array in nodes.items()}
+    return dataclasses.replace(group, **arrays)
 
 
 def assert_same(got, expected):

@@ -55,6 +55,12 @@ HELLO = [{"role": "user", "content": "0-99"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
+def num_branches(completion):
+    """Of how many runs of tokens a completion consists, each behind a token of another."""
+    before = completion.tree.predecessors[-len(completion.token_ids) :]
+    return 1 + int((np.diff(before) != 1).sum())
+
+
 class Threads:
     """Runs agents in threads of the test: the interface of `EnvironmentPool`."""
 
@@ -178,13 +184,9 @@ class Worker:
         return found
 
     def paths(self, prompt_ids, completion):
-        """Yield the tokens up to each sampled token of a completion, by its segments."""
+        """Yield the tokens up to each sampled token of a completion, by its tree."""
         tokens = [*prompt_ids, *completion.token_ids.tolist()]
-        starts = np.cumsum([0, *completion.segment_lengths])[:-1] + len(prompt_ids)
-        before = [*range(-1, len(tokens) - 1)]
-        for first, after in zip(starts, completion.segment_after, strict=True):
-            assert after < first
-            before[first] = after
+        before = completion.tree.predecessors.tolist()
         paths = []
         for index, token in enumerate(tokens):
             paths.append(([] if before[index] < 0 else paths[before[index]]) + [token])
@@ -205,7 +207,7 @@ class Worker:
             assert 0 < len(prompt_ids) <= 32
             for completion in completions:
                 assert len(completion.token_ids) <= self.length
-                assert sum(completion.segment_lengths) == len(completion.token_ids)
+                assert completion.tree.num_tokens == len(prompt_ids) + len(completion.token_ids)
                 for path, logprob in self.paths(prompt_ids, completion):
                     trained[tuple(path)] += 1
                     paths[tuple(path)] = logprob
@@ -258,7 +260,7 @@ def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens(
     for completion, messages, branches in zip(
         completions, answers, columns["branches"], strict=True
     ):
-        assert len(completion.segment_lengths) >= 5
+        assert num_branches(completion) >= 5
         assert [each["role"] for each in messages] == ["assistant", "user"] * 3 + ["assistant"]
         assert len(branches) == 4
     assert metrics["episodes/turns"] == 9
@@ -380,7 +382,7 @@ def test_other_sampling_settings_may_be_replaced_and_stop_strings_are_the_runs()
     assert "temperature" in notes and "tool_choice" in notes and len(worker.pool.notes) == 2
     assert found[KEY][3].scores == [[1.0] * 8]
     # A continued conversation keeps its row and stores no token twice.
-    assert all(len(each.segment_lengths) == 1 for each in found[KEY][1])
+    assert all(num_branches(each) == 1 for each in found[KEY][1])
 
 
 def test_every_end_of_an_agent_is_counted_and_the_run_continues():
@@ -504,7 +506,7 @@ def test_tools_are_called_through_the_client_and_their_results_continue_the_toke
 
     found = played(solve, model=model, num=2, length=700)
     assert found[KEY][3].errors == []
-    assert all(len(each.segment_lengths) == 2 for each in found[KEY][1])
+    assert all(num_branches(each) == 2 for each in found[KEY][1])
 
 
 def test_the_examples_of_the_docs_run(tmp_path):
@@ -518,7 +520,7 @@ def test_the_examples_of_the_docs_run(tmp_path):
         exec(example(name, "agents.md"), code)
         found = played(code["solve"], model=model, num=2, length=700, columns=columns)
         assert found[KEY][3].errors == [] and None not in found[KEY][3].scores[0]
-    assert all(len(each.segment_lengths) >= 2 for each in found[KEY][1])
+    assert all(num_branches(each) >= 2 for each in found[KEY][1])
 
 
 @pytest.mark.long

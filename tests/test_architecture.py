@@ -12,7 +12,7 @@ from easyrl.formatting import EXTRAS
 
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 LAYERS = (
-    ["__init__", "formatting", "types", "events", "processes", "devices"],
+    ["__init__", "formatting", "layout", "types", "events", "processes", "devices"],
     *(["config", "user_code"], ["algorithm"], ["data"], ["rewards"], ["agents", "environments"]),
     *(["channels"], ["model"], ["engines"], ["workers"], ["runtime"], ["observe"]),
     *(["evaluation"], ["bench"], ["api"], ["cli", "__main__"]),

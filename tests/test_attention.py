@@ -15,18 +15,20 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.measuring import peak_bytes
 from easyrl import devices
 from easyrl.config import ConfigError
+from easyrl.layout.tree import TokenTree
 from easyrl.model import exactness, flex_shared_prompt, shared_prompt
 from easyrl.model import policy as policy_module
 from easyrl.model.attention import (
     ATTENTION_NAME,
     SMALLEST_FLEX_HEAD_SIZE,
-    PackedGroups,
+    PackedRow,
     notes,
     register_attention,
 )
 from easyrl.model.exactness import attend_packed
 from easyrl.model.files import max_positions
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import Block, LayerSettings, SharedPrompt, attend_block
@@ -45,6 +47,7 @@ from tiny_models import (
     packed_logits,
     separate_logits,
     tiny_model,
+    tree_of,
 )
 
 CPU = torch.device("cpu")
@@ -59,8 +62,9 @@ def reference_and_policy(family):
 
 def assert_shared_same_as_alone(reference, policy, shapes, seed=2):
     """Compare logits that predict completion tokens, and every gradient."""
-    positions, sequences = lay_out(shapes)
-    (tokens,) = draw_sequences([len(positions)], seed)
+    sequences = lay_out(shapes)
+    tree = tree_of(shapes)
+    (tokens,) = draw_sequences([tree.num_tokens], seed)
     completions = [length for _, lengths in shapes for length in lengths]
     logits_at, alone_at, targets, start = [], [], [], 0
     for sequence, length in zip(sequences, completions, strict=True):
@@ -79,7 +83,7 @@ def assert_shared_same_as_alone(reference, policy, shapes, seed=2):
     expected = expected[torch.cat(alone_at)]
     loss(expected).backward()
     policy.model.zero_grad()
-    got = policy.forward(tokens, positions, PackedGroups(shapes), logits_at=torch.cat(logits_at))
+    got = policy.forward(ModelInputs.of_row(tokens, tree, torch.cat(logits_at)))
     loss(got).backward()
     assert float((got - expected).detach().abs().max()) <= 1e-5
     gap = largest_gradient_gap(
@@ -129,7 +133,7 @@ def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(sum(lengths), heads, 16, generator=generator)
     key, value = torch.randn(2, sum(lengths), 2, 16, generator=generator)
-    layout = SharedPrompt([(length, ()) for length in lengths], CPU)
+    layout = SharedPrompt(TokenTree.of_sequences(lengths), CPU)
     layer = LayerSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
     expected = layout.attend(query, key, value, layer)
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
@@ -172,7 +176,8 @@ WINDOWS = st.none() | st.integers(1, 14)
 @settings(max_examples=60)
 @given(GROUPS, WINDOWS, st.sampled_from([None, 1.5]), st.sampled_from([1, 3]))
 def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num_queries):
-    mask = dense_mask(groups, window)
+    tree = tree_of(groups)
+    mask = dense_mask(tree, window)
     generator = torch.Generator().manual_seed(len(mask))
 
     def draw(heads):
@@ -191,7 +196,7 @@ def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num
         return found
 
     attention_settings = LayerSettings(0, 0.7, window, softcap)
-    got = SharedPrompt(groups, CPU).attend(query, key, value, attention_settings)
+    got = SharedPrompt(tree, CPU).attend(query, key, value, attention_settings)
     keys, values = (x.repeat_interleave(num_queries, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.7
     if softcap is not None:
@@ -204,6 +209,7 @@ def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num
 
 
 SIZE = SMALLEST_FLEX_HEAD_SIZE
+GROUP = TokenTree.of_group(2, [2, 1])
 
 
 def test_it_is_chosen_where_it_can_train(monkeypatch):
@@ -211,7 +217,7 @@ def test_it_is_chosen_where_it_can_train(monkeypatch):
         monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
         row = torch.zeros(5, 2, head_size, dtype=dtype)
         attention = LayerSettings(0, 1.0, None, softcap)
-        return PackedGroups([(2, [2, 1])]).attend(row, row, row, attention) is None
+        return PackedRow(GROUP).attend(row, row, row, attention) is None
 
     monkeypatch.setattr(FlexSharedPrompt, "attend", lambda *_: None)
     monkeypatch.setattr(flex_shared_prompt, "trains", lambda *_: True)
@@ -229,8 +235,8 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
     key, settings = query[:, :2], LayerSettings(0, 1.0, None, None)
     with torch.no_grad():
         for _ in range(2):
-            got = PackedGroups([(2, [2, 1])]).attend(query, key, key, settings)
-    assert torch.equal(got, SharedPrompt([(2, [2, 1])], "cpu").attend(query, key, key, settings))
+            got = PackedRow(GROUP).attend(query, key, key, settings)
+    assert torch.equal(got, SharedPrompt(GROUP, CPU).attend(query, key, key, settings))
     assert notes.pop().endswith("FlexAttention, exact but slower: no C compiler") and not notes
 
 
@@ -245,7 +251,7 @@ def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypa
     settings = LayerSettings(0, 1.0, None, None)
 
     def layer(x):
-        return PackedGroups([(2, [2, 1])]).attend(x, x, x, settings)
+        return PackedRow(GROUP).attend(x, x, x, settings)
 
     output = checkpoint(layer, row, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(output.sum(), row), (2 * row,))
@@ -366,7 +372,7 @@ def test_model_is_checked_once_unless_the_check_failed_or_weights_differ(
 
 def test_wrong_result_is_reported(monkeypatch):
     """Layer 1 attends to neighbours too: visible in the numbers alone."""
-    attend = PackedGroups.attend
+    attend = PackedRow.attend
 
     def wrong(self, query, key, value, settings):
         if settings.layer == 1:
@@ -374,7 +380,7 @@ def test_wrong_result_is_reported(monkeypatch):
         return attend(self, query, key, value, settings)
 
     model = tiny_model("llama", None)
-    monkeypatch.setattr(PackedGroups, "attend", wrong)
+    monkeypatch.setattr(PackedRow, "attend", wrong)
     assert attend_packed(model).startswith("a packed row gives other results")
     model.forward = Mock(side_effect=RuntimeError("no such kernel"))  # nor can transformers alone
     with pytest.raises(ConfigError, match=r"model\.path(.|\n)*no such kernel"):

@@ -21,12 +21,13 @@ from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, RemoteRing, decode_group, encode_group
 from easyrl.channels.ring_buffer import ARRAYS
 from easyrl.config import load_config
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.layout.row import EMPTY, pack, split_group
+from easyrl.layout.tree import TokenTree
+from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
-from easyrl.workers.packing import EMPTY, pack, split_group
 from own_workers import (
     FIRST,
     ITERATION,
@@ -150,22 +151,23 @@ def batches_of(groups, max_tokens, *, order=None, **how):
 def sequences_of(batch):
     """Return what each sequence of a micro-batch is trained on, as the trainer reads it."""
     found, end = [], 0
-    for prompt_length, completion_lengths in batch.groups:
-        prompt = np.arange(end, end + prompt_length)
-        end += prompt_length
-        for length in completion_lengths:
-            completion = np.arange(end, end + length)
-            end += length
+    for length, parent in zip(batch.tree.lengths, batch.tree.parents, strict=True):
+        node = np.arange(end, end + length)
+        end += length
+        if parent < 0:
+            prompt = node
+        else:
+            completion = node
             mine = batch.completion_of_token == len(found)
             tokens = np.concatenate([prompt, completion])
-            np.testing.assert_array_equal(batch.position_ids[tokens], np.arange(len(tokens)))
+            np.testing.assert_array_equal(batch.tree.positions[tokens], np.arange(len(tokens)))
             # A token is predicted at the position before it: the first one at the prompt's last.
             np.testing.assert_array_equal(batch.logits_at[mine], tokens[-length - 1 : -1])
             np.testing.assert_array_equal(batch.input_ids[completion], batch.targets[mine])
             values = batch.rollout_logprobs[mine].tolist(), batch.loss_mask[mine].tolist()
             advantages = {*batch.advantages[mine].tolist()}
             found.append((batch.input_ids[tokens].tolist(), length, *values, advantages))
-    assert end == len(batch.input_ids) == len(batch.position_ids)
+    assert end == len(batch.input_ids)
     assert len(found) == batch.num_completions
     return found
 
@@ -215,9 +217,12 @@ def test_deterministic_batches_follow_from_the_groups_alone(
     for one, other in zip(
         plain, batches_of(groups, budget, order=order, sync=sync, **how), strict=True
     ):
-        for name, value in dataclasses.asdict(one).items():
-            np.testing.assert_equal(getattr(other, name), value)
-            assert getattr(getattr(other, name), "dtype", None) == getattr(value, "dtype", None)
+        found = dataclasses.asdict(other)
+        pairs = [(found[name], value) for name, value in dataclasses.asdict(one).items()]
+        pairs += [(value, getattr(one.tree, name)) for name, value in found["tree"].items()]
+        for got, value in pairs:
+            np.testing.assert_equal(got, value)
+            assert getattr(got, "dtype", None) == getattr(value, "dtype", None)
 
 
 @given(GROUPS, st.integers(1, 4), st.booleans())
@@ -403,13 +408,16 @@ def group_of(index, num_prompt, episodes, **changes):
     masked."""
     rng = np.random.default_rng(index)
     lengths = [sum(length for length, _ in segments) for segments in episodes]
-    num_tokens, start, after, firsts = sum(lengths), 0, [], []
-    for segments, total in zip(episodes, lengths, strict=True):
-        after += [other if other < num_prompt else other + start for _, other in segments]
-        firsts += (start + np.cumsum([0, *(length for length, _ in segments[:-1])])).tolist()
-        start += total
+    num_tokens, before = sum(lengths), [*range(-1, num_prompt - 1)]
+    for segments in episodes:
+        start = len(before)
+        for length, other in segments:
+            first = len(before)
+            before.append(other if other < num_prompt else other + start - num_prompt)
+            before += range(first, first + length - 1)
     mask = rng.random(num_tokens) < 0.8
-    mask[[first for first, other in zip(firsts, after, strict=True) if other < 0]] = False
+    mask[np.array(before[num_prompt:]) < 0] = False
+    tree = TokenTree.of_predecessors(np.array(before), cuts=[num_prompt])
     fields = {
         "prompt_ids": rng.integers(3, VOCABULARY, num_prompt, dtype=np.int32),
         "completion_lengths": np.array(lengths, np.int32),
@@ -417,8 +425,8 @@ def group_of(index, num_prompt, episodes, **changes):
         "rollout_logprobs": -rng.random(num_tokens, dtype=np.float32),
         "loss_mask": mask,
         "truncated": rng.random(len(lengths)) < 0.3,
-        "segment_lengths": np.array([n for each in episodes for n, _ in each], np.int32),
-        "segment_after": np.array(after, np.int32),
+        "node_lengths": tree.lengths.astype(np.int32),
+        "node_parents": tree.parents.astype(np.int32),
         "rewards": np.zeros(len(lengths), np.float32),
         "advantages": rng.standard_normal(len(lengths), dtype=np.float32),
     }
@@ -427,15 +435,13 @@ def group_of(index, num_prompt, episodes, **changes):
 
 def paths_of(group):
     """The indices in [P | ΣR] that lead to each completion token, itself included."""
-    num_prompt = len(group.prompt_ids)
-    before = np.arange(-1, num_prompt + len(group.completion_ids) - 1)
-    starts = num_prompt + np.cumsum(group.segment_lengths) - group.segment_lengths
-    before[starts] = group.segment_after
-    for token in range(num_prompt, len(before)):
-        path = [token]
-        while (other := before[path[-1]]) >= 0:
-            path.append(int(other))
-        yield path[::-1]
+    nodes, paths = [], []
+    for length, parent in zip(group.node_lengths, group.node_parents, strict=True):
+        above = nodes[parent] if parent >= 0 else []
+        tokens = [*range(len(paths), len(paths) + length)]
+        paths += ([*above, *tokens[: number + 1]] for number in range(length))
+        nodes.append([*above, *tokens])
+    yield from paths[len(group.prompt_ids) :]
 
 
 @st.composite
@@ -481,12 +487,13 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
             assert num_tokens == len(alone.input_ids)
     how = {"num_ranks": num_ranks, "shares_prompts": shares_prompts, "deterministic": True}
     for batch in batches_of(groups, max_tokens, mask_truncated=mask_truncated, **how):
-        sees, num_tokens = dense_mask(batch.groups).numpy(), len(batch.input_ids)
+        sees, num_tokens = dense_mask(batch.tree).numpy(), len(batch.input_ids)
+        positions = batch.tree.positions
         values = batch.loss_mask, batch.targets, batch.rollout_logprobs, batch.advantages
         for at, is_trained, *of_token in zip(batch.logits_at, *values, strict=True):
             path = np.flatnonzero(sees[at])
-            path = path[np.argsort(batch.position_ids[path])]
-            np.testing.assert_array_equal(batch.position_ids[path], np.arange(len(path)))
+            path = path[np.argsort(positions[path])]
+            np.testing.assert_array_equal(positions[path], np.arange(len(path)))
             found[(*batch.input_ids[path], *of_token)] += is_trained
         assert num_ranks > 1 or num_tokens <= max_tokens or batch.num_completions == 1
         if shares_prompts:  # every token is stored once
@@ -498,19 +505,17 @@ def test_every_sampled_token_is_trained_once_after_its_own_path(
 @pytest.mark.parametrize("shares_prompts", [True, False])
 def test_turns_that_continue_each_other_are_packed_as_one_completion(shares_prompts):
     group = make_group(FIRST)
-    num_prompt, ends = len(group.prompt_ids), np.cumsum(group.completion_lengths)
-    cuts = np.unique([*ends, *(ends - group.completion_lengths + 1)])
-    starts = np.array([0, *cuts[:-1]])
-    is_first = np.isin(starts, [0, *ends])
-    segments = {
-        "segment_lengths": np.diff(cuts, prepend=0).astype(np.int32),
-        "segment_after": (num_prompt + np.where(is_first, 0, starts) - 1).astype(np.int32),
-    }
-    turns = split_group(dataclasses.replace(group, **segments))
+    lengths, parents = [len(group.prompt_ids)], [-1]
+    for length in group.completion_lengths.tolist():
+        turns = [1, length - 1] if length > 1 else [1]
+        parents += [0, len(lengths)][: len(turns)]
+        lengths += turns
+    nodes = {"node_lengths": np.int32(lengths), "node_parents": np.int32(parents)}
+    turns = split_group(dataclasses.replace(group, **nodes))
     plain = dataclasses.asdict(pack(split_group(group), shares_prompts=shares_prompts))
     for name, value in dataclasses.asdict(pack(turns, shares_prompts=shares_prompts)).items():
         np.testing.assert_equal(value, plain[name])
-    assert len(cuts) > len(ends)
+    assert len(lengths) > len(group.node_lengths)
 
 
 # Three turns, of which the first two are edited later; a sub-agent with a context of its own, which
@@ -525,13 +530,15 @@ def sums_of_logprobs(logits, targets, weights):
 
 
 def each_branch_alone(model, group):
-    """The gradients of transformers' own model: every segment is trained behind its path."""
+    """The gradients of transformers' own model: every node is trained behind its path."""
     model.zero_grad()
     ids = torch.from_numpy(np.concatenate([group.prompt_ids, group.completion_ids])).long()
     weights = np.repeat(group.advantages, group.completion_lengths) * group.loss_mask
     weights, paths = torch.from_numpy(weights).double(), [*paths_of(group)]
-    ends = np.cumsum(group.segment_lengths)
-    for start, end in zip(ends - group.segment_lengths, ends, strict=True):
+    ends = np.cumsum(group.node_lengths) - len(group.prompt_ids)
+    for start, end in zip(ends - group.node_lengths, ends, strict=True):
+        if end <= 0:  # of the prompt
+            continue
         path = ids[paths[end - 1]]
         logits = model(input_ids=path[None], use_cache=False).logits[0, :-1]
         targets, of_targets = path[1:], torch.zeros(len(path) - 1, dtype=torch.float64)
@@ -543,9 +550,8 @@ def each_branch_alone(model, group):
 
 def as_packed(policy, batch):
     policy.model.zero_grad()
-    arrays = batch.input_ids, batch.position_ids, batch.logits_at, batch.targets
-    ids, positions, logits_at, targets = map(torch.from_numpy, arrays)
-    logits = policy.forward(ids, positions, PackedGroups(batch.groups), logits_at)
+    logits = policy.forward(policy.inputs_of(batch))
+    targets = torch.from_numpy(batch.targets)
     weights = torch.from_numpy(batch.advantages * batch.loss_mask).double()
     sums_of_logprobs(logits, targets, weights).backward()
     return {name: parameter.grad for name, parameter in policy.model.named_parameters()}
@@ -569,7 +575,7 @@ def test_paths_have_these_gradients_too_where_prompts_are_not_shared(family):
     paths = [*paths_of(group)]
     continued = {token for path in paths for token in path[:-1]}
     leaves = sorted(len(path) for path in paths if path[-1] not in continued)
-    assert sorted(batch.groups) == [(length, []) for length in leaves]
+    assert sorted(batch.tree.lengths) == leaves and (batch.tree.parents < 0).all()
     expected = each_branch_alone(tiny_model(family, None, SPREAD, **changes).double(), group)
     model = tiny_model(family, None, SPREAD, **changes).double()
     got = as_packed(Policy(model, CPU, no_packing_reason="asked for"), batch)

@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from easyrl.config import load_config
 from easyrl.config.algorithm import POLICY
+from easyrl.layout.row import pack
 from easyrl.model import distillation
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner
-from easyrl.workers.packing import pack
 from mistakes import TINY, change_json
 from runs import SMALL, both_schedules, easyrl, lines_of, succeed, write_rows
 from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model

@@ -29,7 +29,7 @@ from easyrl.model.shared_prompt import LayerSettings, SharedPrompt
 from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
 from easyrl.types import Weight, WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
-from tiny_models import FAMILIES, largest_gradient_gap, tiny_model
+from tiny_models import FAMILIES, largest_gradient_gap, tiny_model, tree_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +46,7 @@ SHARED = ("--infer-devices", "0", "--train-devices", "0")
 FEW_LAYERS = QWEN3_06B | {"num_hidden_layers": 3, "vocab_size": 30_000}
 """78 million weights: norms that share a bucket, matrices that need none, one in several pieces."""
 TREE = (40, [90, 130, 7, 60, 1, 33], [0, 1, 2, 1, 0, 5])
-GROUPS = [(70, [33, 200, 1]), (300, [5, 128]), TREE, (3, [9])]
-NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions, *_ in GROUPS)
+TREES = tree_of([(70, [33, 200, 1]), (300, [5, 128]), TREE, (3, [9])])
 
 
 def run(folder: Path, *words: str, timeout: float = 240) -> str:
@@ -59,7 +58,7 @@ def run(folder: Path, *words: str, timeout: float = 240) -> str:
 def tensors(dtype, heads=(4, 2, 2), head_size=64):
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(NUM_TOKENS, n, head_size, generator=generator)
+        torch.randn(TREES.num_tokens, n, head_size, generator=generator)
         .to("cuda", dtype)
         .requires_grad_()
         for n in heads
@@ -79,8 +78,8 @@ def test_flex_attention_equals_the_blocks_in_float64(window, dtype):
     device = torch.device("cuda")
     inputs = tensors(dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    expected = outputs_and_gradients(SharedPrompt(GROUPS, device), wide, settings)
-    got = outputs_and_gradients(FlexSharedPrompt(GROUPS, device), inputs, settings)
+    expected = outputs_and_gradients(SharedPrompt(TREES, device), wide, settings)
+    got = outputs_and_gradients(FlexSharedPrompt(TREES, device), inputs, settings)
     bound = 1e-5 if dtype == torch.float32 else 1e-2
     for a, b in zip(got, expected, strict=True):
         assert float((a.double() - b).norm() / b.norm()) <= bound

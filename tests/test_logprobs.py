@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.measuring import peak_bytes
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.sampling import sample
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.layout.tree import TokenTree
+from easyrl.model.attention import ATTENTION_NAME, register_attention
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs, token_logprobs
 from easyrl.model.policy import Policy
 from tiny_models import largest_gradient_gap, plain_logprobs, tiny_model
@@ -159,19 +161,18 @@ def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
     policy = make_policy(family)
     policy._check_head(family)
     ids = torch.randint(VOCABULARY, (17,), generator=torch.Generator().manual_seed(3))
-    positions = torch.cat([torch.arange(10), torch.arange(4, 11)])  # [4 | 6 | 7]
     chosen = torch.tensor([3, *range(4, 9), 3, *range(10, 16)])
-    layout = PackedGroups([(4, [6, 7])])
+    row = ModelInputs.of_row(ids, TokenTree.of_group(4, [6, 7]), chosen)
     targets = ids[4:]
 
-    logits = policy.forward(ids, positions, layout, logits_at=chosen)
+    logits = policy.forward(row)
     expected, _ = plain_logprobs(logits, targets, 0.8)
     expected.cumsum(0).sum().backward()
     of_weights = {name: p.grad.clone() for name, p in policy.named_weights() if p.grad is not None}
     policy.model.zero_grad()
 
     monkeypatch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", 5 * VOCABULARY * 4)
-    hidden = policy.hidden_states(ids, positions, layout, at=chosen)
+    hidden = policy.hidden_states(row)
     got, _ = chunked_token_logprobs(policy, hidden, targets, 0.8)
     got.cumsum(0).sum().backward()
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)

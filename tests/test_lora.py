@@ -13,14 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.config import load_config
 from easyrl.config.model import LoraConfig
-from easyrl.model.attention import PackedGroups
+from easyrl.layout.row import Rollout, pack
 from easyrl.model.export import export_checkpoint
 from easyrl.model.files import meta_model
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
 from easyrl.model.tri_model import TriModel
-from easyrl.workers.packing import Rollout, pack
 from mistakes import TINY
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import (
@@ -34,6 +34,7 @@ from tiny_models import (
     plain_model,
     separate_logits,
     tiny_model,
+    tree_of,
 )
 
 LORA = LoraConfig(rank=3)
@@ -105,12 +106,12 @@ def test_gradients_equal_those_of_the_formula(kind, tmp_path):
     path = saved(kind, tmp_path)
     policy = adapted(path, LoraConfig(rank=3, alpha=5))
     groups = [(3, [2, 4]), (2, [3, 1])]
-    positions, sequences = lay_out(groups)
+    sequences = lay_out(groups)
+    tree = tree_of(groups)
     generator = torch.Generator().manual_seed(4)
-    tokens = torch.randint(3, VOCABULARY, (len(positions),), generator=generator)
+    tokens = torch.randint(3, VOCABULARY, (tree.num_tokens,), generator=generator)
     weights = torch.randn(len(tokens), VOCABULARY, generator=generator)
-    every = torch.arange(len(tokens))
-    logits = policy.forward(tokens, positions, PackedGroups(groups), logits_at=every)
+    logits = policy.forward(ModelInputs.of_row(tokens, tree))
     # A prompt's logits count once for each completion.
     shares = torch.zeros(len(tokens))
     for sequence in sequences:

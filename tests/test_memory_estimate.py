@@ -23,6 +23,8 @@ from easyrl.devices import parse_assumed
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.vllm.platforms import STEP_FRACTION, cache_bytes
+from easyrl.layout.row import Rollout, pack
+from easyrl.layout.tree import TokenTree
 from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
@@ -31,7 +33,6 @@ from easyrl.runtime.memory import check_memory, estimate_memory
 from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.workers.learner import Learner
-from easyrl.workers.packing import Rollout, pack
 from mistakes import QWEN
 from own_processes import popen
 from runs import command, workers, write_rows
@@ -188,7 +189,7 @@ def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
     softcap, is_trained, monkeypatch
 ):
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
-    layout = shared_prompt.SharedPrompt([(512, ())], torch.device("cpu"))
+    layout = shared_prompt.SharedPrompt(TokenTree.of_sequences([512]), torch.device("cpu"))
     settings = shared_prompt.LayerSettings(0, 1.0, sliding_window=None, softcap=softcap)
     query_key_value = torch.zeros(3, 512, 8, 16, requires_grad=is_trained)
 

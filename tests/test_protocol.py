@@ -349,7 +349,7 @@ def ring(monkeypatch):
     monkeypatch.setattr(ring_buffer, "TokenPipe", StepPipe)
     monkeypatch.setattr(Shared, "step", lambda: None, raising=False)
     lengths = {"num_generations": 1, "max_prompt_length": 1, "max_completion_length": 1}
-    lengths |= {"segments_per_completion": 2, "max_teacher_prompt_length": 5}
+    lengths |= {"nodes_per_completion": 2, "max_teacher_prompt_length": 5}
     layout = RingLayout(NUM_SLOTS, **lengths, num_owners=4, num_groups=NUM_GROUPS)
     with contextlib.closing(RingBuffer(layout)) as ring:
         for name in ("status", "group_index"):

@@ -20,10 +20,10 @@ from easyrl.data.chat import render_prompt
 from easyrl.data.reasoning_gym import ReasoningGym
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.layout.row import Rollout, pack
 from easyrl.model.policy import Policy
 from easyrl.runtime.self_test_part import errors, packed
 from easyrl.workers.learner import ADAM_BETAS, Learner
-from easyrl.workers.packing import Rollout, pack
 from real_models import real_model
 from runs import AGENTS, assert_on_policy, lines_of, succeed, write_rows
 from tiny_models import largest_gradient_gap, plain_model

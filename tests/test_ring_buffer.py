@@ -43,7 +43,7 @@ OUTCOMES = {  # what arrives: from the first line to the last
 
 def layout(num_slots=4):
     lengths = {"num_generations": 3, "max_prompt_length": 16, "max_completion_length": 8}
-    more = {"segments_per_completion": 2, "max_teacher_prompt_length": 5}
+    more = {"nodes_per_completion": 2, "max_teacher_prompt_length": 5}
     return RingLayout(num_slots, **lengths, num_owners=8, num_groups=20, **more)
 
 
@@ -53,7 +53,7 @@ def make_group(index, lengths=None, prompt_length=None):
     lengths = rng.integers(0, 9, 3) if lengths is None else lengths
     tokens, generations = int(sum(lengths)), len(lengths)
     prompt_length = int(rng.integers(0, 17)) if prompt_length is None else prompt_length
-    num_segments = int(rng.integers(0, 2 * generations + 1))
+    num_nodes = int(rng.integers(0, 2 * generations + 2))
     return RolloutGroup(
         iteration=index // 10,
         policy_version=index // 20,
@@ -67,8 +67,8 @@ def make_group(index, lengths=None, prompt_length=None):
         rewards=rng.standard_normal(generations, dtype=np.float32),
         advantages=rng.standard_normal(generations, dtype=np.float32),
         truncated=rng.random(generations) < 0.5,
-        segment_lengths=rng.integers(1, 9, num_segments, dtype=np.int32),
-        segment_after=rng.integers(-1, 9, num_segments, dtype=np.int32),
+        node_lengths=rng.integers(1, 9, num_nodes, dtype=np.int32),
+        node_parents=rng.integers(-1, 9, num_nodes, dtype=np.int32),
         teacher_prompt_ids=rng.integers(0, 99, int(rng.integers(0, 6)), dtype=np.int32),
     )
 
@@ -156,7 +156,7 @@ def test_both_sides_wait_for_each_other_and_no_longer_than_asked(new_ring):
         (make_group(0, [1, 1, 1], 17), "prompt_ids .* at most 16 long, .*17"),
         (make_group(0, [8, 9, 8], 1), "completion_ids .* at most 24 long, .*25"),
         (replace(make_group(0), rewards=np.zeros(3)), "rewards"),
-        (replace(make_group(0), segment_after=np.zeros(7, np.int32)), "segment_after"),
+        (replace(make_group(0), node_parents=np.zeros(8, np.int32)), "node_parents"),
         (replace(make_group(0), teacher_prompt_ids=np.zeros(6, np.int32)), "teacher_prompt_ids"),
     ],
 )

@@ -21,14 +21,14 @@ ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
 WRONG_ATTENTION = """
 import sys
 if "easyrl.runtime.self_test_part" in sys.orig_argv:
-    from easyrl.model.attention import PackedGroups
-    attend = PackedGroups.attend
+    from easyrl.model.attention import PackedRow
+    attend = PackedRow.attend
     def attend_wrongly(self, query, key, value, settings):
         if self._may_use_flex:
             value = value.clone()
             value[1] = 0
         return attend(self, query, key, value, settings)
-    PackedGroups.attend = attend_wrongly
+    PackedRow.attend = attend_wrongly
 """
 """One of a prompt's tokens has no value, as by a kernel with a wrong mask."""
 

@@ -15,12 +15,12 @@ import own_training
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.config import load_config
+from easyrl.layout.row import EMPTY
 from easyrl.model import tri_model
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import whole
 from easyrl.model.tri_model import OtherWeights
 from easyrl.workers.learner import Learner
-from easyrl.workers.packing import EMPTY
 from own_training import GROUPS, HARDER, NUM_RANKS, SHUFFLED, model, ranks, train
 from own_workers import NUM_GENERATIONS, REINFORCE
 from tiny_models import largest_gradient_gap, plain_logprobs, plain_model

@@ -20,7 +20,8 @@ from easyrl.data.hub import resolve_model
 from easyrl.devices import LOOPBACK, network_environment
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.vllm.platforms import environment
-from easyrl.model.attention import PackedGroups
+from easyrl.layout.tree import TokenTree
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.policy import Policy
 from real_models import real_model
 from tiny_models import untied_model
@@ -109,9 +110,9 @@ class Trained:
                 tokens, num_prompt = completion.token_ids.tolist(), len(request.prompt_ids)
                 ids = torch.tensor([*request.prompt_ids, *tokens])
                 at = torch.arange(num_prompt - 1, len(ids) - 1)
-                layout = PackedGroups.of_sequences([len(ids)], ids.device)
+                row = ModelInputs.of_row(ids, TokenTree.of_sequences([len(ids)]), at)
                 with torch.no_grad():
-                    logits = self.policy.forward(ids, torch.arange(len(ids)), layout, at)
+                    logits = self.policy.forward(row)
                 whole = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
                 own = whole[range(len(tokens)), tokens]
                 yield whole, own, torch.from_numpy(completion.logprobs)

@@ -1,12 +1,14 @@
 """Tiny random models of many families, and references that run each sequence alone."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.data.hub import resolve_model
-from easyrl.model.attention import PackedGroups
+from easyrl.layout.tree import NONE, TokenTree
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
+from easyrl.model.inputs import ModelInputs
 from easyrl.types import WeightPiece
 
 VOCABULARY = 61
@@ -173,36 +175,42 @@ def draw_sequences(lengths, seed=2):
 
 
 def lay_out(groups):
-    """Return a row of groups, each (P, [R, ...]): the positions [T], and the indices of each
-    completion's whole sequence."""
-    positions, sequences, start = [], [], 0
+    """Return, of a row of groups, each (P, [R, ...]), the indices of each completion's whole
+    sequence."""
+    sequences, start = [], 0
     for num_prompt, completions in groups:
         prompt = torch.arange(start, start + num_prompt)
-        positions.append(torch.arange(num_prompt))
         start += num_prompt
         for length in completions:
             sequences.append(torch.cat([prompt, torch.arange(start, start + length)]))
-            positions.append(num_prompt + torch.arange(length))
             start += length
-    return torch.cat(positions), sequences
+    return sequences
 
 
-def dense_mask(groups, window=None):
+def tree_of(groups):
+    """The tree of a row of groups: of each the prompt's length, those of its completions and, if
+    it is deeper, what each of these continues (0: the prompt, n: the n-th of them)."""
+    trees = []
+    for prompt, completions, *parents in groups:
+        above = parents[0] if parents else [0] * len(completions)
+        trees.append(TokenTree(np.array([prompt, *completions]), np.array([NONE, *above])))
+    return TokenTree.joined(trees)
+
+
+def dense_mask(tree, window=None):
     """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
-    num_tokens = sum(prompt + sum(completions) for prompt, completions, *_ in groups)
-    indices = torch.arange(num_tokens)
-    visible = FlexSharedPrompt(groups, torch.device("cpu")).visible(window)
+    indices = torch.arange(tree.num_tokens)
+    visible = FlexSharedPrompt(tree, torch.device("cpu")).visible(window)
     return visible(None, None, indices[:, None], indices[None, :])
 
 
 def packed_logits(policy, sequences, *, as_trained=False):
     """Logits of a packed row. `as_trained`: by the head on the hidden states."""
     lengths = [len(sequence) for sequence in sequences]
-    positions, every = torch.cat([*map(torch.arange, lengths)]), torch.arange(sum(lengths))
-    row = torch.cat(sequences), positions, PackedGroups.of_sequences(lengths)
+    row = ModelInputs.of_row(torch.cat(sequences), TokenTree.of_sequences(lengths))
     if as_trained:
-        return policy.head(policy.hidden_states(*row, at=every))
-    return policy.forward(*row, logits_at=every)
+        return policy.head(policy.hidden_states(row))
+    return policy.forward(row)
 
 
 def separate_logits(reference, sequences):

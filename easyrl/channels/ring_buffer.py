@@ -59,8 +59,8 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
     ("rewards", np.float32, "num_generations"),
     ("advantages", np.float32, "num_generations"),
     ("truncated", np.bool_, "num_generations"),
-    ("segment_lengths", np.int32, "num_segments"),
-    ("segment_after", np.int32, "num_segments"),
+    ("node_lengths", np.int32, "num_nodes"),
+    ("node_parents", np.int32, "num_nodes"),
     ("teacher_prompt_ids", np.int32, "num_teacher_prompt_tokens"),
 )
 DIMENSIONS = tuple(dict.fromkeys(dimension for *_, dimension in ARRAYS))
@@ -83,7 +83,7 @@ class RingLayout:
     max_completion_length: int  # in tokens, tool and environment tokens included
     num_owners: int  # owner ids of workers are 0 … num_owners − 1
     num_groups: int  # of an iteration: group indices are 0 … num_groups − 1
-    segments_per_completion: int = 0  # on average over a group; 0: all of them are plain
+    nodes_per_completion: int = 1  # of the group's tree, on average over its completions
     max_teacher_prompt_length: int = 0  # in tokens
 
     @property
@@ -93,7 +93,7 @@ class RingLayout:
             "num_prompt_tokens": self.max_prompt_length,
             "num_generations": self.num_generations,
             "num_completion_tokens": self.num_generations * self.max_completion_length,
-            "num_segments": self.num_generations * self.segments_per_completion,
+            "num_nodes": 1 + self.num_generations * self.nodes_per_completion,  # 1: the prompt
             "num_teacher_prompt_tokens": self.max_teacher_prompt_length,
         }
 

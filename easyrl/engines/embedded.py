@@ -29,6 +29,7 @@ from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
 from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
 
@@ -62,7 +63,7 @@ class EmbeddedEngine(PolicyEngine):
     ) -> None:
         super().__init__(policy, sampling, tokenizer)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
-        self._run_model: Callable[..., Tensor] = self._decoder or policy.forward
+        self._run_model: Callable[[ModelInputs], Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
         self.num_active = self.num_held = 0
@@ -226,12 +227,13 @@ class EmbeddedEngine(PolicyEngine):
         stored = list(zip(slots, lengths, strict=True))
         num_new = [*map(len, fed)]
         layout = StepLayout(self.cache, active, resumed, num_new, prompts=stored, device=device)
-        return self._run_model(
+        inputs = ModelInputs(
             torch.from_numpy(ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),
             layout,
             torch.from_numpy(keep).to(device),
         )
+        return self._run_model(inputs)
 
     def _advance(self, tokens: Int32, logprobs: Float32) -> None:
         rows, active = np.arange(self.num_active), self._rows[: self.num_active]

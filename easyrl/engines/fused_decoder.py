@@ -28,8 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from easyrl.model.attention import AttentionLayout, PackedGroups
+from easyrl.layout.tree import TokenTree
+from easyrl.model.attention import AttentionLayout, PackedRow
 from easyrl.model.exactness import RecordingLayout
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 
@@ -157,7 +159,7 @@ def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
 
 
 class FusedDecoder:
-    """A model's forward with `Policy.forward`'s arguments and result."""
+    """A model's forward with `Policy.forward`'s argument and result."""
 
     def __init__(self, policy: Policy, max_length: int) -> None:
         """Raises an error of any kind if the model's layers are of another kind."""
@@ -166,9 +168,9 @@ class FusedDecoder:
         self._eps = _scaled_eps(decoder.norm)
         self._head = policy.model.get_output_embeddings()
         self._tables = _rotations(decoder.rotary_emb, max_length)
-        recorded = RecordingLayout([(1, ())])
+        recorded = RecordingLayout(TokenTree.of_sequences([1]))
         one = torch.zeros(1, dtype=torch.int64)
-        policy.forward(one, one, recorded, one)
+        policy.forward(ModelInputs(one, one, recorded, one))
         layers = zip(decoder.layers, recorded.settings, strict=True)
         self._layers = [_Layer(*layer) for layer in layers]
         self.copy_weights()
@@ -180,14 +182,12 @@ class FusedDecoder:
             layer.copy_weights()
         self._norm_weight = self._norm.weight * len(self._norm.weight) ** 0.5
 
-    def __call__(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
-    ) -> Tensor:
-        hidden = self._embed(input_ids)  # [T, H]
-        cos, sin = (table.index_select(0, position_ids) for table in self._tables)
+    def __call__(self, inputs: ModelInputs) -> Tensor:
+        hidden = self._embed(inputs.ids)  # [T, H]
+        cos, sin = (table.index_select(0, inputs.positions) for table in self._tables)
         for layer in self._layers:
-            layer.update(hidden, cos, sin, layout)
-        last = _normalized(hidden[logits_at], self._eps) * self._norm_weight
+            layer.update(hidden, cos, sin, inputs.layout)
+        last = _normalized(hidden[inputs.logits_at], self._eps) * self._norm_weight
         return _product(last, self._head.weight, self._head.bias)
 
     @torch.inference_mode()
@@ -198,16 +198,17 @@ class FusedDecoder:
         positions = torch.cat([first, first + longest - len(first)])
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(policy.vocabulary_size, positions.shape, generator=generator)
-        layout = PackedGroups.of_sequences([len(first)] * 2)
+        layout = PackedRow(TokenTree.of_sequences([len(first)] * 2))
         every = torch.arange(len(positions))
-        row, cores = (tokens, positions, layout, every), torch.get_num_threads()
+        inputs = ModelInputs(tokens, positions, layout, every)
+        cores = torch.get_num_threads()
         half = max(1, cores // 2)
         # Side by side: for so few tokens the cores of one forward mostly wait for each other.
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(half,)) as thread:
-            mine = thread.submit(torch.inference_mode()(self), *row)
+            mine = thread.submit(torch.inference_mode()(self), inputs)
             torch.set_num_threads(half)
             try:
-                expected = policy.forward(*row)
+                expected = policy.forward(inputs)
             finally:
                 torch.set_num_threads(cores)
         return bool((mine.result() - expected).abs().max() < TOLERANCE * expected.abs().max())

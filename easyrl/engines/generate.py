@@ -30,7 +30,8 @@ import torch
 
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
-from easyrl.model.attention import PackedGroups
+from easyrl.layout.tree import TokenTree
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Int32
@@ -166,9 +167,8 @@ class GenerateEngine(PolicyEngine):
         ids = torch.cat(tokens).to(device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         targets = torch.nonzero(positions >= num_prompt).squeeze(1)
-        hidden = self.policy.hidden_states(
-            ids, positions, PackedGroups.of_sequences(lengths, device), at=targets - 1
-        )
+        row = ModelInputs.of_row(ids, TokenTree.of_sequences(lengths), targets - 1)
+        hidden = self.policy.hidden_states(row)
         temperature = self.sampling.temperature or 1.0  # see `sample`
         expected, _ = chunked_token_logprobs(self.policy, hidden, ids[targets], temperature)
         got = np.concatenate([completion.logprobs for completion in completions])

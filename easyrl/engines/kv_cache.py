@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from easyrl.engines import COPIED_TOKENS, padded, row_cells
+from easyrl.layout.tree import TokenTree
 from easyrl.model.shared_prompt import HIDDEN, Block, LayerSettings, SharedPrompt, attend_block
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -144,7 +145,9 @@ class StepLayout:
         self.cache, self._prompts = cache, prompts
         self._packed: SharedPrompt | None = None
         if prompts:
-            self._packed = SharedPrompt([(length, ()) for _, length in prompts], device)
+            self._packed = SharedPrompt(
+                TokenTree.of_sequences([length for _, length in prompts]), device
+            )
         self._tokens_of_rows: list[RowTokens] = []
         if len(rows):
             self._tokens_of_rows.append(_tokens_of_active(cache, rows, device))

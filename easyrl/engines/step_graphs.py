@@ -28,6 +28,7 @@ from easyrl import devices
 from easyrl.engines import SLOT_STEP, padded
 from easyrl.engines.kv_cache import Ints, KVCache, RowBuckets, RowTokens, SharedKeys, gather_by_slot
 from easyrl.engines.sampling import SamplingSettings, sample
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import LayerSettings
 from easyrl.types import Float64
@@ -140,7 +141,7 @@ class StepGraphs:
         inputs = _Inputs(*torch.split(integers, lengths))
         layout = _PaddedRows(self._cache, sizes, inputs)
         every = torch.arange(sizes.rows, device=integers.device)
-        logits = self._policy.forward(inputs.tokens, inputs.positions, layout, every)
+        logits = self._policy.forward(ModelInputs(inputs.tokens, inputs.positions, layout, every))
         return sample(logits, inputs.uniforms.view(torch.float64), self._sampling)
 
     def _try(self, sizes: _Sizes, integers: Tensor) -> bool:

@@ -5,22 +5,21 @@ through the model's keyword arguments:
 
     model(input_ids, position_ids=..., attention_layout=layout)
 
-and each layer calls `layout.attend(...)`. The trainer's layout is `PackedGroups`; the embedded
+and each layer calls `layout.attend(...)`. The trainer's layout is `PackedRow`; the embedded
 engine's reads and writes a KV cache.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from easyrl import devices
+from easyrl.layout.tree import TokenTree
 from easyrl.model.shared_prompt import LayerSettings, SharedPrompt
-from easyrl.types import Groups
 
 ATTENTION_NAME = "easyrl"
 SMALLEST_FLEX_HEAD_SIZE = 16  # the smallest that FlexAttention's kernels support
@@ -77,19 +76,16 @@ def _attention(
     return output.unsqueeze(0), None
 
 
-class PackedGroups:
-    """The layout of a row of groups, `[P | R1 | R2 | ...]` each: FlexAttention where possible."""
+class PackedRow:
+    """The layout of a packed row: FlexAttention where possible."""
 
     def __init__(
-        self, groups: Groups, device: torch.device | str = "cpu", *, may_use_flex: bool = True
+        self, tree: TokenTree, device: torch.device | str = "cpu", *, may_use_flex: bool = True
     ) -> None:
-        self._groups, self._device = groups, torch.device(device)
+        """`tree`: of the row's tokens, in depth-first order."""
+        self.tree = tree
+        self._device = torch.device(device)
         self._may_use_flex = may_use_flex
-
-    @classmethod
-    def of_sequences(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Self:
-        """The layout of whole sequences that share nothing."""
-        return cls([(length, ()) for length in lengths], device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         uses_flex = (
@@ -109,10 +105,10 @@ class PackedGroups:
 
     @cached_property
     def _blocks(self) -> SharedPrompt:
-        return SharedPrompt(self._groups, self._device)
+        return SharedPrompt(self.tree, self._device)
 
     @cached_property
     def _flex(self) -> AttentionLayout:
         from easyrl.model.flex_shared_prompt import FlexSharedPrompt  # slow to import
 
-        return FlexSharedPrompt(self._groups, self._device)
+        return FlexSharedPrompt(self.tree, self._device)

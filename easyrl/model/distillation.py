@@ -28,6 +28,7 @@ from easyrl.algorithm.losses import TeacherScores
 from easyrl.config import Config
 from easyrl.config.algorithm import POLICY
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import LEAST_LOGPROB, block_sums, shifted_scores
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
@@ -51,9 +52,9 @@ class Teacher(nn.Module):
             teacher.device = ranks.device
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, positions: Tensor, layout: Any, at: Tensor) -> Tensor:
+    def forward(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs [K, Ht]. The head's weights then stay gathered."""
-        return self.policy.hidden_states(ids, positions, layout, at=at)
+        return self.policy.hidden_states(inputs)
 
     def distil(self, policy: Policy, hidden: Tensor, own: Tensor, targets: Tensor) -> TeacherScores:
         """Compare both distributions of all tokens. `hidden` [K, H] and `own` [K, Ht] are the

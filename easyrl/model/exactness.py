@@ -4,7 +4,7 @@
 
 The last step is decisive: a packed row of a small group and a small tree through EasyRL's attention
 must give what each of its sequences gives alone through transformers' eager attention. A model that
-cannot share prompts runs as padded batches (`policy.real_tokens`); only a non-causal model is
+cannot share prompts runs as padded batches (`inputs.real_tokens`); only a non-causal model is
 refused.
 
 Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabulary.
@@ -20,26 +20,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, loadable_model
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
+from easyrl.layout.tree import NONE, TokenTree
+from easyrl.model.attention import ATTENTION_NAME, PackedRow, UnservableLayer
 from easyrl.model.files import PACKED_LAYERS, fingerprint
 from easyrl.model.shared_prompt import LayerSettings
-from easyrl.types import Groups
 
-GROUPS: Groups = [(3, [2, 4]), (2, [3, 1, 2], [0, 1, 1])]
+CHECKED_TREE = TokenTree.joined(
+    [
+        TokenTree.of_group(3, [2, 4]),
+        TokenTree(np.array([2, 3, 1, 2]), np.array([NONE, 0, 1, 1])),
+    ]
+)
 """The packed row of the check: a group, and a tree in which a completion branches."""
-SEQUENCES = [  # the tokens of each of its sequences
-    [0, 1, 2, 3, 4],
-    [0, 1, 2, 5, 6, 7, 8],
-    [9, 10, 11, 12, 13, 14],
-    [9, 10, 11, 12, 13, 15, 16],
+SEQUENCES = [
+    CHECKED_TREE.tokens_of(CHECKED_TREE.path(leaf)).tolist() for leaf in CHECKED_TREE.leaves
 ]
-POSITIONS = [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 5, 6]
+"""The numbers of the tokens of each of its sequences."""
 NUM_DRAWS = 3  # rows of random tokens; one must agree, since rounding may change a token's experts
 
 
@@ -106,7 +109,7 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
     for _ in range(NUM_DRAWS):
-        drawn = torch.randint(vocabulary_size, (len(POSITIONS),), generator=generator)
+        drawn = torch.randint(vocabulary_size, (CHECKED_TREE.num_tokens,), generator=generator)
         try:
             if (reason := reason_of(model, drawn.to(model.device))) is None:
                 break
@@ -133,11 +136,11 @@ def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
-    positions = torch.tensor([POSITIONS], device=tokens.device)
+    positions = torch.from_numpy(CHECKED_TREE.positions)[None].to(tokens.device)
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, "eager"):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
-    layout, numbering = RecordingLayout(GROUPS, tokens.device), _NumberingFinder()
+    layout, numbering = RecordingLayout(CHECKED_TREE, tokens.device), _NumberingFinder()
     try:
         with _attending(model, ATTENTION_NAME), numbering:
             got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
@@ -182,16 +185,16 @@ class _NumberingFinder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, caller = func(*args, **(kwargs or {})), sys._getframe(1).f_code
         sorts_by_experts = caller.co_filename.endswith("transformers/integrations/moe.py")
-        if func is torch.arange and len(result) == len(POSITIONS) and not sorts_by_experts:
+        if func is torch.arange and len(result) == CHECKED_TREE.num_tokens and not sorts_by_experts:
             self.reason = f"{caller.co_qualname} uses a token's index in the row"
         return result
 
 
-class RecordingLayout(PackedGroups):
+class RecordingLayout(PackedRow):
     """A layout that records each layer's attention parameters."""
 
-    def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
-        super().__init__(groups, device)
+    def __init__(self, tree: TokenTree, device: torch.device | str = "cpu") -> None:
+        super().__init__(tree, device)
         self.settings: list[LayerSettings] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:

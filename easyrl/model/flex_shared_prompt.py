@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from easyrl import devices
+from easyrl.layout.tree import TokenTree
 from easyrl.model.attention import notes
-from easyrl.model.shared_prompt import LayerSettings, segments_of
-from easyrl.types import Groups
+from easyrl.model.shared_prompt import LayerSettings
 
 LARGE_HEAD_SIZE, LARGE_HEAD_BYTES = 128, 160 * 1024
 """Kernels for larger heads than this need about this much shared memory with torch's block sizes.
@@ -28,14 +28,13 @@ Consumer cards (RTX 3090 to 5090), L4 and A10 have 99 KiB; A100 has 163, H100 22
 
 
 class FlexSharedPrompt:
-    """The attention layout of one packed row. Its mask is made once per window, for all layers."""
+    """The attention layout of one packed row, whose tree is in depth-first order. Its mask is made
+    once per window, for all layers."""
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
-        starts, stops, ends, firsts = np.array(segments_of(groups)).T
-        lengths = stops - starts
-        positions = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
         # Of each token: the end of the tokens that see it, and its position.
-        of_tokens = np.stack([np.repeat(ends, lengths), positions]).astype(np.int32)
+        ends = np.repeat(tree.ends, tree.lengths)
+        of_tokens = np.stack([ends, tree.positions]).astype(np.int32)
         self._ends, self._positions = torch.from_numpy(of_tokens).to(device)
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
@@ -60,7 +59,7 @@ class FlexSharedPrompt:
         return self._masks[window]
 
     def visible(self, window: int | None) -> Callable[[Any, Any, Any, Any], Any]:
-        """Return the mask: of the same segment or of one above it, not ahead, in the window."""
+        """Return the mask: of the same node or of one above it, not ahead, in the window."""
         ends, positions = self._ends, self._positions
 
         def mask(_batch: Any, _head: Any, q: Any, k: Any) -> Any:
@@ -80,7 +79,7 @@ def trains(
     q, k = (
         torch.zeros(3, *s, dtype=dtype, device=device, requires_grad=True) for s in (query, key)
     )
-    layout = FlexSharedPrompt([(2, (1,))], device)
+    layout = FlexSharedPrompt(TokenTree.of_group(2, [1]), device)
     # A layer whose activations are recomputed must not count the tensors that are saved here.
     apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     try:

@@ -24,12 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import loadable_model
-from easyrl.model.attention import AttentionLayout, PackedGroups, register_attention
+from easyrl.layout.tree import TokenTree
+from easyrl.model.attention import PackedRow, register_attention
 from easyrl.model.exactness import attend_packed, check_causal, checked_once
 from easyrl.model.files import eos_token_ids, load_model_config, read_model_files
+from easyrl.model.inputs import ModelInputs, real_tokens
 from easyrl.model.lora import Adapter, Merger
 from easyrl.model.sharding import whole
-from easyrl.types import Weight, WeightPiece
+from easyrl.types import MicroBatch, Weight, WeightPiece
 
 CHECKED_WORDS = 512
 
@@ -114,19 +116,24 @@ class Policy:
             block.register_forward_pre_hook(lambda *_: callback())
             block.register_full_backward_pre_hook(lambda *_: callback())
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
-    ) -> Tensor:
-        """Return logits [K, V] of the tokens `logits_at` [K] of the packed row `input_ids` [T]."""
-        return self.head(self.hidden_states(input_ids, position_ids, layout, at=logits_at))
+    def inputs_of(self, batch: MicroBatch) -> ModelInputs:
+        """Move a micro-batch's row to the device, for logits that predict its completion tokens."""
+        return ModelInputs.of_row(
+            torch.from_numpy(batch.input_ids).to(self.device),
+            batch.tree,
+            torch.from_numpy(batch.logits_at).to(self.device),
+            may_use_flex=self.may_use_flex,
+        )
 
-    def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
-    ) -> Tensor:
-        """Return the head's inputs [K, H] for the tokens `at` [K] of the packed row [T]."""
-        inputs, row = self._inputs(input_ids, position_ids, layout)
-        hidden: Tensor = self.run_layers(**inputs, use_cache=False).last_hidden_state[row]
-        return hidden[at]
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Return logits [K, V] of the tokens `inputs.logits_at` of the packed row."""
+        return self.head(self.hidden_states(inputs))
+
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """Return the head's inputs [K, H] for the tokens `inputs.logits_at` of the packed row."""
+        arguments, row = self._arguments(inputs)
+        hidden: Tensor = self.run_layers(**arguments, use_cache=False).last_hidden_state[row]
+        return hidden[inputs.logits_at]
 
     def run_layers(self, **inputs: Any) -> Any:
         """Run the model without its head, with transformers' arguments and output."""
@@ -139,17 +146,21 @@ class Policy:
         arguments that they do not know, as `**kwargs`."""
         return argument in inspect.signature(self._layers.forward).parameters
 
-    def _inputs(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
-    ) -> tuple[dict[str, Any], Any]:
-        """Return the model's arguments, and the index of the packed row's tokens in its outputs."""
-        if self.no_packing_reason is not None:
-            is_real = real_tokens(position_ids)
-            padded = torch.zeros_like(is_real, dtype=input_ids.dtype)
-            padded.masked_scatter_(is_real, input_ids)
-            return {"input_ids": padded}, is_real
-        packed = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
-        return {**packed, "attention_layout": layout}, 0
+    def _arguments(self, inputs: ModelInputs) -> tuple[dict[str, Any], Any]:
+        """Return the arguments of transformers' model, and the index in its outputs that gives the
+        packed row's tokens."""
+        if self.no_packing_reason is None:
+            arguments = {
+                "input_ids": inputs.ids[None],
+                "position_ids": inputs.positions[None],
+                "attention_layout": inputs.layout,
+            }
+            return arguments, 0
+        assert isinstance(inputs.layout, PackedRow)
+        is_real = real_tokens(inputs.layout.tree, inputs.ids.device)
+        padded = torch.zeros_like(is_real, dtype=inputs.ids.dtype)
+        padded.masked_scatter_(is_real, inputs.ids)
+        return {"input_ids": padded}, is_real
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [K, V] of `hidden_states` [K, H] by the model's own forward, with its
@@ -176,11 +187,11 @@ class Policy:
     @torch.no_grad()
     def _check_head(self, path: str) -> None:
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
-        layout = PackedGroups.of_sequences([len(tokens)], self.device)
-        inputs, row = self._inputs(tokens, tokens, layout)
-        expected = self.model(**inputs, use_cache=False).logits[row]
+        inputs = ModelInputs.of_row(tokens, TokenTree.of_sequences([len(tokens)]))
+        arguments, row = self._arguments(inputs)
+        expected = self.model(**arguments, use_cache=False).logits[row]
         with suppress(Exception):  # any, depending on what the model's code expects
-            got = self.forward(tokens, tokens, layout, logits_at=tokens)
+            got = self.forward(inputs)
             if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
                 return
         raise ConfigError(
@@ -254,17 +265,6 @@ class Policy:
                 self.model.to(rounded)  # config.json names it
             self.model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
-
-
-def real_tokens(position_ids: Tensor) -> Tensor:
-    """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences, each
-    of which starts at a 0 in `position_ids` [T]. A causal model needs no other mask."""
-    starts = (position_ids == 0).nonzero().squeeze(1)  # [B]
-    lengths = torch.diff(starts, append=starts.new_tensor([len(position_ids)]))
-    columns = torch.arange(int(lengths.max()), device=lengths.device)
-    is_real = columns < lengths[:, None]
-    assert torch.equal(is_real.nonzero()[:, 1], position_ids), "a prompt is shared"
-    return is_real
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from easyrl import devices
-from easyrl.types import Groups
-
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
+from easyrl.layout.tree import Ints, TokenTree
 
 HIDDEN = -1e30  # added to hidden scores; finite, as a query may have no visible key in a block
 
@@ -63,41 +61,12 @@ class Block:
     bias: Tensor | None  # [L, S] or [B, 1, L or 1, S], added to the scores
 
 
-class Segment(NamedTuple):
-    """A node of a group's tree: the tokens `start` to `stop` of the row."""
-
-    start: int
-    stop: int
-    end: int  # of the tokens below it, which start at `stop`
-    position: int  # of its first token
-
-
-def segments_of(groups: Groups) -> list[Segment]:
-    """Return the segments of a row in the order of its tokens."""
-    segments, start = list[Segment](), 0
-    for root, others, *parents in groups:
-        lengths, above = [root, *others], [-1, *(parents[0] if parents else [0] * len(others))]
-        positions, sizes = [0], [*lengths]
-        for parent in above[1:]:
-            positions.append(positions[parent] + lengths[parent])
-        for number in reversed(range(1, len(lengths))):
-            sizes[above[number]] += sizes[number]
-        for length, size, position in zip(lengths, sizes, positions, strict=True):
-            segments.append(Segment(start, start + length, start + size, position))
-            start += length
-    return segments
-
-
 class SharedPrompt:
-    """The attention layout of one packed row."""
+    """The attention layout of one packed row, whose tree is in depth-first order."""
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
-        segments = segments_of(groups)
-        self._shared = [each for each in segments if each.end > each.stop]
-        starts, stops, _, firsts = np.array(segments).T
-        lengths = stops - starts
-        self._positions = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
-        self._buckets = make_buckets(np.stack([starts, lengths], axis=1), device)
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._tree = tree
+        self._buckets = make_buckets(np.stack([tree.starts, tree.lengths], axis=1), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
@@ -138,18 +107,24 @@ class SharedPrompt:
     def prompt_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
     ) -> Iterator[tuple[slice, slice, Block]]:
-        """Yield a block for each segment and what is below it, with its queries and keys."""
+        """Yield a block for each node that others continue, with the queries of what is below it
+        and its keys: their numbers in the row, and the block."""
         window = settings.sliding_window
-        for start, stop, end, position in self._shared:
-            below, after = slice(stop, end), position + stop - start
+        tree = self._tree
+        for node in np.flatnonzero(tree.has_children):
+            start, stop = int(tree.starts[node]), int(tree.stops[node])
+            below = slice(stop, int(tree.ends[node]))
+            bias = None
             if window is None:
                 keys, bias = self._pad(slice(start, stop), query)
             else:
-                first = max(position, after - window + 1)
+                position = int(tree.first_positions[node])
+                after = position + stop - start  # the first position below
+                first = max(position, after - window + 1)  # the first that is seen from there
                 if first == after:
                     continue
-                keys, bias = slice(stop - (after - first), stop), None
-                positions = self._positions[below]
+                keys = slice(stop - (after - first), stop)
+                positions = tree.positions[below]
                 if positions.max() - first >= window:
                     bias = self._bias(positions, np.arange(first, after), window, query)
             cells = (x[None] for x in (query[below], key[keys], value[keys]))
@@ -164,7 +139,7 @@ class SharedPrompt:
         bias = self._bias(np.array([length - 1]), np.arange(width), width, query)
         return slice(keys.start, keys.start + width), bias
 
-    def _bias(self, queries: _Ints, keys: _Ints, window: int, reference: Tensor) -> Tensor:
+    def _bias(self, queries: Ints, keys: Ints, window: int, reference: Tensor) -> Tensor:
         """Return [L, S] from positions: 0 for visible keys, HIDDEN for others. Layers share it."""
         name = (queries.tobytes(), keys.tobytes(), window)
         if name not in self._biases:
@@ -320,7 +295,7 @@ LANES = 16
 """Float32 numbers in the widest vector register. PyTorch's fused kernel processes the remainder of
 a row of scores one by one: 79 keys take 1.5 times as long as 80."""
 
-_Lengths = TypeVar("_Lengths", int, _Ints)
+_Lengths = TypeVar("_Lengths", int, Ints)
 
 
 def padded_length(lengths: _Lengths) -> _Lengths:
@@ -352,7 +327,7 @@ class Bucket:
         tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
 
 
-def make_buckets(segments: _Ints, device: torch.device) -> list[Bucket]:
+def make_buckets(segments: Ints, device: torch.device) -> list[Bucket]:
     """Divide segments [n, 2] (start, length) into buckets, the longest first: minimize the cost of
     scores and buckets over all cuts of the segments sorted by length, by dynamic programming over
     the distinct widths."""
@@ -374,7 +349,7 @@ def make_buckets(segments: _Ints, device: torch.device) -> list[Bucket]:
     ][::-1]
 
 
-def _make_bucket(segments: _Ints, device: torch.device) -> Bucket:
+def _make_bucket(segments: Ints, device: torch.device) -> Bucket:
     starts, lengths = segments[:, :1], segments[:, 1:]  # 2 x [B, 1]
     longest = padded_length(int(lengths[0, 0]))
     offsets = np.arange(longest)[None, :]  # [1, L]

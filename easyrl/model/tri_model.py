@@ -26,8 +26,8 @@ from easyrl import devices
 from easyrl.algorithm.losses import TeacherScores
 from easyrl.config import Config
 from easyrl.config.algorithm import POLICY
-from easyrl.model.attention import AttentionLayout, PackedGroups
 from easyrl.model.distillation import Teacher
+from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.lora import Adapter
 from easyrl.model.policy import Policy
@@ -68,34 +68,35 @@ class TriModel:
         teacher's scores (None without one), all of them [K]. `policy_is_old`: the policy has made
         no step in this iteration."""
         assert policy_is_old or self.old is not None
-        packed = self._packed(batch)
+        inputs, targets = self._inputs_of(batch)
         reference, old = self._reference, None if policy_is_old else self.old
-        ref_logprobs = None if reference is None else self._run_other(reference, packed)
-        old_logprobs = None if old is None else self._run_other(old, packed)
-        row = packed if batch.for_teacher is None else self._packed(batch.for_teacher)
+        ref_logprobs = None if reference is None else self._run_other(reference, inputs, targets)
+        old_logprobs = None if old is None else self._run_other(old, inputs, targets)
+        for_teacher = inputs
+        if batch.for_teacher is not None:
+            for_teacher = self._inputs_of(batch.for_teacher)[0]
         if self._teacher is None:
             of_teacher = None
         elif self._teacher.policy is self.policy:
-            of_teacher = self._run_other(None, row, has_head=False)
+            of_teacher = self._run_other(None, for_teacher, targets, has_head=False)
         else:
-            of_teacher = self._teacher(*row[:-1])
-        logprobs, entropy, teacher = self._forward(*packed, of_teacher)
+            of_teacher = self._teacher(for_teacher)
+        logprobs, entropy, teacher = self._forward(inputs, targets, of_teacher)
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
         return logprobs, entropy, old_logprobs, ref_logprobs, teacher
 
-    def _packed(self, batch: MicroBatch) -> tuple[Any, ...]:
-        policy = self.policy
-        layout = PackedGroups(batch.groups, policy.device, may_use_flex=policy.may_use_flex)
-        arrays = batch.input_ids, batch.position_ids, batch.logits_at, batch.targets
-        ids, positions, at, targets = (torch.from_numpy(x).to(policy.device) for x in arrays)
-        return ids, positions, layout, at, targets
+    def _inputs_of(self, batch: MicroBatch) -> tuple[ModelInputs, Tensor]:
+        """Return the model's inputs and the targets [K]."""
+        targets = torch.from_numpy(batch.targets).to(self.policy.device)
+        return self.policy.inputs_of(batch), targets
 
     @torch.no_grad()
     def _run_other(
         self,
         weights: OtherWeights | Adapter | None,
-        packed: tuple[Any, ...],
+        inputs: ModelInputs,
+        targets: Tensor,
         *,
         has_head: bool = True,
     ) -> Tensor:
@@ -104,7 +105,7 @@ class TriModel:
         if drops:
             self._ranks.drop_gathered()
         with nullcontext() if weights is None else weights.in_place():
-            output: Tensor = self._forward(*packed, has_head=has_head)[0]
+            output: Tensor = self._forward(inputs, targets, has_head=has_head)[0]
             if drops:
                 self._ranks.drop_gathered()
         return output
@@ -115,7 +116,7 @@ class TriModel:
         if self._ranks.keeps_gathered:
             root: Any = self._forward
             root.set_requires_gradient_sync(True)
-            logprobs, *_ = self._forward(*self._packed(empty))
+            logprobs, *_ = self._forward(*self._inputs_of(empty))
             logprobs.backward(torch.zeros_like(logprobs))
             root.set_requires_gradient_sync(False)
             self._ranks.drop_gathered()
@@ -136,19 +137,16 @@ class _Forward(nn.Module):
             entropy_gradient=config.algorithm.entropy_coef > 0.0,
         )
 
-    def forward(  # noqa: PLR0917
+    def forward(
         self,
-        ids: Tensor,
-        positions: Tensor,
-        layout: AttentionLayout,
-        at: Tensor,
+        inputs: ModelInputs,
         targets: Tensor,
         of_teacher: Tensor | None = None,
         *,
         has_head: bool = True,
     ) -> tuple[Tensor, Tensor | None, TeacherScores | None]:
         """`of_teacher`: the inputs of its head. Without a head, those of this one are returned."""
-        hidden = self._policy.hidden_states(ids, positions, layout, at=at)
+        hidden = self._policy.hidden_states(inputs)
         if not has_head:
             return hidden, None, None
         logprobs, entropy = self._logprobs(hidden, targets)

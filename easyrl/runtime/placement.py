@@ -374,6 +374,9 @@ def choose_engine(
 
 def ring_layout(config: Config, placement: Placement) -> RingLayout:
     has_own_prompt = config.algorithm.teacher_prompt is not None
+    nodes_per_completion = 1
+    if config.rollout.agent is not None:
+        nodes_per_completion = 2 * MAX_BRANCHES  # each branch may cut what it continues in two
     return RingLayout(
         num_slots=config.ring_slots,
         num_generations=config.rollout.num_generations,
@@ -382,7 +385,7 @@ def ring_layout(config: Config, placement: Placement) -> RingLayout:
         num_owners=placement.max_rollout_workers + placement.train.count,
         num_groups=config.train.prompts_per_iteration,
         max_teacher_prompt_length=config.data.max_prompt_length if has_own_prompt else 0,
-        segments_per_completion=MAX_BRANCHES * (config.rollout.agent is not None),
+        nodes_per_completion=nodes_per_completion,
     )
 
 

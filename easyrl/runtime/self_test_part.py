@@ -24,7 +24,8 @@ from easyrl import devices, events
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config, load_config
 from easyrl.config.model import AttentionMode
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.layout.row import Rollout, pack
+from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import gathered
@@ -34,7 +35,6 @@ from easyrl.runtime.launch import run_worker, with_environment
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import Supervisor
-from easyrl.workers.packing import Rollout, pack
 from easyrl.workers.settings import WorkerSettings
 
 SMALL = {
@@ -119,15 +119,12 @@ def packed(
 ) -> Callable[[], Result]:
     """Return a function: one forward and backward of the packed group, in the same gradients."""
     batch = pack(group, shares_prompts=shares_prompts)
-    arrays = (batch.input_ids, batch.position_ids, batch.logits_at, batch.targets, batch.advantages)
-    input_ids, positions, logits_at, targets, weights = (  # [T], [T], [K], [K], [K]
-        torch.from_numpy(array).to(policy.device) for array in arrays
-    )
+    targets = torch.from_numpy(batch.targets).to(policy.device)  # [K]
+    weights = torch.from_numpy(batch.advantages).to(policy.device)  # [K]
 
     def forward_and_backward() -> Result:
         policy.model.zero_grad(set_to_none=False)  # so that gradients are no part of a peak
-        layout = PackedGroups(batch.groups, policy.device, may_use_flex=policy.may_use_flex)
-        hidden = policy.hidden_states(input_ids, positions, layout, at=logits_at)
+        hidden = policy.hidden_states(policy.inputs_of(batch))
         logprobs, _ = chunked_token_logprobs(policy, hidden, targets, temperature=1.0)
         return _backward(logprobs, weights, policy.model)
 

@@ -3,14 +3,14 @@
     submit(prompt) ─► the agent runs (`host`) ─► request ─► engine.submit or engine.resume
                             ▲                                            │
                             └───────── answer ◄──────── turn ◄───────────┘
-    all episodes of a group have ended ─► their sequences ─► completions, as trees of segments
+    all episodes of a group have ended ─► their sequences ─► completions, as trees of tokens
 
 A request whose messages begin as a conversation that was answered begins with its tokens, and what
 is new is rendered behind them. A sequence that is suspended exactly there is resumed. Otherwise a
 new one begins: a branch. Suspended sequences are ended, the oldest first, where others need rows.
 
 A new sequence shares the longest beginning that its prompt has in common with the group's prompt or
-an earlier sequence of its episode. So every sampled token is in one segment.
+an earlier sequence of its episode. So every sampled token is in one node of the episode's tree.
 
 In deterministic runs requests are served at barriers: when no sequence can be continued and every
 episode waits for one answer or has ended, all are served, in a fixed order.
@@ -38,6 +38,7 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Key
 from easyrl.environments.loading import Interface
 from easyrl.environments.pool import FAILURES, CallFailed, EnvironmentPool, HostKilled, row_of
+from easyrl.layout.tree import TokenTree
 from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
@@ -520,7 +521,9 @@ def _completion(episode: Episode, num_prompt: int, end_token: int) -> Completion
     """Join the tokens of an episode: of each sequence what it does not share with others. Without a
     sequence it has an end token, which is not sampled."""
     starts: dict[_Sequence, int] = {}  # index of the token before the first, had it one of its own
-    length, segments, parts = 0, list[tuple[int, int]](), list[Any]()
+    length = 0
+    parts = list[Any]()
+    predecessors = [np.arange(-1, num_prompt - 1)]
 
     def index_of(sequence: _Sequence | None, position: int) -> int:
         """Index in the prompt and the completion of a token of a sequence."""
@@ -538,14 +541,18 @@ def _completion(episode: Episode, num_prompt: int, end_token: int) -> Completion
         parts.append((sampled.token_ids, sampled.logprobs, sampled.is_sampled))
         starts[each] = num_prompt + length - each.num_shared
         number = each.num_prompt - each.num_shared + len(sampled.token_ids)
-        segments.append((number, index_of(each.parent, each.num_shared - 1)))
+        first = num_prompt + length
+        own = np.arange(first - 1, first - 1 + number)
+        own[0] = index_of(each.parent, each.num_shared - 1)
+        predecessors.append(own)
         length += number
-    if not segments:
-        parts, segments = [masked([end_token])], [(1, num_prompt - 1)]
+    if not parts:
+        parts.append(masked([end_token]))
+        predecessors.append(np.array([num_prompt - 1]))
     token_ids, logprobs, is_sampled = map(np.concatenate, zip(*parts, strict=True))
-    lengths, after = np.array(segments, dtype=np.int32).T.copy()
+    tree = TokenTree.of_predecessors(np.concatenate(predecessors), cuts=[num_prompt])
     reason: Any = "length" if episode.is_cut or episode.limit == "length" else "stop"
-    return Completion(token_ids, logprobs, reason, is_sampled, lengths, after)
+    return Completion(token_ids, logprobs, reason, is_sampled, tree)
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

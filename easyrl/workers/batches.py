@@ -29,8 +29,8 @@ import numpy as np
 
 from easyrl.channels.ring_buffer import Lease, RingPort
 from easyrl.config import Config
+from easyrl.layout.row import EMPTY, Rollout, pack, split_group
 from easyrl.types import MicroBatch, RolloutGroup
-from easyrl.workers.packing import EMPTY, Rollout, pack, split_group
 
 MIN_FILL = 0.05
 """Smallest part of the token budget that is trained while more groups are to come. With 0.01 or

@@ -17,12 +17,12 @@ from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, load_loss
 from easyrl.config import Config, ConfigError
 from easyrl.config.train import TrainConfig
+from easyrl.layout.row import EMPTY
 from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
 from easyrl.model.tri_model import TriModel
 from easyrl.types import MicroBatch
-from easyrl.workers.packing import EMPTY
 
 # Metric of the iteration -> the sum over its tokens whose mean it is.
 MEANS = {

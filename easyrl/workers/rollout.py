@@ -30,6 +30,7 @@ from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import SamplingSettings
 from easyrl.environments.pool import EnvironmentPool
+from easyrl.layout.row import group_tree
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
@@ -41,7 +42,6 @@ from easyrl.types import (
     Completion,
     Float32,
     IndexedPrompt,
-    Int32,
     Messages,
     Prompt,
     RolloutGroup,
@@ -367,6 +367,7 @@ class RolloutWorker:
                 f"data.max_prompt_length: expected prompts of the teacher of at most {longest} "
                 f"tokens, got {len(of_teacher)} in prompt {own.prompt.index}"
             )
+        tree = group_tree(len(own.prompt_ids), completions)
         group = RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
@@ -385,8 +386,8 @@ class RolloutWorker:
                 algorithm.advantage_estimator,
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
-            segment_lengths=np.concatenate([c.segment_lengths for c in completions]),
-            segment_after=_in_group(completions, len(own.prompt_ids)),
+            node_lengths=tree.lengths.astype(np.int32),
+            node_parents=tree.parents.astype(np.int32),
         )
         kept = self.config.output.samples
         is_sample = (kept is None or own.index < kept) and not is_rejected
@@ -478,17 +479,13 @@ def sampling_settings(
 
 
 def checksum(completions: Sequence[Completion]) -> int:
-    """Return the CRC-32 of a group's token ids and log-probabilities."""
-    names = "token_ids", "logprobs", "segment_lengths", "segment_after"
-    arrays = (getattr(each, name) for each in completions for name in names)
+    """Return the CRC-32 of a group's token ids, log-probabilities and trees."""
+    arrays = list[np.ndarray[Any, Any]]()
+    for each in completions:
+        arrays += [each.token_ids, each.logprobs]
+        if each.tree is not None:
+            arrays += [each.tree.lengths, each.tree.parents]
     return zlib.crc32(b"".join(array.tobytes() for array in arrays))
-
-
-def _in_group(completions: Sequence[Completion], num_prompt: int) -> Int32:
-    """Return `segment_after` of all completions, with indices in the group."""
-    starts = np.cumsum([0, *(len(each.token_ids) for each in completions)], dtype=np.int32)
-    pairs = zip(starts, (each.segment_after for each in completions), strict=False)
-    return np.concatenate([np.where(x < num_prompt, x, x + start) for start, x in pairs])
 
 
 def _as_text(content: str | Messages) -> str:
