@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,25 @@ from easyrl.model.lora import Adapter
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 from easyrl.types import MicroBatch
+
+
+class TokenScores(NamedTuple):
+    """What a loss needs of each completion token."""
+
+    logprobs: Tensor  # [K] the policy's, with gradient
+    entropy: Tensor  # [K] in nats, the policy's; with gradient if the loss has a term of it
+    old_logprobs: Tensor  # [K] of the policy before the iteration's first update
+    ref_logprobs: Tensor | None  # [K]; None: there is no reference
+    teacher: TeacherScores | None  # None: there is no teacher
+
+
+class _Outputs(NamedTuple):
+    """What the module returns, with and without its head. (FSDP needs a tuple.)"""
+
+    hidden: Tensor | None = None  # [K, H] inputs of the head
+    logprobs: Tensor | None = None  # [K]
+    entropy: Tensor | None = None  # [K]
+    teacher: TeacherScores | None = None
 
 
 class TriModel:
@@ -60,13 +79,9 @@ class TriModel:
             offload = "reference" in train.offload
             self._reference = policy.adapter or OtherWeights(policy, offload=offload)
 
-    def logprobs(
-        self, batch: MicroBatch, *, policy_is_old: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, TeacherScores | None]:
-        """Return log-probabilities at the sampling temperature: the policy's with gradient, its
-        entropy in nats (with gradient if asked for), the old policy's, the reference's and the
-        teacher's scores (None without one), all of them [K]. `policy_is_old`: the policy has made
-        no step in this iteration."""
+    def logprobs(self, batch: MicroBatch, *, policy_is_old: bool) -> TokenScores:
+        """Score a micro-batch's completion tokens at the sampling temperature. `policy_is_old`: the
+        policy has made no step in this iteration."""
         assert policy_is_old or self.old is not None
         inputs, targets = self._inputs_of(batch)
         reference, old = self._reference, None if policy_is_old else self.old
@@ -81,10 +96,11 @@ class TriModel:
             of_teacher = self._run_other(None, for_teacher, targets, has_head=False)
         else:
             of_teacher = self._teacher(for_teacher)
-        logprobs, entropy, teacher = self._forward(inputs, targets, of_teacher)
+        own: _Outputs = self._forward(inputs, targets, of_teacher)
+        assert own.logprobs is not None and own.entropy is not None
         if old_logprobs is None:
-            old_logprobs = logprobs.detach()
-        return logprobs, entropy, old_logprobs, ref_logprobs, teacher
+            old_logprobs = own.logprobs.detach()
+        return TokenScores(own.logprobs, own.entropy, old_logprobs, ref_logprobs, own.teacher)
 
     def _inputs_of(self, batch: MicroBatch) -> tuple[ModelInputs, Tensor]:
         """Return the model's inputs and the targets [K]."""
@@ -100,15 +116,18 @@ class TriModel:
         *,
         has_head: bool = True,
     ) -> Tensor:
-        """Run the module with these weights, None: its own. Without a head, return its inputs."""
+        """Run the module with these weights (None: its own). Return the log-probabilities [K], or
+        without a head its inputs [K, H]."""
         drops = isinstance(weights, OtherWeights) or not self._ranks.keeps_gathered
         if drops:
             self._ranks.drop_gathered()
         with nullcontext() if weights is None else weights.in_place():
-            output: Tensor = self._forward(inputs, targets, has_head=has_head)[0]
+            outputs: _Outputs = self._forward(inputs, targets, has_head=has_head)
             if drops:
                 self._ranks.drop_gathered()
-        return output
+        wanted = outputs.logprobs if has_head else outputs.hidden
+        assert wanted is not None
+        return wanted
 
     def finish_gradients(self, empty: MicroBatch) -> None:
         """Sum the gradients over the ranks if that is still to be done, in the backward pass of a
@@ -116,7 +135,7 @@ class TriModel:
         if self._ranks.keeps_gathered:
             root: Any = self._forward
             root.set_requires_gradient_sync(True)
-            logprobs, *_ = self._forward(*self._inputs_of(empty))
+            logprobs = self._forward(*self._inputs_of(empty)).logprobs
             logprobs.backward(torch.zeros_like(logprobs))
             root.set_requires_gradient_sync(False)
             self._ranks.drop_gathered()
@@ -144,16 +163,18 @@ class _Forward(nn.Module):
         of_teacher: Tensor | None = None,
         *,
         has_head: bool = True,
-    ) -> tuple[Tensor, Tensor | None, TeacherScores | None]:
-        """`of_teacher`: the inputs of its head. Without a head, those of this one are returned."""
+    ) -> _Outputs:
+        """`of_teacher`: the inputs of the teacher's head. Without `has_head` only the inputs of the
+        policy's head are returned."""
         hidden = self._policy.hidden_states(inputs)
         if not has_head:
-            return hidden, None, None
+            return _Outputs(hidden=hidden)
         logprobs, entropy = self._logprobs(hidden, targets)
         teacher = None
         if of_teacher is not None and self._distil is not None:
             teacher = self._distil(self._policy, hidden, of_teacher, targets)
-        return logprobs.clone(), entropy, teacher  # not a view: FSDP registers a hook on it
+        logprobs = logprobs.clone()  # not a view: FSDP registers a hook on it
+        return _Outputs(logprobs=logprobs, entropy=entropy, teacher=teacher)
 
 
 class OtherWeights:

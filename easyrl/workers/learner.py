@@ -117,18 +117,16 @@ class Learner:
         self._largest_difference = torch.maximum(self._largest_difference, difference.max())
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
-        logprobs, entropy, old_logprobs, ref_logprobs, teacher = self.tri_model.logprobs(
-            batch, policy_is_old=not self._updates
-        )
+        scores = self.tri_model.logprobs(batch, policy_is_old=not self._updates)
         names = "rollout_logprobs", "advantages", "loss_mask", "completion_of_token"
         arrays = {name: torch.from_numpy(getattr(batch, name)) for name in names}
         return LossInputs(
-            logprobs=logprobs,
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            entropy=entropy,
+            logprobs=scores.logprobs,
+            old_logprobs=scores.old_logprobs,
+            ref_logprobs=scores.ref_logprobs,
+            entropy=scores.entropy,
             num_completions=batch.num_completions,
-            teacher=teacher,
+            teacher=scores.teacher,
             **{name: array.to(self.policy.device) for name, array in arrays.items()},
         )
 
