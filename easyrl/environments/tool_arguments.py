@@ -243,11 +243,11 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _has_type(value: Any, kind: Any) -> bool:
+def _has_type(value: object, kind: Any) -> bool:
     if kind not in TYPES:
         return True  # no type, or one of a later schema language
     if isinstance(value, bool):
-        return kind == "boolean"  # in Python it is an integer, too
+        return bool(kind == "boolean")  # in Python it is an integer, too
     return isinstance(value, TYPES[kind])
 
 
