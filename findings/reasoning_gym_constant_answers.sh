@@ -11,7 +11,7 @@
 #
 # Output seen:
 #     game_of_life_halting: 'anything' has 1.0 for ['False', 'True']
-#     coin_flip: '0' has 1.0 for 10 of 10 answers below 1
+#     coin_flip: '0' has 1.0 for 17 of 17 answers below 1
 #     '' has sentence_reordering: 0.05, arc_agi: 0.05, puzzle24: 0.01
 # Exits with 1 if the library behaves otherwise.
 set -euo pipefail
