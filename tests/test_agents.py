@@ -57,8 +57,9 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 def num_branches(completion):
     """Of how many runs of tokens a completion consists, each behind a token of another."""
-    before = completion.tree.predecessors[-len(completion.token_ids) :]
-    return 1 + int((np.diff(before) != 1).sum())
+    continues_another = completion.tree.predecessors != np.arange(completion.tree.num_tokens) - 1
+    first = completion.tree.num_tokens - len(completion.token_ids)
+    return 1 + int(continues_another[first + 1 :].sum())
 
 
 class Threads:
