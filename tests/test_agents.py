@@ -568,7 +568,7 @@ def test_an_agent_plays_and_no_bit_depends_on_schedule_delays_or_a_killed_worker
     words = (*GUESS, "--infer-devices", "cpu:2", "--agent", f"{PROGRAMS}:solve")
     words += ("--iterations", "2", "runtime.deterministic=true", ALL_SAMPLES)
     succeed(*words, "--schedule", "sync", "--output", str(sync))
-    assert_tokens_are_counted(sync)
+    assert_tokens_are_counted(sync, num_devices=3)
     how = {"EASYRL_RANDOM_DELAYS": "0.02"}
     code, out, err = finish_after("iteration 1/", kill_worker, *words, "--output", str(run), **how)
     assert code == 0, out + err

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.config import load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.config.model import LoraConfig
 from easyrl.layout.row import Rollout, pack
 from easyrl.model.export import export_checkpoint
 from easyrl.model.files import meta_model
 from easyrl.model.inputs import ModelInputs
-from easyrl.model.lora import PARTS, check_lora
+from easyrl.model.lora import PARTS, Adapter, check_lora, describe_lora
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
 from easyrl.model.tri_model import TriModel
@@ -169,6 +169,183 @@ def test_initial_adapters_change_nothing_depend_on_the_seed_and_have_the_expecte
         found.append(torch.cat([weight.flatten() for weight in policy.trained_parameters()]))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert check_lora(LORA, "tiny", meta_model(AutoConfig.from_pretrained(TINY))) == len(found[0])
+
+
+SMALL_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+STATES = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "topk_group": 1,
+}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+KINDS_OF_LAYERS = [
+    # the model, its sizes, the kinds of layers that are adapted and of linear ones that are not
+    ("falcon_h1", STATES | {"mamba_n_heads": 4}, ATTENTION | MLP | {"in_proj"}, {"out_proj"}),
+    (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 8,
+            "n_groups": 1,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+        },
+        ATTENTION | {"in_proj"},
+        {"out_proj"},
+    ),
+    (
+        "mamba2",
+        {"num_heads": 8, "state_size": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
+        {"in_proj"},
+        {"out_proj"},
+    ),
+    (
+        "bamba",
+        STATES | {"attn_layer_indices": [1]},
+        ATTENTION | MLP | {"in_proj", "out_proj"},
+        set(),
+    ),
+    (
+        "deepseek_v3",
+        {
+            **ROUTED,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "num_key_value_heads": 4,
+        },
+        MLP | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+        set(),
+    ),
+    ("glm4_moe", ROUTED, ATTENTION | MLP, set()),
+    (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "moe_layer_start_index": 1,
+        },
+        ATTENTION | MLP,
+        set(),
+    ),
+    (
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0],
+        },
+        ATTENTION | MLP,
+        set(),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "adapted_kinds", "refused"), KINDS_OF_LAYERS)
+def test_plain_layers_are_adapted_as_peft_loads_them_and_the_start_decides_so(
+    kind, sizes, adapted_kinds, refused, tmp_path
+):
+    """peft refuses some layers of Mamba's kind, and takes names of dense layers and shared experts
+    for those of fused experts."""
+    from peft import PeftModel
+
+    config = AutoConfig.for_model(kind, **SMALL_SIZES | sizes)
+
+    def base():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    def kinds_of(names):
+        return {name.rpartition(".")[2] for name in names}
+
+    model = base()
+    linear = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    linear -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
+    announced = check_lora(LORA, kind, meta_model(config))
+    line = describe_lora(LORA, kind, meta_model(config))
+    adapter = Adapter(model, LORA, path=kind, seed=0)
+    assert kinds_of(adapter._layers) == adapted_kinds
+    # No other layer is left out than those of the kinds that peft refuses.
+    assert kinds_of(linear - adapter._layers.keys()) == refused
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    assert sum(weight.numel() for weight in trained) == announced
+    adapted_part, _, frozen_part = line.partition("; frozen: ")
+    assert all(f" x {name}" in adapted_part for name in adapted_kinds)
+    assert all(f" x {name} (peft refuses it)" in frozen_part for name in refused)
+    with torch.no_grad():
+        for weight in trained:
+            weight.normal_(std=0.3)
+    ids = torch.arange(3, 20)[None]
+    expected = model(input_ids=ids, use_cache=False).logits
+    adapter.save(tmp_path)
+    loaded = PeftModel.from_pretrained(base(), tmp_path)
+    got = loaded(input_ids=ids, use_cache=False).logits
+    assert float((expected - base()(input_ids=ids, use_cache=False).logits).abs().max()) > 1e-2
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-5)
+
+
+def test_a_target_that_peft_refuses_is_named_and_shared_experts_can_be_asked_for():
+    _, sizes, *_ = KINDS_OF_LAYERS[0]
+    model = meta_model(AutoConfig.for_model("falcon_h1", **SMALL_SIZES | sizes))
+    refused = LoraConfig(rank=2, target_modules=["out_proj"])
+    with pytest.raises(
+        ConfigError, match=r"^model\.lora\.target_modules: .*'out_proj', which peft"
+    ):
+        check_lora(refused, "falcon_h1", model)
+    model = meta_model(AutoConfig.for_model("glm4_moe", **SMALL_SIZES | ROUTED))
+    shared = LoraConfig(rank=2, target_modules=["shared_experts.up_proj"])
+    assert check_lora(shared, "glm4_moe", model) == 2 * (32 + 16)
+
+
+def test_a_run_from_an_adapter_says_that_it_is_merged_and_what_the_new_one_fits(tmp_path):
+    from peft import LoraConfig as PeftConfig
+    from peft import PeftModel, get_peft_model
+
+    config = PeftConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    config.base_model_name_or_path = TINY
+    get_peft_model(plain_model(TINY), config).save_pretrained(tmp_path / "mine")
+    words = ("--model", str(tmp_path / "mine"), "--iterations", "1", *SMALL, "model.lora.rank=4")
+    said = {name: succeed(*words, *more) for name, more in {
+        "plan": ["--dry-run"],
+        "start": ["--output", str(tmp_path / "run")],
+    }.items()}  # fmt: skip
+    for out in said.values():
+        (line,) = (line for line in out.splitlines() if "is merged into its base" in line)
+        assert str(tmp_path / "mine") in line and "new adapter" in line
+    made = tmp_path / "run/inputs/mine"
+    assert str(made) in (tmp_path / "run/adapter/README.md").read_text()
+    PeftModel.from_pretrained(plain_model(made), tmp_path / "run/adapter")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

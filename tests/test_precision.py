@@ -128,7 +128,8 @@ def _libraries_without_a_space_in_their_path(tmp_path, monkeypatch):
     link = tmp_path / "torch"
     link.symlink_to(cpp_extension.TORCH_LIB_PATH)
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link))
-    monkeypatch.setattr(inductor_config, "compile_threads", 1)  # else in other processes
+    with inductor_config.patch(compile_threads=1):  # else in other processes
+        yield
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,19 @@ class ModelSource:
     base: str  # the model with its configuration: itself, or the one it was trained from
     tokenizer: str = ""  # an adapter's folder, if it has a tokenizer of its own
 
+    def describe(self, *, has_new_adapter: bool) -> str:
+        """Say what becomes of an adapter that a run starts from; "" for other models.
+        `has_new_adapter`: the run trains with LoRA."""
+        if self.kind != "adapter":
+            return ""
+        text = f"the adapter {self.path} is merged into its base, {self.base}"
+        if has_new_adapter:
+            return (
+                f"{text}; a new adapter is trained on the merged model, and fits only that "
+                "(RUN/inputs)"
+            )
+        return f"{text}, and the merged model is trained"
+
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
         digest = files.fingerprint(self.base)

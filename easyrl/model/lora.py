@@ -7,11 +7,18 @@ merged, under its name without an adapter, or in parts that the embedded engine 
 A, B and the factor with each update. Of a sharded model merging a weight and saving the adapter are
 collective: all ranks call them together.
 
-Adapted are `nn.Linear` and transformers' `Conv1D`, except the head. Experts that transformers fuses
-into one tensor stay frozen: peft would have to merge them in every forward.
+Adapted are `nn.Linear` and transformers' `Conv1D`, except the head and what peft refuses: layers
+whose model reads their weight without calling them, such as `out_proj` of Mamba-2. Experts that
+transformers fuses into one tensor stay frozen: peft would have to merge them in every forward.
+
+In models with fused experts peft takes every target whose name ends in `gate_proj`, `up_proj` or
+`down_proj` for the experts, also those of dense layers and shared experts, which are plain layers.
+The trainer injects these by their full names. A saved adapter lists them under `target_parameters`,
+whose names peft takes as they are.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,22 +48,61 @@ def check_lora(lora: LoraConfig, path: str, model: Any) -> int:
     return lora.rank * sum(map(sum, shapes))
 
 
+def describe_lora(lora: LoraConfig, path: str, model: Any) -> str:
+    """Say which kinds of layers of the model of `path` are adapted, and which stay frozen, with
+    their counts. The model may be on torch's `meta` device."""
+    adapted = set(_targets(model, lora, path))
+    linear = _linear_layers(model)
+    refused = _refused_kinds(model, linear)
+    frozen = Counter(
+        f"{_kind(name)} (peft refuses it)" if _kind(name) in refused else _kind(name)
+        for name in linear
+        if name not in adapted
+    )
+    for name, parameter in model.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        is_router = type(model.get_submodule(owner)).__name__.endswith("Router")
+        if parameter.ndim == 3 and ".experts." in f".{name}":
+            frozen[f"experts.{kind}"] += 1
+        elif parameter.ndim == 2 and is_router:
+            frozen[f"{_kind(owner)} (router)"] += 1
+    head = " and the head" if model.get_output_embeddings() is not None else ""
+    text = f"adapted layers: {_counted(Counter(map(_kind, adapted)))}"
+    return f"{text}; frozen: {_counted(frozen)}{head if frozen else head.removeprefix(' and ')}"
+
+
+def _counted(kinds: Counter[str]) -> str:
+    return ", ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items()))
+
+
 class Adapter:
     """The adapters of a model. Creating them modifies the model and freezes everything else."""
 
     def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
         import peft
+        from peft.utils.constants import DUMMY_TARGET_MODULES
 
         assert lora.rank is not None
+        targets = _targets(model, lora, path)
+        literal = _literal(model, targets)
+        others = [name for name in targets if name not in literal]
         config = peft.LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha or 2 * lora.rank,
-            target_modules=_targets(model, lora, path),
+            target_modules=literal or DUMMY_TARGET_MODULES,
             task_type="CAUSAL_LM",
         )
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # old names, and Conv1D's layout
             self._peft: Any = peft.get_peft_model(model, config)
+            if others:
+                saved: Any = self._peft.peft_config["default"]
+                if not literal:
+                    saved.target_modules = set()
+                tuner: Any = self._peft.base_model
+                tuner.inject_adapter(model, "default", state_dict=_keys(others))
+                # For whoever loads the adapter.
+                saved.target_parameters = [f"{name}.weight" for name in others]
             self._layers: dict[str, Any] = {
                 name: module
                 for name, module in model.named_modules()
@@ -152,28 +198,81 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
-    import peft
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    """Return the names of the layers to adapt. Raises ConfigError for a target without layers."""
+    linear = _linear_layers(model)
+    refused = _refused_kinds(model, linear)
+    layers = [name for name in linear if _kind(name) not in refused]
+    if lora.target_modules is None:
+        return layers
+    chosen = []
+    for target in lora.target_modules:
+        meant = [name for name in layers if f".{name}".endswith(f".{target}")]
+        if not meant:
+            kinds = ", ".join(sorted({_kind(name) for name in layers}))
+            reason = ", which peft refuses for this model" if _kind(target) in refused else ""
+            raise ConfigError(
+                f"model.lora.target_modules: expected linear layers of {path} that can be adapted "
+                f"({kinds}), got '{target}'{reason}"
+            )
+        chosen += meant
+    return chosen
+
+
+def _kind(name: str) -> str:
+    """Return the last part of a name, which layers of one kind share, such as `q_proj`."""
+    return name.rpartition(".")[2]
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Return the names of the linear layers except the head, in the model's order."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    linear = [
+    return [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head
     ]
-    # peft maps some names to fused experts: only those that it takes literally remain.
-    config: Any = peft.LoraConfig(target_modules=linear)
-    convert_peft_config_for_transformers(config, model=model, conversions=None)
-    layers = [name for name in linear if name in config.target_modules]
-    chosen = layers if lora.target_modules is None else []
-    for target in lora.target_modules or ():
-        meant = [name for name in layers if f".{name}".endswith(f".{target}")]
-        if not meant:
-            names = sorted({name.rpartition(".")[2] for name in layers})
-            raise ConfigError(
-                f"model.lora.target_modules: expected linear layers of {path} that can be adapted "
-                f"({', '.join(names)}), got '{target}'"
-            )
-        chosen += meant
-    return chosen
+
+
+def _refused_kinds(model: Any, layers: Iterable[str]) -> set[str]:
+    """Return the kinds of layers that peft refuses in models of this type, such as `out_proj` of
+    Mamba-2. peft decides itself, about a module of each kind with the model's config."""
+    import peft
+
+    refused = set()
+    for kind in sorted({_kind(name) for name in layers}):
+        probe: Any = nn.Module()
+        probe.config = model.config
+        probe.add_module(kind, nn.Linear(1, 1, device="meta"))
+        config = peft.LoraConfig(r=1, target_modules=["by the state dict"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the config names other modules
+            try:
+                peft.inject_adapter_in_model(config, probe, state_dict=_keys([kind]))
+            except ValueError:
+                refused.add(kind)
+    return refused
+
+
+def _keys(layers: Iterable[str]) -> dict[str, Tensor]:
+    """Return a state dict with which peft adapts exactly these layers. It reads the keys only."""
+    return {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
+
+
+def _literal(model: Any, targets: Iterable[str]) -> list[str]:
+    """Return the targets that peft takes as they are, and not for fused experts."""
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_literal(kind: str) -> bool:
+        config: Any = peft.LoraConfig(target_modules=[kind])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=None)
+        except ValueError:  # it is fused with another kind
+            return False
+        return kind in config.target_modules
+
+    targets = list(targets)
+    kinds = {kind for kind in {*map(_kind, targets)} if is_literal(kind)}
+    return [name for name in targets if _kind(name) in kinds]

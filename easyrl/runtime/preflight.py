@@ -66,6 +66,7 @@ class Measured(NamedTuple):
     files: ModelFiles
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     size: ModelSize | None  # None: its configuration does not have the usual names
+    about_lora: str = ""  # which layers are adapted, and which stay frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,10 @@ def make_plan(
         config, model = given, measure_model(given, is_whole=False)
         tokenizer = source.tokenizer if source else ""
         size, described = model.size, describe_weights(model, config)
+        if source is not None:
+            has_new_adapter = config.model.lora.rank is not None
+            about_source = source.describe(has_new_adapter=has_new_adapter)
+            lines = [about_source, *lines] if about_source else lines
         check_engine(config, placement, size)
         config = memory.use_memory(config, placement, size)
         parts = memory.estimate_memory(config, placement, size)
@@ -215,7 +220,7 @@ def measure_model(config: Config, *, is_whole: bool = True) -> Measured:
     """Measure `model.path`. A model that is not downloaded yet is counted by its configuration, and
     unless `is_whole`, weights and tokenizer of a folder may be missing. Raises ConfigError, also
     for too few positions, or LoRA without layers for it."""
-    lora, num_trained = config.model.lora, None
+    lora, num_trained, about_lora = config.model.lora, None, ""
     files = read_model_files(config.model.path, is_whole=is_whole)
     check_positions(config, files)
     found, num_weights = files.config, files.num_weights
@@ -226,10 +231,11 @@ def measure_model(config: Config, *, is_whole: bool = True) -> Measured:
             num_weights = sum(weight.numel() for weight in model.parameters())
             found = full.to_dict()
     if lora.rank is not None:
-        from easyrl.model.lora import check_lora
+        from easyrl.model.lora import check_lora, describe_lora
 
         num_trained = check_lora(lora, config.model.path, model)
-    return Measured(files, num_trained, model_size(found, num_weights, num_trained))
+        about_lora = describe_lora(lora, config.model.path, model)
+    return Measured(files, num_trained, model_size(found, num_weights, num_trained), about_lora)
 
 
 def describe_weights(model: Measured, config: Config) -> str:
@@ -238,7 +244,8 @@ def describe_weights(model: Measured, config: Config) -> str:
     if trained is None:
         return text if total is None else f"{text}, {total:,} weights, all trained"
     share = "" if total is None else f" of {total + trained:,} ({trained / (total + trained):.1%})"
-    return f"{text}; LoRA of rank {config.model.lora.rank} trains {trained:,}{share}, base frozen"
+    text += f"; LoRA of rank {config.model.lora.rank} trains {trained:,}{share}, base frozen"
+    return f"{text}\n{model.about_lora}"
 
 
 def check_functions(

@@ -46,6 +46,10 @@ def run(
     config, notes = self_test.before_run(checked.config, checked.placement, notify)
     checked = replace(checked, config=config, warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
+        has_new_adapter = config.model.lora.rank is not None
+        about_source = source.describe(has_new_adapter=has_new_adapter)
+        if about_source:
+            checked = replace(checked, warnings=[about_source, *checked.warnings])
         checked = _make_model(checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
         output = {"output.dir": str(run_folder.folder_of(checked.config).absolute())}

@@ -29,7 +29,7 @@ from torch import Tensor
 from easyrl import devices, events, user_code
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
-from easyrl.config import Config
+from easyrl.config import INPUTS, Config
 from easyrl.config.model import DType
 from easyrl.model import attention
 from easyrl.model.export import ADAPTER, replace_folder
@@ -389,6 +389,19 @@ class TrainWorker:
             case events.SendWeights():
                 self._send_weights(command)
 
+    def _describe_base(self, adapter: Path) -> None:
+        """Say in a saved adapter's card that it fits only the model that this run has made, where
+        the run started from another adapter."""
+        base = Path(self.config.model.path)
+        if base.parent.name != INPUTS:
+            return
+        with (adapter / "README.md").open("a", encoding="utf-8") as card:
+            card.write(
+                f"\n## Base model\n\nThe run started from an adapter or checkpoint ({base.name}), "
+                "which was merged into its own base first. This adapter was trained on the merged "
+                f"model and fits only that: `{base}`.\n"
+            )
+
     def _save(self, folder: Path) -> events.ModelSaved:
         policy, is_writer = self.learner.policy, self.is_first_rank
         tokenizer = tokenizer_of(self.config)
@@ -396,6 +409,7 @@ class TrainWorker:
             with replace_folder(folder.with_name(ADAPTER), is_writer=is_writer) as new:
                 policy.adapter.save(new, is_writer=is_writer)
                 if is_writer:
+                    self._describe_base(new)
                     tokenizer.save_pretrained(new)
         weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes
         with replace_folder(folder, is_writer=is_writer) as new:
