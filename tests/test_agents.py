@@ -537,13 +537,27 @@ def test_the_command_of_the_docs_runs(tmp_path):
     assert found <= {0.0, 1.0} and found
 
 
-def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time():
+def test_in_deterministic_mode_bits_do_not_depend_on_the_agents_time(monkeypatch):
+    both, take = set(), Endpoint.take  # keys of episodes that ask twice at a time
+
+    def take_both(endpoint):
+        """Take the two requests of such an episode together, also on a busy machine."""
+        requests = [*take_both.held, *take(endpoint)]
+        numbers = Counter(request.key for request in requests)
+        both.difference_update(key for key in [*both] if numbers[key] == 2)
+        take_both.held = [request for request in requests if request.key in both]
+        return [request for request in requests if request.key not in both]
+
+    take_both.held = []
+    monkeypatch.setattr(Endpoint, "take", take_both)
+
     def solve(client, row):
         messages = list(HELLO)
         for _ in range(3):
             time.sleep(np.random.default_rng().random() / 100)
             messages += [said(chat(client, messages)), asked("lower")]
         chat(client, [asked("1-2"), said("1"), asked("higher")])
+        both.add(client.api_key)
         with ThreadPoolExecutor(2) as threads:  # not one at a time
             asks = [threads.submit(chat, client, HELLO) for _ in range(2)]
             errors = [each.exception() for each in asks]
