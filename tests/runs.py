@@ -274,8 +274,20 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def workers(pid: int) -> dict[str, psutil.Process]:
     """The rollout and train workers of a run that have started, by name."""
-    found = {process.name(): process for process in descendants(pid)}
-    return {name: each for name, each in found.items() if name.startswith(("rollout-", "train-"))}
+    names = dict[int, str]()
+    parents = dict[int, int]()
+    found = dict[str, psutil.Process]()
+    processes = {process.pid: process for process in descendants(pid)}
+    for number, process in processes.items():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            parents[number] = process.ppid()
+            names[number] = process.name()
+    for number, name in names.items():
+        # A process that a worker has just forked still has its name.
+        is_fork = names.get(parents[number]) == name
+        if name.startswith(("rollout-", "train-")) and not is_fork:
+            found[name] = processes[number]
+    return found
 
 
 def kill_worker(process: subprocess.Popen[str], name: str = "rollout-0") -> None:
