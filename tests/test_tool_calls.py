@@ -1,6 +1,7 @@
 """Tool calls: what each format reads and refuses, and how the format of a template is found."""
 
 import json
+import time
 from typing import get_args
 
 import pytest
@@ -315,6 +316,8 @@ HERMES = '<tool_call>{"name": "write", "arguments": %s}</tool_call>'
     (HERMES % '{"ratio": NaN}', None),
     (HERMES % '{"ratio": 1e999}', None),
     (HERMES % '{"content": "\\ud800"}', None),
+    (HERMES % f'{{"extra": {{"n": {"1" * 5000}}}}}', None),
+    (HERMES % f'{{"extra": {{"n": {"1" * 400}}}}}', {"extra": {"n": int("1" * 400)}}),
     (HERMES % "[1]", None),
     (HERMES % "null", None),
     (HERMES % '{"mode": 1} and more', None),
@@ -355,6 +358,15 @@ def test_calls_with_json(text, arguments):
     ("lfm2", "<|tool_call_start|>[write(path='<|tool_call_end|>')]<|tool_call_end|>",
      {"path": "<|tool_call_end|>"}),
     ("lfm2", "<|tool_call_start|>[write('a')]<|tool_call_end|>", None),
+    ("lfm2", r"<|tool_call_start|>[write(path='\ud800')]<|tool_call_end|>", None),
+    ("lfm2", "<|tool_call_start|>[write(content='a\n  # b\n', mode=1)]<|tool_call_end|>",
+     {"content": "a\n  # b\n", "mode": 1}),
+    ("lfm2", "<|tool_call_start|>[write(content='a\\\nb\nc')]<|tool_call_end|>", None),
+    ("lfm2", "<|tool_call_start|>[write(content=r'a\nb')]<|tool_call_end|>", None),
+    ("lfm2", "<|tool_call_start|>[write(content='it's\nb')]<|tool_call_end|>", None),
+    ("lfm2", f"<|tool_call_start|>[write(mode=0x{'f' * 5000})]<|tool_call_end|>", None),
+    ("lfm2", "<|tool_call_start|>[write(mode=-3, ratio=-0.5)]<|tool_call_end|>",
+     {"mode": -3, "ratio": -0.5}),
     ("lfm2", "<|tool_call_start|>[write(mode=1 + 1)]<|tool_call_end|>", None),
     ("lfm2", "<|tool_call_start|>[write(mode=__import__('os'))]<|tool_call_end|>", None),
     ("lfm2", "<|tool_call_start|>[write(path=f'{1}')]<|tool_call_end|>", None),
@@ -408,8 +420,10 @@ AGENTS = schema(
     both={"type": ["integer", "string"]},
     point=REFERENCE,
     anything={},
+    word={"allOf": [{"$ref": "#/$defs/Word"}], "default": "a"},
+    number={"type": "number"},
 )
-AGENTS["function"]["parameters"]["$defs"] = {"Point": POINT}
+AGENTS["function"]["parameters"]["$defs"] = {"Point": POINT, "Word": {"type": "string"}}
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [
@@ -417,6 +431,8 @@ AGENTS["function"]["parameters"]["$defs"] = {"Point": POINT}
     ("either", "5", 5), ("either", "null", None), ("both", "5", 5), ("both", "05", "05"),
     ("both", "five", "five"), ("point", '{"x": 1}', {"x": 1}), ("anything", "a b", "a b"),
     ("anything", "5", 5), ("anything", "[1]", [1]), ("anything", '"a"', '"a"'),
+    ("word", "5", "5"), ("word", "None", "None"), ("anything", "1" * 5000, "1" * 5000),
+    ("number", "9" * 90, int("9" * 90)), ("either", "9" * 90, int("9" * 90)),
 ])  # fmt: skip
 def test_texts_are_read_by_schemas(name, text, value):
     assert_read(coder(parameter(name, text)), "qwen3_coder", {name: value}, [AGENTS])
@@ -431,6 +447,37 @@ def test_what_a_schema_refuses_is_not_executed_in_any_form(name, text, value):
     found = read_one(HERMES % json.dumps({name: value}), "hermes", [AGENTS])
     assert isinstance(found, BadCall) and found.arguments == {name: value}  # for an agent's program
     assert f"'{name}'" in found.reason
+
+
+def test_arguments_that_are_nested_too_deeply_are_a_bad_call():
+    tool = schema("write", node={"$ref": "#/$defs/Node"})
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+    tool["function"]["parameters"]["$defs"] = {"Node": node}
+    for depth, arguments in ((20, {"node": nested(20)}), (500, None)):
+        text = '{"next": ' * depth + "{}" + "}" * depth
+        assert_read(HERMES % f'{{"node": {text}}}', "hermes", arguments, [tool])
+
+
+def nested(depth):
+    return {"next": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(("tool_format", "text"), [
+    ("gpt_oss", "to=" * 10_000),
+    ("glm", "<tool_call>write\n<arg_key>" + " " * 10_000),
+    ("hy3", "<tool_call>write<tool_sep><arg_key>" + " " * 10_000),
+    ("hermes", "<tool_call></tool_call>" * 10_000),
+])  # fmt: skip
+def test_repetitions_are_read_in_linear_time(tool_format, text):
+    begin = time.process_time()
+    assert not any(isinstance(call, ToolCall) for call in read_calls(text, tool_format, TOOLS))
+    assert time.process_time() - begin < 20  # a second at most; in quadratic time minutes
+
+
+def test_a_json_answer_is_no_call_of_llama3():
+    assert read_turn('{"answer": 5}', "llama3", TOOLS) == ([], '{"answer": 5}')
+    for text in ('{"name": "write"', '<|python_tag|>{"path": "a"}'):
+        assert isinstance(read_one(text, "llama3"), BadCall)
 
 
 def test_a_functions_type_hints_are_its_schema():

@@ -25,6 +25,7 @@ Schema = Mapping[str, Any]
 MAX_REFERENCES = 20  # that a schema follows before a value is reached
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_EXACT_FLOAT = 2**53  # whole floats below it are exact integers
+MAX_DIGITS = 4000  # of an integer: Python writes and reads up to 4,300
 NULL_TEXTS = ("null", "None")
 INTEGER = re.compile(r"[+-]?[0-9]+")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -63,7 +64,15 @@ def _finite(text: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise Unreadable(f"expected an integer of at most {MAX_DIGITS} digits, got {shown(text)}")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_finite, parse_int=_integer, parse_constant=_finite
+)
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
@@ -71,7 +80,7 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
     begin = skip_space(text, start)
     try:
         value, end = _DECODER.raw_decode(text, begin)
-        json.dumps(value, ensure_ascii=False).encode()  # raises for half a surrogate pair
+        _check_text(value)
     except json.JSONDecodeError as error:
         place = shown(text[begin : begin + MAX_SHOWN])
         raise Unreadable(
@@ -79,9 +88,15 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
         ) from None
     except RecursionError:
         raise Unreadable("expected JSON, got values nested too deeply") from None
+    return value, end
+
+
+def _check_text(value: Any) -> None:
+    """Raise Unreadable if a string in the value is no text that can be written."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Unreadable("expected text, got half of a surrogate pair") from None
-    return value, end
 
 
 def read_whole_json(text: str) -> Any:
@@ -118,19 +133,27 @@ def parse_python(text: str) -> ast.expr:
         raise Unreadable(f"expected a Python expression, got {shown(text)}: {error}") from None
 
 
+def _is_plain(value: object) -> bool:
+    """Whether JSON has a constant of Python, in a length that is read. Raises Unreadable."""
+    if isinstance(value, str):
+        _check_text(value)
+        return True
+    if isinstance(value, int):
+        return bool(abs(value) < 10**MAX_DIGITS)
+    return value is None or (isinstance(value, float) and math.isfinite(value))
+
+
 def python_value(node: ast.expr) -> Any:
     """Return the value of a literal: a string, number, True, False, None, list or dictionary.
     Raises Unreadable."""
     match node:
-        case ast.Constant(value=bool() | str() | int() | None as value):
-            return value
-        case ast.Constant(value=float() as value) if math.isfinite(value):
+        case ast.Constant(value=value) if _is_plain(value):
             return value
         case ast.Name(id=name) if name in PYTHON_NAMES:
             return PYTHON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            if not isinstance(value, bool) and math.isfinite(value):
-                return -value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as operand):
+            if not isinstance(operand.value, bool):
+                return -python_value(operand)
         case ast.List(elts=elements):
             return [python_value(each) for each in elements]
         case ast.Dict(keys=keys, values=values):
@@ -158,8 +181,11 @@ def _choices(schema: Schema, root: Schema, depth: int = 0) -> list[dict[str, Any
         return _choices(
             {**(target if isinstance(target, Mapping) else {}), **schema}, root, depth + 1
         )
-    for part in schema.pop("allOf", None) or ():
-        schema = {**part, **schema}
+    parts = schema.pop("allOf", None) or ()
+    if parts:
+        for part in parts:
+            schema = {**part, **schema}
+        return _choices(schema, root, depth + 1)  # a part may be a reference
     found: list[dict[str, Any]] = []
     alternatives = [*(schema.pop("anyOf", None) or ()), *(schema.pop("oneOf", None) or ())]
     is_nullable = schema.pop("nullable", False)
@@ -399,10 +425,10 @@ def _convert(text: str, kind: str | None, name: str) -> Any:
             return word.lower() == "true"
         case "null" if word in NULL_TEXTS:
             return None
-        case "integer" if INTEGER.fullmatch(word) and len(word) < MAX_SHOWN:
-            return int(word)
+        case "integer" | "number" if INTEGER.fullmatch(word):
+            return _integer(word)
         case "integer" | "number" if NUMBER.fullmatch(word):
-            return int(word) if INTEGER.fullmatch(word) and len(word) < MAX_SHOWN else _finite(word)
+            return _finite(word)
         case "array" | "object" | None:
             return _structure(word, kind, name)
     raise Unreadable(f"{name}: expected {NAMES.get(str(kind), kind)}, got {shown(text)}")

@@ -134,8 +134,9 @@ def _by_schema(written: Written, functions: Mapping[str, Mapping[str, Any]]) -> 
     read = read_arguments if written.are_texts else check_arguments
     try:
         arguments = read(written.arguments, function)
-    except Unreadable as error:
-        reason = f"the tool '{written.name}' is not called: {error}"
+    except (Unreadable, RecursionError) as error:
+        why = "its arguments are nested too deeply" if isinstance(error, RecursionError) else error
+        reason = f"the tool '{written.name}' is not called: {why}"
         return BadCall(reason, name, exact, written.call_id)
     return ToolCall(written.name, arguments, written.call_id)
 

@@ -29,6 +29,7 @@ the beginning and the end of a call. Text that can be read in two ways is not re
 """
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -90,15 +91,23 @@ class Format:
         for begin, end in self.marks:
             if not end or re.compile(begin).match(text, start) is None:
                 continue
-            first, is_open = len(text), False
-            for mark in re.compile(f"(?P<begin>{begin})|{end}").finditer(text, start):
-                if is_open == (mark["begin"] is not None):
-                    return len(text)
-                is_open = not is_open
-                if not is_open:
-                    first = min(first, mark.end())
-            return first
+            if _last_repeated_mark(begin, end, text) >= start:
+                return len(text)
+            first = re.compile(end).search(text, start)
+            return len(text) if first is None else first.end()
         return len(text)
+
+
+@functools.lru_cache(maxsize=4)  # a turn may have thousands of calls that cannot be read
+def _last_repeated_mark(begin: str, end: str, text: str) -> int:
+    """Return where the last mark is that another one of its kind follows, -1 for none."""
+    found, previous = -1, None
+    for mark in re.compile(f"(?P<begin>{begin})|{end}").finditer(text):
+        is_begin = mark["begin"] is not None
+        if previous is not None and previous[1] == is_begin:
+            found = previous[0]
+        previous = (mark.start(), is_begin)
+    return found
 
 
 def _expect(text: str, start: int, word: str) -> int:
@@ -436,17 +445,18 @@ MINIMAX_M2 = Tags(
     begin=r"<minimax:tool_call>",
     end=r"</minimax:tool_call>",
 )
+ARG_KEY = r"(?P<key>[^<>\s](?:[^<>]*[^<>\s])?)"  # without spaces around it, in linear time
 GLM = Tags(
     function=r"<tool_call>\s*(?P<name>[^\s<>{}\[\]]+)",
     end_function=r"</tool_call>",
-    parameter=r"<arg_key>\s*(?P<key>[^<>]+?)\s*</arg_key>\s*<arg_value>",
+    parameter=rf"<arg_key>\s*{ARG_KEY}\s*</arg_key>\s*<arg_value>",
     end_parameter=r"</arg_value>",
     mark=r"<tool_call>",
 )
 HY3 = Tags(  # some checkpoints have a suffix in each tag: <tool_call:opensource>
     function=r"<tool_call(?::\w+)?>\s*(?P<name>[^\s<>{}\[\]]+)\s*<tool_sep(?::\w+)?>",
     end_function=r"</tool_call(?::\w+)?>",
-    parameter=r"<arg_key(?::\w+)?>\s*(?P<key>[^<>]+?)\s*</arg_key(?::\w+)?>\s*<arg_value(?::\w+)?>",
+    parameter=rf"<arg_key(?::\w+)?>\s*{ARG_KEY}\s*</arg_key(?::\w+)?>\s*<arg_value(?::\w+)?>",
     end_parameter=r"</arg_value(?::\w+)?>",
     begin=r"<tool_calls(?::\w+)?>",
     end=r"</tool_calls(?::\w+)?>",
@@ -578,7 +588,7 @@ def _read_lfm2(text: str, start: int, _: Declared) -> Region:
         end = text.find(mark, position)
         body = text[begin:end] if end >= 0 else text[begin:]
         try:
-            node = parse_python(body)
+            node = _parse_lfm2(body)
         except Unreadable as reason:
             error = reason
         else:
@@ -587,6 +597,21 @@ def _read_lfm2(text: str, start: int, _: Declared) -> Region:
             break
         position = end + len(mark)
     raise error
+
+
+NO_ESCAPE = re.compile(r"\\\n|\b[rR]['\"]")  # behind it, `\n` would be no line break
+
+
+def _parse_lfm2(body: str) -> ast.expr:
+    """Parse Python in which a string in single quotes may have several lines, as LFM2.5's template
+    writes it. Raises Unreadable."""
+    try:
+        return parse_python(body)
+    except Unreadable:
+        if "\n" not in body.strip() or NO_ESCAPE.search(body):
+            raise
+    # A line break outside of strings becomes an error here, so no other text is changed.
+    return parse_python(body.strip().replace("\n", "\\n"))
 
 
 def _python_calls(node: ast.expr) -> list[Written]:
@@ -651,7 +676,7 @@ FORMATS = {
         _gpt_oss_call,
         (
             (
-                r"(?:<\|start\|>assistant)?(?: ?<\|channel\|>\w+)? ?\bto=[^\s<]+"
+                r"(?:<\|start\|>assistant)?(?: ?<\|channel\|>\w+)? ?\bto=[^\s<]{1,200}(?=[\s<])"
                 r"(?=[^<]{0,40}(?:<\|(?:channel|constrain)\|>[^<]{0,40}){0,2}<\|message\|>)",
                 r"<\|call\|>|<\|end\|>",
             ),
@@ -692,7 +717,10 @@ FORMATS = {
     ),
     "hermes": _json_between(("<tool_call>", "</tool_call>"), signs=("<tool_call>",)),
     "llama3": Format(
-        _read_llama3, ((r"\A\s*(?:<\|python_tag\|>\s*)?\{", ""),), ('"parameters": ',)
+        # A JSON object without a name is an answer.
+        _read_llama3,
+        ((r'\A\s*(?:<\|python_tag\|>\s*\{|\{(?=(?s:.*)"name"))', ""),),
+        ('"parameters": ',),
     ),
 }
 """By name. A template has the first format that reads its own call: later ones are more general."""
