@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from easyrl.agents.endpoint import Endpoint
+from easyrl.agents.episodes import AgentEpisodes
 from easyrl.agents.program import Agent, fill_in
 from easyrl.config import ConfigError, load_config
 from easyrl.config.rollout import SamplingChoice
@@ -31,7 +32,6 @@ from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
-from easyrl.workers.agents import AgentEpisodes
 from own_processes import WAIT_SECONDS, popen
 from runs import (
     ALL_SAMPLES,

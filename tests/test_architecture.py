@@ -13,8 +13,8 @@ from easyrl.formatting import EXTRAS
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 LAYERS = (
     ["__init__", "formatting", "layout", "types", "events", "processes", "devices"],
-    *(["config", "user_code"], ["algorithm"], ["data"], ["rewards"], ["agents", "environments"]),
-    *(["channels"], ["model"], ["engines"], ["workers"], ["runtime"], ["observe"]),
+    *(["config", "user_code"], ["algorithm"], ["data"], ["rewards"], ["channels"], ["model"]),
+    *(["engines"], ["agents", "environments"], ["workers"], ["runtime"], ["observe"]),
     *(["evaluation"], ["bench"], ["api"], ["cli", "__main__"]),
 )
 """Lowest first."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from easyrl.agents.endpoint import Endpoint, Request
+from easyrl.agents.episodes import AgentEpisodes, Episode, Group
 from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.engines.embedded import EmbeddedEngine
@@ -19,7 +20,6 @@ from easyrl.model.policy import Policy
 from easyrl.observe.text import say
 from easyrl.runtime.placement import device_name, place_evaluation
 from easyrl.types import Prompt
-from easyrl.workers.agents import AgentEpisodes, Episode, Group
 from easyrl.workers.rollout import sampling_settings
 
 NUM_ROWS = 16  # requests at a time

@@ -29,6 +29,7 @@ from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import SamplingSettings
+from easyrl.environments.episodes import Episodes
 from easyrl.environments.pool import EnvironmentPool
 from easyrl.layout.row import group_tree
 from easyrl.model.files import tokenizer_of
@@ -47,12 +48,11 @@ from easyrl.types import (
     RolloutGroup,
 )
 from easyrl.workers.core_sharing import WorkerCores
-from easyrl.workers.episodes import Episodes
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
 if TYPE_CHECKING:
-    from easyrl.workers.agents import AgentEpisodes
+    from easyrl.agents.episodes import AgentEpisodes
 
 TRAIN, EVALUATE = 0, 1
 Key = tuple[int, int, int]
@@ -126,7 +126,7 @@ class RolloutWorker:
         if self.config.rollout.agent is None:
             return Episodes(self.config, pool, max_open_groups=most)
         from easyrl.agents.endpoint import Endpoint  # of the extra `agents`
-        from easyrl.workers.agents import AgentEpisodes
+        from easyrl.agents.episodes import AgentEpisodes
 
         endpoint = Endpoint(self.config, self.sampling)
         return AgentEpisodes(self.config, pool, endpoint, max_open_groups=most)
