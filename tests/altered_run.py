@@ -22,10 +22,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from easyrl.runtime import launch
+from easyrl.runtime import worker_process
 from easyrl.workers.settings import WorkerSettings
 
-set_up_environment = launch._set_up_environment
+set_up_environment = worker_process._set_up_environment
 KINDS = "iteration", "evaluation"  # of requests, as numbered in their keys
 STEPS = 5
 """A worker dies in this step of its work: nothing is finished, or some groups are."""
@@ -151,7 +151,7 @@ def _hang(who: str) -> None:
     WorkerSettings.weight_endpoint = with_small_buckets  # type: ignore[method-assign]
 
 
-launch._set_up_environment = alter
+worker_process._set_up_environment = alter
 if os.environ.get("HANG"):
     _hang(os.environ["HANG"])
 

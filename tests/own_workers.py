@@ -13,7 +13,7 @@ from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.config import Config, load_config
 from easyrl.layout.tree import TokenTree
 from easyrl.runtime.fleet import Fleet
-from easyrl.runtime.launchers import ProcessLauncher
+from easyrl.runtime.local_launcher import LocalLauncher
 from easyrl.types import RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 
@@ -127,7 +127,7 @@ def spawned_settings(placement):
         return SimpleNamespace(name=name)
 
     supervisor = SimpleNamespace(spawn=spawn)
-    with ProcessLauncher(placement) as launcher:
+    with LocalLauncher(placement) as launcher:
         Fleet(
             load_config(), placement, supervisor, launcher, log_of=Path, notify=lambda event: None
         )

@@ -66,7 +66,7 @@ from dataclasses import replace
 from datetime import timedelta
 from easyrl import devices
 from easyrl.config import load_config
-from easyrl.runtime import launch
+from easyrl.runtime import worker_process
 from easyrl.workers.settings import WorkerSettings
 
 settings = WorkerSettings(
@@ -74,7 +74,7 @@ settings = WorkerSettings(
     config=load_config(), max_concurrent_groups=1, store="", log_file=None,
     device_indices=(2,), memory_fraction=0.25, engine=ENGINE,
 )
-launch._set_up_environment(launch.with_environment(settings))
+worker_process._set_up_environment(worker_process.with_environment(settings))
 found = {"visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"]}
 if settings.engine == "embedded":
     import torch, torch_npu

@@ -15,7 +15,7 @@ import easyrl
 import easyrl_train
 from easyrl import events
 from easyrl.config import ConfigError, load_config, options_by_key
-from easyrl.runtime.launch import _describe
+from easyrl.runtime.worker_process import _describe
 from own_processes import WAIT_SECONDS
 from runs import easyrl as run_easyrl
 

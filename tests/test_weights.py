@@ -20,7 +20,7 @@ from easyrl.channels import weights
 from easyrl.channels.memory import anonymous_memory, mark_memory, open_memory
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config
-from easyrl.runtime import launch
+from easyrl.runtime import worker_process
 from easyrl.types import Weight
 from own_processes import WAIT_SECONDS
 from own_workers import fork_server, settings_on_cpu
@@ -92,7 +92,7 @@ class Peer:
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "is_cancelled", True))
         config = Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}})
         self.settings = settings_on_cpu("rollout-0", config)
-        launch._set_up_environment(launch.with_environment(self.settings))
+        worker_process._set_up_environment(worker_process.with_environment(self.settings))
 
     def end_at(self, what, signum):
         """Send this process a signal when it waits for `what`."""

@@ -33,7 +33,7 @@ from easyrl.observe.text import say
 from easyrl.rewards.loading import reward_specs, reward_weights
 from easyrl.runtime import preflight, supervisor
 from easyrl.runtime.fleet import Fleet
-from easyrl.runtime.launchers import make_launcher
+from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.ledger import ledger_of_evaluation
 from easyrl.runtime.memory import check_memory, estimate_memory, fits
 from easyrl.runtime.metrics import no_program_warning

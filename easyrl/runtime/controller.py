@@ -49,7 +49,7 @@ from easyrl.rewards.loading import reward_names
 from easyrl.runtime import metrics
 from easyrl.runtime.control import serving
 from easyrl.runtime.fleet import Fleet
-from easyrl.runtime.launchers import Launcher
+from easyrl.runtime.launcher import Launcher
 from easyrl.runtime.ledger import Ledger, ledger_of_evaluation, ledger_of_iteration
 from easyrl.runtime.placement import check_scale, first_engines, numbered
 from easyrl.runtime.preflight import Preflight

@@ -41,7 +41,7 @@ from easyrl import events
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.rewards.loading import read_sources
-from easyrl.runtime.launchers import Launcher
+from easyrl.runtime.launcher import Launcher
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.supervisor import STOP_SECONDS, Origin, Supervisor, Worker, WorkerFailure

@@ -266,7 +266,7 @@ def _reward_device(config: Config) -> list[DeviceSet]:
 
 
 def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
-    if wanted.is_ray:  # the cluster may grow: `ray.launcher` waits for it
+    if wanted.is_ray:  # the cluster may grow: `RayLauncher` waits for it
         return
     if wanted.kind == "accelerator" and max(wanted.indices) >= count:
         if count:

@@ -17,7 +17,7 @@ from easyrl.model.files import fingerprint
 from easyrl.rewards.loading import reward_names, reward_weights
 from easyrl.runtime import run_folder, self_test, supervisor
 from easyrl.runtime.controller import Controller
-from easyrl.runtime.launchers import make_launcher
+from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.placement import describe
 from easyrl.runtime.preflight import Preflight, check_run, describe_weights
 from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths

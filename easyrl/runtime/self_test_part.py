@@ -31,10 +31,10 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import gathered
 from easyrl.processes import environment_of_children, pin
 from easyrl.runtime.fleet import worker_settings
-from easyrl.runtime.launch import run_worker, with_environment
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import Supervisor
+from easyrl.runtime.worker_process import run_worker, with_environment
 from easyrl.workers.settings import WorkerSettings
 
 SMALL = {

@@ -107,7 +107,7 @@ class Worker:
     """A spawned process and the controller's end of its pipe. A thread sends the commands."""
 
     name: str
-    process: Any  # a multiprocessing.Process, or a `ray.launcher.RemoteProcess`
+    process: Any  # a multiprocessing.Process, or a `ray_launcher.RemoteProcess`
     control: Connection
     errors: IO[bytes] | None = None  # the process's standard error until its log is open
     is_open: bool = True

@@ -36,8 +36,8 @@ from easyrl.channels.messages import MAX_UNACKNOWLEDGED, TOKEN, RemoteRing, deco
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout, RingPort
 from easyrl.config import ConfigError
 from easyrl.processes import environment_of_children
-from easyrl.runtime.launch import with_environment, worker_main
 from easyrl.runtime.ray.cluster import versions
+from easyrl.runtime.worker_process import with_environment, worker_main
 from easyrl.workers.settings import WorkerSettings
 
 GROUPS = {"deliver": 1, "put": 1, "query": 1}  # Ray's concurrency groups: threads by kind of call
