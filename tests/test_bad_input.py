@@ -20,7 +20,7 @@ from easyrl.config import load_config
 from easyrl.data import chat
 from easyrl.evaluation import command
 from easyrl.model.policy import Policy
-from easyrl.runtime import memory, run
+from easyrl.runtime import memory_estimate, run
 from easyrl.runtime.preflight import check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
 from runs import easyrl, write_rows
@@ -180,7 +180,7 @@ def test_facts_about_gpus_are_warnings_or_errors(monkeypatch, tmp_path):
         apart = f"output.dir={tmp_path}/run", "devices.infer=0", "devices.train=1"
         return check_run(load_config(words=[*apart, *words])).warnings
 
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
+    monkeypatch.setattr(memory_estimate, "available_memory_bytes", lambda: 2**40)
     gpus = {"accelerator": ("cuda", 2), "total_memory_bytes": 2**36, "memory_in_use": (0, "")}
     assert not check(**gpus, has_peer_access=True, has_c_compiler=True)
     (warning,) = check(has_peer_access=False)

@@ -28,8 +28,8 @@ from easyrl.layout.tree import TokenTree
 from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.policy import Policy
-from easyrl.runtime import memory
-from easyrl.runtime.memory import check_memory, estimate_memory
+from easyrl.runtime import memory_estimate
+from easyrl.runtime.memory_estimate import check_memory, estimate_memory
 from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.preflight import check_run, make_plan
 from easyrl.workers.learner import Learner
@@ -113,7 +113,7 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
     learner.accumulate(batch)  # what is made once is there
     taken = peak_bytes(lambda: learner.accumulate(batch), torch.device("cpu"))
     size = model_size(model_config.to_dict(), num_weights=0)
-    expected = memory.micro_batch_bytes(config, placed(config), size)
+    expected = memory_estimate.micro_batch_bytes(config, placed(config), size)
     assert sum(expected) == pytest.approx(taken, rel=TOLERANCE)
 
 
@@ -129,7 +129,7 @@ def measured_peaks(*words):
         time.sleep(0.05)
     assert run.returncode == 0
     # The process that checks the reward's functions imports no torch, so it is smaller.
-    return [peaks[pid] for pid in sorted(peaks) if peaks[pid] > memory.WORKER_BYTES / 2]
+    return [peaks[pid] for pid in sorted(peaks) if peaks[pid] > memory_estimate.WORKER_BYTES / 2]
 
 
 @pytest.mark.long
@@ -171,15 +171,15 @@ def test_the_kv_cache_of_vllm_is_the_one_that_it_is_given(total, monkeypatch):
     tiny, vllm = ("tiny", "float32", 4 * 8, 80), {"engine": EngineChoice("vllm")}
     for where, device, part in (((), "cpu", None), (SHARED, "cuda:0", 0.5)):
         parts = of("rollout", *words, *where, **vllm)
-        shown = parts["KV cache"] + parts.get(memory.MORE_CACHE, 0)
+        shown = parts["KV cache"] + parts.get(memory_estimate.MORE_CACHE, 0)
         assert shown == pytest.approx(cache_bytes(*tiny, device=device, shared_part=part), abs=2)
     parts = of("rollout", *words, *APART, **vllm)
     left = int(0.5 * (1 - STEP_FRACTION) * total) - WEIGHTS
-    left -= memory.CONTEXT_BYTES + parts["buckets"]
-    more = parts.get(memory.MORE_CACHE, 0)
+    left -= memory_estimate.CONTEXT_BYTES + parts["buckets"]
+    more = parts.get(memory_estimate.MORE_CACHE, 0)
     assert parts["KV cache"] + more == max(left, parts["KV cache"])
     # It takes no part in what fits.
-    counted = memory.bytes_by_memory(estimated(*words, *APART, **vllm))
+    counted = memory_estimate.bytes_by_memory(estimated(*words, *APART, **vllm))
     (on_device,) = [n for where, n in counted.items() if "rollout" in where.name]
     assert on_device == sum(parts.values()) - more
 
@@ -200,7 +200,7 @@ def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
 
     with torch.inference_mode(not is_trained):
         peak = peak_bytes(attend, torch.device("cpu"))
-    expected = memory.TRAINED_SCORE_BYTES if is_trained else memory.SCORE_BYTES
+    expected = memory_estimate.TRAINED_SCORE_BYTES if is_trained else memory_estimate.SCORE_BYTES
     assert peak / (8 * 512**2) == pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -212,7 +212,7 @@ def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights(
     # Where nothing is converted, workers share the pages of the files.
     loading = [of("rollout", *words).get("weights being loaded", 0) for words in (APART, halves)]
     assert loading == [0, WEIGHTS / 2]
-    scores = memory.TRAINED_SCORE_BYTES * 4 * 4096 * 512  # heads, tokens, keys
+    scores = memory_estimate.TRAINED_SCORE_BYTES * 4 * 4096 * 512  # heads, tokens, keys
     assert on_npu["logits, transients"] == scores > on_gpu["logits, transients"]
     assert of("train", *halves, "model.dtype=float32")["logits, transients"] == scores
     for words, buckets in ((APART, (2**27, 2**27)), (SHARED, (0, 2**26))):
@@ -234,7 +234,9 @@ def test_trainer_uses_the_memory_that_there_is(words, reshard, tokens):
     split = ("devices.infer=0-3", "devices.train=4-7", "model.dtype=bfloat16")
     lengths = ("data.max_prompt_length=512", "rollout.max_completion_length=2048")
     config = load_config(words=[*split, *lengths, "train.prompts_per_iteration=64", *words])
-    changed = memory.use_memory(config, resolve_placement(config, parse_assumed("8x140GiB")), size)
+    changed = memory_estimate.use_memory(
+        config, resolve_placement(config, parse_assumed("8x140GiB")), size
+    )
     assert (changed.train.reshard, changed.max_tokens_per_micro_batch) == (reshard, tokens)
 
 
@@ -250,7 +252,7 @@ def test_trainer_uses_the_memory_that_there_is(words, reshard, tokens):
 )
 def test_part_of_a_device_that_cannot_suffice_is_refused(fraction, words, refused, monkeypatch):
     monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 6 * WEIGHTS)
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
+    monkeypatch.setattr(memory_estimate, "available_memory_bytes", lambda: 2**40)
     shared = "devices.infer=0", "devices.train=0", f"rollout.memory_fraction={fraction}"
     all_words = *LEAST, "rollout.num_generations=2", *shared, *words.split()
     match = rf"cuda:0 \({refused}\).*rollout\.memory_fraction"
@@ -266,7 +268,7 @@ def dry_run(*words):
 
 
 def test_dry_run_needs_only_the_models_config_and_warns_as_a_start_does(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(memory_estimate, "available_memory_bytes", lambda: 2**30)
     (line,) = dry_run(f"model.path={tmp_path}")
     assert line.startswith("a run would not start: model.path (--model)")
     shutil.copy(Path(resolve_model("tiny")) / "config.json", tmp_path)
@@ -276,6 +278,6 @@ def test_dry_run_needs_only_the_models_config_and_warns_as_a_start_does(monkeypa
     assert "train.max_tokens_per_micro_batch" in warning
     words = ["devices.infer=cpu", "devices.train=cpu", f"output.dir={tmp_path / 'run'}"]
     assert check_run(load_config(words=words)).warnings == [warning]
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 11 * WEIGHTS)
+    monkeypatch.setattr(memory_estimate, "available_memory_bytes", lambda: 11 * WEIGHTS)
     with pytest.raises(ConfigError, match=r"train\.keep_checkpoints=0.*model\.path"):
         check_memory(estimated(*LEAST))

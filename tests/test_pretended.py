@@ -93,7 +93,7 @@ def test_other_models_and_devices(tmp_path, infer, train, words):
 ESTIMATE = """
 import sys
 from easyrl.config import load_config
-from easyrl.runtime.memory import estimate_memory, use_memory
+from easyrl.runtime.memory_estimate import estimate_memory, use_memory
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import measure_model
 config = load_config(words=sys.argv[1:])

@@ -17,7 +17,7 @@ from easyrl.model import reward_model
 from easyrl.model.files import read_model_files
 from easyrl.rewards.pool import RewardPool
 from easyrl.rewards.worker import Call
-from easyrl.runtime.memory import estimate_memory, memories_of
+from easyrl.runtime.memory_estimate import estimate_memory, memories_of
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import identify_code, measure_model
 from easyrl.runtime.resume import with_absolute_paths

@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.channels import ring_buffer
-from easyrl.channels.memory import available_memory_bytes, kill_reason, oom_kills
 from easyrl.channels.ring_buffer import ARRAYS, HEADER, READY, RingBuffer, RingLayout
-from easyrl.processes import die_with_parent
+from easyrl.processes import available_memory_bytes, die_with_parent, kill_reason, oom_kills
 from easyrl.types import RolloutGroup
 from own_processes import WAIT_SECONDS
 from own_workers import assert_same

@@ -5,8 +5,8 @@ from statistics import median
 
 import pytest
 
+from easyrl.bench.plan import Measured, Split, flags_of, measure, predict_splits
 from easyrl.config import ConfigError, load_config
-from easyrl.observe.splits import Measured, Split, flags_of, measure, predict_splits
 from runs import easyrl, lines_of
 
 

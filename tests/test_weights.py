@@ -17,7 +17,7 @@ import torch
 
 from easyrl import devices
 from easyrl.channels import weights
-from easyrl.channels.memory import anonymous_memory, mark_memory, open_memory
+from easyrl.channels.shared_memory import anonymous_memory, mark_memory, open_memory
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config
 from easyrl.runtime import worker_process

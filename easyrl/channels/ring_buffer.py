@@ -42,8 +42,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from easyrl.channels.memory import anonymous_memory, available_memory_bytes
+from easyrl.channels.shared_memory import anonymous_memory
 from easyrl.config import ConfigError
+from easyrl.processes import available_memory_bytes
 from easyrl.types import RolloutGroup
 
 FREE, WRITING, READY, READING = range(4)

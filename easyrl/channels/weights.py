@@ -44,7 +44,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
-from easyrl.channels.memory import anonymous_memory, mark_memory, open_memory
+from easyrl.channels.shared_memory import anonymous_memory, mark_memory, open_memory
 from easyrl.types import Weight, WeightPiece
 
 BUSY_SECONDS, REST_SECONDS = 0.05, 0.001  # busy-poll for this long, then sleep between polls

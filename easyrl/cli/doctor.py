@@ -18,14 +18,13 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from easyrl import devices
-from easyrl.channels.memory import available_memory_bytes
 from easyrl.engines.vllm import platforms
 from easyrl.formatting import EXTRAS, install_command
-from easyrl.processes import num_cores
+from easyrl.processes import available_memory_bytes, num_cores
 from easyrl.rewards import sandbox
 from easyrl.runtime import self_test
 from easyrl.runtime.fork_server import MODULES
-from easyrl.runtime.memory import GIB, in_gib
+from easyrl.runtime.memory_estimate import GIB, in_gib
 
 SUPPORTED = {"torch": ">=2.10,<2.16", "transformers": ">=5.14", "peft": ">=0.21"}
 """Lower bounds as in pyproject.toml; the upper bound is above the newest version tested."""

@@ -174,7 +174,7 @@ def plan(
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
 ) -> None:
     """Predict the speed of every split of N devices, from the busy times of a run."""
-    from easyrl.observe.splits import flags_of, measure, predict_splits, to_text
+    from easyrl.bench.plan import flags_of, measure, predict_splits, to_text
 
     splits = predict_splits(run := measure(folder), devices)
     best = max(splits, key=lambda split: split.tokens_per_second)

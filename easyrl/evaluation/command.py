@@ -35,7 +35,7 @@ from easyrl.runtime import preflight, supervisor
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.ledger import ledger_of_evaluation
-from easyrl.runtime.memory import check_memory, estimate_memory, fits
+from easyrl.runtime.memory_estimate import check_memory, estimate_memory, fits
 from easyrl.runtime.metrics import no_program_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resume import with_absolute_paths

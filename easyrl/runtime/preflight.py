@@ -50,7 +50,7 @@ from easyrl.rewards.loading import (
     reward_specs,
 )
 from easyrl.rewards.pool import try_rewards
-from easyrl.runtime import memory
+from easyrl.runtime import memory_estimate
 from easyrl.runtime.placement import Placement, describe, resolve_placement
 from easyrl.runtime.resume import Resume, check_resumed, differing, start_from
 from easyrl.runtime.run_folder import folder_of, is_unstarted, refuse_existing
@@ -103,9 +103,11 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     notes = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
     check_engine(config, placement, model.size)
     warnings += [*of_eval, *choice_warnings(config, placement)]
-    config = memory.use_memory(config, placement, model.size)
+    config = memory_estimate.use_memory(config, placement, model.size)
     try:
-        warnings += memory.check_memory(memory.estimate_memory(config, placement, model.size))
+        warnings += memory_estimate.check_memory(
+            memory_estimate.estimate_memory(config, placement, model.size)
+        )
     except ConfigError as error:
         raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
     # A resumed run was checked when it started; the checkpoints of adapters are small.
@@ -166,14 +168,14 @@ def make_plan(
             about_source = source.describe(has_new_adapter=has_new_adapter)
             lines = [about_source, *lines] if about_source else lines
         check_engine(config, placement, size)
-        config = memory.use_memory(config, placement, size)
-        parts = memory.estimate_memory(config, placement, size)
+        config = memory_estimate.use_memory(config, placement, size)
+        parts = memory_estimate.estimate_memory(config, placement, size)
         if size is None:
             lines.append("memory: unknown, as the model's config.json gives no sizes")
         else:
-            lines.append(memory.memory_table(parts))
+            lines.append(memory_estimate.memory_table(parts))
         is_tight = True  # if the next line raises
-        tight = memory.check_memory(parts)
+        tight = memory_estimate.check_memory(parts)
         is_tight, warnings = bool(tight), warnings + tight
         if is_resumed:
             check_resumed(given, folder_of(given))
@@ -185,7 +187,7 @@ def make_plan(
         warnings, is_refused = [*warnings, f"a run would not start: {refused}"], True
     changes: Mapping[str, Any] | None = {}
     if size is not None and is_tight and placement.accelerator != "cpu":
-        changes = memory.propose_changes(config, placement, size)
+        changes = memory_estimate.propose_changes(config, placement, size)
     return Plan("\n".join([described, *lines, *warnings]), not is_refused, changes)
 
 
@@ -363,7 +365,7 @@ def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> 
     """Name settings with which a run that is refused for its memory fits, as text to append."""
     if placement.accelerator == "cpu" or placement.is_ray or size is None:
         return ""
-    changes = memory.propose_changes(config, placement, size)
+    changes = memory_estimate.propose_changes(config, placement, size)
     if changes is None:
         return "; nothing that was tried fits"
     words = to_arguments(change_config(config, changes), config)

@@ -25,8 +25,14 @@ from types import FrameType
 from typing import IO, Any, Literal, Self
 
 from easyrl import events
-from easyrl.channels.memory import kill_reason, oom_kills
-from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE, raise_open_files, send_all
+from easyrl.processes import (
+    UNGUARDED,
+    UNGUARDED_MESSAGE,
+    kill_reason,
+    oom_kills,
+    raise_open_files,
+    send_all,
+)
 from easyrl.runtime.fork_server import ForkServer
 
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
-from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError, change_config
 from easyrl.config.algorithm import TEACHER_KEY
 from easyrl.config.devices import range_words
@@ -22,6 +21,7 @@ from easyrl.engines.vllm.platforms import STEP_FRACTION, wanted_cache_bytes
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize, model_size, read_model_files
+from easyrl.processes import available_memory_bytes
 from easyrl.rewards.loading import KEY as REWARD_KEY
 from easyrl.rewards.loading import reward_models
 from easyrl.runtime.placement import Placement, resolve_placement, ring_layout
