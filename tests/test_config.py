@@ -1,5 +1,6 @@
 """The config: four layers, YAML and words to values, and errors that name the key."""
 
+import pickle
 import re
 import runpy
 from functools import reduce
@@ -23,6 +24,7 @@ from easyrl.config import (
 from easyrl.config.devices import parse_device_set
 from easyrl.config.hints import INSTEAD, names_of_others
 from easyrl.runtime.placement import check_disjoint
+from easyrl.runtime.resolve import resolve
 
 ROOT = Path(__file__).parent.parent
 
@@ -257,3 +259,27 @@ def test_an_unknown_setting_is_named_in_full_and_all_problems_at_once():
     assert "train.learning_rate=" in error_of("train.learning_rate", "1e-5")
     assert "model.lora.rank=" in error_of("model.lora=8")
     assert "a space after the colon, got 'a:b'" in error_of("data.columns={a:b}")
+
+
+def test_a_run_has_a_value_for_all_that_the_config_leaves_open():
+    run = resolve(of("data.dataset=gsm8k", "model.path=owner/name", "model.dtype=bfloat16"))
+    assert pickle.loads(pickle.dumps(run)) == run
+    assert (run.rewards.functions, run.rewards.names, run.rewards.weights) == (
+        ("gsm8k",),
+        ("gsm8k",),
+        (1.0,),
+    )
+    assert run.rewards.timeout_seconds == 120.0 and run.episodes is None and run.teacher is None
+    assert run.optimizer.learning_rate == 1e-6 and run.loss.correction == "truncate"
+    assert run.schedule.ring_slots == 16 and run.batches.max_tokens == 4096
+    assert run.loss.epsilon_high == 0.2 and run.limits.max_sequence_length == 768
+
+
+def test_what_acts_in_episodes_may_score_them():
+    agent = resolve(of("rollout.agent=a.py:solve", "reward.functions=math", "reward.weights=[3]"))
+    assert agent.rewards.functions == ("agent", "math") and agent.rewards.weights == (1.0, 3.0)
+    assert agent.episodes.key == "rollout.agent" and agent.episodes.rewards == agent.rewards
+    game = resolve(of("rollout.environment=guess", "runtime.deterministic=true"))
+    assert game.rewards.functions == ("environment",) and game.episodes.num_threads == 1
+    assert game.data.environments == ("",)
+    assert resolve(of("data.dataset=mine.jsonl")).rewards.functions == ()  # a check refuses it

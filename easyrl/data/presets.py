@@ -118,6 +118,18 @@ def preset_of(name: str, data: DataConfig) -> Preset | None:
     return named_preset(name, data) or PRESETS.get(data.preset or "")
 
 
+def default_reward(data: DataConfig) -> str | None:
+    """Return the reward that all of the data sets have; None if some have none, or another one."""
+    rewards = set[str | None]()
+    for name in data.datasets:
+        if name.startswith(REASONING_GYM):
+            rewards.add("reasoning_gym")
+        else:
+            preset = PRESETS.get(name) or PRESETS.get(data.preset or "")
+            rewards.add(None if preset is None else preset.reward)
+    return rewards.pop() if len(rewards) == 1 else None
+
+
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
     preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
     return preset.sampling if preset else {}

@@ -1,0 +1,321 @@
+"""The resolved settings of a run, in parts: each part of the program gets its own, never `Config`.
+
+    Config ──resolve──► RunSpec ──► model, data, rewards, episodes, …   (`easyrl.runtime.resolve`)
+                           ├──► RolloutSpec ──► a rollout worker
+                           └──► TrainSpec ────► a train worker
+
+Nothing here is `auto` or null where a run uses a value. A part has no torch and no code of the
+user's, is never changed, and can be pickled for a process. The config's sections explain the
+settings: a field has its key's name and meaning unless a comment says something else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from easyrl.config import Config
+from easyrl.config.algorithm import LOSS_TYPES, POLICY
+from easyrl.config.data import DataConfig
+from easyrl.config.devices import DevicesConfig
+from easyrl.config.model import AttentionMode, DType, LoraConfig
+from easyrl.config.reward import RewardConfig
+from easyrl.config.rollout import SamplingChoice, ToolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """Longest prompt and longest completion, in tokens."""
+
+    max_prompt_length: int
+    max_completion_length: int
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.max_prompt_length + self.max_completion_length
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The policy's model, and how it is computed."""
+
+    path: str
+    dtype: DType
+    trust_remote_code: bool
+    attention: AttentionMode
+    lora: LoraConfig
+    chat_template: str | None  # instead of the tokenizer's own
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """Where the prompts come from and how a row becomes one."""
+
+    options: DataConfig
+    seed: int
+    environments: tuple[str, ...]
+    """Names that the column `environment` of a row may have, as ("maze", "guess"). ("",): there is
+    one environment, or an agent, which rows do not name. (): completions have one turn."""
+    teacher_prompt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """The reward functions, and how they are run."""
+
+    functions: tuple[str, ...]
+    """Entries as in `reward.functions`: ("math", "mine.py:length"). Empty if neither the config nor
+    the data's preset names one, which a check refuses."""
+    names: tuple[str, ...]
+    """Names for metrics, one per function, each only once: ("math", "length")."""
+    weights: tuple[float, ...]  # one per function
+    models: tuple[str, ...]  # those of `functions` that are reward models
+    is_none: bool  # no reward trains: the teacher is the only signal
+    timeout_seconds: float  # of a call
+    options: RewardConfig
+    """The other settings of the section. Its `functions` and `weights` are not resolved."""
+    datasets: tuple[str, ...]  # whose presets the default function is of
+    acts: Literal["environment", "tools", "agent"] | None
+    """What acts in episodes, and may have a reward of its own."""
+    num_generations: int
+    max_completion_length: int
+    trust_remote_code: bool
+    is_deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """Environments, tools or an agent: what acts between two turns of the model."""
+
+    key: Literal["rollout.environment", "rollout.agent"]  # of what acts
+    environments: Mapping[str, str | None]
+    """Environments by name, as {"maze": "maze.py:Maze"}. A single one has the name "", and is None
+    with tools alone."""
+    tools: tuple[str, ...]
+    agent: str | None
+    agent_words: tuple[str, ...]  # the words of an agent that is a command; (): a function
+    ignores_sampling: bool  # an agent's requests may ask for any sampling settings
+    tool_format: ToolFormat
+    chat_template_kwargs: Mapping[str, Any]
+    max_turns: int
+    limits: TokenLimits
+    stop: tuple[str, ...]
+    sampling: SamplingChoice  # of training
+    tool_timeout_seconds: float
+    episode_timeout_seconds: float | None
+    num_processes: int  # per rollout worker
+    num_threads: int  # calls at a time in each process
+    rewards: RewardSpec
+    seed: int
+    is_deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """The inference engines."""
+
+    name: Literal["auto", "embedded", "vllm"]
+    """`auto`: `runtime.placement` chooses, which knows the devices."""
+    tensor_parallel_size: int
+    memory_fraction: float | None  # None: it depends on whether a device is shared
+    max_concurrent_groups: int | None  # None: it depends on the number of engines
+    stop: tuple[str, ...]
+    seed: int
+    is_deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageSpec:
+    """How the rewards of a group become advantages."""
+
+    estimator: Literal["group", "rloo"]
+    scale: Literal["group", "none"]
+    has_rewards: bool  # False: all advantages are 0, and only a teacher trains
+    dynamic_sampling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """The settings of the loss. `easyrl.algorithm.losses` has the formulas."""
+
+    loss_type: str
+    importance_sampling_level: Literal["token", "sequence"]
+    epsilon: float
+    epsilon_high: float
+    beta: float
+    entropy_coef: float
+    has_teacher: bool
+    teacher_weight: float
+    teacher_divergence: float | None
+    correction: Literal["none", "truncate", "mask"]  # `importance_sampling_correction`
+    importance_sampling_cap: float
+    max_completion_length: int
+    config: Config  # all settings, for a loss of the user's own
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return self.loss_type not in LOSS_TYPES
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSpec:
+    """The model that scores the policy's completions."""
+
+    path: str | None  # None: it is the policy itself, with its current weights
+    has_own_prompt: bool
+    divergence: float | None
+    temperature: float
+    dtype: DType
+
+    @property
+    def shown(self) -> str:
+        return self.path or POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """The optimizer's steps, and what the forward and backward passes keep where."""
+
+    learning_rate: float
+    lr_scheduler_type: Literal["constant", "linear", "cosine"]
+    iterations: int
+    warmup_iterations: int
+    max_grad_norm: float
+    compile: bool
+    activation_checkpointing: bool
+    offload: tuple[Literal["reference", "old", "optimizer"], ...]
+    reshard: Literal["auto"] | bool
+    """`auto`: `runtime.memory` chooses; a worker takes it for True."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """How the groups of an iteration become micro-batches."""
+
+    prompts_per_iteration: int
+    updates_per_iteration: int
+    num_generations: int
+    max_tokens: int  # of a micro-batch
+    mask_truncated_completions: bool
+    keeps_zero_advantages: bool
+    """Whether a rollout with advantage 0 has a gradient: of the KL term, the entropy bonus or the
+    teacher's term."""
+    waits_for_all: bool  # the first micro-batch begins once all groups are in (schedule `sync`)
+    is_deterministic: bool
+
+    @property
+    def groups_per_update(self) -> int:
+        return self.prompts_per_iteration // self.updates_per_iteration
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSpec:
+    """The iterations of the run, and what happens between them."""
+
+    schedule: Literal["periodic", "sync"]
+    iterations: int
+    prompts_per_iteration: int
+    updates_per_iteration: int
+    num_generations: int
+    ring_slots: int
+    dynamic_sampling: bool
+    seed: int
+    is_deterministic: bool
+    save_every: int | None
+    keep_checkpoints: int
+    eval_every: int
+    correct_reward: float
+    num_samples_kept: int | None  # groups of an iteration in samples.jsonl; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSpec:
+    """How long to wait for workers, and how many to replace."""
+
+    timeout_seconds: float
+    stall_seconds: float | None
+    max_restarts: int
+    restart_window_seconds: float
+    autoscale: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """What a rollout worker needs."""
+
+    model: ModelSpec
+    engine: EngineSpec
+    limits: TokenLimits
+    sampling: SamplingChoice
+    rewards: RewardSpec
+    episodes: EpisodeSpec | None
+    advantages: AdvantageSpec
+    chat_template_kwargs: Mapping[str, Any]
+    num_updates: int  # of the whole run
+    num_samples_kept: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpec:
+    """What a train worker needs."""
+
+    model: ModelSpec
+    optimizer: OptimizerSpec
+    loss: LossOptions
+    teacher: TeacherSpec | None
+    batches: BatchSpec
+    temperature: float
+    keep_checkpoints: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """A run, resolved (`easyrl.runtime.resolve`)."""
+
+    model: ModelSpec
+    data: DataSpec
+    rewards: RewardSpec
+    episodes: EpisodeSpec | None  # None: a completion has one turn
+    limits: TokenLimits
+    sampling: SamplingChoice
+    engine: EngineSpec
+    advantages: AdvantageSpec
+    loss: LossOptions
+    teacher: TeacherSpec | None
+    optimizer: OptimizerSpec
+    batches: BatchSpec
+    schedule: ScheduleSpec
+    faults: FaultSpec
+    devices: DevicesConfig
+    code: Mapping[str, Sequence[str]]
+    """Entries that may be functions or classes of the user's, by their keys, as
+    {"reward.functions": ["mine.py:length"], "rollout.tools": []}."""
+
+    @property
+    def for_rollout(self) -> RolloutSpec:
+        return RolloutSpec(
+            model=self.model,
+            engine=self.engine,
+            limits=self.limits,
+            sampling=self.sampling,
+            rewards=self.rewards,
+            episodes=self.episodes,
+            advantages=self.advantages,
+            chat_template_kwargs=self.data.options.chat_template_kwargs,
+            num_updates=self.schedule.iterations * self.schedule.updates_per_iteration,
+            num_samples_kept=self.schedule.num_samples_kept,
+        )
+
+    @property
+    def for_training(self) -> TrainSpec:
+        return TrainSpec(
+            model=self.model,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            teacher=self.teacher,
+            batches=self.batches,
+            temperature=self.sampling.temperature,
+            keep_checkpoints=self.schedule.keep_checkpoints,
+            seed=self.schedule.seed,
+        )
