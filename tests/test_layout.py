@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.layout.tree import NONE, TokenTree
+from easyrl.layout.tree import NONE, TokenTree, merge_prefixes
 
 
 @st.composite
@@ -141,3 +141,60 @@ def test_a_group_is_a_prompt_that_its_completions_continue(prompt, completions):
 def test_a_tree_that_is_none_is_refused(lengths, parents):
     with pytest.raises(AssertionError):
         TokenTree(np.array(lengths), np.array(parents))
+
+
+@st.composite
+def drawn_trees_with_ids(draw):
+    """Some trees, with ids of few values, so that several begin alike."""
+    trees = draw(st.lists(TREES, min_size=1, max_size=4))
+    number = sum(tree.num_tokens for tree in trees)
+    ids = draw(st.lists(st.integers(0, 1), min_size=number, max_size=number))
+    return trees, np.array(ids)
+
+
+@given(drawn_trees_with_ids(), st.integers(1, 3))
+def test_trees_that_begin_alike_share_their_beginnings_and_keep_every_path(drawn, min_shared):
+    trees, ids = drawn
+    merged = merge_prefixes(trees, ids, min_shared=min_shared)
+    before = naive_predecessors(TokenTree.joined(trees))
+    row_paths = paths_of(naive_predecessors(merged.row.tree))
+    row_ids = ids[merged.row.tokens]
+    for token, path in enumerate(paths_of(before)):
+        place = merged.places[token]
+        assert row_ids[row_paths[place]].tolist() == ids[path].tolist()
+    assert merged.row.tree.is_depth_first
+    assert {*merged.places.tolist()} == {*range(merged.row.tree.num_tokens)}
+    assert merged.num_saved == len(ids) - merged.row.tree.num_tokens
+    joined = TokenTree.joined(trees)
+    if joined.is_depth_first and merged.num_saved == 0:
+        assert merged.row.tree.lengths.tolist() == joined.lengths.tolist()
+        assert merged.row.tokens.tolist() == [*range(len(ids))]
+
+
+@given(drawn_trees_with_ids(), st.integers(1, 3))
+def test_as_many_tokens_of_the_roots_are_shared_as_can_be(drawn, min_shared):
+    trees, ids = drawn
+    joined = TokenTree.joined(trees)
+    roots = [
+        tuple(ids[start:stop].tolist())
+        for start, stop, parent in zip(joined.starts, joined.stops, joined.parents, strict=True)
+        if parent == NONE
+    ]
+    num_saved = 0
+    for number, root in enumerate(roots):
+        shared = [0]
+        for other in roots[:number]:
+            length = max(k for k in range(len(root) + 1) if root[:k] == other[:k])
+            shared.append(length)
+        num_saved += max(shared) if max(shared) >= min_shared else 0
+    assert merge_prefixes(trees, ids, min_shared=min_shared).num_saved == num_saved
+
+
+def test_groups_behind_one_system_prompt_become_one_tree():
+    trees = [TokenTree.of_group(3, [2, 1]), TokenTree.of_group(4, [1])]
+    ids = np.array([7, 8, 1, 5, 5, 6, 7, 8, 2, 2, 9])
+    merged = merge_prefixes(trees, ids)
+    assert ids[merged.row.tokens].tolist() == [7, 8, 1, 5, 5, 6, 2, 2, 9]
+    assert merged.row.tree.lengths.tolist() == [2, 1, 2, 1, 2, 1]
+    assert merged.row.tree.parents.tolist() == [NONE, 0, 1, 1, 0, 4]
+    assert merge_prefixes(trees, ids, min_shared=3).num_saved == 0

@@ -20,6 +20,7 @@ Shapes: N nodes, T tokens of all nodes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,26 +68,34 @@ class TokenTree:
         than the next one continues it. `cuts`: tokens that begin a node in any case.
         """
         num_tokens = len(predecessors)
-        jumps = np.flatnonzero(predecessors != np.arange(-1, num_tokens - 1))
+        token_before = np.arange(-1, num_tokens - 1)
+        jumps = np.flatnonzero(predecessors != token_before)
         continued = predecessors[jumps]
         behind_continued = continued[continued != NONE] + 1
-        starts = np.unique(np.concatenate([[0], jumps, behind_continued, [*cuts]]).astype(np.int64))
+        first_token = [0]
+        bounds = np.concatenate([first_token, jumps, behind_continued, list(cuts)])
+        starts = np.unique(bounds.astype(np.int64))
         starts = starts[starts < num_tokens]
         lengths = np.diff(starts, append=num_tokens)
-        before = predecessors[starts]
+
         # A token is in the last node that starts at it or before it.
-        node_before = np.searchsorted(starts, before, side="right") - 1
-        return cls(lengths, np.where(before == NONE, NONE, node_before))
+        before = predecessors[starts]
+        node_of_before = np.searchsorted(starts, before, side="right") - 1
+        parents = np.where(before == NONE, NONE, node_of_before)
+        return cls(lengths, parents)
 
     @classmethod
     def joined(cls, trees: Sequence[TokenTree]) -> Self:
         """Return the forest of these trees, side by side."""
+        lengths = list[Ints]()
         parents = list[Ints]()
         num_nodes = 0
         for tree in trees:
-            parents.append(np.where(tree.parents == NONE, NONE, tree.parents + num_nodes))
+            renumbered = tree.parents + num_nodes
+            lengths.append(tree.lengths)
+            parents.append(np.where(tree.parents == NONE, NONE, renumbered))
             num_nodes += tree.num_nodes
-        return cls(np.concatenate([tree.lengths for tree in trees]), np.concatenate(parents))
+        return cls(np.concatenate(lengths), np.concatenate(parents))
 
     @property
     def num_nodes(self) -> int:
@@ -128,8 +137,8 @@ class TokenTree:
     def predecessors(self) -> Ints:
         """Number [T] of the token that each token continues, or NONE."""
         before = np.arange(-1, self.num_tokens - 1)
-        is_root = self.parents == NONE
-        before[self.starts] = np.where(is_root, NONE, self.stops[self.parents] - 1)
+        last_token_of_parent = self.stops[self.parents] - 1
+        before[self.starts] = np.where(self.parents == NONE, NONE, last_token_of_parent)
         return before
 
     @cached_property
@@ -142,12 +151,16 @@ class TokenTree:
     @property
     def leaves(self) -> list[int]:
         """The nodes that nothing continues."""
-        return [int(node) for node in np.flatnonzero(~self.has_children)]
+        leaves: list[int] = np.flatnonzero(~self.has_children).tolist()
+        return leaves
 
     @cached_property
     def ends(self) -> Ints:
-        """Number [N] of the token behind all that is below each node: the tokens that see it are
-        its own and those up to there. The tree has to be in depth-first order."""
+        """Number [N] of the first token behind all nodes below each node.
+
+        The tree has to be in depth-first order. The tokens that see node n are then those from
+        `starts[n]` to before `ends[n]`.
+        """
         assert self.is_depth_first, "what is below a node stands right behind it"
         ends = self.stops.copy()
         for node in reversed(range(self.num_nodes)):
@@ -170,10 +183,12 @@ class TokenTree:
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from the root to `node`."""
-        path = [node]
-        while (parent := int(self.parents[path[-1]])) != NONE:
-            path.append(parent)
-        return path[::-1]
+        path = list[int]()
+        while node != NONE:
+            path.append(node)
+            node = int(self.parents[node])
+        path.reverse()
+        return path
 
     def tokens_of(self, nodes: Iterable[int]) -> Ints:
         """Return the numbers of the tokens of these nodes, node by node."""
@@ -181,24 +196,27 @@ class TokenTree:
         return np.concatenate(ranges) if ranges else np.zeros(0, np.int64)
 
     def depth_first(self, cuts: Iterable[int] = ()) -> Arrangement:
-        """Arrange the tokens so that all that is below a node stands right behind it, children in
-        their order. A node that alone continues another is then joined to it, unless it begins with
-        a token in `cuts`."""
+        """Arrange the tokens so that all nodes below a node stand right behind it, children in
+        their order. A node that is the only one to continue its parent is joined to it, unless its
+        first token is in `cuts`."""
         tokens = self.tokens_of(_depth_first_order(self.parents))
-        places = np.empty_like(tokens)
+        places = np.empty_like(tokens)  # where each token of this tree stands in the row
         places[tokens] = np.arange(len(tokens))
         before = self.predecessors[tokens]
-        before = np.where(before == NONE, NONE, places[before])
-        return Arrangement(TokenTree.of_predecessors(before, places[[*cuts]]), tokens)
+        place_before = np.where(before == NONE, NONE, places[before])
+        row = TokenTree.of_predecessors(place_before, places[list(cuts)])
+        return Arrangement(row, tokens)
 
     def repeated(self, leaves: Iterable[int]) -> Arrangement:
         """Arrange the whole path to each of these leaves as a sequence of its own, in depth-first
-        order: tokens that several paths share are repeated."""
-        wanted = {*leaves}
-        order = [node for node in _depth_first_order(self.parents) if node in wanted]
-        sequences = [self.tokens_of(self.path(leaf)) for leaf in order]
-        tree = TokenTree.of_sequences([len(tokens) for tokens in sequences])
-        return Arrangement(tree, np.concatenate(sequences))
+        order. Tokens that several paths share are repeated."""
+        wanted = set(leaves)
+        sequences = list[Ints]()
+        for node in _depth_first_order(self.parents):
+            if node in wanted:
+                sequences.append(self.tokens_of(self.path(node)))
+        row = TokenTree.of_sequences(list(map(len, sequences)))
+        return Arrangement(row, np.concatenate(sequences))
 
 
 class Arrangement(NamedTuple):
@@ -208,22 +226,110 @@ class Arrangement(NamedTuple):
     tokens: Ints  # [T] number, in the tree that was arranged, of each token of the row
 
     def first_places(self, num_tokens: int) -> Ints:
-        """Return where each token of the arranged tree first stands in the row [num_tokens]. Of a
-        token that the row lacks, 0."""
+        """Return where each token of the arranged tree first stands in the row [num_tokens].
+
+        A token that is not in the row gets 0.
+        """
         places = np.zeros(num_tokens, np.int64)
         numbers = np.arange(len(self.tokens))
         places[self.tokens[::-1]] = numbers[::-1]  # the first place is assigned last
         return places
 
 
+class Merged(NamedTuple):
+    """Trees with their common beginnings joined; see `merge_prefixes`."""
+
+    row: Arrangement  # its tokens are numbered as in `TokenTree.joined(trees)`
+    places: Ints  # [T] place in the row of each token of the joined trees
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens that the row has fewer than the trees."""
+        return len(self.places) - len(self.row.tokens)
+
+
+def merge_prefixes(trees: Sequence[TokenTree], ids: Ints, *, min_shared: int = 1) -> Merged:
+    """Join the roots of trees that begin with the same token ids, as far as they are the same.
+
+        tree 0   A B C ─┬─ R        A B ─┬─ C ─┬─ R
+                        └─ S   ──►       │     └─ S
+        tree 1   A B D ─── T             └─ D ─── T
+
+    `ids` [T]: token ids of all trees, one tree after the other. A root joins the one before it that
+    shares the longest beginning with it, if that has at least `min_shared` tokens: a node costs
+    some time of its own, so that a few tokens in common by chance do not pay.
+
+    Only roots are compared. Two completions of one prompt may well begin with the same token, but
+    joining these would cut the row into many short nodes.
+    """
+    joined = TokenTree.joined(trees)
+    kept = np.arange(joined.num_tokens)  # [T] the token that stands in the row for each token
+    roots = list[_Root]()  # those before, sorted by their bytes
+    for node in np.flatnonzero(joined.parents == NONE):
+        start = int(joined.starts[node])
+        root = _Root(_sortable(ids[start : joined.stops[node]]), start)
+        place = bisect_left(roots, root)
+        # Of sorted strings, those right beside one share the longest beginnings with it.
+        num_shared = 0
+        shared_from = NONE
+        for other in roots[max(place - 1, 0) : place + 1]:
+            num_common = _num_common_tokens(root, other)
+            if num_common > num_shared:
+                num_shared = num_common
+                shared_from = other.start
+        if num_shared >= min_shared:
+            kept[start : start + num_shared] = kept[shared_from : shared_from + num_shared]
+        roots.insert(place, root)
+
+    is_kept = kept == np.arange(joined.num_tokens)
+    tokens = np.flatnonzero(is_kept)
+    numbers = np.zeros(joined.num_tokens, np.int64)  # of the tokens that stay, among these
+    numbers[tokens] = np.arange(len(tokens))
+    before = joined.predecessors[tokens]
+    number_before = np.where(before == NONE, NONE, numbers[kept[before]])
+    # A node of the trees stays a node, so that trees that share nothing stay as they are.
+    first_tokens = joined.starts[is_kept[joined.starts]]
+    cuts = numbers[first_tokens].tolist()
+    arranged = TokenTree.of_predecessors(number_before, cuts).depth_first(cuts)
+    row = Arrangement(arranged.tree, tokens[arranged.tokens])
+    return Merged(row, row.first_places(joined.num_tokens)[kept])
+
+
+_BYTES_PER_ID = 8
+
+
+class _Root(NamedTuple):
+    """The beginning of a sequence. Roots are sorted by the bytes of their ids."""
+
+    key: bytes
+    start: int  # number of its first token
+
+
+def _sortable(ids: Ints) -> bytes:
+    """Return ids as bytes of a fixed width, so that common ids are a common beginning."""
+    return ids.astype(np.int64).tobytes()
+
+
+def _num_common_tokens(one: _Root, other: _Root) -> int:
+    size = min(len(one.key), len(other.key))
+    ids = np.frombuffer(one.key[:size], np.int64)
+    is_different = ids != np.frombuffer(other.key[:size], np.int64)
+    if not is_different.any():
+        return size // _BYTES_PER_ID
+    return int(is_different.argmax())
+
+
 def _depth_first_order(parents: Ints) -> list[int]:
+    """Return all nodes, those below a node right behind it, children in their order."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents.tolist()):
         children.setdefault(parent, []).append(node)
     order = list[int]()
-    open_nodes = children.get(NONE, [])[::-1]
+    open_nodes = children.get(NONE, [])
+    open_nodes.reverse()  # the next one is at the end
     while open_nodes:
         node = open_nodes.pop()
         order.append(node)
-        open_nodes += children.get(node, [])[::-1]
+        for child in reversed(children.get(node, [])):
+            open_nodes.append(child)
     return order
