@@ -12,7 +12,7 @@ Shapes: T tokens of the packed row, K completion tokens in it, C completions; P 
 R of a completion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -35,101 +35,126 @@ class Rollout:
     loss_mask: Bool  # [R]
     advantage: float
     predecessors: Ints | None = None
-    """Index in `prompt_ids` followed by `completion_ids` of the token that each completion token
-    continues [R], or NONE; None: each continues the one before it."""
-    teacher_prompt_ids: Int32 = field(default_factory=no_tokens)  # [P'], empty: the same
+    """The token that each completion token continues [R], as an index into `prompt_ids` followed by
+    `completion_ids`, or NONE. None: each token continues the one before it.
+
+    Example: behind a prompt of 3 tokens, [2, 3, 4, 3, 6] are two branches. Both begin with token 3,
+    the first of the completion; tokens 4 and 5 continue it, and so do 6 and 7."""
+    teacher_prompt_ids: Int32 = field(default_factory=no_tokens)
+    """The prompt [P'] that the teacher reads. Empty: it reads the same one."""
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Return how many tokens this rollout adds to a row that ends with `previous`."""
         if not shares_prompts and self.predecessors is not None:
             return self._num_repeated_tokens
-        if shares_prompts and previous is not None and previous.prompt_index == self.prompt_index:
+        has_its_prompt = previous is not None and previous.prompt_index == self.prompt_index
+        if shares_prompts and has_its_prompt:
             return len(self.completion_ids)
-        num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))  # both rows fit
-        return len(self.completion_ids) + num_prompt
+        # The policy's row and the teacher's row have the same budget.
+        num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))
+        return num_prompt + len(self.completion_ids)
 
     @cached_property
     def _num_repeated_tokens(self) -> int:
-        """Tokens of all its sequences, each with its whole path."""
-        return len(_lay_out([self], shares_prompts=False).row.tokens)
+        """Number of tokens of all its sequences, each with its whole path."""
+        laid_out = _lay_out([self], shares_prompts=False)
+        return len(laid_out.row.tokens)
 
     def behind_teacher_prompt(self) -> Self:
-        """Return the rollout with the teacher's prompt in the place of its own."""
+        """Return the rollout with the teacher's prompt in place of its own."""
         assert self.predecessors is None, "the branches of an episode have no other prompt"
         return replace(self, prompt_ids=self.teacher_prompt_ids, teacher_prompt_ids=no_tokens())
 
 
 def group_tree(num_prompt: int, completions: Sequence[Completion]) -> TokenTree:
     """Return the tree of a group, its tokens in the order of `[P | R1 | R2 | ...]`."""
-    own = [each.tree.predecessors[num_prompt:] if each.tree else None for each in completions]
-    lengths = [len(each.token_ids) for each in completions]
-    before = _join_at_prompt(num_prompt, lengths, own)
+    parts = list[_Part]()
+    for completion in completions:
+        own = None
+        if completion.tree is not None:
+            own = completion.tree.predecessors[num_prompt:]
+        parts.append(_Part(len(completion.token_ids), own))
+    before = _join_at_prompt(num_prompt, parts)
     return TokenTree.of_predecessors(before, cuts=[num_prompt])
 
 
-def _join_at_prompt(
-    num_prompt: int, lengths: Sequence[int], predecessors: Sequence[Ints | None]
-) -> Ints:
-    """Return the predecessors of the tokens `[P | R1 | R2 | ...]`, given each completion's length
-    and predecessors (as in `Rollout`)."""
-    parts = [np.arange(-1, num_prompt - 1)]
-    start = num_prompt
-    for length, own in zip(lengths, predecessors, strict=True):
+class _Part(NamedTuple):
+    """What is needed of a completion to place it behind its prompt."""
+
+    length: int
+    predecessors: Ints | None  # as in `Rollout`
+
+
+def _join_at_prompt(num_prompt: int, parts: Sequence[_Part]) -> Ints:
+    """Return the predecessors of the tokens `[P | R1 | R2 | ...]`."""
+    of_prompt = np.arange(-1, num_prompt - 1)
+    predecessors = [of_prompt]
+    start = num_prompt  # of the next completion
+    for length, own in parts:
         if own is None:
             of_completion = np.arange(start - 1, start + length - 1)
             of_completion[:1] = num_prompt - 1
         else:
-            of_completion = np.where(own < num_prompt, own, own + (start - num_prompt))
-        parts.append(of_completion)
+            shift = start - num_prompt
+            of_completion = np.where(own < num_prompt, own, own + shift)
+        predecessors.append(of_completion)
         start += length
-    return np.concatenate(parts)
+    return np.concatenate(predecessors)
 
 
 def split_group(
     group: RolloutGroup, *, mask_truncated: bool = False, keep_zero_advantages: bool = False
 ) -> list[Rollout]:
-    """Split a group into its rollouts that carry a gradient: not all tokens are masked, and the
-    advantage is not 0 or there is a KL term or an entropy bonus (`keep_zero_advantages`)."""
+    """Split a group into its rollouts, without those that have no gradient.
+
+    A rollout has none if all its tokens are masked. It has none with an advantage of 0 either,
+    unless there is a KL term or an entropy bonus (`keep_zero_advantages`).
+    """
     mask = group.trained_mask(mask_truncated=mask_truncated)
-    predecessors = _predecessors_of_completions(group)
-    return [
-        Rollout(
-            group.prompt_index,
-            group.prompt_ids,
-            group.completion_ids[where],
-            group.rollout_logprobs[where],
-            mask[where],
-            float(advantage),
-            own,
-            group.teacher_prompt_ids,
+    rollouts = list[Rollout]()
+    for where, advantage, predecessors in zip(
+        group.completion_slices(),
+        group.advantages,
+        _predecessors_of_completions(group),
+        strict=True,
+    ):
+        is_trained = mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
+        if not is_trained:
+            continue
+        rollout = Rollout(
+            prompt_index=group.prompt_index,
+            prompt_ids=group.prompt_ids,
+            completion_ids=group.completion_ids[where],
+            rollout_logprobs=group.rollout_logprobs[where],
+            loss_mask=mask[where],
+            advantage=float(advantage),
+            predecessors=predecessors,
+            teacher_prompt_ids=group.teacher_prompt_ids,
         )
-        for where, advantage, own in zip(
-            group.completion_slices(), group.advantages, predecessors, strict=True
-        )
-        if mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
-    ]
+        rollouts.append(rollout)
+    return rollouts
 
 
 def _predecessors_of_completions(group: RolloutGroup) -> list[Ints | None]:
     """Return the predecessors of each completion, as in `Rollout`."""
     num_prompt = len(group.prompt_ids)
-    slices = group.completion_slices()
     before = group.tree.predecessors[num_prompt:]
     assert not group.loss_mask[before == NONE].any(), "nothing predicts a context's first token"
     found = list[Ints | None]()
-    for where in slices:
+    for where in group.completion_slices():
         of_group = before[where]
-        first = num_prompt + where.start
-        is_own = of_group >= first
-        assert (is_own | (of_group < num_prompt)).all(), "it continues another completion"
-        own = np.where(is_own, of_group - where.start, of_group)
-        is_chain = np.array_equal(own, np.arange(num_prompt - 1, num_prompt - 1 + len(own)))
-        found.append(None if is_chain else own)
+        first_token = num_prompt + where.start
+        is_in_completion = of_group >= first_token
+        is_in_prompt = of_group < num_prompt
+        assert (is_in_completion | is_in_prompt).all(), "it continues another completion"
+        own = np.where(is_in_completion, of_group - where.start, of_group)
+        chain = np.arange(num_prompt - 1, num_prompt - 1 + len(own))
+        found.append(None if np.array_equal(own, chain) else own)
     return found
 
 
 class _LaidOut(NamedTuple):
-    """Rollouts of one prompt in a row. Its tokens are numbered as in `[P | R1 | R2 | ...]`."""
+    """Rollouts of one prompt in a row. Their tokens are numbered as in `[P | R1 | R2 | ...]`."""
 
     row: Arrangement
     logits_at: Ints  # [K] place in the row of the token that predicts each completion token
@@ -137,56 +162,76 @@ class _LaidOut(NamedTuple):
 
 def _lay_out(rollouts: Sequence[Rollout], *, shares_prompts: bool) -> _LaidOut:
     num_prompt = len(rollouts[0].prompt_ids)
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
-    before = _join_at_prompt(num_prompt, lengths, [rollout.predecessors for rollout in rollouts])
+    parts = list[_Part]()
+    for rollout in rollouts:
+        parts.append(_Part(len(rollout.completion_ids), rollout.predecessors))
+    before = _join_at_prompt(num_prompt, parts)
     tree = TokenTree.of_predecessors(before, cuts=[num_prompt])
     if shares_prompts:
         row = tree.depth_first(cuts=[num_prompt])
     else:
-        # A beginning of the prompt that only the prompt continues is no sequence of a rollout.
+        # A branch may leave the prompt before its end. What is left of the prompt is then a leaf,
+        # but no rollout's sequence.
         row = tree.repeated(leaf for leaf in tree.leaves if tree.starts[leaf] >= num_prompt)
-    # The logits of a token that continues nothing are not used: its loss is masked.
+    # A context's first token has no predictor. The logits taken for it, those of token 0, are not
+    # used, since its loss is masked.
     predictors = before[num_prompt:].clip(min=0)
-    return _LaidOut(row, row.first_places(len(before))[predictors])
+    places = row.first_places(len(before))
+    return _LaidOut(row, places[predictors])
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Pack rollouts into a row, and into one for the teacher if it has its own prompts. Consecutive
-    rollouts of one prompt share it (`shares_prompts`)."""
-    if shares_prompts:
-        parts = [[*own] for _, own in groupby(rollouts, lambda rollout: rollout.prompt_index)]
-    else:
-        parts = [[rollout] for rollout in rollouts]
+    """Pack rollouts into a row. Consecutive rollouts of one prompt share it (`shares_prompts`).
+
+    If the teacher has its own prompts, the micro-batch has a second row for it (`for_teacher`).
+    """
     trees = list[TokenTree]()
     ids = list[Int32]()
     logits_at = list[Ints]()
-    start = 0
-    for own in parts:
-        row, at = _lay_out(own, shares_prompts=shares_prompts)
-        tokens = np.concatenate([own[0].prompt_ids, *(each.completion_ids for each in own)])
+    start = 0  # of the next tree in the row
+    laid_out_together = _sharing_a_prompt(rollouts) if shares_prompts else _each_alone(rollouts)
+    for sharing in laid_out_together:
+        row, at = _lay_out(sharing, shares_prompts=shares_prompts)
+        parts = [sharing[0].prompt_ids]
+        parts += (rollout.completion_ids for rollout in sharing)
+        tokens = np.concatenate(parts)
         trees.append(row.tree)
         ids.append(tokens[row.tokens])
         logits_at.append(start + at)
         start += len(row.tokens)
+
     for_teacher = None
     if len(rollouts[0].teacher_prompt_ids):
-        own = [rollout.behind_teacher_prompt() for rollout in rollouts]
-        for_teacher = pack(own, shares_prompts=shares_prompts)
-    completion_lengths = [len(rollout.completion_ids) for rollout in rollouts]
+        behind_teacher_prompts = [rollout.behind_teacher_prompt() for rollout in rollouts]
+        for_teacher = pack(behind_teacher_prompts, shares_prompts=shares_prompts)
+
+    completions = [rollout.completion_ids for rollout in rollouts]
+    lengths = list(map(len, completions))
     advantages = np.array([rollout.advantage for rollout in rollouts], dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(ids).astype(np.int64),
         tree=TokenTree.joined(trees),
         logits_at=np.concatenate(logits_at).astype(np.int64),
-        targets=np.concatenate([r.completion_ids for r in rollouts]).astype(np.int64),
-        completion_of_token=np.repeat(np.arange(len(rollouts)), completion_lengths),
-        rollout_logprobs=np.concatenate([r.rollout_logprobs for r in rollouts]),
-        loss_mask=np.concatenate([r.loss_mask for r in rollouts]),
-        advantages=np.repeat(advantages, completion_lengths),
+        targets=np.concatenate(completions).astype(np.int64),
+        completion_of_token=np.repeat(np.arange(len(rollouts)), lengths),
+        rollout_logprobs=np.concatenate([rollout.rollout_logprobs for rollout in rollouts]),
+        loss_mask=np.concatenate([rollout.loss_mask for rollout in rollouts]),
+        advantages=np.repeat(advantages, lengths),
         for_teacher=for_teacher,
     )
 
 
+def _sharing_a_prompt(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
+    """Yield the runs of rollouts with the same prompt."""
+    for _, sharing in groupby(rollouts, lambda rollout: rollout.prompt_index):
+        yield list(sharing)
+
+
+def _each_alone(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
+    for rollout in rollouts:
+        yield [rollout]
+
+
 _ID = np.zeros(1, np.int32)
 EMPTY = pack([Rollout(-1, _ID, _ID, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)])
-"""Micro-batch of a rank without a rollout: one masked token, so loss and gradient are 0."""
+"""Micro-batch of a rank without a rollout: one masked token, so that loss and gradient are 0."""

@@ -67,21 +67,10 @@ class TokenTree:
         begins where a token does not continue the token before it, and ends where another token
         than the next one continues it. `cuts`: tokens that begin a node in any case.
         """
-        num_tokens = len(predecessors)
-        token_before = np.arange(-1, num_tokens - 1)
-        jumps = np.flatnonzero(predecessors != token_before)
-        continued = predecessors[jumps]
-        behind_continued = continued[continued != NONE] + 1
-        first_token = [0]
-        bounds = np.concatenate([first_token, jumps, behind_continued, list(cuts)])
-        starts = np.unique(bounds.astype(np.int64))
-        starts = starts[starts < num_tokens]
-        lengths = np.diff(starts, append=num_tokens)
-
-        # A token is in the last node that starts at it or before it.
-        before = predecessors[starts]
-        node_of_before = np.searchsorted(starts, before, side="right") - 1
-        parents = np.where(before == NONE, NONE, node_of_before)
+        starts = _first_tokens(predecessors, cuts)
+        lengths = np.diff(starts, append=len(predecessors))
+        node_of_token = np.repeat(np.arange(len(starts)), lengths)
+        parents = _renumbered(predecessors[starts], node_of_token)
         return cls(lengths, parents)
 
     @classmethod
@@ -91,9 +80,9 @@ class TokenTree:
         parents = list[Ints]()
         num_nodes = 0
         for tree in trees:
-            renumbered = tree.parents + num_nodes
+            numbers = np.arange(num_nodes, num_nodes + tree.num_nodes)
             lengths.append(tree.lengths)
-            parents.append(np.where(tree.parents == NONE, NONE, renumbered))
+            parents.append(_renumbered(tree.parents, numbers))
             num_nodes += tree.num_nodes
         return cls(np.concatenate(lengths), np.concatenate(parents))
 
@@ -122,8 +111,9 @@ class TokenTree:
         """Position [N] of each node's first token: the number of tokens on the path before it."""
         positions = np.zeros(self.num_nodes, np.int64)
         for node, parent in enumerate(self.parents.tolist()):
-            if parent != NONE:
-                positions[node] = positions[parent] + self.lengths[parent]
+            if parent == NONE:
+                continue
+            positions[node] = positions[parent] + self.lengths[parent]
         return positions
 
     @cached_property
@@ -137,16 +127,17 @@ class TokenTree:
     def predecessors(self) -> Ints:
         """Number [T] of the token that each token continues, or NONE."""
         before = np.arange(-1, self.num_tokens - 1)
-        last_token_of_parent = self.stops[self.parents] - 1
-        before[self.starts] = np.where(self.parents == NONE, NONE, last_token_of_parent)
+        last_tokens = self.stops - 1
+        before[self.starts] = _renumbered(self.parents, last_tokens)
         return before
 
     @cached_property
     def has_children(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether others continue each node [N]."""
-        found = np.zeros(self.num_nodes, np.bool_)
-        found[self.parents[self.parents != NONE]] = True
-        return found
+        is_continued = np.zeros(self.num_nodes, np.bool_)
+        parents = self.parents[self.parents != NONE]
+        is_continued[parents] = True
+        return is_continued
 
     @property
     def leaves(self) -> list[int]:
@@ -199,12 +190,13 @@ class TokenTree:
         """Arrange the tokens so that all nodes below a node stand right behind it, children in
         their order. A node that is the only one to continue its parent is joined to it, unless its
         first token is in `cuts`."""
-        tokens = self.tokens_of(_depth_first_order(self.parents))
+        order = _depth_first_order(self.parents)
+        tokens = self.tokens_of(order)
         places = np.empty_like(tokens)  # where each token of this tree stands in the row
         places[tokens] = np.arange(len(tokens))
-        before = self.predecessors[tokens]
-        place_before = np.where(before == NONE, NONE, places[before])
-        row = TokenTree.of_predecessors(place_before, places[list(cuts)])
+        before = _renumbered(self.predecessors[tokens], places)
+        cut_places = places[list(cuts)]
+        row = TokenTree.of_predecessors(before, cut_places)
         return Arrangement(row, tokens)
 
     def repeated(self, leaves: Iterable[int]) -> Arrangement:
@@ -215,7 +207,8 @@ class TokenTree:
         for node in _depth_first_order(self.parents):
             if node in wanted:
                 sequences.append(self.tokens_of(self.path(node)))
-        row = TokenTree.of_sequences(list(map(len, sequences)))
+        lengths = list(map(len, sequences))
+        row = TokenTree.of_sequences(lengths)
         return Arrangement(row, np.concatenate(sequences))
 
 
@@ -263,16 +256,19 @@ def merge_prefixes(trees: Sequence[TokenTree], ids: Ints, *, min_shared: int = 1
     joining these would cut the row into many short nodes.
     """
     joined = TokenTree.joined(trees)
-    kept = np.arange(joined.num_tokens)  # [T] the token that stands in the row for each token
+    num_tokens = joined.num_tokens
+    kept = np.arange(num_tokens)  # [T] the token that stands in the row for each token
     roots = list[_Root]()  # those before, sorted by their bytes
     for node in np.flatnonzero(joined.parents == NONE):
         start = int(joined.starts[node])
-        root = _Root(_sortable(ids[start : joined.stops[node]]), start)
+        stop = int(joined.stops[node])
+        root = _Root.of(ids[start:stop], start)
         place = bisect_left(roots, root)
         # Of sorted strings, those right beside one share the longest beginnings with it.
         num_shared = 0
         shared_from = NONE
-        for other in roots[max(place - 1, 0) : place + 1]:
+        neighbours = roots[max(place - 1, 0) : place + 1]
+        for other in neighbours:
             num_common = _num_common_tokens(root, other)
             if num_common > num_shared:
                 num_shared = num_common
@@ -281,42 +277,62 @@ def merge_prefixes(trees: Sequence[TokenTree], ids: Ints, *, min_shared: int = 1
             kept[start : start + num_shared] = kept[shared_from : shared_from + num_shared]
         roots.insert(place, root)
 
-    is_kept = kept == np.arange(joined.num_tokens)
+    is_kept = kept == np.arange(num_tokens)
     tokens = np.flatnonzero(is_kept)
-    numbers = np.zeros(joined.num_tokens, np.int64)  # of the tokens that stay, among these
+    numbers = np.zeros(num_tokens, np.int64)  # of the tokens that stay, among these
     numbers[tokens] = np.arange(len(tokens))
-    before = joined.predecessors[tokens]
-    number_before = np.where(before == NONE, NONE, numbers[kept[before]])
+    before = _renumbered(joined.predecessors[tokens], numbers[kept])
     # A node of the trees stays a node, so that trees that share nothing stay as they are.
     first_tokens = joined.starts[is_kept[joined.starts]]
     cuts = numbers[first_tokens].tolist()
-    arranged = TokenTree.of_predecessors(number_before, cuts).depth_first(cuts)
+    arranged = TokenTree.of_predecessors(before, cuts).depth_first(cuts)
     row = Arrangement(arranged.tree, tokens[arranged.tokens])
-    return Merged(row, row.first_places(joined.num_tokens)[kept])
-
-
-_BYTES_PER_ID = 8
+    places = row.first_places(num_tokens)
+    return Merged(row, places[kept])
 
 
 class _Root(NamedTuple):
     """The beginning of a sequence. Roots are sorted by the bytes of their ids."""
 
-    key: bytes
+    ids: bytes  # of a fixed width each, so that equal ids are equal bytes
     start: int  # number of its first token
 
-
-def _sortable(ids: Ints) -> bytes:
-    """Return ids as bytes of a fixed width, so that common ids are a common beginning."""
-    return ids.astype(np.int64).tobytes()
+    @classmethod
+    def of(cls, ids: Ints, start: int) -> Self:
+        return cls(ids.astype(np.int64).tobytes(), start)
 
 
 def _num_common_tokens(one: _Root, other: _Root) -> int:
-    size = min(len(one.key), len(other.key))
-    ids = np.frombuffer(one.key[:size], np.int64)
-    is_different = ids != np.frombuffer(other.key[:size], np.int64)
-    if not is_different.any():
-        return size // _BYTES_PER_ID
-    return int(is_different.argmax())
+    """Return the length of the longest beginning that both have."""
+    ids = np.frombuffer(one.ids, np.int64)
+    others = np.frombuffer(other.ids, np.int64)
+    num_compared = min(len(ids), len(others))
+    is_different = ids[:num_compared] != others[:num_compared]
+    if is_different.any():
+        return int(is_different.argmax())
+    return num_compared
+
+
+def _renumbered(tokens: Ints, numbers: Ints) -> Ints:
+    """Return the new number of each of these tokens or nodes; NONE stays NONE."""
+    return np.where(tokens == NONE, NONE, numbers[tokens])
+
+
+def _first_tokens(predecessors: Ints, cuts: Iterable[int]) -> Ints:
+    """Return the first token of each node [N]; see `TokenTree.of_predecessors`."""
+    num_tokens = len(predecessors)
+    token_before = np.arange(-1, num_tokens - 1)
+    jumps = np.flatnonzero(predecessors != token_before)
+    continued = predecessors[jumps]
+    continued = continued[continued != NONE]
+    parts = [
+        np.zeros(1, np.int64),
+        jumps,
+        continued + 1,  # a continued token is the last one of its node
+        np.array(list(cuts), np.int64),
+    ]
+    starts = np.unique(np.concatenate(parts))
+    return starts[starts < num_tokens]
 
 
 def _depth_first_order(parents: Ints) -> list[int]:
