@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM
 
 from easyrl.agents.endpoint import Endpoint
 from easyrl.agents.episodes import AgentEpisodes
+from easyrl.agents.pool import AgentPool
 from easyrl.agents.program import Agent, fill_in
 from easyrl.config import ConfigError, load_config
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.hub import resolve_model
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.sampling import SamplingSettings
-from easyrl.environments.pool import CallFailed, EnvironmentPool, HostKilled
+from easyrl.environments.host_pool import CallFailed, HostKilled
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.rewards.worker import Call, Scored
@@ -63,7 +64,7 @@ def num_branches(completion):
 
 
 class Threads:
-    """Runs agents in threads of the test: the interface of `EnvironmentPool`."""
+    """Runs agents in threads of the test: the interface of `AgentPool`."""
 
     connections = ()
 
@@ -471,7 +472,7 @@ def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_tr
 def test_the_death_of_an_agents_process_is_noticed(tmp_path):
     (tmp_path / "own.py").write_text("import os\ndef solve(row): os.kill(os.getpid(), 9)\n")
     config = load_config(None, {"rollout.agent": f"{tmp_path}/own.py:solve"})
-    with closing(EnvironmentPool(config, {})) as pool:
+    with closing(AgentPool(config, {})) as pool:
         (future,) = pool.run_agents(KEY, {}, "http://localhost", ["key"])
         wait_until(lambda: pool.poll() or future.done())
     assert isinstance(future.exception(), HostKilled)

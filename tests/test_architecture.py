@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "easyrl"
 LAYERS = (
     ["__init__", "formatting", "layout", "types", "events", "processes", "devices"],
     *(["config", "user_code"], ["algorithm"], ["data"], ["rewards"], ["channels"], ["model"]),
-    *(["engines"], ["agents", "environments"], ["workers"], ["runtime"], ["observe"]),
+    *(["engines"], ["environments"], ["agents"], ["workers"], ["runtime"], ["observe"]),
     *(["evaluation"], ["bench"], ["api"], ["cli", "__main__"]),
 )
 """Lowest first."""

@@ -12,8 +12,9 @@ from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
+from easyrl.environments.host_pool import CallFailed, HostLost
 from easyrl.environments.loading import Interface
-from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost, check_environments
+from easyrl.environments.pool import EnvironmentPool, check_environments
 from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored

@@ -30,14 +30,17 @@ from typing import Any
 import numpy as np
 
 from easyrl.agents.endpoint import ApiError, Endpoint, Request, no_episode
+from easyrl.agents.pool import AgentPool
 from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import MAX_BRANCHES
 from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
+from easyrl.environments.base import Episodes, GroupRecord, GroupTexts
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Key
+from easyrl.environments.host_pool import FAILURES, CallFailed, HostKilled
 from easyrl.environments.loading import Interface
-from easyrl.environments.pool import FAILURES, CallFailed, EnvironmentPool, HostKilled, row_of
+from easyrl.environments.pool import row_of
 from easyrl.layout.tree import TokenTree
 from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call, Scored
@@ -104,11 +107,11 @@ class Group:
     is_finished: bool = False
 
 
-class AgentEpisodes:
-    """The open groups of a rollout worker with an agent: the interface of `episodes.Episodes`."""
+class AgentEpisodes(Episodes):
+    """The open groups of a rollout worker with an agent."""
 
     def __init__(
-        self, config: Config, pool: EnvironmentPool, endpoint: Endpoint, *, max_open_groups: int
+        self, config: Config, pool: AgentPool, endpoint: Endpoint, *, max_open_groups: int
     ) -> None:
         self._config, self.pool, self.endpoint = config, pool, endpoint
         self._max_open, self._num_open = max_open_groups, 0
@@ -211,7 +214,7 @@ class AgentEpisodes:
         group.num_starts += 1
         keys = [secrets.token_urlsafe(24) for _ in range(group.num_generations)]
         self.endpoint.keys.update(keys)
-        row = row_of(group.prompt, "")
+        row = row_of(group.prompt)
         futures = self.pool.run_agents(group.key, row, self.endpoint.url, keys)
         pairs = enumerate(zip(keys, futures, strict=True), first)
         group.episodes = [Episode(group, number, *pair) for number, pair in pairs]
@@ -464,7 +467,7 @@ class AgentEpisodes:
         completions = [_completion(each, len(group.prompt_ids), end) for each in group.episodes]
         return GroupRequest(group.key, group.prompt_ids, len(completions)), completions
 
-    def finish(self, key: Key, completions: list[Completion]) -> tuple[Any, list[Messages]]:
+    def finish(self, key: Key, completions: list[Completion]) -> GroupTexts:
         """Return the prompt, and each episode's last conversation from its first answer on."""
         group, answers = self._groups[key], list[Messages]()
         for episode in group.episodes:
@@ -472,7 +475,7 @@ class AgentEpisodes:
             chat = [chat, *episode.conversations.values()][-1]
             roles = [message["role"] for message in chat]
             answers.append(chat[roles.index("assistant") :])
-        return group.prompt.content, answers
+        return GroupTexts(group.prompt.content, answers)
 
     def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Any]] | None:
         """Score a group by what the agent has returned; if its process is lost, nothing can."""
@@ -495,7 +498,7 @@ class AgentEpisodes:
         future.set_result(Scored([values], [*errors], metrics, {}))
         return [specs.index("agent")], future
 
-    def forget(self, key: Key) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    def forget(self, key: Key) -> GroupRecord:
         self.pool.forget(key)
         group = self._groups.pop(key)
         episodes = group.episodes
@@ -509,7 +512,8 @@ class AgentEpisodes:
         columns: dict[str, list[Any]] = {"messages": [of[-1] for of in chats], "ended_by": ended}
         if any(len(of) > 1 for of in chats):
             columns["branches"] = [of[:-1] for of in chats]
-        return {name: sum(of) / len(of) for name, of in counts.items()}, columns
+        metrics = {name: sum(of) / len(of) for name, of in counts.items()}
+        return GroupRecord(metrics, columns)
 
 
 def _is_complete(group: Group) -> bool:

@@ -22,9 +22,11 @@ import numpy as np
 
 from easyrl.config import Config
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
+from easyrl.environments.base import Episodes, GroupRecord, GroupTexts
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted, Key
-from easyrl.environments.pool import FAILURES, EnvironmentPool, HostLost, name_of, row_of
+from easyrl.environments.host_pool import FAILURES, HostLost
+from easyrl.environments.pool import EnvironmentPool, name_of, row_of
 from easyrl.environments.tool_calls import Calls, ToolCall
 from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.loading import reward_specs
@@ -57,7 +59,7 @@ class _Group:
     error: Exception | None = None  # its environments cannot be used any more
 
 
-class Episodes:
+class EnvironmentEpisodes(Episodes):
     """The open groups of a rollout worker with environments."""
 
     def __init__(self, config: Config, pool: EnvironmentPool, *, max_open_groups: int) -> None:
@@ -253,7 +255,7 @@ class Episodes:
             prompt = f"{group.prompt.content!r:.200}"
             raise RewardError(f"{group.error}\nfor the prompt {prompt}")
 
-    def finish(self, key: Key, completions: list[Completion]) -> tuple[Messages, list[Messages]]:
+    def finish(self, key: Key, completions: list[Completion]) -> GroupTexts:
         """Return the prompt, and the messages of each episode after it."""
         own = self._groups[key]
         self._num_open -= 1
@@ -261,7 +263,8 @@ class Episodes:
             rest = completion.token_ids[episode.num_read :].tolist()
             if rest and not own.error:
                 self._read(own, episode, rest)
-        return own.episodes[0].prompt, [episode.messages for episode in own.episodes]
+        answers = [episode.messages for episode in own.episodes]
+        return GroupTexts(own.episodes[0].prompt, answers)
 
     def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Any]] | None:
         """Score a group by the functions that need environments; if it is broken, none can."""
@@ -273,7 +276,7 @@ class Episodes:
             return None
         return functions, self.pool.judge(key, call._replace(functions=functions))
 
-    def forget(self, key: Key) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    def forget(self, key: Key) -> GroupRecord:
         """End a group; return its metrics, and columns [G] that samples.jsonl shows."""
         self.pool.forget(key)
         episodes = self._groups.pop(key).episodes
@@ -286,7 +289,8 @@ class Episodes:
             "messages": [[*episode.prompt, *episode.messages] for episode in episodes],
             "ended_by": [episode.ended_by for episode in episodes],
         }
-        return {name: sum(of_all) / len(of_all) for name, of_all in means.items()}, columns
+        metrics = {name: sum(of_all) / len(of_all) for name, of_all in means.items()}
+        return GroupRecord(metrics, columns)
 
 
 def with_observation(content: str | Messages, observation: str | None) -> Messages:

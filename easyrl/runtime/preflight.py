@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from easyrl import devices
+from easyrl.agents.pool import check_agent
 from easyrl.config import Config, ConfigError, change_config, to_arguments
 from easyrl.config.algorithm import POLICY, TEACHER_KEY, TEACHER_PROMPT_KEY
 from easyrl.data import datasets
@@ -255,7 +256,12 @@ def check_functions(
 ) -> tuple[Interfaces, list[str]]:
     """Load the user's loss, rewards and environments, and try them on a prompt, if there is one;
     with warnings. `is_trained`: not by `easyrl eval`, which needs no loss."""
-    interfaces, warnings = check_environments(config, example)
+    interfaces: Interfaces = {}
+    warnings: list[str] = []
+    if config.rollout.agent is not None:
+        check_agent(config, example)
+    elif config.rollout.has_environments:
+        interfaces, warnings = check_environments(config, example)
     check_reward_models(config, example)
     warnings = try_rewards(config, example) + warnings
     if is_trained and config.algorithm.has_own_loss:

@@ -12,10 +12,10 @@ between one engine step and everything else.
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,13 +24,15 @@ from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
-from easyrl.data.chat import render_prompt, text_decoder
+from easyrl.data.chat import render_prompt
 from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import SamplingSettings
-from easyrl.environments.episodes import Episodes
+from easyrl.environments.base import Episodes
+from easyrl.environments.episodes import EnvironmentEpisodes
 from easyrl.environments.pool import EnvironmentPool
+from easyrl.environments.single_turn import SingleTurns
 from easyrl.layout.row import group_tree
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
@@ -50,9 +52,6 @@ from easyrl.types import (
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
-
-if TYPE_CHECKING:
-    from easyrl.agents.episodes import AgentEpisodes
 
 TRAIN, EVALUATE = 0, 1
 Key = tuple[int, int, int]
@@ -76,8 +75,6 @@ class _Group:
 
 
 class RolloutWorker:
-    episodes: "Episodes | AgentEpisodes | None" = None  # with environments or an agent
-
     def __init__(
         self, settings: WorkerSettings, port: RingPort | None, control: Connection
     ) -> None:
@@ -95,20 +92,15 @@ class RolloutWorker:
         # It starts meanwhile.
         of_models = settings.reward_environment
         self.reward_pool = RewardPool(self.config, settings.sources, report, of_models)
-        if self.config.rollout.has_environments:
-            pool = EnvironmentPool(self.config, settings.sources or {})
-            pool.report = report
-            self.episodes = self._make_episodes(pool, settings.max_concurrent_groups)
+        self.episodes = self._make_episodes(report)
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after these processes: they may run on any core
         control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()
             self.engine.report, self.engine.use_cores = report, self.cores.use_available
-            self._decode = text_decoder(self.tokenizer)
-            if self.episodes is not None:
-                rows = settings.max_concurrent_groups * self.sampling.num_samples
-                self.episodes.bind(self.engine, self.tokenizer, rows)
+            num_rows = settings.max_concurrent_groups * self.sampling.num_samples
+            self.episodes.bind(self.engine, self.tokenizer, num_rows)
         except BaseException:
             self._close_pools()
             raise
@@ -122,14 +114,25 @@ class RolloutWorker:
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
         """Groups for the ring, with their reports if these have not been sent."""
 
-    def _make_episodes(self, pool: EnvironmentPool, most: int) -> "Episodes | AgentEpisodes":
-        if self.config.rollout.agent is None:
-            return Episodes(self.config, pool, max_open_groups=most)
+    def _make_episodes(self, report: Callable[[str], None]) -> Episodes:
+        """Start the processes of environments or an agent, if there are any."""
+        rollout = self.config.rollout
+        if not rollout.has_environments:
+            return SingleTurns(self.config)
+        sources = self.settings.sources or {}
+        most = self.settings.max_concurrent_groups
+        if rollout.agent is None:
+            environments = EnvironmentPool(self.config, sources)
+            environments.report = report
+            return EnvironmentEpisodes(self.config, environments, max_open_groups=most)
         from easyrl.agents.endpoint import Endpoint  # of the extra `agents`
         from easyrl.agents.episodes import AgentEpisodes
+        from easyrl.agents.pool import AgentPool
 
+        agents = AgentPool(self.config, sources)
+        agents.report = report
         endpoint = Endpoint(self.config, self.sampling)
-        return AgentEpisodes(self.config, pool, endpoint, max_open_groups=most)
+        return AgentEpisodes(self.config, agents, endpoint, max_open_groups=most)
 
     def _load(self) -> tuple[Any, Engine]:
         model, tokenizer = self.config.model, tokenizer_of(self.config)
@@ -142,7 +145,7 @@ class RolloutWorker:
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
         if policy.no_packing_reason is not None:  # the train worker reports it
-            if self.episodes is not None:
+            if self.config.rollout.has_environments:
                 raise ConfigError(
                     f"{self.config.rollout.acts}: expected a model that the embedded engine or "
                     f"vLLM can serve, got {model.path}: {policy.no_packing_reason}"
@@ -181,9 +184,8 @@ class RolloutWorker:
                         return
                 if self.engine.can_step and not self._outbox:
                     self._generate()
-                if self.episodes is not None:
-                    for finished in self.episodes.advance():
-                        self._score(*finished)
+                for finished in self.episodes.advance():
+                    self._score(*finished)
                 for key, scored in self.reward_pool.finished():
                     self._finish_group(cast(Key, key), scored)
                 self._publish()
@@ -193,17 +195,15 @@ class RolloutWorker:
 
     def _close_pools(self) -> None:
         self.reward_pool.close()
-        if self.episodes is not None:
-            self.episodes.close()
+        self.episodes.close()
 
     def _wait_for_work(self) -> None:
         if self._deferred or (self.engine.can_step and not self._outbox):
             return
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
-        is_scoring, is_short = any(each.completions for each in self._groups.values()), False
-        if self.episodes is not None:
-            wakers += self.episodes.wakers
-            is_short = self.episodes.has_work  # `advance` looks for calls that take too long
+        wakers += self.episodes.wakers
+        is_scoring = any(group.completions for group in self._groups.values())
+        is_short = self.episodes.has_work  # `advance` looks for calls that take too long
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
@@ -272,11 +272,7 @@ class RolloutWorker:
         for group_index, prompt in prompts:
             key = kind, number, prompt.index
             self._groups[key] = _Group(group_index, prompt, known.get(prompt.index))
-            if self.episodes is not None:
-                self.episodes.submit(key, prompt, num_generations)
-                continue
-            prompt_ids = self._render(prompt.content)
-            self.engine.submit(GroupRequest(key, prompt_ids, num_generations))
+            self.episodes.submit(key, prompt, num_generations)
 
     def _render(self, content: str | Messages) -> list[int]:
         return render_prompt(content, self.tokenizer, self.config.data.chat_template_kwargs)
@@ -292,23 +288,17 @@ class RolloutWorker:
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
         kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
         self._busy_seconds += self.timeline.add(kind, started, num_generated)
-        for request, completions in self.episodes.take(finished) if self.episodes else finished:
+        for request, completions in self.episodes.take(finished):
             self._score(request, completions)
 
     def _score(self, request: GroupRequest, completions: list[Completion]) -> None:
         """Send a group to the rewards; drop it if a dead worker has delivered it."""
         key = cast(Key, request.key)
         group = self._groups[key]
-        content = group.prompt.content
-        answers: list[str] | list[Messages]
-        if self.episodes is not None:
-            content, answers = self.episodes.finish(key, completions)
-        else:
-            answers = [self._decode(each.token_ids.tolist()) for each in completions]
+        content, answers = self.episodes.finish(key, completions)
         if group.known is not None:
             del self._groups[key]
-            if self.episodes is not None:
-                self.episodes.forget(key)
+            self.episodes.forget(key)
             if checksum(completions) != group.known:
                 raise BrokenInvariant(
                     f"group {group.index} of iteration {key[1] + 1} (prompt {group.prompt.index}) "
@@ -324,16 +314,15 @@ class RolloutWorker:
         ids = [each.token_ids[each.is_sampled].tolist() for each in completions]
         state = TrainerState(self.policy_version, num_updates)
         call = Call(content, answers, ids, group.prompt.columns, state)
-        elsewhere = None if self.episodes is None else self.episodes.judge(key, call)
+        elsewhere = self.episodes.judge(key, call)
         self.reward_pool.submit(key, call, elsewhere)
 
     def _finish_group(self, key: Key, scored: Scored) -> None:
         kind, number, _ = key
         group = self._groups.pop(key)
         self.timeline.add("score", group.scoring_started)
-        if self.episodes is not None:
-            metrics, group.episodes = self.episodes.forget(key)
-            scored = scored._replace(metrics=scored.metrics | metrics)
+        metrics, group.episodes = self.episodes.forget(key)
+        scored = scored._replace(metrics=scored.metrics | metrics)
         rewards = np.full(len(group.texts), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
             rewards = weighted_sum(scored.scores, reward_weights(self.config))

@@ -1,0 +1,91 @@
+"""The processes that run the user's agent, and the check of it before a run."""
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any
+
+from easyrl.agents.program import Agent, Value, fill_in
+from easyrl.config import Config
+from easyrl.environments.host import Host, Key
+from easyrl.environments.host_pool import HostPool, TimeLimit
+from easyrl.environments.pool import row_of
+from easyrl.processes import raise_open_files
+from easyrl.rewards import worker
+from easyrl.types import Prompt
+
+MAX_AGENTS = 4096  # threads, each of which runs an episode
+STACK_BYTES = 2**21  # of such a thread: the usual 8 MiB each would be too much
+
+
+class AgentHost(Host):
+    """Runs all episodes of its groups at the same time, in deterministic runs, too."""
+
+    num_threads = MAX_AGENTS
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        threading.stack_size(STACK_BYTES)
+        raise_open_files()
+
+    def load(self, is_first: bool = False) -> None:
+        self._agent = Agent(self._config)
+
+    def run_agent(self, _: Key, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
+        worker.BoundedOutput.begin_call()
+        return self._agent.run(row, base_url, api_key, self.awaited)
+
+
+class AgentPool(HostPool):
+    """Episodes of a killed process are not repeated: their requests have been answered already."""
+
+    host_class = AgentHost
+    repeats_calls = False
+
+    def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
+        rollout = config.rollout
+        longest = rollout.episode_timeout_seconds
+        if longest is None:
+            seconds = math.inf
+            silence_seconds = rollout.tool_timeout_seconds
+        else:
+            # Requests are refused after `longest`, so an agent may still end by itself.
+            seconds = longest + rollout.tool_timeout_seconds
+            silence_seconds = longest
+        super().__init__(
+            config,
+            sources,
+            call_limit=TimeLimit(seconds, "rollout.episode_timeout_seconds"),
+            silence_seconds=silence_seconds,
+            has_endless_calls=longest is None,
+        )
+
+    def loaded(self) -> None:
+        """Wait until the agent is loaded. Raises ConfigError."""
+        self._wait_until_loaded()
+
+    def run_agents(
+        self, key: Key, row: Mapping[str, Any], base_url: str, api_keys: Sequence[str]
+    ) -> list[Future[Any]]:
+        """Run a group's episodes of the agent, one for each key of the endpoint. The results have
+        the fields of `program.Value`."""
+        self._open(key)
+        return [self._call(key, "run_agent", row, base_url, api_key) for api_key in api_keys]
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Let a call fail that does not return, as one that takes too long."""
+        for host in self._hosts:
+            for number, call in list(host.pending.items()):
+                if call.future is future:
+                    self._give_up(host, number, "a call did not return")
+
+
+def check_agent(config: Config, example: Prompt | None) -> None:
+    """Load the agent in a process of its own; fill in a command with a prompt's columns, if there
+    is one. Raises ConfigError."""
+    with closing(AgentPool(config, {})) as pool:
+        pool.loaded()
+    if example is not None:
+        fill_in(config.rollout.agent_words, row_of(example))
