@@ -48,13 +48,13 @@ def _leave_out_fused_kernels() -> None:
     import torch
 
     from easyrl.engines import embedded
-    from easyrl.model import shared_prompt
+    from easyrl.model.mixers import sdpa
 
     def attend(*inputs: Any, scale: float) -> torch.Tensor:
         return torch._scaled_dot_product_attention_math(*inputs, scale=scale)[0]
 
-    shared_prompt.is_fused = lambda block, settings: False
-    shared_prompt.scaled_dot_product_attention = attend
+    sdpa.is_fused = lambda block, settings: False
+    sdpa.scaled_dot_product_attention = attend
     embedded.fused_decoder = lambda policy, max_length: None
 
 

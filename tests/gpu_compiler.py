@@ -142,26 +142,26 @@ def pretend(card: Card) -> list[Kernel]:
 def compile_attention(
     card: Card, num_tokens: int, heads: tuple[int, int], head_size: int, window: int | None
 ) -> list[Kernel]:
-    """Return the kernels of `FlexSharedPrompt` for a row of one group, forward and backward."""
+    """Return the kernels of `FlexAttention` for a row of one group, forward and backward."""
     kernels = pretend(card)
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from easyrl.layout.tree import TokenTree
-    from easyrl.model import flex_shared_prompt
-    from easyrl.model.shared_prompt import LayerSettings
+    from easyrl.model.mixers import flex
+    from easyrl.model.mixers.interface import LayerSettings
 
     prompt = num_tokens // 3
     tree = TokenTree.of_group(prompt, [num_tokens - prompt - 5, 5])
     settings = LayerSettings(0, head_size**-0.5, window, None)
-    compiled = flex_shared_prompt._compiled
+    compiled = flex._compiled
     with (
         FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
         patch.object(  # the mask is data, which nothing here has
-            flex_shared_prompt,
+            flex,
             "_compiled",
-            lambda f: f if f is flex_shared_prompt.create_block_mask else compiled(f),
+            lambda f: f if f is flex.create_block_mask else compiled(f),
         ),
         contextlib.suppress(Compiled),
     ):
@@ -170,7 +170,7 @@ def compile_attention(
             .requires_grad_()
             for n in (heads[0], heads[1], heads[1])
         )  # fmt: skip
-        layout = flex_shared_prompt.FlexSharedPrompt(tree, torch.device("cuda"))
+        layout = flex.FlexAttention(tree, torch.device("cuda"))
         layout.attend(query, key, value, settings)
         raise AssertionError("nothing was launched")
     return kernels

@@ -20,9 +20,9 @@ from easyrl.engines import COPIED_TOKENS, SLOT_STEP
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.kv_cache import KVCache
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
-from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 
 META = torch.device("meta")

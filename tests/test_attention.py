@@ -16,22 +16,19 @@ from benchmarks.measuring import peak_bytes
 from easyrl import devices
 from easyrl.config import ConfigError
 from easyrl.layout.tree import TokenTree
-from easyrl.model import exactness, flex_shared_prompt, shared_prompt
+from easyrl.model import exactness
 from easyrl.model import policy as policy_module
-from easyrl.model.attention import (
-    ATTENTION_NAME,
-    SMALLEST_FLEX_HEAD_SIZE,
-    PackedRow,
-    notes,
-    register_attention,
-)
 from easyrl.model.exactness import attend_packed
 from easyrl.model.files import max_positions
-from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import token_logprobs
+from easyrl.model.mixers import flex, sdpa
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
+from easyrl.model.mixers.flex import FlexAttention
+from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.packed_row import SMALLEST_FLEX_HEAD_SIZE, AttentionKernels, PackedRow
+from easyrl.model.mixers.sdpa import Block, SdpaAttention, attend_block
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import Block, LayerSettings, SharedPrompt, attend_block
 from tiny_models import (
     FAMILIES,
     LENGTHS,
@@ -133,10 +130,10 @@ def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(sum(lengths), heads, 16, generator=generator)
     key, value = torch.randn(2, sum(lengths), 2, 16, generator=generator)
-    layout = SharedPrompt(TokenTree.of_sequences(lengths), CPU)
+    layout = SdpaAttention(TokenTree.of_sequences(lengths), CPU)
     layer = LayerSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
     expected = layout.attend(query, key, value, layer)
-    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
+    monkeypatch.setattr(sdpa, "is_fused", lambda block, settings: False)
     outputs = []
     peak = peak_bytes(
         lambda: outputs.append(layout.attend_sequences(query, key, value, layer)), CPU
@@ -148,7 +145,7 @@ def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch, dtype):
     """Rounded to bfloat16 they gave an error of 0.8 % instead of 0.2 %."""
-    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
+    monkeypatch.setattr(sdpa, "is_fused", lambda block, settings: False)
     query, *others = torch.randn(3, 2, 4, 99, 64, generator=torch.Generator().manual_seed(0))
     tensors = [x.to(dtype) for x in (8 * query, *others)]
     block = Block(*tensors, is_causal=True, bias=None)
@@ -196,7 +193,7 @@ def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num
         return found
 
     attention_settings = LayerSettings(0, 0.7, window, softcap)
-    got = SharedPrompt(tree, CPU).attend(query, key, value, attention_settings)
+    got = SdpaAttention(tree, CPU).attend(query, key, value, attention_settings)
     keys, values = (x.repeat_interleave(num_queries, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.7
     if softcap is not None:
@@ -219,8 +216,8 @@ def test_it_is_chosen_where_it_can_train(monkeypatch):
         attention = LayerSettings(0, 1.0, None, softcap)
         return PackedRow(GROUP).attend(row, row, row, attention) is None
 
-    monkeypatch.setattr(FlexSharedPrompt, "attend", lambda *_: None)
-    monkeypatch.setattr(flex_shared_prompt, "trains", lambda *_: True)
+    monkeypatch.setattr(FlexAttention, "attend", lambda *_: None)
+    monkeypatch.setattr(flex, "failure", lambda *_: None)
     assert is_chosen()
     assert not is_chosen(trains_flex=False) and not is_chosen(head_size=SIZE - 1)
     assert not is_chosen(softcap=30.0) and not is_chosen(dtype=torch.float32)
@@ -229,15 +226,18 @@ def test_it_is_chosen_where_it_can_train(monkeypatch):
 def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypatch):
     fail = Mock(side_effect=RuntimeError("no C compiler\nmore"))
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
-    monkeypatch.setattr(flex_shared_prompt, "_compiled", fail)
-    flex_shared_prompt.trains.cache_clear()
+    monkeypatch.setattr(flex, "_compiled", fail)
+    kernels = AttentionKernels()
+    kernels.report = Mock()
     query = torch.randn(5, 4, SIZE).bfloat16()
     key, settings = query[:, :2], LayerSettings(0, 1.0, None, None)
     with torch.no_grad():
         for _ in range(2):
-            got = PackedRow(GROUP).attend(query, key, key, settings)
-    assert torch.equal(got, SharedPrompt(GROUP, CPU).attend(query, key, key, settings))
-    assert notes.pop().endswith("FlexAttention, exact but slower: no C compiler") and not notes
+            got = PackedRow(GROUP, kernels=kernels).attend(query, key, key, settings)
+    assert torch.equal(got, SdpaAttention(GROUP, CPU).attend(query, key, key, settings))
+    ((note,), _) = kernels.report.call_args
+    assert note.endswith("FlexAttention, exact but slower: no C compiler")
+    assert kernels.report.call_count == fail.call_count == 1
 
 
 def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypatch):
@@ -245,18 +245,27 @@ def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypa
         return query**2 + 0 * key.sum()
 
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
-    monkeypatch.setattr(FlexSharedPrompt, "attend", squares)
-    flex_shared_prompt.trains.cache_clear()
+    monkeypatch.setattr(FlexAttention, "attend", squares)
     row = torch.randn(5, 2, SIZE).bfloat16().requires_grad_()
-    settings = LayerSettings(0, 1.0, None, None)
+    settings, kernels = LayerSettings(0, 1.0, None, None), AttentionKernels()
 
     def layer(x):
-        return PackedRow(GROUP).attend(x, x, x, settings)
+        return PackedRow(GROUP, kernels=kernels).attend(x, x, x, settings)
 
     output = checkpoint(layer, row, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(output.sum(), row), (2 * row,))
-    assert not notes
-    flex_shared_prompt.trains.cache_clear()
+
+
+def test_recomputed_layers_see_the_row_of_their_forward_after_another_row_has_run():
+    rows = [draw_sequences(lengths) for lengths in (LENGTHS, [7, 2, 9, 4, 3])]
+    policy = Policy(tiny_model("qwen3", ATTENTION_NAME), CPU)
+    expected = [gradients(policy.model, packed_logits(policy, row), row) for row in rows]
+    policy.checkpoint_activations()
+    logits = [packed_logits(policy, row) for row in rows]
+    for row, of_row, ours in zip(rows, logits, expected, strict=True):
+        got = gradients(policy.model, of_row, row)
+        assert got.keys() == ours.keys()
+        assert all(torch.equal(got[name], gradient) for name, gradient in ours.items())
 
 
 def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):

@@ -23,7 +23,7 @@ from easyrl.channels.ring_buffer import ARRAYS
 from easyrl.config import load_config
 from easyrl.layout.row import EMPTY, pack, split_group
 from easyrl.layout.tree import TokenTree
-from easyrl.model.attention import ATTENTION_NAME, register_attention
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module

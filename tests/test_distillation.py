@@ -13,7 +13,7 @@ from easyrl.config import load_config
 from easyrl.config.algorithm import POLICY
 from easyrl.layout.row import pack
 from easyrl.model import distillation
-from easyrl.model.attention import ATTENTION_NAME, register_attention
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner

@@ -25,7 +25,7 @@ from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import StopStrings, uniform_stream
-from easyrl.model.attention import ATTENTION_NAME, register_attention
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from tiny_models import (
     EXPERTS,

@@ -22,10 +22,11 @@ from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines import step_graphs
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.model.attention import ATTENTION_NAME, register_attention
-from easyrl.model.flex_shared_prompt import FlexSharedPrompt
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
+from easyrl.model.mixers.flex import FlexAttention
+from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.sdpa import SdpaAttention
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import LayerSettings, SharedPrompt
 from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
 from easyrl.types import Weight, WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
@@ -78,8 +79,8 @@ def test_flex_attention_equals_the_blocks_in_float64(window, dtype):
     device = torch.device("cuda")
     inputs = tensors(dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    expected = outputs_and_gradients(SharedPrompt(TREES, device), wide, settings)
-    got = outputs_and_gradients(FlexSharedPrompt(TREES, device), inputs, settings)
+    expected = outputs_and_gradients(SdpaAttention(TREES, device), wide, settings)
+    got = outputs_and_gradients(FlexAttention(TREES, device), inputs, settings)
     bound = 1e-5 if dtype == torch.float32 else 1e-2
     for a, b in zip(got, expected, strict=True):
         assert float((a.double() - b).norm() / b.norm()) <= bound

@@ -11,9 +11,9 @@ from benchmarks.measuring import peak_bytes
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.sampling import sample
 from easyrl.layout.tree import TokenTree
-from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs, token_logprobs
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from tiny_models import largest_gradient_gap, plain_logprobs, tiny_model
 

@@ -25,8 +25,8 @@ from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.vllm.platforms import STEP_FRACTION, cache_bytes
 from easyrl.layout.row import Rollout, pack
 from easyrl.layout.tree import TokenTree
-from easyrl.model import shared_prompt
 from easyrl.model.files import model_size, read_model_files
+from easyrl.model.mixers import sdpa
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory_estimate
 from easyrl.runtime.memory_estimate import check_memory, estimate_memory
@@ -188,9 +188,9 @@ def test_the_kv_cache_of_vllm_is_the_one_that_it_is_given(total, monkeypatch):
 def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
     softcap, is_trained, monkeypatch
 ):
-    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
-    layout = shared_prompt.SharedPrompt(TokenTree.of_sequences([512]), torch.device("cpu"))
-    settings = shared_prompt.LayerSettings(0, 1.0, sliding_window=None, softcap=softcap)
+    monkeypatch.setattr(sdpa, "is_fused", lambda block, settings: False)
+    layout = sdpa.SdpaAttention(TokenTree.of_sequences([512]), torch.device("cpu"))
+    settings = sdpa.LayerSettings(0, 1.0, sliding_window=None, softcap=softcap)
     query_key_value = torch.zeros(3, 512, 8, 16, requires_grad=is_trained)
 
     def attend():

@@ -21,10 +21,10 @@ ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
 WRONG_ATTENTION = """
 import sys
 if "easyrl.runtime.self_test_part" in sys.orig_argv:
-    from easyrl.model.attention import PackedRow
+    from easyrl.model.mixers.packed_row import PackedRow
     attend = PackedRow.attend
     def attend_wrongly(self, query, key, value, settings):
-        if self._may_use_flex:
+        if self._kernels._may_use_flex:
             value = value.clone()
             value[1] = 0
         return attend(self, query, key, value, settings)

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.data.hub import resolve_model
 from easyrl.layout.tree import NONE, TokenTree
-from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.mixers.flex import FlexAttention
 from easyrl.types import WeightPiece
 
 VOCABULARY = 61
@@ -200,7 +200,7 @@ def tree_of(groups):
 def dense_mask(tree, window=None):
     """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
     indices = torch.arange(tree.num_tokens)
-    visible = FlexSharedPrompt(tree, torch.device("cpu")).visible(window)
+    visible = FlexAttention(tree, torch.device("cpu")).visible(window)
     return visible(None, None, indices[:, None], indices[None, :])
 
 

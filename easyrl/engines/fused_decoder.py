@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.layout.tree import TokenTree
-from easyrl.model.attention import AttentionLayout, PackedRow
-from easyrl.model.exactness import RecordingLayout
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.mixers.interface import LayerSettings, Layout
+from easyrl.model.mixers.packed_row import PackedRow
+from easyrl.model.mixers.recording import RecordingLayout
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import LayerSettings
 
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
 PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
@@ -121,7 +121,7 @@ class _Layer:
             weights = [norm.weight.expand(number, self.head_size) for norm, number in sizes]
             self.head_weight = torch.cat(weights) * self.head_size**0.5  # [Hq + Hkv, D]
 
-    def update(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout) -> None:
+    def update(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
         """Replace `hidden` [T, H] by the layer's output. `cos`, `sin`: [T, 1, 2, D/2]."""
         num_queries, num_keys, _ = self.num_heads
         qkv = self.qkv(_normalized(hidden, self.eps[0])).view(len(hidden), -1, self.head_size)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from easyrl.engines import COPIED_TOKENS, padded, row_cells
 from easyrl.layout.tree import TokenTree
-from easyrl.model.shared_prompt import HIDDEN, Block, LayerSettings, SharedPrompt, attend_block
+from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 KeysValues = tuple[Tensor, Tensor]
@@ -143,9 +144,9 @@ class StepLayout:
         highest length class first; `resumed` [m]: the state of the rows behind the active ones that
         have `num_new` [m] tokens to process; `prompts`: slot and length of each."""
         self.cache, self._prompts = cache, prompts
-        self._packed: SharedPrompt | None = None
+        self._packed: SdpaAttention | None = None
         if prompts:
-            self._packed = SharedPrompt(
+            self._packed = SdpaAttention(
                 TokenTree.of_sequences([length for _, length in prompts]), device
             )
         self._tokens_of_rows: list[RowTokens] = []

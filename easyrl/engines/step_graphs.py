@@ -29,8 +29,8 @@ from easyrl.engines import SLOT_STEP, padded
 from easyrl.engines.kv_cache import Ints, KVCache, RowBuckets, RowTokens, SharedKeys, gather_by_slot
 from easyrl.engines.sampling import SamplingSettings, sample
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.mixers.interface import LayerSettings
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import LayerSettings
 from easyrl.types import Float64
 
 ROW_STEP, CELL_STEP, PROMPT_STEP = 8, 128, 256  # B, L, C and P are rounded up to multiples of these

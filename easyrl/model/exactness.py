@@ -28,9 +28,12 @@ from torch.overrides import TorchFunctionMode
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, loadable_model
 from easyrl.layout.tree import NONE, TokenTree
-from easyrl.model.attention import ATTENTION_NAME, PackedRow, UnservableLayer
-from easyrl.model.files import PACKED_LAYERS, fingerprint
-from easyrl.model.shared_prompt import LayerSettings
+from easyrl.model.files import fingerprint
+from easyrl.model.mixers import unsupported_layer
+from easyrl.model.mixers.attention import ATTENTION_NAME
+from easyrl.model.mixers.interface import UnsupportedLayer
+from easyrl.model.mixers.packed_row import connect
+from easyrl.model.mixers.recording import RecordingLayout
 
 CHECKED_TREE = TokenTree.joined(
     [
@@ -43,6 +46,7 @@ SEQUENCES = [
     CHECKED_TREE.tokens_of(CHECKED_TREE.path(leaf)).tolist() for leaf in CHECKED_TREE.leaves
 ]
 """The numbers of the tokens of each of its sequences."""
+CHECKED_CODE = ("layout", "model")  # packages of EasyRL on which the outcome depends
 NUM_DRAWS = 3  # rows of random tokens; one must agree, since rounding may change a token's experts
 
 
@@ -52,7 +56,9 @@ def checked_once(path: str, check: Callable[[], Any]) -> Any:
     import transformers
 
     key = f"{fingerprint(loadable_model(path))} {torch.__version__} {transformers.__version__}"
-    code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    package = Path(__file__).parents[1]
+    files = sorted(file for room in CHECKED_CODE for file in (package / room).rglob("*.py"))
+    code = b"".join(file.read_bytes() for file in files)
     name = hashlib.sha256(key.encode() + code).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "easyrl", "checked")
     try:
@@ -93,10 +99,10 @@ def check_causal(model: Any, path: str) -> None:
 
 
 def _unsupported_reason(model: Any) -> str | None:
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    for layer, kind in enumerate(kinds):
-        if kind not in PACKED_LAYERS:
-            return f"layer {layer} is of type {kind}"
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    reason = unsupported_layer(layer_types)
+    if reason is not None:
+        return reason
     if model._supports_attention_backend:
         return None
     return f"no layer of {type(model).__name__} uses transformers' attention interface"
@@ -140,11 +146,13 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, "eager"):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
-    layout, numbering = RecordingLayout(CHECKED_TREE, tokens.device), _NumberingFinder()
+    layout = RecordingLayout(CHECKED_TREE, tokens.device)
+    numbering = _NumberingFinder()
+    current = connect(model)
     try:
-        with _attending(model, ATTENTION_NAME), numbering:
-            got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
-    except UnservableLayer as layer:
+        with _attending(model, ATTENTION_NAME), current.use(layout), numbering:
+            got = _logits(model, tokens, position_ids=positions)
+    except UnsupportedLayer as layer:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
@@ -188,33 +196,3 @@ class _NumberingFinder(TorchFunctionMode):
         if func is torch.arange and len(result) == CHECKED_TREE.num_tokens and not sorts_by_experts:
             self.reason = f"{caller.co_qualname} uses a token's index in the row"
         return result
-
-
-class RecordingLayout(PackedRow):
-    """A layout that records each layer's attention parameters."""
-
-    def __init__(self, tree: TokenTree, device: torch.device | str = "cpu") -> None:
-        super().__init__(tree, device)
-        self.settings: list[LayerSettings] = []
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        if settings.layer != len(self.settings):
-            raise UnservableLayer(
-                f"layer {settings.layer} calls attention when layer {len(self.settings)} should, "
-                "and the engine needs one call from each layer, in order"
-            )
-        self.settings.append(settings)
-        return super().attend(query, key, value, settings)
-
-    def unsupported_reason(self, model: Any) -> str | None:
-        """Return what the short row cannot show: layers without attention, and missing windows."""
-        text = model.config.get_text_config()
-        if len(self.settings) < (getattr(text, "num_hidden_layers", 0) or 0):
-            return f"layer {len(self.settings)} does not use transformers' attention interface"
-        has_window = getattr(text, "sliding_window", None) is not None
-        every = ["sliding_attention" if has_window else "full_attention"] * len(self.settings)
-        kinds = getattr(text, "layer_types", None) or every
-        for settings, kind in zip(self.settings, kinds, strict=False):
-            if kind == "sliding_attention" and settings.sliding_window is None:
-                return f"layer {settings.layer} does not pass its sliding window to its attention"
-        return None

@@ -15,9 +15,9 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.data.hub import FORMS, KEY, loadable_model, model_config_from_hub, resolve_model
+from easyrl.model.mixers import elements_per_token, unsupported_layer
 
 SAFETENSORS = "model.safetensors"
-PACKED_LAYERS = ("full_attention", "sliding_attention")  # that EasyRL's attention supports
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096  # the samples of a weights file that its fingerprint hashes
@@ -184,7 +184,7 @@ class ModelSize:
 
     @property
     def kv_elements(self) -> int:  # of a token's keys and values in all layers
-        return 2 * self.num_layers * self.num_key_value_heads * self.head_size
+        return elements_per_token(self.num_layers, self.num_key_value_heads, self.head_size)
 
 
 def model_size(
@@ -216,7 +216,7 @@ def model_size(
         head_size=head_size,
         vocabulary_size=vocabulary,
         is_tied=config.get("tie_word_embeddings", False),
-        is_batched=set(config.get("layer_types", ())) <= set(PACKED_LAYERS),
+        is_batched=unsupported_layer(config.get("layer_types", ())) is None,
         num_weights=num_weights,
         num_trained=num_trained,
         stored_dtype=stored_dtype.removeprefix("torch."),

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from easyrl.layout.tree import NONE, TokenTree
-from easyrl.model.attention import AttentionLayout, PackedRow
+from easyrl.model.mixers.interface import Layout
+from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64: of each token in its sequence
-    layout: AttentionLayout  # how each token sees those before it
+    layout: Layout  # how each token sees those before it
     logits_at: Tensor  # [K] int64: numbers of the tokens whose logits are wanted
 
     @classmethod
@@ -31,15 +32,14 @@ class ModelInputs:
         ids: Tensor,
         tree: TokenTree,
         logits_at: Tensor | None = None,
-        *,
-        may_use_flex: bool = True,
+        kernels: AttentionKernels | None = None,
     ) -> Self:
         """Return the inputs for a row whose tokens form `tree`, on the device of `ids`. Without
-        `logits_at` every token has logits."""
+        `logits_at` every token has logits. `kernels`: of the model that runs the row."""
         positions = torch.from_numpy(tree.positions).to(ids.device)
         if logits_at is None:
             logits_at = torch.arange(len(ids), device=ids.device)
-        layout = PackedRow(tree, ids.device, may_use_flex=may_use_flex)
+        layout = PackedRow(tree, ids.device, kernels)
         return cls(ids, positions, layout, logits_at)
 
 

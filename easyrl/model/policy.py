@@ -13,7 +13,6 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,11 +24,12 @@ from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import loadable_model
 from easyrl.layout.tree import TokenTree
-from easyrl.model.attention import PackedRow, register_attention
 from easyrl.model.exactness import attend_packed, check_causal, checked_once
 from easyrl.model.files import eos_token_ids, load_model_config, read_model_files
 from easyrl.model.inputs import ModelInputs, real_tokens
 from easyrl.model.lora import Adapter, Merger
+from easyrl.model.mixers.attention import register_attention
+from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow, connect
 from easyrl.model.sharding import whole
 from easyrl.types import MicroBatch, Weight, WeightPiece
 
@@ -51,7 +51,8 @@ class Policy:
         """Reason why its layers cannot attend in packed rows exactly; None: they can."""
         self.shares_prompts = no_packing_reason is None and attention != "repeated"
         """Whether the trainer packs a group's prompt once."""
-        self.may_use_flex = attention != "without_flex"
+        self.kernels = AttentionKernels(may_use_flex=attention != "without_flex")
+        self._current_layout = connect(model)
         self.adapter: Adapter | None = None
         self._merger = Merger(model)
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
@@ -98,9 +99,24 @@ class Policy:
     def checkpoint_activations(self) -> None:
         """Recompute each decoder layer from its input in the backward pass from now on."""
         for block in self.blocks:
-            block.forward = partial(  # beneath the hooks that gather a sharded layer's weights
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            # Beneath the hooks that gather a sharded layer's weights.
+            block.forward = self._recomputed(block.forward)
+
+    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a layer's `forward` that keeps only its input, and its layout, for backward."""
+        current = self._current_layout
+
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            layout = current.layout
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with current.use(layout):
+                    return forward(*args, **kwargs)
+
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(run, *args, **how, **kwargs)
+
+        return checkpointed
 
     def compile(self) -> None:
         """Compile each decoder layer around its attention, before `checkpoint_activations`."""
@@ -122,7 +138,7 @@ class Policy:
             torch.from_numpy(batch.input_ids).to(self.device),
             batch.tree,
             torch.from_numpy(batch.logits_at).to(self.device),
-            may_use_flex=self.may_use_flex,
+            self.kernels,
         )
 
     def forward(self, inputs: ModelInputs) -> Tensor:
@@ -132,7 +148,9 @@ class Policy:
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs [K, H] for the tokens `inputs.logits_at` of the packed row."""
         arguments, row = self._arguments(inputs)
-        hidden: Tensor = self.run_layers(**arguments, use_cache=False).last_hidden_state[row]
+        with self._current_layout.use(inputs.layout):
+            output = self.run_layers(**arguments, use_cache=False)
+        hidden: Tensor = output.last_hidden_state[row]
         return hidden[inputs.logits_at]
 
     def run_layers(self, **inputs: Any) -> Any:
@@ -150,12 +168,7 @@ class Policy:
         """Return the arguments of transformers' model, and the index in its outputs that gives the
         packed row's tokens."""
         if self.no_packing_reason is None:
-            arguments = {
-                "input_ids": inputs.ids[None],
-                "position_ids": inputs.positions[None],
-                "attention_layout": inputs.layout,
-            }
-            return arguments, 0
+            return {"input_ids": inputs.ids[None], "position_ids": inputs.positions[None]}, 0
         assert isinstance(inputs.layout, PackedRow)
         is_real = real_tokens(inputs.layout.tree, inputs.ids.device)
         padded = torch.zeros_like(is_real, dtype=inputs.ids.dtype)
@@ -189,7 +202,8 @@ class Policy:
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         inputs = ModelInputs.of_row(tokens, TokenTree.of_sequences([len(tokens)]))
         arguments, row = self._arguments(inputs)
-        expected = self.model(**arguments, use_cache=False).logits[row]
+        with self._current_layout.use(inputs.layout):
+            expected = self.model(**arguments, use_cache=False).logits[row]
         with suppress(Exception):  # any, depending on what the model's code expects
             got = self.forward(inputs)
             if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):

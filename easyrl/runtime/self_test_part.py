@@ -25,8 +25,8 @@ from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config, load_config
 from easyrl.config.model import AttentionMode
 from easyrl.layout.row import Rollout, pack
-from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import gathered
 from easyrl.processes import environment_of_children, pin

@@ -31,7 +31,6 @@ from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import INPUTS, Config
 from easyrl.config.model import DType
-from easyrl.model import attention
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
@@ -127,13 +126,15 @@ class TrainWorker:
         return learner
 
     def _load_policy(self, path: str, dtype: DType | None) -> Policy:
-        return Policy.load(
+        policy = Policy.load(
             path,
             self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
             trust_remote_code=self.config.model.trust_remote_code,
             attention=self.config.model.attention,
             dtype=dtype,
         )
+        policy.kernels.report = lambda text: self._report(events.Note(text))
+        return policy
 
     def run(self) -> None:
         while not isinstance(command := self._next_command(), events.Stop):
@@ -326,8 +327,6 @@ class TrainWorker:
                 num_tokens = len(batch.input_ids)
             busy_seconds += self.timeline.add("train", started, num_tokens)
         self.timeline.report()
-        while attention.notes:
-            self._report(events.Note(attention.notes.pop()))
         if reader is not None and reader.num_duplicates:
             dropped = f"{reader.num_duplicates} groups that had been delivered before were dropped"
             self._report(events.Note(f"iteration {iteration + 1}: {dropped}"))

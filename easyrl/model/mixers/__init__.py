@@ -1,0 +1,49 @@
+"""Mixers: how each kind of layer lets a token see its path in a tree of tokens.
+
+Most of a model treats every token alone: embeddings, norms, MLPs, experts and the head see a packed
+row as it is, and their code is not touched. Only a *mixer* moves information from one token to
+another. So a mixer decides whether a row of several sequences is exact.
+
+    model's layer ──► mixer ──► the current `Layout` ──► what the token may see
+                                   trainer: `packed_row.PackedRow`
+                                   engine:  a step's layout, with the cache (`engines`)
+
+There is one kind at present:
+
+    attention   `Layout.attend(query, key, value, settings)`: softmax over the keys of the path
+
+A new kind of layer, for example one with a recurrent state, has to provide:
+
+1. A file in this package that finds such layers by what their modules do, and lets them ask the
+   model's `interface.CurrentLayout`. It does not rely on keyword arguments: some decoders do not
+   pass them to their layers. It is called by `packed_row.connect`.
+2. A method of `interface.Layout`. For a state it is `scan(x, parent_state)`: the outputs of a
+   node's tokens and the state after them, given the state after its parent. `PackedRow` runs it
+   over the whole tree; the layout of an engine's step reads and writes the state in a cache beside
+   keys and values.
+3. What it supports and stores, in this file: the names of its layers in `config.json`, the clause
+   with which it refuses others, and the elements that a token costs (keys and values) or a node
+   (a state).
+
+Whether a model as a whole is exact is decided once, by measuring (`model.exactness`). What is in
+this file needs neither torch nor weights: a plan reads it.
+"""
+
+from collections.abc import Sequence
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+"""Entries of `layer_types` in config.json whose layers the attention mixer supports."""
+
+
+def unsupported_layer(layer_types: Sequence[str]) -> str | None:
+    """Return a clause that names the first layer that no mixer supports; None if all may be
+    supported. `layer_types`: of config.json; empty where a model does not list them."""
+    for layer, kind in enumerate(layer_types):
+        if kind not in ATTENTION_LAYERS:
+            return f"layer {layer} is of type {kind}"
+    return None
+
+
+def elements_per_token(num_layers: int, num_key_value_heads: int, head_size: int) -> int:
+    """Return how many elements an engine stores for each token: a key and a value in each layer."""
+    return 2 * num_layers * num_key_value_heads * head_size

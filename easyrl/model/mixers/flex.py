@@ -1,0 +1,130 @@
+"""Attention in a packed row by FlexAttention: one compiled kernel over the whole row.
+
+Blocks of 128 x 128 scores that the mask hides are never computed. Used in half precision on
+accelerators that can train FlexAttention, whose float32 kernels are many times slower than `sdpa`.
+One kernel serves rows of every length: one for each would be up to 1.5 times as fast, but takes ten
+seconds to compile for every new length.
+
+Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from easyrl import devices
+from easyrl.layout.tree import TokenTree
+from easyrl.model.mixers.interface import LayerSettings
+
+LARGE_HEAD_SIZE = 128
+LARGE_HEAD_BYTES = 160 * 1024
+"""Kernels for heads larger than LARGE_HEAD_SIZE need about this much shared memory with torch's
+block sizes. Consumer cards (RTX 3090 to 5090), L4 and A10 have 99 KiB; A100 has 163, H100 227."""
+LARGE_HEAD_OPTIONS = {
+    "num_stages": 1,
+    "bwd_BLOCK_M1": 32,
+    "bwd_BLOCK_N1": 32,
+    "bwd_BLOCK_M2": 32,
+    "bwd_BLOCK_N2": 32,
+}
+"""Smaller blocks, with which large heads fit into less shared memory."""
+
+
+class FlexAttention:
+    """The attention of one packed row, whose tree is in depth-first order. Its mask is made once
+    for each sliding window, for all layers."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        ends = np.repeat(tree.ends, tree.lengths).astype(np.int32)
+        self._ends = torch.from_numpy(ends).to(device)
+        """One past the last token that may see each token [T]."""
+        self._positions = torch.from_numpy(tree.positions.astype(np.int32)).to(device)  # [T]
+        self._device = device
+        self._masks: dict[int | None, BlockMask] = {}  # by sliding window
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+        """Compute attention without soft-capping: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
+        assert settings.softcap is None
+        num_query_heads = query.shape[1]
+        num_key_heads = key.shape[1]
+        output = _compiled(flex_attention)(
+            _to_batch(query),
+            _to_batch(key),
+            _to_batch(value),
+            block_mask=self._mask(settings.sliding_window),
+            scale=settings.scaling,
+            enable_gqa=num_query_heads != num_key_heads,
+            kernel_options=_kernel_options(query),
+        )
+        tokens: Tensor = output[0].transpose(0, 1)
+        return tokens
+
+    def _mask(self, window: int | None) -> BlockMask:
+        if window not in self._masks:
+            length = len(self._positions)
+            self._masks[window] = _compiled(create_block_mask)(
+                self.visible(window), None, None, length, length, device=self._device
+            )
+        return self._masks[window]
+
+    def visible(self, window: int | None) -> Callable[[Any, Any, Any, Any], Any]:
+        """Return the mask function of a sliding window. Query token q sees key token k if k is on
+        its path, not after it, and within the window."""
+        ends = self._ends
+        positions = self._positions
+
+        def mask(_batch: Any, _head: Any, q: Any, k: Any) -> Any:
+            is_on_path = (k <= q) & (q < ends[k])
+            if window is None:
+                return is_on_path
+            distance = positions[q] - positions[k]
+            return is_on_path & (distance < window)
+
+        return mask
+
+
+def _to_batch(tokens: Tensor) -> Tensor:
+    """[T, H, D] -> [1, H, T, D]"""
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+def failure(
+    device: torch.device, dtype: torch.dtype, query: torch.Size, key: torch.Size, window: int | None
+) -> str | None:
+    """Try the kernels of a kind of layer, forward and backward, on a tiny row. Return None, or the
+    reason why they fail. `query`, `key`: number and size of the heads."""
+    tree = TokenTree.of_group(2, [1])
+    q = torch.zeros(tree.num_tokens, *query, dtype=dtype, device=device, requires_grad=True)
+    k = torch.zeros(tree.num_tokens, *key, dtype=dtype, device=device, requires_grad=True)
+    settings = LayerSettings(layer=0, scaling=1.0, sliding_window=window, softcap=None)
+    # A layer whose activations are recomputed must not count the tensors that are saved here.
+    apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    try:
+        with torch.enable_grad(), apart:
+            output = FlexAttention(tree, device).attend(q, k, k, settings)
+            torch.autograd.grad(output.sum(), [q, k])
+    except Exception as error:  # of Inductor, Triton or the driver
+        text = str(error).strip() or type(error).__name__
+        return text.splitlines()[0]
+    return None
+
+
+def _kernel_options(query: Tensor) -> dict[str, Any]:
+    """Return options with which the kernels compile, forward and backward."""
+    # The kernel for fewer than 128 queries has no valid configuration for some numbers of them.
+    options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+    head_size = query.shape[-1]
+    shared_memory_bytes = devices.shared_memory_bytes(query.device)
+    if head_size > LARGE_HEAD_SIZE and shared_memory_bytes < LARGE_HEAD_BYTES:
+        options |= LARGE_HEAD_OPTIONS
+    return options
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

@@ -1,0 +1,380 @@
+"""Attention in a packed row by blocks of scores, which PyTorch's kernels compute.
+
+Every token attends to its own node and to each node above it, causally. The row is in depth-first
+order, so that the tokens below a node stand right behind it. There are two kinds of blocks:
+
+    own      every node (a prompt or a completion) to itself, causally
+    shared   all tokens below a node together to that node, whose keys are not copied
+
+For a group `[P | R1 | R2 | ... | RG]` these are 1 + G own blocks and one shared block. The cost
+follows the distinct tokens and the lengths of the paths to them.
+
+The softmax of a token over its blocks is merged by their log-sum-exps. For backward the row's
+query, key and value, its output and log-sum-exp are kept: no scores, no copies.
+
+Own blocks of similar length are computed together (`buckets`).
+
+Shapes: T tokens of the packed row, Hkv key/value heads, G query heads for each of them (1 for keys
+and values), D head size; of a bucket: B nodes, L the longest of them. "Tokens" are
+[T, Hkv, G, D], "cells" [B, L, Hkv, G, D], a block's tensors [B*Hkv, G, L, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from easyrl import devices
+from easyrl.layout.tree import Ints, TokenTree
+from easyrl.model.mixers.buckets import Bucket, make_buckets, padded_length
+from easyrl.model.mixers.interface import LayerSettings
+
+HIDDEN = -1e30  # added to hidden scores; finite, as a query may have no visible key in a block
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries [B, H, L, D] with the keys and values that they attend to: [B, H, S, D], possibly
+    expanded to H (stride 0). Values may have another size than D."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool  # only where L == S
+    bias: Tensor | None  # [L, S] or [B, 1, L or 1, S], added to the scores
+
+
+class BlockOutput(NamedTuple):
+    """The result of a softmax over the keys of one block."""
+
+    output: Tensor  # [B, H, L, D]
+    logsumexp: Tensor  # [B, H, L, 1] of the scores, float32 or wider
+
+
+class BlockGradients(NamedTuple):
+    """Gradients of a block's tensors, before those of query heads that share a key are summed."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class _OwnBlock(NamedTuple):
+    """The attention of a bucket of nodes to themselves."""
+
+    bucket: Bucket
+    block: Block
+
+
+class _SharedBlock(NamedTuple):
+    """The attention of all tokens below a node to the node."""
+
+    queries: slice  # tokens of the row that attend
+    keys: slice  # tokens of the row that they attend to
+    block: Block
+
+
+class _Rows(NamedTuple):
+    """A layer's tensors: [T, Hkv, G, D] and 2 x [T, Hkv, 1, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> _Rows:
+    """Group the query heads by the key head that they share."""
+    num_key_heads = key.shape[1]
+    rows = list[Tensor]()
+    for tokens in (query, key, value):
+        # The fused kernel assumes that the elements of a head are adjacent, and does not check it.
+        adjacent = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+        rows.append(adjacent.reshape(len(adjacent), num_key_heads, -1, adjacent.shape[-1]))
+    return _Rows(*rows)
+
+
+class SdpaAttention:
+    """The attention of one packed row, whose tree is in depth-first order."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._tree = tree
+        self._buckets = make_buckets(tree, device)
+        self._biases: dict[tuple[bytes, bytes, int], Tensor] = {}  # see `_bias`
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+        """Compute attention: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
+        rows = _grouped(query, key, value)
+        output: Tensor = _Attention.apply(*rows, self, settings)  # type: ignore[no-untyped-call]
+        return output.flatten(1, 2)
+
+    def attend_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
+    ) -> Tensor:
+        """Compute `attend` without gradient for a row of whole sequences, in which no node has
+        children. The fused kernels that are used here store no scores."""
+        assert not self._tree.has_children.any()
+        if settings.softcap is not None:
+            return self.attend(query, key, value, settings)
+        rows = _grouped(query.contiguous(), key.contiguous(), value.contiguous())
+        output = rows.query.new_empty((*rows.query.shape[:-1], value.shape[-1]))
+        for bucket, block in self.own_blocks(rows, settings):
+            result = scaled_dot_product_attention(
+                block.query,
+                block.key,
+                block.value,
+                attn_mask=block.bias,
+                is_causal=block.is_causal,
+                scale=settings.scaling,
+            )
+            bucket.put(output, result)
+        return output.flatten(1, 2)
+
+    def own_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_OwnBlock]:
+        """Yield the blocks of all nodes with themselves, by buckets."""
+        window = settings.sliding_window
+        for bucket in self._buckets:
+            bias = None
+            if window is not None and window < bucket.longest:
+                positions = np.arange(bucket.longest)
+                bias = self._bias(positions, positions, window, rows.query)
+            cells = _Rows(bucket.take(rows.query), bucket.take(rows.key), bucket.take(rows.value))
+            yield _OwnBlock(bucket, _block(cells, is_causal=bias is None, bias=bias))
+
+    def shared_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_SharedBlock]:
+        """Yield a block for each node that others continue: of all tokens below it with its own."""
+        window = settings.sliding_window
+        tree = self._tree
+        for node in np.flatnonzero(tree.has_children):
+            start = int(tree.starts[node])
+            stop = int(tree.stops[node])
+            below = slice(stop, int(tree.ends[node]))
+            if window is None:
+                keys, bias = self._pad(slice(start, stop), rows.query)
+            else:
+                # Positions: of the node's first token, of the first token below it, and of the
+                # first key that this one sees.
+                first = int(tree.first_positions[node])
+                first_below = first + stop - start
+                first_seen = max(first, first_below - window + 1)
+                num_seen = first_below - first_seen
+                if num_seen == 0:
+                    continue
+                keys = slice(stop - num_seen, stop)
+                bias = None
+                of_queries = tree.positions[below]
+                if of_queries.max() - first_seen >= window:
+                    of_keys = np.arange(first_seen, first_below)
+                    bias = self._bias(of_queries, of_keys, window, rows.query)
+            cells = _Rows(rows.query[below][None], rows.key[keys][None], rows.value[keys][None])
+            yield _SharedBlock(below, keys, _block(cells, is_causal=False, bias=bias))
+
+    def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
+        """Extend a node's keys to a padded length; return the bias [1, S] that hides the rest."""
+        length = keys.stop - keys.start
+        width = padded_length(length)
+        if width == length or keys.start + width > len(query):
+            return keys, None
+        last = np.array([length - 1])
+        bias = self._bias(last, np.arange(width), width, query)
+        return slice(keys.start, keys.start + width), bias
+
+    def _bias(self, queries: Ints, keys: Ints, window: int, reference: Tensor) -> Tensor:
+        """Return the bias [L, S] of queries and keys at these positions: 0 where the key is
+        visible, else HIDDEN. Layers share it. `reference`: tensor that gives dtype and device."""
+        name = (queries.tobytes(), keys.tobytes(), window)
+        if name not in self._biases:
+            distance = torch.from_numpy(queries[:, None] - keys[None, :])
+            is_hidden = (distance < 0) | (distance >= window)
+            bias = torch.zeros(distance.shape, dtype=reference.dtype)
+            bias.masked_fill_(is_hidden, HIDDEN)
+            self._biases[name] = bias.to(reference.device)
+        return self._biases[name]
+
+
+class _Attention(torch.autograd.Function):
+    """[T, Hkv, G, D], 2 x [T, Hkv, 1, D] -> [T, Hkv, G, D]"""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SdpaAttention,
+        settings: LayerSettings,
+    ) -> Tensor:
+        rows = _Rows(query, key, value)
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logsumexp = query.new_empty((*query.shape[:-1], 1), dtype=wide)
+        for bucket, block in layout.own_blocks(rows, settings):
+            own = attend_block(block, settings)
+            bucket.put(output, own.output)
+            bucket.put(logsumexp, own.logsumexp)
+        for queries, _, block in layout.shared_blocks(rows, settings):
+            shared = attend_block(block, settings)
+            merge(
+                output[queries],
+                logsumexp[queries],
+                _to_tokens(shared.output),
+                _to_tokens(shared.logsumexp),
+            )
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.layout = layout
+        ctx.settings = settings
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        layout: SdpaAttention = ctx.layout
+        settings: LayerSettings = ctx.settings
+        rows = _Rows(query, key, value)
+        of_query = query.new_empty(query.shape)
+        of_key = key.new_empty(key.shape)
+        of_value = value.new_empty(value.shape)
+        for bucket, block in layout.own_blocks(rows, settings):
+            # Padding has no weight: exp(score - inf) = 0.
+            parts = attend_block_backward(
+                block,
+                settings,
+                gradient=_to_block(bucket.take(gradient, 0.0)),
+                output=_to_block(bucket.take(output)),
+                logsumexp=_to_block(bucket.take(logsumexp, np.inf)),
+            )
+            bucket.put(of_query, parts.query)
+            bucket.put(of_key, parts.key.sum(1, keepdim=True))
+            bucket.put(of_value, parts.value.sum(1, keepdim=True))
+        for queries, keys, block in layout.shared_blocks(rows, settings):
+            parts = attend_block_backward(
+                block,
+                settings,
+                gradient=_to_block(gradient[queries][None]),
+                output=_to_block(output[queries][None]),
+                logsumexp=_to_block(logsumexp[queries][None]),
+            )
+            of_query[queries] += _to_tokens(parts.query)
+            of_key[keys] += _to_tokens(parts.key.sum(1, keepdim=True))
+            of_value[keys] += _to_tokens(parts.value.sum(1, keepdim=True))
+        return of_query, of_key, of_value, None, None
+
+
+def _block(cells: _Rows, *, is_causal: bool, bias: Tensor | None) -> Block:
+    """Return the block of `cells`: [B, L, Hkv, G, D] and 2 x [B, S, Hkv, 1, D]."""
+    query = _to_block(cells.query)
+    num_query_heads = query.shape[1]
+    key = _to_block(cells.key).expand(-1, num_query_heads, -1, -1)
+    value = _to_block(cells.value).expand(-1, num_query_heads, -1, -1)
+    return Block(query, key, value, is_causal, bias)
+
+
+def _to_block(cells: Tensor) -> Tensor:
+    """[B, L, Hkv, G, D] -> [B*Hkv, G, L, D]: query heads that share a key head are one batch."""
+    return cells.permute(0, 2, 3, 1, 4).flatten(0, 1)
+
+
+def _to_tokens(block: Tensor) -> Tensor:
+    """[Hkv, G, L, D] -> [L, Hkv, G, D]"""
+    return block.permute(2, 0, 1, 3)
+
+
+def attend_block(block: Block, settings: LayerSettings) -> BlockOutput:
+    """Compute the attention of one block."""
+    if is_fused(block, settings):
+        outputs: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            block.query,
+            block.key,
+            block.value,
+            0.0,  # dropout
+            block.is_causal,
+            attn_mask=block.bias,
+            scale=settings.scaling,
+        )
+        return BlockOutput(outputs[0], outputs[1].unsqueeze(-1))
+    scores = _scores(block, settings).scores
+    logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
+    probabilities = torch.exp(scores - logsumexp).to(block.value.dtype)
+    return BlockOutput(torch.matmul(probabilities, block.value), logsumexp)
+
+
+def attend_block_backward(
+    block: Block, settings: LayerSettings, *, gradient: Tensor, output: Tensor, logsumexp: Tensor
+) -> BlockGradients:
+    """Return the gradients of query, key and value, given the output's gradient, the merged output
+    and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`
+    (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
+    if is_fused(block, settings):
+        gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient,
+            block.query,
+            block.key,
+            block.value,
+            output,
+            logsumexp.squeeze(-1),
+            0.0,  # dropout
+            block.is_causal,
+            attn_mask=block.bias,
+            scale=settings.scaling,
+        )
+        return BlockGradients(gradients[0], gradients[1], gradients[2])
+    scores, capped = _scores(block, settings)
+    probabilities = torch.exp(scores - logsumexp)
+    wide = probabilities.dtype
+    gradient = gradient.to(wide)
+    of_value = torch.matmul(probabilities.transpose(-1, -2), gradient)
+    of_probabilities = torch.matmul(gradient, block.value.to(wide).transpose(-1, -2))
+    dot = (gradient * output).sum(dim=-1, keepdim=True)
+    of_scores = probabilities * (of_probabilities - dot) * settings.scaling
+    if capped is not None:
+        of_scores = of_scores * (1.0 - capped.square())
+    of_query = torch.matmul(of_scores, block.key.to(wide))
+    of_key = torch.matmul(of_scores.transpose(-1, -2), block.query.to(wide))
+    return BlockGradients(of_query, of_key, of_value)
+
+
+def is_fused(block: Block, settings: LayerSettings) -> bool:
+    """Return whether PyTorch's fused kernel computes the block. It exists for the CPU alone, and
+    supports neither soft-capping nor values of another size than keys (MLA)."""
+    has_one_size = block.query.shape[-1] == block.value.shape[-1]
+    return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
+
+
+class _Scores(NamedTuple):
+    scores: Tensor  # [B, H, L, S], float32 or wider
+    capped: Tensor | None  # tanh(score / softcap), of the same shape; None without soft-capping
+
+
+def _scores(block: Block, settings: LayerSettings) -> _Scores:
+    query = block.query
+    key = block.key.transpose(-1, -2)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # Scores in half precision would have 8 bits: an error of 0.8 % instead of 0.2 %.
+    if query.dtype != wide and devices.widens_products(query.device):
+        products = torch.bmm(query.flatten(0, 1), key.flatten(0, 1), out_dtype=wide)
+        scores = products.view(*query.shape[:-1], -1) * settings.scaling
+    else:
+        scores = torch.matmul(query.to(wide), key.to(wide)) * settings.scaling
+    capped = None
+    if settings.softcap is not None:
+        capped = torch.tanh(scores / settings.softcap)
+        scores = capped * settings.softcap
+    if block.bias is not None:
+        scores = scores + block.bias
+    if block.is_causal:
+        is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(is_later, HIDDEN)
+    return _Scores(scores, capped)
+
+
+def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
+    """Update `output` [..., D], `logsumexp` [..., 1] to those of one softmax over both blocks."""
+    whole = torch.logaddexp(logsumexp, other_logsumexp)
+    output *= torch.exp(logsumexp - whole)
+    output += other * torch.exp(other_logsumexp - whole)
+    logsumexp.copy_(whole)
