@@ -65,21 +65,25 @@ def _position(core: int) -> tuple[int, int, int]:
 
 
 class Cgroup(NamedTuple):
-    limit_bytes: float
+    limit_bytes: float  # infinite without a limit
     available_bytes: float
-    oom_kills: int
+    oom_kills: int  # processes that have been killed for lack of memory
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Return the available memory, page cache included: the minimum of the machine's and that of
     every cgroup above. `root`: the folder that contains /proc and /sys."""
-    cgroups = (group.available_bytes for group in _memory_cgroups(root))
-    return int(max(0, min([_machine_bytes(root, "MemAvailable"), *cgroups])))
+    available_bytes = _machine_bytes(root, "MemAvailable")
+    for cgroup in _memory_cgroups(root):
+        available_bytes = min(available_bytes, cgroup.available_bytes)
+    return int(max(0, available_bytes))
 
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes of this process's cgroup have been killed for lack of memory."""
-    return next((group.oom_kills for group in _memory_cgroups(root)), 0)
+    for own_cgroup in _memory_cgroups(root):
+        return own_cgroup.oom_kills
+    return 0
 
 
 def kill_reason(kills_before: int, root: Path = Path("/")) -> str:
@@ -87,39 +91,55 @@ def kill_reason(kills_before: int, root: Path = Path("/")) -> str:
     limit that was reached and what to lower; empty if nothing was killed for lack of memory."""
     if oom_kills(root) <= kills_before:
         return ""
-    limits = (group.limit_bytes for group in _memory_cgroups(root))
-    limit = min([_machine_bytes(root, "MemTotal"), *limits])
+    limit_bytes = _machine_bytes(root, "MemTotal")
+    for cgroup in _memory_cgroups(root):
+        limit_bytes = min(limit_bytes, cgroup.limit_bytes)
     return (
-        f" because the memory limit of the machine or its cgroup ({limit / 2**20:,.0f} MiB) was "
-        "reached; use fewer workers (devices.infer, devices.train), or lower "
+        f" because the memory limit of the machine or its cgroup ({limit_bytes / 2**20:,.0f} MiB) "
+        "was reached; use fewer workers (devices.infer, devices.train), or lower "
         "rollout.max_concurrent_groups or train.max_tokens_per_micro_batch; --dry-run estimates "
         "the memory of a run"
     )
 
 
 def _machine_bytes(root: Path, name: str) -> float:
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    """Return a number of /proc/meminfo, whose lines look like "MemTotal:  32768 kB"."""
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError(f"/proc/meminfo: expected {name}")
 
 
 def _memory_cgroups(root: Path) -> Iterator[Cgroup]:
     """Yield each cgroup (version 2) of this process, its own first, up to the topmost visible."""
-    own, mount = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    lines = own.read_text().splitlines() if own.exists() else []
-    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::")):
-        for group in [mount / path, *(mount / path).parents]:
+    membership = root / "proc/self/cgroup"
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        if not line.startswith("0::"):  # of version 1
+            continue
+        own_folder = mount / line.removeprefix("0::/")
+        for folder in (own_folder, *own_folder.parents):
             try:
-                limit, usage, *tables = (
-                    (group / f"memory.{name}").read_text()
-                    for name in ("max", "current", "events", "stat")
-                )
+                limit = (folder / "memory.max").read_text()  # a number, or "max"
+                usage = (folder / "memory.current").read_text()
+                events = _read_table(folder / "memory.events")
+                statistics = _read_table(folder / "memory.stat")
             except OSError:  # not visible, or the root, which has no limit
                 continue
-            kills, stat = (dict(row.split() for row in table.splitlines()) for table in tables)
-            cache = (int(stat.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+            page_cache = statistics.get("active_file", 0) + statistics.get("inactive_file", 0)
             limit_bytes = float(limit.replace("max", "inf"))
-            available_bytes = limit_bytes - int(usage) + sum(cache)
-            yield Cgroup(limit_bytes, available_bytes, int(kills.get("oom_kill", 0)))
+            available_bytes = limit_bytes - int(usage) + page_cache
+            yield Cgroup(limit_bytes, available_bytes, events.get("oom_kill", 0))
+
+
+def _read_table(file: Path) -> dict[str, int]:
+    """Read lines like "oom_kill 3"."""
+    table = {}
+    for line in file.read_text().splitlines():
+        name, value = line.split()
+        table[name] = int(value)
+    return table
 
 
 UNGUARDED = 87  # exit code of a worker that would start a run while it imports the user's program

@@ -3,6 +3,7 @@
 Knows no model, loss or engine.
 """
 
-# Here, and not in `weights`, for those who count memory without torch.
-BUCKET_BYTES, NUM_BUCKETS = 64 * 2**20, 2
+# The sizes are here, and not in `weights`, for code that estimates memory without importing torch.
+BUCKET_BYTES = 64 * 2**20
+NUM_BUCKETS = 2
 """Buckets of weights: one is broadcast while the other is filled, or loaded."""

@@ -4,8 +4,9 @@
         ▲                        │                                                      │
         └── token, as of a free slot ◄──────────── acknowledged ◄──────────────────────┘
 
-A worker has MAX_UNACKNOWLEDGED tokens. It gives one for each group, and gets it back when the group
-is in the ring. So a full ring stops the engines here as it does on one machine.
+A worker starts with MAX_UNACKNOWLEDGED tokens. It spends one for each group that it sends, and gets
+it back once the group is in the ring. So a full ring stops the engines here as it does on one
+machine.
 """
 
 from dataclasses import dataclass
@@ -19,19 +20,25 @@ from easyrl.channels.ring_buffer import ARRAYS, FIELDS, RingLayout
 from easyrl.types import RolloutGroup
 
 MAX_UNACKNOWLEDGED = 4  # groups of one worker that are on their way; more do not speed it up
-TOKEN = b"\x01"
+TOKEN = b"\x01"  # as a message
 
 
 def encode_group(group: RolloutGroup) -> bytes:
     """Encode a group in safetensors' format; its numbers are arrays without a dimension."""
-    names = (*FIELDS, *(name for name, _, _ in ARRAYS))
-    return save({name: np.asarray(getattr(group, name)) for name in names})
+    arrays = {}
+    for name in FIELDS:
+        arrays[name] = np.asarray(getattr(group, name))
+    for array in ARRAYS:
+        arrays[array.name] = getattr(group, array.name)
+    return save(arrays)
 
 
 def decode_group(message: bytes) -> RolloutGroup:
-    """Raises SafetensorError if the message is not whole."""
+    """Decode a group. Raises SafetensorError if the message is not whole."""
     fields: dict[str, Any] = load(message)
-    return RolloutGroup(**fields | {name: int(fields[name]) for name in FIELDS})
+    for name in FIELDS:
+        fields[name] = int(fields[name])
+    return RolloutGroup(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,11 @@ class RemoteRing:
         return self.pipe.fileno()
 
     def put(self, group: RolloutGroup) -> bool:
-        """Send a group; return False without a token. Raises ValueError if it is too big."""
+        """Send a group; return False if the worker has no token. Raises ValueError if the group
+        does not fit a slot."""
         self.layout.lengths(group)
         if not self.pipe.poll():
             return False
-        self.pipe.recv_bytes()
+        self.pipe.recv_bytes()  # spend a token
         self.pipe.send_bytes(encode_group(group))
         return True

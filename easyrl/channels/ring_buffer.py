@@ -6,19 +6,25 @@
       publishes the slot     ─────► ready pipe: slot numbers ─────► waits for a ready slot
                                                                     reads the group in place
 
-The process that reads a slot number (8 bytes) from a pipe owns the slot alone. There is no lock
+The process that reads a slot's number (8 bytes) from a pipe owns the slot alone. There is no lock
 that a killed process could leave held. Reads and writes of 8 bytes are atomic, and the system call
-orders memory on Arm as well. Groups are delivered in order of arrival.
+orders memory on Arm as well. Groups are delivered in the order of their arrival.
 
-`RingBuffer.reclaim` finds the slots of a killed process. While a process writes or reads a slot,
-the slot's status word names it. While the slot waits, its number is on a pipe. Only during a move
-is neither true, and then the mover's counter is odd. `reclaim` takes all numbers off the pipes and
-waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
-living process belonged to a dead one.
+A slot is always in one of three situations:
 
-Before the trainer frees the slot of a group that it has accepted, it records the iteration in
-`taken`. `RingBuffer.delivered` reads the slots, then `taken`: a group in neither of them has to be
-generated again.
+    waiting    its number is on one of the pipes
+    owned      a process writes or reads it, and the slot's status word names that process
+    moving     a process has taken the number and not yet written the status, or has written the
+               status and not yet sent the number; meanwhile this process's move counter is odd
+
+`RingBuffer.reclaim` finds the slots of a killed process by exclusion. It takes all numbers off the
+pipes and waits until no living process is moving a slot. A slot whose number was on no pipe, and
+that no living process owns, belonged to a dead process.
+
+Before the trainer frees the slot of a group that it has accepted, it writes the iteration into
+`taken` at the group's index. `RingBuffer.delivered` reads the slots first and then `taken`, so that
+a group that moves from the one to the other meanwhile is not missed. A group that is in neither has
+to be generated again.
 
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
@@ -32,12 +38,12 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.context import assert_spawning
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,31 +53,56 @@ from easyrl.config import ConfigError
 from easyrl.processes import available_memory_bytes
 from easyrl.types import RolloutGroup
 
-FREE, WRITING, READY, READING = range(4)
-STATE_BITS = 2  # status word: owner << STATE_BITS | state
+FREE, WRITING, READY, READING = range(4)  # states of a slot
+STATE_BITS = 2
+"""A status word is `owner << STATE_BITS | state`: state and owner change in one store."""
+STATE_MASK = (1 << STATE_BITS) - 1
 
 SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
-ARRAYS = (  # field of RolloutGroup, element type, its one dimension
-    ("prompt_ids", np.int32, "num_prompt_tokens"),
-    ("completion_lengths", np.int32, "num_generations"),
-    ("completion_ids", np.int32, "num_completion_tokens"),
-    ("rollout_logprobs", np.float32, "num_completion_tokens"),
-    ("loss_mask", np.bool_, "num_completion_tokens"),
-    ("rewards", np.float32, "num_generations"),
-    ("advantages", np.float32, "num_generations"),
-    ("truncated", np.bool_, "num_generations"),
-    ("node_lengths", np.int32, "num_nodes"),
-    ("node_parents", np.int32, "num_nodes"),
-    ("teacher_prompt_ids", np.int32, "num_teacher_prompt_tokens"),
-)
-DIMENSIONS = tuple(dict.fromkeys(dimension for *_, dimension in ARRAYS))
-FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
-# The status is state and owner in one word: both change in one store.
-HEADER = ("status", *FIELDS, *DIMENSIONS)
 
-NEVER = -1
-TOKEN_BYTES = 8
-ALIGNMENT_BYTES = 64
+
+class GroupArray(NamedTuple):
+    """One of a group's arrays, as it lies in a slot."""
+
+    name: str  # field of RolloutGroup
+    element: type[np.generic]
+    dimension: str  # header field with the length of the array, which has one dimension
+
+
+ARRAYS = (
+    GroupArray("prompt_ids", np.int32, "num_prompt_tokens"),
+    GroupArray("completion_lengths", np.int32, "num_generations"),
+    GroupArray("completion_ids", np.int32, "num_completion_tokens"),
+    GroupArray("rollout_logprobs", np.float32, "num_completion_tokens"),
+    GroupArray("loss_mask", np.bool_, "num_completion_tokens"),
+    GroupArray("rewards", np.float32, "num_generations"),
+    GroupArray("advantages", np.float32, "num_generations"),
+    GroupArray("truncated", np.bool_, "num_generations"),
+    GroupArray("node_lengths", np.int32, "num_nodes"),
+    GroupArray("node_parents", np.int32, "num_nodes"),
+    GroupArray("teacher_prompt_ids", np.int32, "num_teacher_prompt_tokens"),
+)
+DIMENSIONS = tuple(dict.fromkeys(array.dimension for array in ARRAYS))  # each once, in order
+FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
+HEADER = ("status", *FIELDS, *DIMENSIONS)  # a slot's integers
+
+NEVER = -1  # in `taken`: no group of this index has been taken
+TOKEN_BYTES = 8  # a slot's number on a pipe
+ALIGNMENT_BYTES = 64  # of arrays in the shared memory: a cache line
+
+
+class SharedArray(NamedTuple):
+    """Name, element type and shape of an array in the ring's memory."""
+
+    name: str
+    element: Any
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory. The next array starts at a multiple of ALIGNMENT_BYTES."""
+        num_bytes: int = np.dtype(self.element).itemsize * math.prod(self.shape)
+        return math.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +120,7 @@ class RingLayout:
 
     @property
     def capacities(self) -> dict[str, int]:
-        """Maximum length of arrays by their dimension."""
+        """Maximum length of a slot's arrays, by their dimension."""
         return {
             "num_prompt_tokens": self.max_prompt_length,
             "num_generations": self.num_generations,
@@ -98,61 +129,76 @@ class RingLayout:
             "num_teacher_prompt_tokens": self.max_teacher_prompt_length,
         }
 
-    def arrays(self) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-        """Yield name, element type and shape of each array: `moves` [num_owners], `taken`
-        [num_groups], header fields [num_slots], arrays of the groups [num_slots, capacity]."""
-        yield "moves", np.int64, (self.num_owners,)
-        yield "taken", np.int64, (self.num_groups,)
+    def arrays(self) -> Iterator[SharedArray]:
+        """Yield the arrays in the order in which they lie in memory."""
+        yield SharedArray("moves", np.int64, (self.num_owners,))
+        yield SharedArray("taken", np.int64, (self.num_groups,))
         for name in HEADER:
-            yield name, np.int64, (self.num_slots,)
-        for name, element, dimension in ARRAYS:
-            yield name, element, (self.num_slots, self.capacities[dimension])
+            yield SharedArray(name, np.int64, (self.num_slots,))
+        capacities = self.capacities
+        for array in ARRAYS:
+            shape = (self.num_slots, capacities[array.dimension])
+            yield SharedArray(array.name, array.element, shape)
 
     @property
     def total_bytes(self) -> int:
         """Size of the ring's memory. It never grows."""
-        return sum(_num_bytes(element, shape) for _, element, shape in self.arrays())
+        return sum(array.num_bytes for array in self.arrays())
 
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
-        """Return the header's lengths. Raises ValueError if the group does not fit a slot."""
+        """Return the lengths for the slot's header, by dimension. Raises ValueError if the group
+        does not fit a slot, or if arrays of one dimension differ in length."""
+        capacities = self.capacities
         lengths: dict[str, int] = {}
         for name, element, dimension in ARRAYS:
-            array, most = getattr(group, name), self.capacities[dimension]
+            array = getattr(group, name)
+            capacity = capacities[dimension]
             length = lengths.setdefault(dimension, len(array))
-            if array.shape != (length,) or array.dtype != element or length > most:
+            if array.shape != (length,) or array.dtype != element or length > capacity:
                 raise ValueError(
                     f"group of prompt {group.prompt_index}: expected {name} to be "
-                    f"{np.dtype(element)} of shape ({length},) and at most {most} long, "
+                    f"{np.dtype(element)} of shape ({length},) and at most {capacity} long, "
                     f"got {array.dtype} of shape {array.shape}"
                 )
         return lengths
 
 
-def _num_bytes(element: Any, shape: tuple[int, ...]) -> int:
-    """Return the size of an array; the next one starts at a multiple of ALIGNMENT_BYTES."""
-    num_bytes: int = np.dtype(element).itemsize * math.prod(shape)
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 class TokenPipe:
     """A pipe of slot numbers, 8 bytes each. Several processes read and write it."""
 
-    def __init__(self, *fds: int) -> None:
-        """`fds`: both ends; none: a new pipe."""
-        self.fds = fds or os.pipe()
-        for fd in self.fds:  # a reader that is too late must not block
+    def __init__(self, fds: tuple[int, int] | None = None) -> None:
+        """`fds`: descriptors of an open pipe, to read and to write; None: open a new one."""
+        self.read_fd, self.write_fd = os.pipe() if fds is None else fds
+        for fd in self.fds:  # a process that comes too late for a number must not block
             os.set_blocking(fd, False)
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        return self.read_fd, self.write_fd
+
+    def reserve(self, num_slots: int) -> None:
+        """Give the pipe capacity for `num_slots` numbers, so that `send` never blocks. Raises
+        ConfigError if the system does not allow it."""
+        # One page more than the numbers need: a write may begin a new page.
+        num_bytes = num_slots * TOKEN_BYTES + mmap.PAGESIZE
+        try:
+            fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, num_bytes)
+        except PermissionError:
+            raise ConfigError(
+                f"rollout.ring_slots: expected fewer, because the system does not allow a pipe "
+                f"of {num_bytes} bytes, got {num_slots}"
+            ) from None
 
     def receive(self) -> int | None:
         """Return a slot number, or None if there is none."""
         try:
-            return int.from_bytes(os.read(self.fds[0], TOKEN_BYTES), sys.byteorder)
+            return int.from_bytes(os.read(self.read_fd, TOKEN_BYTES), sys.byteorder)
         except BlockingIOError:
             return None
 
     def send(self, slot: int) -> None:
         """Send a slot number. Never blocks: the pipe has capacity for every slot."""
-        os.write(self.fds[1], slot.to_bytes(TOKEN_BYTES, sys.byteorder))
+        os.write(self.write_fd, slot.to_bytes(TOKEN_BYTES, sys.byteorder))
 
     def drain(self) -> list[int]:
         """Take all slot numbers off the pipe, in order."""
@@ -176,17 +222,10 @@ class RingBuffer:
             )
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.taken[:] = NEVER
-        self.free_pipe, self.ready_pipe = TokenPipe(), TokenPipe()
-        for pipe in (self.free_pipe, self.ready_pipe):
-            # A number for every slot fits. One page is left: a write may begin a new one.
-            num_bytes = layout.num_slots * TOKEN_BYTES + mmap.PAGESIZE
-            try:
-                fcntl.fcntl(pipe.fds[1], fcntl.F_SETPIPE_SZ, num_bytes)
-            except PermissionError:
-                raise ConfigError(
-                    f"rollout.ring_slots: expected fewer, because the system does not allow a pipe "
-                    f"of {num_bytes} bytes, got {layout.num_slots}"
-                ) from None
+        self.free_pipe = TokenPipe()
+        self.ready_pipe = TokenPipe()
+        self.free_pipe.reserve(layout.num_slots)
+        self.ready_pipe.reserve(layout.num_slots)
         for slot in range(layout.num_slots):
             self.free_pipe.send(slot)
 
@@ -195,23 +234,31 @@ class RingBuffer:
         self._memory_fd = memory_fd
         memory = mmap.mmap(memory_fd, layout.total_bytes)  # unmapped with the last view of it
         self.slots: dict[str, npt.NDArray[Any]] = {}
+        """Arrays whose first dimension is the slot: header fields and arrays of the groups."""
         offset = 0
-        for name, element, shape in layout.arrays():
-            self.slots[name] = np.ndarray(shape, element, memory, offset)
-            offset += _num_bytes(element, shape)
+        for array in layout.arrays():
+            self.slots[array.name] = np.ndarray(array.shape, array.element, memory, offset)
+            offset += array.num_bytes
         self.moves = self.slots.pop("moves")
-        self.taken = self.slots.pop("taken")  # last iteration in which this index was taken
+        """[num_owners] Move counters: odd while this owner moves a slot."""
+        self.taken = self.slots.pop("taken")
+        """[num_groups] The last iteration in which the group of this index was taken."""
+
+    @property
+    def _fds(self) -> tuple[int, ...]:
+        return (self._memory_fd, *self.free_pipe.fds, *self.ready_pipe.fds)
 
     def __getstate__(self) -> tuple[Any, ...]:
         assert_spawning(self)
-        fds = (self._memory_fd, *self.free_pipe.fds, *self.ready_pipe.fds)
-        return (self.layout, *(reduction.DupFd(fd) for fd in fds))
+        return (self.layout, *(reduction.DupFd(fd) for fd in self._fds))
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         layout, *handles = state
-        memory_fd, *pipe_fds = (handle.detach() for handle in handles)
+        fds = [handle.detach() for handle in handles]
+        memory_fd, free_reader, free_writer, ready_reader, ready_writer = fds
         self._map(layout, memory_fd)
-        self.free_pipe, self.ready_pipe = TokenPipe(*pipe_fds[:2]), TokenPipe(*pipe_fds[2:])
+        self.free_pipe = TokenPipe((free_reader, free_writer))
+        self.ready_pipe = TokenPipe((ready_reader, ready_writer))
 
     def attach(self, owner_id: int) -> RingPort:
         """Return this process's port. Only one living worker, and one thread, may use an owner id.
@@ -228,7 +275,7 @@ class RingBuffer:
         dead owners."""
         assert all(0 <= owner < self.layout.num_owners for owner in dead_owners)
         deadline = time.monotonic() + timeout_seconds
-        living = [i for i in range(self.layout.num_owners) if i not in dead_owners]
+        living = [owner for owner in range(self.layout.num_owners) if owner not in dead_owners]
         free: list[int] = []
         ready: list[int] = []
         try:
@@ -239,20 +286,23 @@ class RingBuffer:
                 time.sleep(SETTLE_SECONDS)
                 statuses = self.slots["status"].tolist()
                 time.sleep(SETTLE_SECONDS)
-                at_rest = moves % 2 == 0
-                if at_rest.all() and (moves == self.moves[living]).all():
+                is_at_rest = moves % 2 == 0
+                has_not_moved = moves == self.moves[living]
+                if is_at_rest.all() and has_not_moved.all():
                     break  # nobody moved meanwhile: the statuses are one consistent state
                 if time.monotonic() > deadline:
-                    moving = [i for i, rests in zip(living, at_rest, strict=True) if not rests]
+                    moving = np.array(living)[~is_at_rest].tolist()
                     raise TimeoutError(
                         f"owners {moving or living} still move slots after {timeout_seconds} s; "
                         "reclaim dead ones in the same call"
                     )
-            on_pipes, redelivered = {*free, *ready}, []
+            on_pipes = {*free, *ready}
+            redelivered = []
             for slot, status in enumerate(statuses):
-                state, owner = status & (1 << STATE_BITS) - 1, status >> STATE_BITS
-                is_held = state in (WRITING, READING) and owner in living
-                if slot in on_pipes or is_held:
+                state = status & STATE_MASK
+                owner = status >> STATE_BITS
+                is_owned = state in (WRITING, READING) and owner in living
+                if slot in on_pipes or is_owned:
                     continue
                 if state in (READY, READING):
                     self.slots["status"][slot] = READY
@@ -270,37 +320,53 @@ class RingBuffer:
 
     def delivered(self, iteration: int) -> set[int]:
         """Return the indices of this iteration's groups that are published in a slot, or taken by
-        the trainer. Of a dead owner, the answer is exact once its slots are reclaimed."""
+        the trainer. For a dead owner, the answer is exact once its slots are reclaimed."""
+        # An index belongs to a published group if the slot was published before and after it was
+        # read: only then has no other group been written there meanwhile.
+        is_published = self._is_published(iteration)
+        time.sleep(SETTLE_SECONDS)
+        group_indices = self.slots["group_index"].copy()
+        time.sleep(SETTLE_SECONDS)
+        is_published &= self._is_published(iteration)
+        time.sleep(SETTLE_SECONDS)
+        in_slots: list[int] = group_indices[is_published].tolist()
+        taken: list[int] = np.flatnonzero(self.taken == iteration).tolist()
+        return set(in_slots) | set(taken)
 
-        def are_published() -> npt.NDArray[np.bool_]:
-            states = self.slots["status"] & (1 << STATE_BITS) - 1
-            of_iteration: npt.NDArray[np.bool_] = self.slots["iteration"] == iteration
-            return np.isin(states, (READY, READING)) & of_iteration
-
-        is_published = are_published()
-        time.sleep(SETTLE_SECONDS)
-        indices = self.slots["group_index"].copy()
-        time.sleep(SETTLE_SECONDS)
-        is_published &= are_published()
-        time.sleep(SETTLE_SECONDS)
-        return {*indices[is_published].tolist(), *np.flatnonzero(self.taken == iteration).tolist()}
+    def _is_published(self, iteration: int) -> npt.NDArray[np.bool_]:
+        """[num_slots] Whether the slot has a finished group of this iteration."""
+        states = self.slots["status"] & STATE_MASK
+        of_iteration: npt.NDArray[np.bool_] = self.slots["iteration"] == iteration
+        return np.isin(states, (READY, READING)) & of_iteration
 
     def group(self, slot: int) -> RolloutGroup:
         """Return the group in a leased slot, as views. Raises RuntimeError if it is damaged."""
-        fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
-        lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
+        lengths = {dimension: int(self.slots[dimension][slot]) for dimension in DIMENSIONS}
+        fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in FIELDS}
         for name, _, dimension in ARRAYS:
-            fields[name] = array = self.slots[name][slot, : lengths[dimension]]
+            array = self.slots[name][slot, : lengths[dimension]]
             array.flags.writeable = False
-        capacities, sizes = self.layout.capacities, fields["completion_lengths"].tolist()
-        fits = all(0 <= lengths[dimension] <= capacities[dimension] for dimension in DIMENSIONS)
-        if not fits or min(sizes, default=-1) < 0 or sum(sizes) != lengths["num_completion_tokens"]:
-            raise RuntimeError(f"ring slot {slot} is damaged: {lengths}, completions of {sizes}")
+            fields[name] = array
+        completion_lengths: list[int] = fields["completion_lengths"].tolist()
+        if not self._is_consistent(lengths, completion_lengths):
+            raise RuntimeError(
+                f"ring slot {slot} is damaged: {lengths}, completions of {completion_lengths}"
+            )
         return RolloutGroup(**fields)
+
+    def _is_consistent(self, lengths: Mapping[str, int], completion_lengths: list[int]) -> bool:
+        """Whether a header's lengths fit the slot and each other."""
+        for dimension, capacity in self.layout.capacities.items():
+            if not 0 <= lengths[dimension] <= capacity:
+                return False
+        if not completion_lengths or min(completion_lengths) < 0:
+            return False
+        num_completion_tokens = sum(completion_lengths)
+        return num_completion_tokens == lengths["num_completion_tokens"]
 
     def close(self) -> None:
         """Close this process's descriptors. The memory is freed with the last view of it."""
-        for fd in (self._memory_fd, *self.free_pipe.fds, *self.ready_pipe.fds):
+        for fd in self._fds:
             os.close(fd)
 
 
@@ -319,14 +385,15 @@ class RingPort:
     def __init__(self, ring: RingBuffer, owner_id: int) -> None:
         self.ring = ring
         self.owner_id = owner_id
-        self.writable_fd = ring.free_pipe.fds[0]
-        self.readable_fd = ring.ready_pipe.fds[0]
+        self.writable_fd = ring.free_pipe.read_fd
+        self.readable_fd = ring.ready_pipe.read_fd
 
     def put(self, group: RolloutGroup) -> bool:
-        """Publish a copy of a group; return False if no slot is free. Raises ValueError."""
-        ring, slots = self.ring, self.ring.slots
-        lengths = ring.layout.lengths(group)
-        slot = self._take(ring.free_pipe, WRITING)
+        """Publish a copy of a group; return False if no slot is free. Raises ValueError if the
+        group does not fit a slot."""
+        slots = self.ring.slots
+        lengths = self.ring.layout.lengths(group)
+        slot = self._take(self.ring.free_pipe, WRITING)
         if slot is None:
             return False
         for name in FIELDS:
@@ -337,13 +404,15 @@ class RingPort:
             slots[name][slot, : lengths[dimension]] = getattr(group, name)
         with self._move():
             slots["status"][slot] = READY
-            ring.ready_pipe.send(slot)
+            self.ring.ready_pipe.send(slot)
         return True
 
     def get(self) -> Lease | None:
         """Lease the next ready group, in order of arrival; return None if there is none."""
         slot = self._take(self.ring.ready_pipe, READING)
-        return None if slot is None else Lease(self.ring.group(slot), partial(self.free_slot, slot))
+        if slot is None:
+            return None
+        return Lease(self.ring.group(slot), release=partial(self.free_slot, slot))
 
     def free_slot(self, slot: int) -> None:
         """Free a slot that this worker owns (`Lease.release`)."""
@@ -352,6 +421,7 @@ class RingPort:
             self.ring.free_pipe.send(slot)
 
     def _take(self, pipe: TokenPipe, state: int) -> int | None:
+        """Take a slot off a pipe and own it in this state; return None if the pipe is empty."""
         with self._move():
             slot = pipe.receive()
             if slot is not None:
@@ -360,9 +430,9 @@ class RingPort:
 
     @contextlib.contextmanager
     def _move(self) -> Iterator[None]:
-        """Keep the owner's move counter odd: a slot may be neither on a pipe nor owned."""
-        moves, owner_id = self.ring.moves, self.owner_id
-        odd = int(moves[owner_id]) | 1
-        moves[owner_id] = odd
+        """Keep this owner's move counter odd: the slot may be neither on a pipe nor owned."""
+        moves = self.ring.moves
+        odd = int(moves[self.owner_id]) | 1
+        moves[self.owner_id] = odd
         yield
-        moves[owner_id] = odd + 1  # no `finally`: an interrupted move leaves a slot to reclaim
+        moves[self.owner_id] = odd + 1  # no `finally`: an interrupted move leaves a slot to reclaim

@@ -5,7 +5,8 @@ import mmap
 import os
 from pathlib import Path
 
-NAME, MARK_BYTES = "easyrl", 16
+NAME = "easyrl"  # of anonymous memory, as /proc shows it
+MARK_BYTES = 16
 
 
 def anonymous_memory(num_bytes: int) -> int:
@@ -27,8 +28,10 @@ def open_memory(handle: str) -> mmap.mmap:
     """Map the memory of another process of this machine, until it is marked anew. Raises
     RuntimeError if the handle is of another machine or container, or the system refuses."""
     name, mark = handle.split()
+    path = Path(name)
     try:
-        if (path := Path(name)).readlink().name.startswith(f"memfd:{NAME}"):
+        is_anonymous_memory = path.readlink().name.startswith(f"memfd:{NAME}")
+        if is_anonymous_memory:
             with path.open("r+b", buffering=0) as file:
                 memory = mmap.mmap(file.fileno(), 0)
             if memory[:MARK_BYTES].hex() == mark:
