@@ -107,7 +107,7 @@ class StubFleet(Fleet):
         ledger = SimpleNamespace(is_complete=False, iteration=3, open={}, lost_with=[])
         ledger.take, ledger.on_event = lambda workers: {}, lambda worker, event: None
         ledger.num_open = lambda worker: ledger.open.get(worker, 0)
-        ledger.lost = lambda *lost: ledger.lost_with.append(lost)
+        ledger.on_worker_lost = lambda *lost: ledger.lost_with.append(lost)
         self.ledger = ledger
         return ledger
 

@@ -94,7 +94,7 @@ class Run:
                 self.put(name, group_index)
         for own in (self.has[name], self.known[name], self.reported[name]):
             own.clear()
-        self.ledger.lost(name, {*self.ring})
+        self.ledger.on_worker_lost(name, {*self.ring})
 
     def play(self, order, death_rate):
         while not self.ledger.is_complete or any(self.reported.values()):
@@ -159,7 +159,7 @@ def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first():
         answer(ledger, two, number)
     assert indices(ledger.take(WORKERS)[two]) == [6, 7, 8]
     answer(ledger, one, 0, 2)
-    ledger.lost(one, in_ring={0, 1, 3, 5})  # 2 is reported, and died with its worker
+    ledger.on_worker_lost(one, in_ring={0, 1, 3, 5})  # 2 is reported, and died with its worker
     answer(ledger, two, 6)
     assert indices(ledger.take([two])[two]) == [2]
     assert {name: indices(each) for name, each in ledger.take(WORKERS).items()} == {
@@ -172,7 +172,7 @@ def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first():
 def test_a_late_duplicate_is_dropped():
     ledger = open_ledger(num_groups=2)
     ledger.take(WORKERS)
-    ledger.lost("rollout-0", in_ring=())
+    ledger.on_worker_lost("rollout-0", in_ring=())
     ledger.take(["rollout-1"])
     answer(ledger, "rollout-0", 0)
     assert ledger.groups[FIRST].state == "GIVEN"
@@ -197,7 +197,7 @@ def test_answers_of_an_evaluation_outlive_their_worker():
 
     def steps():
         yield answered(WORKERS[0], 3)
-        ledger.lost(WORKERS[0], in_ring=())
+        ledger.on_worker_lost(WORKERS[0], in_ring=())
         assert taken() == [[8]]
         yield answered(WORKERS[1], 5)
         yield answered(WORKERS[1], 9)

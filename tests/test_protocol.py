@@ -338,7 +338,7 @@ def run_iteration(world, iteration, ledger):
                 owner = dead.pop()
                 if owner in PRODUCERS:
                     was_reported = [g for g in ledger.groups.values() if g.report is not None]
-                    ledger.lost(f"rollout-{owner}", in_ring)
+                    ledger.on_worker_lost(f"rollout-{owner}", in_ring)
                     lost = [each for each in was_reported if each.state == "WAITING"]
                     world.counts["lost"] += len(lost)
                 world.spawn(owner)

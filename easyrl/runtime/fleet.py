@@ -251,7 +251,7 @@ class Fleet:
         if self.ledger is not None:
             iteration = self.ledger.iteration
             in_ring = () if iteration is None else self._launcher.delivered(iteration)
-            self.ledger.lost(worker.name, in_ring)
+            self.ledger.on_worker_lost(worker.name, in_ring)
 
         # The weight exchange: the others must not wait for it.
         if self._awaited and worker in self._taking_part:
