@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,8 +28,6 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
-FLOAT = re.compile(r"-?\d+(?:\.0|(?:\.\d+)?e[-+]\d+)")
-"""`18.0` and `1e-05`, as Python writes a number, and pandas to a CSV file."""
 MAX_REFERENCE = 2000  # longest column that is written to samples.jsonl, in characters of JSON
 Messages = list[dict[str, Any]]  # a chat: `[{"role": "user", "content": "..."}]`
 
@@ -42,31 +38,6 @@ def text_of(completion: str | Messages) -> str:
         return completion
     written = (each["content"] for each in reversed(completion) if each["role"] == "assistant")
     return str(next(written, ""))
-
-
-def is_missing(value: Any) -> bool:
-    """Return whether a row has no value: None, an empty string, NaN, or pandas' NA or NaT."""
-    is_nan = isinstance(value, float | np.floating) and bool(np.isnan(value))
-    is_empty = isinstance(value, str) and not value
-    return value is None or is_nan or is_empty or type(value).__name__ in ("NAType", "NaTType")
-
-
-def with_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row with None for missing values, except empty strings, which may be meant."""
-    items = dict(row).items()
-    return {k: x if isinstance(x, str) or not is_missing(x) else None for k, x in items}
-
-
-def answers_of(value: Any) -> list[str]:
-    """Return the texts that a row's answer accepts: each of a list, and of `18.0` also `18`."""
-    values = value if isinstance(value, list | tuple | np.ndarray) else [value]
-    found = [each for each in values if not is_missing(each)]
-    texts = [
-        each.decode(errors="backslashreplace") if isinstance(each, bytes) else str(each)
-        for each in found
-    ]
-    plain = [np.format_float_positional(float(x), trim="-") for x in texts if FLOAT.fullmatch(x)]
-    return texts + plain + [f"{each.normalize():f}" for each in found if isinstance(each, Decimal)]
 
 
 class BrokenInvariant(RuntimeError):

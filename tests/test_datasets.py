@@ -19,16 +19,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easyrl.api.inputs import Inputs
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, score
+from easyrl.data.values import answers_of
 from easyrl.processes import allow_long_integers
 from easyrl.rewards.functions import exact_match
 from easyrl.rewards.loading import reward_specs
-from easyrl.types import Prompt, answers_of
+from easyrl.types import Prompt
 from examples import make_tiny
 from hub_rows import GSM8K, put_in_place_of_the_hub
 from runs import succeed, summary_of, write_rows
@@ -193,6 +195,51 @@ def test_dates_and_times_of_a_parquet_file_are_text(kind, values, texts, tmp_pat
     if None not in values:
         stream = opened(tmp_path / "data.parquet", "data.prompt_template=On {answer}:")
         assert {*stream.examples().values()} == {f"On {text}:" for text in texts}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "pandas", "arrow"])
+def test_the_format_of_a_saved_data_set_does_not_matter(kind, tmp_path):
+    import datasets
+
+    days = [datetime.date(2024, 1, day) for day in (1, 2)]
+    rows = [{"prompt": "q", "answer": answer, "number": 7} for answer in days]
+    datasets.Dataset.from_list(rows).with_format(kind).save_to_disk(str(tmp_path / "saved"))
+    expected = [("q", {"answer": f"2024-01-0{day}", "number": 7}) for day in (1, 2)]
+    assert rows_of(tmp_path / "saved") == expected
+
+
+def given_in_python(tmp_path, rows):
+    """The columns of rows that a Python program gives."""
+    values = {"data.dataset": rows}
+    with Inputs(values).stored(load_config(None, values), tmp_path / "run") as config:
+        stream = open_prompts(config)
+        return [stream.prompt(index).columns for index in range(stream.epoch_length)]
+
+
+@pytest.mark.parametrize("kind", ["rows", "records", "dataset", "torch"])
+def test_dates_that_a_python_program_gives_are_text(kind, tmp_path):
+    import datasets
+
+    days = [datetime.datetime(2024, 1, day) for day in (1, 2)]
+    times = [datetime.datetime(2024, 1, 1, 10, 30), datetime.datetime(2024, 1, 2)]
+    rows = [{"prompt": "q", "day": days[n], "time": [times[n]]} for n in range(2)]
+    if kind == "records":
+        rows = make_frame({name: [row[name] for row in rows] for name in rows[0]})
+        rows = rows.to_dict("records")
+    elif kind != "rows":
+        rows = datasets.Dataset.from_list(rows)
+        rows = rows.with_format("torch", columns=["prompt"]) if kind == "torch" else rows
+    first, second = given_in_python(tmp_path, rows)
+    assert first == {"day": "2024-01-01", "time": ["2024-01-01T10:30:00"]}
+    assert second == {"day": "2024-01-02", "time": ["2024-01-02T00:00:00"]}
+
+
+def test_texts_that_the_library_has_lost_are_named_in_python_too(json_repository, tmp_path):
+    import datasets
+
+    json_repository({"prompt": "q", "answer": "007"}, {"prompt": "q", "answer": 7})
+    with pytest.raises(ConfigError, match="'answer'"):
+        given_in_python(tmp_path, datasets.load_dataset("json", split="train"))
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from typing import Any
 import cloudpickle
 
 from easyrl.config import INPUTS, Config, ConfigError, change_config
+from easyrl.data.tables import check_texts
+from easyrl.data.values import plain_rows, with_none
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
-from easyrl.types import with_none
 
 DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
 CODE = {  # by key: the name of the file, and of the argument
@@ -68,14 +69,24 @@ class Inputs:
                 "df.to_dict('records'); no stream) or a datasets.Dataset (one split), got "
                 f"{'no rows' if are_rows else type(rows)}"
             )
-        lines = []
+        if is_dataset:
+            try:
+                check_texts(rows)
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}") from None
+            rows = rows.with_format(None)  # else its rows may be tensors or data frames
+        given = []
         for number, row in enumerate(rows):
             try:
-                lines.append(json.dumps(with_none(row), default=lambda x: x.tolist()) + "\n")
+                given.append(with_none(row))
             except (TypeError, ValueError, AttributeError) as error:
-                raise ConfigError(
-                    f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"
-                ) from None
+                raise _unusable_row(key, number, error) from None
+        lines = []
+        for number, row in enumerate(plain_rows(given)):
+            try:
+                lines.append(json.dumps(row, default=lambda x: x.tolist()) + "\n")
+            except (TypeError, ValueError, AttributeError) as error:
+                raise _unusable_row(key, number, error) from None
         self._texts[f"{name}.jsonl"] = "".join(lines)
         return f"{HERE}/{name}.jsonl"
 
@@ -144,6 +155,10 @@ class Inputs:
 
     def __bool__(self) -> bool:
         return bool(self._texts)
+
+
+def _unusable_row(key: str, number: int, error: Exception) -> ConfigError:
+    return ConfigError(f"{key}: row {number}: expected a dict of text, numbers and lists: {error}")
 
 
 def _digest(pickled: bytes) -> str:

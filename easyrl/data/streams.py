@@ -27,7 +27,8 @@ import numpy.typing as npt
 from easyrl.config import ConfigError, DataConfig
 from easyrl.data.chat import read_messages
 from easyrl.data.presets import Preset
-from easyrl.types import Messages, Prompt, is_missing, with_none
+from easyrl.data.values import is_missing, with_none
+from easyrl.types import Messages, Prompt
 
 KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]

@@ -6,11 +6,10 @@ The library turns a column of dates in JSON files into timestamps, and parquet f
 their own. A reward that compares texts would then never find "2024-01-02".
 """
 
-import datetime
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from easyrl.types import is_missing
+from easyrl.data.values import plain_value
 
 Row = dict[str, Any]
 
@@ -20,15 +19,14 @@ class Table:
 
     def __init__(self, dataset: Any) -> None:
         """`dataset`: a `datasets.Dataset`. Raises ValueError for a column whose texts are lost."""
-        self._dataset = dataset
-        self.column_names: list[str] = dataset.column_names
-        columns = {name: dataset.data.column(name) for name in self.column_names}
-        if mixed := [name for name, column in columns.items() if _has_reread_texts(column)]:
-            raise ValueError(
-                f"column '{mixed[0]}' has values of several types, and datasets has read its texts "
-                'as JSON once more ("007" became 7, "null" None); give the path of the .jsonl file'
-            )
-        self._dates = {name for name, column in columns.items() if not _has_times_of_day(column)}
+        # A saved data set keeps `set_format`, with which rows are tensors or data frames.
+        self._dataset = dataset.with_format(None)
+        self.column_names: list[str] = self._dataset.column_names
+        check_texts(dataset)
+        self._date_columns = set()  # all of their timestamps are at midnight
+        for name in self.column_names:
+            if not _has_times_of_day(dataset.data.column(name)):
+                self._date_columns.add(name)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -44,28 +42,24 @@ class Table:
         """Return these columns of all rows."""
         if not columns:
             return [{}] * len(self)
-        return [self._plain(row) for row in self._dataset.select_columns([*columns]).to_list()]
+        rows = self._dataset.select_columns([*columns]).to_list()
+        return [self._plain(row) for row in rows]
 
     def _plain(self, row: Row) -> Row:
-        return {
-            name: plain_value(value, is_date=name in self._dates) for name, value in row.items()
-        }
+        plain = {}
+        for name, value in row.items():
+            plain[name] = plain_value(value, is_date=name in self._date_columns)
+        return plain
 
 
-def plain_value(value: Any, *, is_date: bool = False) -> Any:
-    """Return the value with ISO 8601 texts for dates and times, also within lists and dictionaries.
-    `is_date`: of timestamps the date alone, because all of the column are at midnight."""
-    if isinstance(value, dict):
-        return {key: plain_value(part, is_date=is_date) for key, part in value.items()}
-    if isinstance(value, list):
-        return [plain_value(part, is_date=is_date) for part in value]
-    if isinstance(value, datetime.timedelta):  # pandas' own kind has another text
-        return str(datetime.timedelta(value.days, value.seconds, value.microseconds))
-    if not isinstance(value, datetime.date | datetime.time) or is_missing(value):
-        return value
-    if isinstance(value, datetime.datetime) and is_date:
-        value = value.date()
-    return value.isoformat()
+def check_texts(dataset: Any) -> None:
+    """Raise ValueError for a column of a `datasets.Dataset` whose texts the library has changed."""
+    for name in dataset.column_names:
+        if _has_reread_texts(dataset.data.column(name)):
+            raise ValueError(
+                f"column '{name}' has values of several types, and datasets has read its texts "
+                'as JSON once more ("007" became 7, "null" None); give the path of the .jsonl file'
+            )
 
 
 def _has_times_of_day(column: Any) -> bool:

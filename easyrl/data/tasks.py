@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from easyrl.types import Messages, answers_of, text_of
+from easyrl.data.values import answers_of
+from easyrl.types import Messages, text_of
 
 HELD_OUT_SHARE = 1 / 8  # share of all problems that is never trained
 

@@ -19,12 +19,12 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, RewardConfig
+from easyrl.data.values import is_missing
 from easyrl.processes import allow_long_integers
 from easyrl.rewards import sandbox
 from easyrl.rewards.code_blocks import find_program
 from easyrl.rewards.code_names import names_used
 from easyrl.rewards.functions import Completions, final_text
-from easyrl.types import is_missing
 
 FORMS = (
     'column tests: expected Python code or a list of it, {"inputs": [...], "outputs": [...]} (with '

@@ -16,7 +16,8 @@ from operator import add, mul, sub, truediv
 from typing import Any
 
 from easyrl.data.reasoning_gym import library_data
-from easyrl.types import Messages, answers_of, is_missing, text_of
+from easyrl.data.values import answers_of, is_missing
+from easyrl.types import Messages, text_of
 
 RewardFunction = Callable[..., Any]
 """Returns a list of numbers or None (does not apply), or an awaitable of such a list."""

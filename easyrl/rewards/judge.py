@@ -30,7 +30,8 @@ import numpy as np
 
 from easyrl.config import Config, ConfigError, JudgeConfig
 from easyrl.data.streams import RESERVED_COLUMNS
-from easyrl.types import Messages, Prompt, is_missing, text_of
+from easyrl.data.values import is_missing
+from easyrl.types import Messages, Prompt, text_of
 from easyrl.user_code import sources
 
 COUNTS = (

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from easyrl.data.values import answers_of
 from easyrl.rewards.functions import ANSWER, Completions, final_text
 from easyrl.rewards.typography import in_one_form, spaces_between_digits
-from easyrl.types import Messages, answers_of
+from easyrl.types import Messages
 
 MAX_CPU_SECONDS = 3
 """Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
