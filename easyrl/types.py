@@ -101,8 +101,7 @@ class Completion:
         first_sampled = int(self.is_sampled.argmax())
         if self.tree is None:
             return num_prompt_tokens + first_sampled
-        first_position = int(self.tree.positions[num_prompt_tokens])
-        return first_position + first_sampled
+        return int(self.tree.positions[num_prompt_tokens + first_sampled])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,14 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
+
 from easyrl import events
 from easyrl.config import load_config
+from easyrl.layout.tree import TokenTree
 from easyrl.runtime.metrics import iteration_metrics, summarize
 from easyrl.runtime.resume import SavedState
+from easyrl.types import Completion
 
 
 def iteration_line(before, **reported):
@@ -49,3 +53,16 @@ def test_a_resumed_run_goes_on_from_the_counts_of_an_older_version():
     for newest, sampled, total in ((old, 100, 100), (again, 130, 148)):
         summary = summarize([newest], config, SavedState(), 1)
         assert (summary["completion_tokens"], summary["trainer_tokens"]) == (sampled, total)
+
+
+def test_tokens_read_before_the_first_sampled_one_are_those_of_its_own_path():
+    # A prompt of 4 tokens. Node 1: a request of 3 tokens whose answer never came. Node 2, beside
+    # it: a request of 2 tokens and an answer of 2.
+    tree = TokenTree(np.array([4, 3, 4]), np.array([-1, 0, 0]))
+    is_sampled = np.array([0, 0, 0, 0, 0, 1, 1], bool)
+    ids = np.arange(7, dtype=np.int32)
+    logprobs = np.zeros(7, np.float32)
+    completion = Completion(ids, logprobs, "stop", is_sampled, tree)
+    assert completion.num_read_before(4) == 4 + 2
+    assert completion.num_sampled == 2 and completion.num_inserted == 5
+    assert replace(completion, tree=None).num_read_before(4) == 4 + 5

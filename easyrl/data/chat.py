@@ -9,8 +9,11 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.types import Messages
 
-MAX_CHECKED = 20_000  # those with the most characters; another that is too long ends the run
+MAX_CHECKED = 20_000
+"""Number of prompts that are tokenized before a run: those with the most characters. If another one
+is too long, the run ends when it reaches it."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
+"""Values of `type` of a text part, in the protocols that clients speak. None: it has no type."""
 NO_CHAT_TEMPLATE = (
     "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
     "model (model.path), a column with strings (data.prompt_column), data.chat=false if a preset "
@@ -20,8 +23,11 @@ NO_CHAT_TEMPLATE = (
 
 
 def read_messages(given: object, source: str) -> Messages:
-    """Return chat messages with text as their contents: parts are joined, and keys that are None,
-    as tables give them to all messages, left out. Raises ValueError, which names the message."""
+    """Return chat messages whose contents are text.
+
+    Text parts are joined. Keys with None are left out: tables give every key to all messages.
+    Raises ValueError, which names the message.
+    """
     if not isinstance(given, list) or not given:
         raise ValueError(f"{source}: expected text or chat messages, not empty, got {given!r:.80}")
     messages: Messages = []
@@ -29,10 +35,12 @@ def read_messages(given: object, source: str) -> Messages:
         try:
             if not isinstance(message, dict) or "role" not in message:
                 raise TypeError("expected a mapping with role and content")
-            content, calls = message.get("content"), message.get("tool_calls")
-            content = "" if content is None and calls else _text(content)
-            texts = {"role": _text(message.get("role")), "content": content}
-            messages.append(json.loads(json.dumps(message | texts), object_hook=_plain))
+            content = message.get("content")
+            if content is None and message.get("tool_calls"):
+                content = ""
+            texts = {"role": _text(message.get("role")), "content": _text(content)}
+            copied = json.dumps(message | texts)
+            messages.append(json.loads(copied, object_hook=_without_none))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: message {number} {message!r:.80}: {error}") from None
     if messages[-1].get("tool_calls"):
@@ -41,6 +49,8 @@ def read_messages(given: object, source: str) -> Messages:
 
 
 def _text(content: Any) -> str:
+    """Return the text of a content: a string, a part such as `{"type": "text", "text": "…"}`, or a
+    list of these."""
     if isinstance(content, list):
         return "".join(map(_text, content))
     part = content if isinstance(content, dict) else {"text": content}
@@ -49,8 +59,8 @@ def _text(content: Any) -> str:
     return str(part["text"])
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave None out, and parse the arguments of a call, which OpenAI's API writes as JSON."""
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out None. Parse the arguments of a tool call, which OpenAI's API writes as JSON."""
     if "name" in values and isinstance(values.get("arguments"), str):
         values["arguments"] = json.loads(values["arguments"].strip() or "{}")
     return {key: value for key, value in values.items() if value is not None}
@@ -61,8 +71,8 @@ def render_prompt(
 ) -> list[int]:
     """Tokenize a prompt: a string, or messages by the chat template with `variables`.
 
-    An assistant's message at the end is the beginning of the answer. Raises ConfigError where there
-    is no template, it refuses the messages, or no token is left.
+    An assistant's message at the end is the beginning of the answer. Raises ConfigError if there is
+    no template, it refuses the messages, or no token is left.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if not template and not isinstance(content, str):
@@ -72,18 +82,7 @@ def render_prompt(
         if isinstance(content, str):
             ids = _encode(content, tokenizer)
         else:
-            is_begun = content[-1]["role"] in ("assistant", "model")
-            # Some templates show calls only beside a content of None, which is "" here.
-            shows_calls = "tool_calls" in template and "'content'] is none" not in template
-            if not shows_calls and any(message.get("tool_calls") for message in content):
-                raise ValueError("it does not show tool_calls, which a message has")
-            ids = tokenizer.apply_chat_template(
-                content,
-                add_generation_prompt=not is_begun,
-                continue_final_message=is_begun,
-                return_dict=False,  # transformers 5 would return a BatchEncoding
-                **variables or {},
-            )
+            ids = _encode_chat(content, tokenizer, template, variables or {})
     except Exception as error:  # a template is a program and may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         source = "tokenizer (model.path) or chat template (data.chat_template)"
@@ -93,25 +92,63 @@ def render_prompt(
     return ids
 
 
+def _encode_chat(
+    messages: Messages, tokenizer: Any, template: str, variables: Mapping[str, Any]
+) -> list[int]:
+    """Tokenize messages by the tokenizer's chat template."""
+    is_begun = messages[-1]["role"] in ("assistant", "model")
+    # Some templates show calls only beside a content of None, which is "" here.
+    shows_calls = "tool_calls" in template and "'content'] is none" not in template
+    has_calls = any(message.get("tool_calls") for message in messages)
+    if has_calls and not shows_calls:
+        raise ValueError("it does not show tool_calls, which a message has")
+    ids: list[int] = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
+        return_dict=False,  # transformers 5 would return a BatchEncoding
+        **variables,
+    )
+    return ids
+
+
 def _encode(text: str, tokenizer: Any) -> list[int]:
     """Tokenize a string without an end token, and with one begin token, also if it has its own."""
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids: list[int] = tokenizer(text)["input_ids"]
-    starts = [k for k in range(len(ids) - len(plain) + 1) if ids[k : k + len(plain)] == plain]
-    if not starts:
-        return ids
-    begin = ids[: starts[-1]]
-    return plain if plain[: len(begin)] == begin else begin + plain
+    # `ids` is begin tokens + `plain` + end tokens. Search from the end, so that an empty text has
+    # the begin token.
+    for start in reversed(range(len(ids) - len(plain) + 1)):
+        if ids[start : start + len(plain)] == plain:
+            begin = ids[:start]
+            has_own = plain[:start] == begin
+            return plain if has_own else begin + plain
+    return ids  # special tokens change how the text is divided
 
 
 def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Return a function from the tokens of a completion to its text. Special tokens have no text,
-    except tags in pairs, as <think> and </think>: they belong to the form of an answer."""
-    special = {k: str(each) for k, each in tokenizer.added_tokens_decoder.items() if each.special}
-    names = {*special.values()} - {tokenizer.bos_token, tokenizer.eos_token}
-    ends = {name for name in names if name[1:2] == "/" and name[:1] + name[2:] in names}
-    hidden = {k for k, name in special.items() if not {name, f"{name[:1]}/{name[1:]}"} & ends}
-    return lambda ids: str(tokenizer.decode([k for k in ids if k not in hidden]))
+    """Return a function from the tokens of a completion to its text.
+
+    Special tokens have no text, except pairs of tags such as `<think>` and `</think>`: these belong
+    to the form of an answer.
+    """
+    special = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[token_id] = str(token)
+    names = set(special.values()) - {tokenizer.bos_token, tokenizer.eos_token}
+    tags = set()
+    for name in names:
+        closing = f"{name[:1]}/{name[1:]}"  # of `<think>`: `</think>`
+        if closing in names:
+            tags.update((name, closing))
+    hidden = {token_id for token_id, name in special.items() if name not in tags}
+
+    def decode(token_ids: Sequence[int]) -> str:
+        shown = [token_id for token_id in token_ids if token_id not in hidden]
+        return str(tokenizer.decode(shown))
+
+    return decode
 
 
 def check_prompts(
@@ -120,16 +157,20 @@ def check_prompts(
     config: Config,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> set[str]:
-    """Check prompts by their locations; return the locations of those that are too long, to skip.
-    `tools`: descriptions that all prompts have. Raises ConfigError for other unusable prompts."""
-    data, limit = config.data, config.data.max_prompt_length
-    variables = data.chat_template_kwargs
+    """Check prompts, and return the locations of those that are too long, which are skipped.
+
+    `examples`: prompts by their location, such as `data.jsonl:3`. `tools`: descriptions that all
+    prompts have. Raises ConfigError for other unusable prompts.
+    """
+    data = config.data
     is_chat = not isinstance(next(iter(examples.values())), str)
     template = getattr(tokenizer, "chat_template", None)
     if is_chat and not template:
         raise ConfigError(f"{next(iter(examples))}: {NO_CHAT_TEMPLATE}")
+    variables = data.chat_template_kwargs
     words = re.findall(r"\w+", str(template)) if is_chat else []
-    if unknown := [name for name in variables if name not in words]:
+    unknown = [name for name in variables if name not in words]
+    if unknown:
         raise ConfigError(
             "data.chat_template_kwargs: expected variables of the chat template, which prompts "
             f"that are strings do not go through, got {', '.join(unknown)}"
@@ -147,6 +188,7 @@ def check_prompts(
                 "of the model (model.path) does not use the variable `tools`; use a model that "
                 "is made for them (Qwen3), or a file as in docs/environments.md"
             )
+    limit = data.max_prompt_length
     lengths: dict[str, int] = {}
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: len(str(examples[k]))):
         try:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,15 +33,27 @@ from easyrl.types import Messages, Prompt
 
 KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]
-NUM_DIGESTED = 100_000  # most rows that a fingerprint reads (half a second)
-NUM_TASK_EXAMPLES = 256  # generated training prompts that are checked before a run
-RESERVED_COLUMNS = {  # arguments of a reward function that are not columns
-    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+MAX_DIGESTED_ROWS = 100_000
+"""A fingerprint reads at most this many rows, in half a second."""
+NUM_TASK_EXAMPLES = 256
+"""Number of generated training prompts that are checked before a run."""
+RESERVED_COLUMNS = {
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
 }
-OF_TEACHER = " (algorithm.teacher_prompt)"  # ends the location of a teacher's prompt
-BLOCK = 1000  # prompts of a mixture in which each data set has its exact share
-SOURCE_COLUMN = "data_source"  # names the data set of a mixture's row, unless rows have this column
-ENVIRONMENT_COLUMN = "environment"  # names the environment of a row, where there are several
+"""Arguments of a reward function that are not columns."""
+TEACHER_SUFFIX = " (algorithm.teacher_prompt)"
+"""End of the location of a teacher's prompt."""
+BLOCK = 1000
+"""Number of successive prompts of a mixture in which each data set has its exact share."""
+SOURCE_COLUMN = "data_source"
+"""Column that names the data set of a mixture's row, unless the rows have this column already."""
+ENVIRONMENT_COLUMN = "environment"
+"""Column that names the environment of a row, where a run has several."""
 
 
 class RowForm:
@@ -54,13 +67,16 @@ class RowForm:
         number: int = 0,
         key: str = "",
     ) -> None:
-        """`environments`: their names. Where there are any, every prompt is a chat, and a row needs
-        no prompt. `number`: the data set's place in a mixture. `key`: the one that errors name."""
+        """`environments`: names of the run's environments. Where there are any, every prompt is a
+        chat, and a row needs no prompt. `number`: index of the data set in a mixture. `key`: the
+        setting that errors name; by default the one that makes the prompt."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
-        columns, self.system_prompt = data.columns, data.system_prompt
+        self.system_prompt = data.system_prompt
         self._is_mixed = len(data.datasets) > 1
-        self.names = columns[number] if isinstance(columns, list) else columns
+        columns = data.columns
+        self.new_names = columns[number] if isinstance(columns, list) else columns
+        """Name for the rewards -> name in the rows, as in {"answer": "solution"}."""
         is_chat = preset.chat if data.chat is None else data.chat
         self.is_chat = bool(is_chat or data.system_prompt or environments)
         self.environments = () if "" in environments else environments
@@ -69,57 +85,69 @@ class RowForm:
             template = preset.prompt_template
         self.template = template or None
         self.key = key or f"data.prompt_{'column' if self.template is None else 'template'}"
-        try:
-            names = [name for _, name, _, _ in string.Formatter().parse(template or "")]
-        except ValueError as error:
-            raise ConfigError(f"{self.key}: {error}; braces: {{{{ and }}}}") from None
-        used = [name for name in names if name is not None]
-        if template and not (used or environments):
+        used = self._columns_of_template()
+        if self.template and not (used or environments):
             raise ConfigError(
-                f"{self.key}: expected a column, as in {{question}}, got {template!r}: "
+                f"{self.key}: expected a column, as in {{question}}, got {self.template!r}: "
                 "all prompts would be the same; {{ and }} are braces"
             )
-        self.prompt_columns = used if template else [self.prompt_column]
-        self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
+        self.prompt_columns = used if self.template else [self.prompt_column]
+        self.may_lack_prompt = bool(environments) and not (self.template or data.prompt_column)
+
+    def _columns_of_template(self) -> list[str]:
+        """Return the columns that the template names. Raises ConfigError for a wrong brace."""
+        try:
+            fields = list(string.Formatter().parse(self.template or ""))
+        except ValueError as error:
+            raise ConfigError(f"{self.key}: {error}; braces: {{{{ and }}}}") from None
+        return [name for _, name, _, _ in fields if name is not None]
 
     def named(self, row: Row) -> Row:
-        """Return the row, or the part of one, with the names of `data.columns` beside its own."""
-        return {**row, **{new: row[old] for new, old in self.names.items() if old in row}}
+        """Return the row, or a part of one, with the names of `data.columns` beside its own."""
+        named = dict(row)
+        for new, old in self.new_names.items():
+            if old in row:
+                named[new] = row[old]
+        return named
 
     def check_columns(self, given: Collection[str], dataset: str) -> None:
         """Raise ConfigError for a column that the data lacks, and a new name that is reserved."""
-        names = self.named(dict.fromkeys(given))
-        if reserved := sorted(RESERVED_COLUMNS & self.names.keys()):
+        reserved = sorted(RESERVED_COLUMNS & self.new_names.keys())
+        if reserved:
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
+        for new, old in self.new_names.items():
+            if old not in given:
+                raise self._missing_column(f"data.columns.{new}", old, given, dataset)
+        known = self.named(dict.fromkeys(given))
         needed = [] if self.may_lack_prompt else self.prompt_columns
-        own = [(f"data.columns.{new}", old) for new, old in self.names.items() if old not in given]
-        for key, name in own + [(self.key, name) for name in needed if name not in names]:
-            is_template = key == self.key and self.template is not None
-            example = f"; as in {key}={next(iter(given), 'COLUMN')}"
-            hint = "; write braces as {{ and }}" if is_template else example
-            hint += "; 'data.columns=[{}, …]' renames those of each data set" * self._is_mixed
-            raise ConfigError(
-                f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
-                f"'{name}'{hint}"
-            )
+        for name in needed:
+            if name not in known:
+                raise self._missing_column(self.key, name, given, dataset)
+
+    def _missing_column(
+        self, key: str, name: str, given: Collection[str], dataset: str
+    ) -> ConfigError:
+        if key == self.key and self.template is not None:
+            hint = "write braces as {{ and }}"
+        else:
+            hint = f"as in {key}={next(iter(given), 'COLUMN')}"
+        if self._is_mixed:
+            hint += "; 'data.columns=[{}, …]' renames those of each data set"
+        return ConfigError(
+            f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
+            f"'{name}'; {hint}"
+        )
 
     def content(self, row: Row) -> str | Messages:
         """Make the prompt of a row. Raises ValueError where it has none, or no environment."""
-        name = row.get(ENVIRONMENT_COLUMN)
-        if self.environments and name not in self.environments:
+        environment = row.get(ENVIRONMENT_COLUMN)
+        if self.environments and environment not in self.environments:
             raise ValueError(
                 f"column '{ENVIRONMENT_COLUMN}': expected one of "
-                f"{', '.join(self.environments)} (rollout.environment), got {name!r}"
+                f"{', '.join(self.environments)} (rollout.environment), got {environment!r}"
             )
-        if self.may_lack_prompt and self.prompt_column not in row:
-            content: Any = [{"role": "user", "content": ""}]
-        elif self.template is None:
-            content = row[self.prompt_column]
-        else:
-            if lacking := [name for name in self.prompt_columns if is_missing(row[name])]:
-                raise ValueError(f"{self.key}: expected a value in column '{lacking[0]}'")
-            content = self.template.format_map(row)
+        content = self._given_content(row)
         if isinstance(content, str) and content:
             if not self.is_chat:
                 return content
@@ -129,16 +157,27 @@ class RowForm:
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
+    def _given_content(self, row: Row) -> Any:
+        """Return the prompt column's value, or the filled template."""
+        if self.may_lack_prompt and self.prompt_column not in row:
+            return [{"role": "user", "content": ""}]
+        if self.template is None:
+            return row[self.prompt_column]
+        for name in self.prompt_columns:
+            if is_missing(row[name]):
+                raise ValueError(f"{self.key}: expected a value in column '{name}'")
+        return self.template.format_map(row)
+
     def reward_columns(self, row: Row) -> dict[str, Any]:
-        """Return the columns of a row for rewards, without the prompt and without reserved and old
-        names. Every missing value is None, but an empty string may be meant."""
-        away = {self.prompt_column, *RESERVED_COLUMNS}
-        away |= {*self.names.values()} - self.names.keys()
-        return with_none({name: value for name, value in row.items() if name not in away})
+        """Return the columns of a row for rewards, without the prompt and without reserved and
+        replaced names. Every missing value is None, but an empty string may be intended."""
+        replaced = set(self.new_names.values()) - self.new_names.keys()
+        left_out = {self.prompt_column, *RESERVED_COLUMNS, *replaced}
+        return with_none({name: value for name, value in row.items() if name not in left_out})
 
 
 def content_of(value: Any) -> Any:
-    """Return JSON with the content of a value of another type: no address, no abridged array."""
+    """Return JSON for a value of a type that JSON lacks: all of its content, and no address."""
     if getattr(value, "shape", ()):  # an array or a tensor
         return value.tolist()
     text = re.sub(" at 0x[0-9a-fA-F]+", "", str(value))
@@ -163,24 +202,32 @@ class DataSet:
     rows: Any  # a list, a `Table`, or a task's function from an index to a row
     form: RowForm
     seed: int | None = None  # seed of the order; None: the order of the rows
-    locations: Sequence[str] | None = None  # files and lines that the rows are from
+    locations: Sequence[str] | None = None  # file and line of each row, as in data.jsonl:3
     held_out: DataSet | None = None  # rows that are never trained
-    kept: Sequence[int] | None = None  # rows that are not left out; None: all
-    teacher_form: RowForm | None = None  # of the teacher's prompts, if it has its own
+    kept: Sequence[int] | None = None  # indices of the rows that are not left out; None: all
+    teacher_form: RowForm | None = None  # makes the teacher's prompts, if it has its own
 
     def __post_init__(self) -> None:
         if self.num_rows == 0:
             raise ConfigError(f"{KEY}: '{self.name}' has no rows")
-        for form in filter(None, (self.form, self.teacher_form)):
+        for form in self._forms().values():
             form.check_columns(self.columns, self.name)
+
+    def _forms(self) -> dict[str, RowForm]:
+        """Return what makes prompts of a row, by the end of their locations."""
+        forms = {"": self.form}
+        if self.teacher_form is not None:
+            forms[TEACHER_SUFFIX] = self.teacher_form
+        return forms
 
     @property
     def num_rows(self) -> int | None:
-        """None: endless."""
+        """Number of rows, those left out included. None: a task's rows are endless."""
         return None if callable(self.rows) else len(self.rows)
 
     @property
     def epoch_length(self) -> int | None:
+        """Number of prompts of an epoch. None: a task has no epochs."""
         return self.num_rows if self.kept is None else len(self.kept)
 
     @property
@@ -191,37 +238,56 @@ class DataSet:
         return self.locations[row] if self.locations else f"{self.name}, row {row}"
 
     def prompt(self, index: int) -> Prompt:
-        if (length := self.epoch_length) is None:
-            row = self.rows(index)
-        else:
-            epoch, number = divmod(index, length)
-            if self.seed is not None:
-                number = int(_order(self.seed, epoch, length)[number])
-            row = self.rows[number if self.kept is None else self.kept[number]]
-        row = self.form.named(row)
-        of_teacher = None if self.teacher_form is None else self.teacher_form.content(row)
-        return Prompt(index, self.form.content(row), self.form.reward_columns(row), of_teacher)
+        """Return the prompt at an index that counts over all epochs."""
+        row = self.form.named(self._row_at(index))
+        teacher_content = None
+        if self.teacher_form is not None:
+            teacher_content = self.teacher_form.content(row)
+        columns = self.form.reward_columns(row)
+        return Prompt(index, self.form.content(row), columns, teacher_content)
+
+    def _row_at(self, index: int) -> Row:
+        length = self.epoch_length
+        if length is None:
+            generated: Row = self.rows(index)
+            return generated
+        epoch, number = divmod(index, length)
+        if self.seed is not None:
+            number = int(_order(self.seed, epoch, length)[number])
+        if self.kept is not None:
+            number = self.kept[number]
+        row: Row = self.rows[number]
+        return row
 
     def examples(self) -> dict[str, str | Messages]:
         """Return the prompts to check, by location: of all rows or the first generated ones, the
         teacher's, and the held-out ones. Raises ConfigError if a row has none."""
-        rows = self.rows
-        forms = {"": self.form} | ({OF_TEACHER: self.teacher_form} if self.teacher_form else {})
-        if callable(rows):
-            rows = map(rows, range(NUM_TASK_EXAMPLES))
-        elif not isinstance(rows, list):
-            needed = {ENVIRONMENT_COLUMN}.union(*(form.prompt_columns for form in forms.values()))
-            needed = {self.form.names.get(name, name) for name in needed}
-            rows = rows.only([*needed.intersection(rows.column_names)])
         found = {}
-        for number, row in enumerate(rows):
-            for what, form in forms.items():
-                location = self.location(number) + what
+        for number, row in enumerate(self._example_rows()):
+            for suffix, form in self._forms().items():
+                location = self.location(number) + suffix
                 try:
                     found[location] = form.content(form.named(row))
                 except (TypeError, ValueError) as error:
                     raise ConfigError(f"{location}: {error}") from None
-        return found if self.held_out is None else found | self.held_out.examples()
+        if self.held_out is not None:
+            found |= self.held_out.examples()
+        return found
+
+    def _example_rows(self) -> Iterable[Row]:
+        """Return all rows, or the first generated ones. Of a table, they have only the columns that
+        prompts are made from."""
+        if callable(self.rows):
+            return map(self.rows, range(NUM_TASK_EXAMPLES))
+        if isinstance(self.rows, list):
+            return self.rows
+        needed = {ENVIRONMENT_COLUMN}
+        for form in self._forms().values():
+            needed.update(form.prompt_columns)
+        in_rows = {self.form.new_names.get(name, name) for name in needed}
+        columns = in_rows.intersection(self.rows.column_names)
+        rows: list[Row] = self.rows.only([*columns])
+        return rows
 
     def without(self, examples: Collection[str]) -> DataSet:
         """Return the data set without the rows at these locations, held-out ones included."""
@@ -238,16 +304,23 @@ class DataSet:
         return replace(self, held_out=held_out, kept=kept)
 
     def fingerprint(self) -> str | None:
-        """Digest the number of rows and all columns, however they are stored; of more than
-        NUM_DIGESTED rows, that many at equal distances. None for a task."""
+        """Digest the number of rows and all columns, however they are stored. Of more than
+        MAX_DIGESTED_ROWS rows, read as many at equal distances. None for a task."""
         if self.num_rows is None:
             return None
         digest = hashlib.sha256(f"{self.num_rows} {self.epoch_length}".encode())
-        step = -(-self.num_rows // NUM_DIGESTED)
+        step = math.ceil(self.num_rows / MAX_DIGESTED_ROWS)
         rows = self.rows[::step] if isinstance(self.rows, list) else self.rows.every(step)
         for row in rows:
             digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
         return digest.hexdigest()
+
+
+class Turn(NamedTuple):
+    """Which data set the prompt at a position of a block is from."""
+
+    dataset: int  # index of the data set
+    num_before: int  # number of the data set's prompts before, in the block
 
 
 class PromptStream:
@@ -255,28 +328,36 @@ class PromptStream:
 
     def __init__(self, data: Mapping[str, DataSet], weights: Sequence[float]) -> None:
         """`data` by the names that `data.dataset` has."""
-        self._names, self._data = list(data), list(data.values())
+        self._names = list(data)
+        self._data = list(data.values())
         self._counts = _shares(weights)
-        turns = [(number, n) for number, count in enumerate(self._counts) for n in range(count)]
-        self._turns = sorted(turns, key=lambda turn: (turn[1] + 0.5) / self._counts[turn[0]])
-        """The data set at each position in a block, and the number of its prompts before."""
-        forms = [(each.form, dict.fromkeys(each.columns)) for each in self._data]
-        found = (form.reward_columns(form.named(row)) for form, row in forms)
-        self._columns = dict.fromkeys(name for columns in found for name in columns)
+        self._turns = _spread(self._counts)
+        columns: dict[str, None] = {}  # a set that keeps the order
+        for each in self._data:
+            row = dict.fromkeys(each.columns)
+            columns |= dict.fromkeys(each.form.reward_columns(each.form.named(row)))
+        self._columns = columns
 
     @property
     def epoch_length(self) -> int | None:
-        """Rows of all data sets together; None where prompts are generated."""
-        lengths = [each.epoch_length for each in self._data]
-        return None if None in lengths else sum(length or 0 for length in lengths)
+        """Number of rows of all data sets together; None where prompts are generated."""
+        total = 0
+        for each in self._data:
+            if each.epoch_length is None:
+                return None
+            total += each.epoch_length
+        return total
 
     def prompt(self, index: int) -> Prompt:
         block, position = divmod(index, BLOCK)
-        number, before = self._turns[position]
-        prompt = self._data[number].prompt(block * self._counts[number] + before)
-        return self._with_source(prompt, number, index)
+        turn = self._turns[position]
+        own_index = block * self._counts[turn.dataset] + turn.num_before
+        prompt = self._data[turn.dataset].prompt(own_index)
+        return self._with_source(prompt, turn.dataset, index)
 
     def _with_source(self, prompt: Prompt, number: int, index: int) -> Prompt:
+        """Return a mixture's prompt with its index, all columns that any data set has, and the name
+        of data set `number`."""
         if len(self._data) == 1:
             return prompt
         columns = {**self._columns, **prompt.columns}
@@ -292,27 +373,33 @@ class PromptStream:
 
     @property
     def is_partly_held_out(self) -> bool:
+        """Whether some data sets have held-out problems and others have none."""
         return len({each.held_out is None for each in self._data}) > 1
 
     def held_out(self) -> list[Prompt]:
-        """The prompts that are never trained. Several data sets take turns."""
-        parts = [(number, each.held_out) for number, each in enumerate(self._data) if each.held_out]
-        found = [
-            (row, number, part.prompt(row))
-            for number, part in parts
-            for row in range(part.epoch_length or 0)
-        ]
-        in_turn = enumerate(sorted(found, key=lambda each: each[:2]))
-        return [self._with_source(prompt, number, index) for index, (_, number, prompt) in in_turn]
+        """Return the prompts that are never trained. Several data sets take turns."""
+        longest = 0
+        for each in self._data:
+            if each.held_out is not None:
+                longest = max(longest, each.held_out.epoch_length or 0)
+        prompts: list[Prompt] = []
+        for row in range(longest):
+            for number, each in enumerate(self._data):
+                if each.held_out is not None and row < (each.held_out.epoch_length or 0):
+                    prompt = each.held_out.prompt(row)
+                    prompts.append(self._with_source(prompt, number, len(prompts)))
+        return prompts
 
     def examples(self) -> dict[str, str | Messages]:
         """Return the examples of all data sets. Raises ConfigError where only some are strings."""
-        found = {location: c for each in self._data for location, c in each.examples().items()}
-        kinds = {type(content): location for location, content in found.items()}
-        if len(kinds) > 1:
+        found: dict[str, str | Messages] = {}
+        for each in self._data:
+            found |= each.examples()
+        location_of = {type(content): location for location, content in found.items()}
+        if len(location_of) > 1:
             raise ConfigError(
-                f"{kinds[str]}: expected chat messages as in {kinds[list]}, got a string; "
-                "data.chat=true makes a chat of a string"
+                f"{location_of[str]}: expected chat messages as in {location_of[list]}, got a "
+                "string; data.chat=true makes a chat of a string"
             )
         return found
 
@@ -323,7 +410,7 @@ class PromptStream:
         return fewer
 
     def fingerprint(self) -> str | None:
-        """A digest of the rows; None where all prompts are generated."""
+        """Return a digest of the rows; None where all prompts are generated."""
         prints = [each.fingerprint() for each in self._data]
         if len(prints) == 1 or not any(prints):
             return prints[0]
@@ -331,12 +418,28 @@ class PromptStream:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Integer shares of BLOCK in proportion, by the largest remainder, each at least 1."""
-    exact = [weight / sum(weights) * BLOCK for weight in weights]
+    """Return integer shares of BLOCK in proportion to the weights, by the largest remainder, each
+    at least 1."""
+    total = sum(weights)
+    exact = [weight / total * BLOCK for weight in weights]
     shares = [max(1, int(share)) for share in exact]
     while sum(shares) > BLOCK:
-        shares[shares.index(max(shares))] -= 1
-    by_remainder = sorted(range(len(shares)), key=lambda k: shares[k] - exact[k])
-    for number in by_remainder[: BLOCK - sum(shares)]:
+        largest = shares.index(max(shares))
+        shares[largest] -= 1
+    num_left = BLOCK - sum(shares)
+    by_remainder = sorted(range(len(shares)), key=lambda number: shares[number] - exact[number])
+    for number in by_remainder[:num_left]:
         shares[number] += 1
     return shares
+
+
+def _spread(counts: Sequence[int]) -> list[Turn]:
+    """Spread the data sets of a block evenly, each with its count of prompts: prompt n of `count`
+    stands where (n + 1/2) / count of the block is over."""
+    turns = []
+    for number, count in enumerate(counts):
+        for num_before in range(count):
+            part_of_block = (num_before + 0.5) / count
+            turns.append((part_of_block, Turn(number, num_before)))
+    turns.sort(key=lambda turn: turn[0])
+    return [turn for _, turn in turns]

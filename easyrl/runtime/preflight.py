@@ -23,7 +23,7 @@ from easyrl.data import datasets
 from easyrl.data.chat import check_prompts, render_prompt
 from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable, describe_model
 from easyrl.data.presets import PRESETS
-from easyrl.data.streams import OF_TEACHER, PromptStream
+from easyrl.data.streams import TEACHER_SUFFIX, PromptStream
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interfaces
 from easyrl.environments.pool import check_environments
@@ -98,7 +98,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     check_compiler(config, placement)
     loaded = load_prompt_tokenizer(config, prompts.examples(), tokenizer)
     too_long = too_long_prompts(config, prompts.examples(), interfaces, loaded)
-    skipped = {location.removesuffix(OF_TEACHER) for location in too_long}
+    skipped = {location.removesuffix(TEACHER_SUFFIX) for location in too_long}
     prompts = prompts.without(skipped)
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
     notes = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
