@@ -137,7 +137,7 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
         if token.special:
             special[token_id] = str(token)
     names = set(special.values()) - {tokenizer.bos_token, tokenizer.eos_token}
-    tags = set()
+    tags: set[str] = set()
     for name in names:
         closing = f"{name[:1]}/{name[1:]}"  # of `<think>`: `</think>`
         if closing in names:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
 from easyrl.config.algorithm import TEACHER_PROMPT_KEY
@@ -33,48 +33,65 @@ from easyrl.formatting import require
 from easyrl.processes import allow_long_integers
 from easyrl.types import Prompt
 
-NumberedRows = Iterator[tuple[int, dict[str, Any]]]
+Row = dict[str, Any]
+
+
+class NumberedRow(NamedTuple):
+    line: int  # number of the row's (last) line in its file, from 1
+    row: Row
+
+
 FORMS = (
     f"{', '.join(TRAINED)}, a .jsonl, .csv or .parquet file, a folder of such or of save_to_disk, "
     "a hub id (owner/name:subset:split), or reasoning_gym:NAME"
 )
 FILE = re.compile(r"\.((jsonl|csv)(\.gz)?|parquet)$", re.IGNORECASE)
 HUB_ID = r"[\w.-]+/[\w.-]+(:[^:]*)?(:[^:]+)?"
+SPLIT_IN_NAME = "train|test|val|dev"  # as in train-00000-of-00002.parquet
+MAX_FILES_NAMED = 9  # in an error
 ID_DIGITS = 16
 
 
 def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
-    """Open `data.dataset`; unless `is_trained`, of a preset on the hub the held-out problems alone.
-    Raises ConfigError where it cannot be used."""
-    data, names = config.data, config.data.datasets
+    """Open `data.dataset`. Raises ConfigError where it cannot be used.
+
+    `is_trained`: False opens the held-out problems alone, if the data set is a preset on the hub.
+    """
+    data = config.data
+    names = data.datasets
     if data.preset is not None and all(named_preset(name, data) for name in names):
         raise ConfigError(
             f"data.preset: expected null, because '{data.shown}' is a preset itself, got "
             f"'{data.preset}'; use it with rows of your own as data.dataset (--dataset)"
         )
-    is_trained = is_trained or len(names) > 1
-    stream = PromptStream(
-        {
-            name: _with_teacher(_open(name, config, k, is_trained=is_trained), config, k)
-            for k, name in enumerate(names)
-        },
-        data.weights or [1.0] * len(names),
-    )
+    is_mixture = len(names) > 1
+    opened = {}
+    for number, name in enumerate(names):
+        dataset = _open(name, config, number, is_trained=is_trained or is_mixture)
+        opened[name] = _with_teacher(dataset, config, number)
+    stream = PromptStream(opened, data.weights or [1.0] * len(names))
     stream.examples()  # raises ConfigError for a row without a prompt
     return stream
 
 
 def _with_teacher(dataset: DataSet, config: Config, number: int) -> DataSet:
-    if (given := config.algorithm.teacher_prompt) is None:
+    """Add the prompts of `algorithm.teacher_prompt`, a template or a column, if it is set."""
+    given = config.algorithm.teacher_prompt
+    if given is None:
         return dataset
-    keys = "prompt_template", "prompt_column"
-    own = dict.fromkeys(keys) | {keys["{" not in given]: given, "chat": dataset.form.is_chat}
+    is_template = "{" in given
+    own = {
+        "prompt_template": given if is_template else None,
+        "prompt_column": None if is_template else given,
+        "chat": dataset.form.is_chat,
+    }
     data = config.data.model_copy(update=own)
     form = RowForm(data, None, number=number, key=TEACHER_PROMPT_KEY)
     return replace(dataset, teacher_form=form)
 
 
 def _open(name: str, config: Config, number: int, *, is_trained: bool) -> DataSet:
+    """Open data set `number` of a mixture, or the only one."""
     rollout = config.rollout
     environments = rollout.environments if rollout.has_environments else ()
     form = RowForm(config.data, preset_of(name, config.data), environments, number)
@@ -97,24 +114,36 @@ def _open(name: str, config: Config, number: int, *, is_trained: bool) -> DataSe
 
 
 def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
+    """Open a file, a folder or a data set on the hub."""
     path = Path(name).expanduser()
-    saved = path / "train" if (path / "dataset_dict.json").is_file() else path
-    if saved != path or (path / "state.json").is_file():
-        loaded = _load(name, lambda datasets: datasets.load_from_disk(str(saved)))
-    elif path.is_dir() or FILE.search(name):
+    is_dict = (path / "dataset_dict.json").is_file()
+    if is_dict or (path / "state.json").is_file():
+        saved = str(path / "train" if is_dict else path)
+        table = _load(name, lambda datasets: datasets.load_from_disk(saved))
+        return DataSet(name, table, form, seed)
+    if path.is_dir() or FILE.search(name):
         files = _files_of(path)
         if files[0].suffix.lower() != ".parquet":
-            numbered = [(f"{file}:{line}", row) for file in files for line, row in _read(file)]
-            blank = dict.fromkeys(column for _, row in numbered for column in row)
-            rows = [blank | row for _, row in numbered]  # each has every column that any row has
-            return DataSet(name, rows, form, seed, [location for location, _ in numbered])
+            return _read_files(name, files, form, seed)
         options = {"data_files": [glob.escape(str(file)) for file in files], "split": "train"}
-        loaded = _load(name, lambda datasets: datasets.load_dataset("parquet", **options))
-    elif re.fullmatch(HUB_ID, name) and not path.exists():
-        loaded = open_hub(name)
-    else:
-        raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{did_you_mean(name, PRESETS)}")
-    return DataSet(name, loaded, form, seed)
+        table = _load(name, lambda datasets: datasets.load_dataset("parquet", **options))
+        return DataSet(name, table, form, seed)
+    if re.fullmatch(HUB_ID, name) and not path.exists():
+        return DataSet(name, open_hub(name), form, seed)
+    raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{did_you_mean(name, PRESETS)}")
+
+
+def _read_files(name: str, files: Iterable[Path], form: RowForm, seed: int | None) -> DataSet:
+    """Read text files. Every row gets all columns that any row has."""
+    locations = []
+    rows: list[Row] = []
+    columns: dict[str, None] = {}  # a set that keeps the order
+    for file in files:
+        for line, row in _read(file):
+            locations.append(f"{file}:{line}")
+            rows.append(row)
+            columns |= dict.fromkeys(row)
+    return DataSet(name, [columns | row for row in rows], form, seed, locations)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -124,12 +153,17 @@ def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ConfigError(f"{KEY}: there is no file '{path}'{similar_file(path)}")
     found = [each for each in sorted(path.glob("[!._]*")) if FILE.search(each.name)]
-    splits = {each: re.findall("train|test|val|dev", each.name.lower())[:1] for each in found}
-    files = [each for each in found if splits[each] == ["train"]] or found
-    if len({(*splits[each], each.suffix) for each in files}) != 1:
+    split_of = {}
+    for each in found:
+        split = re.search(SPLIT_IN_NAME, each.name.lower())
+        split_of[each] = split[0] if split else ""
+    files = [each for each in found if split_of[each] == "train"] or found
+    kinds = {(split_of[each], each.suffix) for each in files}
+    if len(kinds) != 1:
+        names = [each.name for each in found[:MAX_FILES_NAMED]]
         raise ConfigError(
             f"{KEY}: expected a folder of save_to_disk, or .parquet, .jsonl or .csv files of one "
-            f"kind and split (or `train`) in '{path}', got {[each.name for each in found[:9]]}"
+            f"kind and split (or `train`) in '{path}', got {names}"
         )
     return files
 
@@ -138,15 +172,19 @@ def open_hub(name: str) -> Table:
     """Open a split of a data set on the hub."""
     repository, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")
-    return _load(
-        name,
-        lambda datasets: datasets.load_dataset(repository, subset or None, split=split or "train"),
-        is_on_hub=True,
-    )
+
+    def load(datasets: Any) -> Any:
+        return datasets.load_dataset(repository, subset or None, split=split or "train")
+
+    return _load(name, load, is_on_hub=True)
 
 
 def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> Table:
-    """Load rows; from the cache if the hub cannot be reached: clients would retry half a minute."""
+    """Call `load` with the library `datasets`. Raises ConfigError where it fails.
+
+    If the hub does not answer, only the library's cache is tried: its clients would retry for half
+    a minute.
+    """
     require("datasets", f"{KEY}: '{name}'")
     is_reachable = not is_on_hub or reach_hub()
     import datasets
@@ -170,14 +208,17 @@ def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> 
             datasets.enable_progress_bars()
 
 
-def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Read the rows of a text file, gzipped or not, and the numbers of their lines."""
+def _read(path: Path) -> list[NumberedRow]:
+    """Read the rows of a text file, gzipped or not."""
     allow_long_integers()
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    name = path.name.lower()
+    opener: Any = gzip.open if name.endswith(".gz") else open
+    read_rows = _csv_rows if name.endswith((".csv", ".csv.gz")) else _json_rows
     try:
         with opener(path, "rt", encoding="utf-8", newline="") as file:
-            lines = (line.removeprefix("\ufeff") for line in file)  # of joined files, too
-            return list(_csv_rows(lines) if ".csv" in path.name.lower()[-7:] else _json_rows(lines))
+            # Each of several joined files may begin with a byte order mark.
+            lines = (line.removeprefix("\ufeff") for line in file)
+            return list(read_rows(lines))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8: {error}") from None
     except ValueError as error:
@@ -186,34 +227,41 @@ def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"{KEY}: '{path}' cannot be read: {error}") from None
 
 
-def _json_rows(lines: Iterable[str]) -> NumberedRows:
+def _json_rows(lines: Iterable[str]) -> Iterator[NumberedRow]:
     for line, text in enumerate(lines, start=1):
-        if text.strip():
-            try:
-                row = json.loads(text)
-                if not isinstance(row, dict):
-                    raise ValueError(f"got {text.strip():.40}")
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", error)  # json's own position counts other lines
-                raise ValueError(f"{line}: expected a JSON object: {reason}") from None
-            yield line, row
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+            if not isinstance(row, dict):
+                raise ValueError(f"got {text.strip():.40}")
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)  # json's own position counts other lines
+            raise ValueError(f"{line}: expected a JSON object: {reason}") from None
+        yield NumberedRow(line, row)
 
 
-def _csv_rows(lines: Iterable[str]) -> NumberedRows:
-    """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
-    files that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
+def _csv_rows(lines: Iterable[str]) -> Iterator[NumberedRow]:
+    """Yield rows without columns that have no name. Leave out empty rows, and the headers of files
+    that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
     csv.field_size_limit(2**31)  # of the whole process
+    # All columns without a name, and values beyond the header, have the key "".
     reader = csv.DictReader(lines, restkey="", strict=True)
     try:
         names = reader.fieldnames or []
-        if twice := [name for name in names if name and names.count(name) > 1]:
+        twice = [name for name in names if name and names.count(name) > 1]
+        if twice:
             raise ValueError(f"{reader.line_num}: expected column '{twice[0]}' only once")
         for row in reader:
             surplus = row.pop("", "")
-            if None in row.values() or (isinstance(surplus, list) and any(surplus)):
+            has_too_few = None in row.values()
+            has_too_many = isinstance(surplus, list) and any(surplus)
+            if has_too_few or has_too_many:
                 raise ValueError(f"{reader.line_num}: expected as many values as in the header")
-            if any(row.values()) and [*row] != [*row.values()]:
-                yield reader.line_num, {name: text or None for name, text in row.items()}
+            is_header = list(row) == list(row.values())
+            if any(row.values()) and not is_header:
+                values = {name: text or None for name, text in row.items()}
+                yield NumberedRow(reader.line_num, values)
     except csv.Error as error:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
 
@@ -239,8 +287,10 @@ def problems_of(stream: PromptStream, config: Config) -> dict[str, Prompt]:
     data = config.data
     if data.num_held_out == 0:
         raise ConfigError("data.num_held_out: expected 1 or more problems to evaluate, got 0")
-    if held_out := stream.held_out()[: data.num_held_out]:
-        return {f"held-out problem {k} of '{data.shown}'": p for k, p in enumerate(held_out)}
+    held_out = stream.held_out()[: data.num_held_out]
+    if held_out:
+        located = enumerate(held_out)
+        return {f"held-out problem {k} of '{data.shown}'": problem for k, problem in located}
     if stream.epoch_length is None or len(data.datasets) > 1:
         raise ConfigError(
             "eval.dataset, data.dataset (--dataset): expected a data set with held-out problems, "
@@ -256,7 +306,8 @@ def identity_of(problems: Sequence[str]) -> str:
 
 
 def problem_ids(problems: Sequence[Prompt]) -> list[str]:
-    """Digest prompt and columns of each problem. The second of two equal ones is called `…-2`."""
+    """Digest prompt and columns of each problem. The id of the second of two equal ones ends in
+    `-2`."""
     seen: Counter[str] = Counter()
     ids = []
     for problem in problems:

@@ -81,7 +81,7 @@ def plain_value(value: Any, *, is_date: bool = False) -> Any:
 def plain_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with `plain_value` of all values. A column has dates without times where all
     of its timestamps are at midnight."""
-    with_times = set()
+    with_times: set[str] = set()
     for row in rows:
         with_times.update(name for name, value in row.items() if _has_time_of_day(value))
     plain = []
