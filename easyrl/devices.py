@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from easyrl.formatting import ConfigError
+from easyrl.processes import MemoryNeed
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,10 @@ DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # also for d
 KNOWN_GIB = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0, "l4": 22.0, "l40s": 44.0}
 KNOWN_GIB |= {"t4": 14.0, "3090": 23.5, "4090": 23.5, "5090": 31.0, "910b": 60.0}
 """Memory in GiB that torch finds on products, rounded down."""
+TORCH_BYTES = 375 * 2**20
+"""A process on the CPU that has imported torch and a model's class. Measured on x86 Linux with
+torch 2.13 for the CPU and transformers 5.23."""
+CONTEXT_BYTES = 2**29  # driver, kernels and libraries of a process on an accelerator
 COMMUNICATOR_BYTES = {ASCEND: 400 * 2**20}
 """Buffers of one process group on a device: two of HCCL_BUFFSIZE, by default. NCCL's are small."""
 
@@ -166,6 +171,14 @@ def has_c_compiler() -> bool:
 def has_peer_access(kind: str, first: int, second: int) -> bool:
     """Return whether these devices can read each other's memory (assumed of NPUs)."""
     return kind == ASCEND or bool(device_module(kind).can_device_access_peer(first, second))
+
+
+def process_need(kind: str, num_devices: int = 1) -> MemoryNeed:
+    """Return what a worker takes before it has a model, on so many devices of a kind."""
+    if kind == "cpu":
+        return MemoryNeed("Python and torch", TORCH_BYTES)
+    communicators = 2 * COMMUNICATOR_BYTES.get(kind, 0)  # of the weights, and of train ranks
+    return MemoryNeed("driver, communication", num_devices * (CONTEXT_BYTES + communicators))
 
 
 @cache

@@ -64,6 +64,18 @@ def _position(core: int) -> tuple[int, int, int]:
         return 0, core, core
 
 
+class MemoryNeed(NamedTuple):
+    """A part of the memory that a process takes at its peak. The package that allocates it computes
+    it; `runtime.memory_estimate` adds the parts up."""
+
+    what: str  # "KV cache"
+    num_bytes: int
+    settings: str = ""  # that make it smaller: "rollout.num_generations, train.keep_checkpoints=0"
+    is_certain: bool = False  # a run cannot do without it: one for which it is too much is refused
+    is_on_host: bool = False  # in the host's memory, even if the process computes on an accelerator
+    is_required: bool = True  # False: memory that is used only because it is there
+
+
 class Cgroup(NamedTuple):
     limit_bytes: float  # infinite without a limit
     available_bytes: float

@@ -22,16 +22,20 @@ from easyrl.data.hub import resolve_model
 from easyrl.devices import parse_assumed
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.engines.vllm.platforms import STEP_FRACTION, cache_bytes
+from easyrl.engines.sizes import SCORE_BYTES
+from easyrl.engines.vllm.sizes import MORE_CACHE, STEP_FRACTION, cache_bytes
 from easyrl.layout.row import Rollout, pack
 from easyrl.layout.tree import TokenTree
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.mixers import sdpa
 from easyrl.model.policy import Policy
+from easyrl.model.sizes import TRAINED_SCORE_BYTES, activation_bytes, largest_batch
 from easyrl.runtime import memory_estimate
 from easyrl.runtime.memory_estimate import check_memory, estimate_memory
+from easyrl.runtime.memory_fit import use_memory
 from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.preflight import check_run, make_plan
+from easyrl.runtime.resolve import resolve
 from easyrl.workers.learner import Learner
 from mistakes import QWEN
 from own_processes import popen
@@ -91,12 +95,13 @@ def estimated(*words, **placed_as):
     files = read_model_files(config.model.path)
     num_trained = None if config.model.lora.rank is None else 1000
     size = model_size(files.config, files.num_weights or 0, num_trained)
-    return estimate_memory(config, replace(placed(config), **placed_as), size)
+    return estimate_memory(resolve(config), replace(placed(config), **placed_as), size)
 
 
 def of(role, *words, **placed_as):
     parts = estimated(*words, **placed_as)
-    return {part.what: part.num_bytes for part in parts if part.process.startswith(role)}
+    needs = [part.need for part in parts if part.process.startswith(role)]
+    return {need.what: need.num_bytes for need in needs}
 
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
@@ -113,8 +118,17 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
     learner.accumulate(batch)  # what is made once is there
     taken = peak_bytes(lambda: learner.accumulate(batch), torch.device("cpu"))
     size = model_size(model_config.to_dict(), num_weights=0)
-    expected = memory_estimate.micro_batch_bytes(config, placed(config), size)
-    assert sum(expected) == pytest.approx(taken, rel=TOLERANCE)
+    spec = resolve(config)
+    repeats = {"num_ranks": 1, "repeats_prompts": False}
+    expected = activation_bytes(
+        size,
+        largest_batch(spec.limits, spec.batches, **repeats),
+        dtype="float32",
+        is_on_cpu=True,
+        is_fused=True,
+        is_checkpointed=spec.optimizer.activation_checkpointing,
+    )
+    assert expected.kept + expected.transient == pytest.approx(taken, rel=TOLERANCE)
 
 
 def measured_peaks(*words):
@@ -129,7 +143,7 @@ def measured_peaks(*words):
         time.sleep(0.05)
     assert run.returncode == 0
     # The process that checks the reward's functions imports no torch, so it is smaller.
-    return [peaks[pid] for pid in sorted(peaks) if peaks[pid] > memory_estimate.WORKER_BYTES / 2]
+    return [peaks[pid] for pid in sorted(peaks) if peaks[pid] > devices.TORCH_BYTES / 2]
 
 
 @pytest.mark.long
@@ -171,12 +185,12 @@ def test_the_kv_cache_of_vllm_is_the_one_that_it_is_given(total, monkeypatch):
     tiny, vllm = ("tiny", "float32", 4 * 8, 80), {"engine": EngineChoice("vllm")}
     for where, device, part in (((), "cpu", None), (SHARED, "cuda:0", 0.5)):
         parts = of("rollout", *words, *where, **vllm)
-        shown = parts["KV cache"] + parts.get(memory_estimate.MORE_CACHE, 0)
+        shown = parts["KV cache"] + parts.get(MORE_CACHE, 0)
         assert shown == pytest.approx(cache_bytes(*tiny, device=device, shared_part=part), abs=2)
     parts = of("rollout", *words, *APART, **vllm)
     left = int(0.5 * (1 - STEP_FRACTION) * total) - WEIGHTS
-    left -= memory_estimate.CONTEXT_BYTES + parts["buckets"]
-    more = parts.get(memory_estimate.MORE_CACHE, 0)
+    left -= devices.CONTEXT_BYTES + parts["buckets"]
+    more = parts.get(MORE_CACHE, 0)
     assert parts["KV cache"] + more == max(left, parts["KV cache"])
     # It takes no part in what fits.
     counted = memory_estimate.bytes_by_memory(estimated(*words, *APART, **vllm))
@@ -200,7 +214,7 @@ def test_a_score_without_a_fused_kernel_takes_as_many_bytes_as_estimated(
 
     with torch.inference_mode(not is_trained):
         peak = peak_bytes(attend, torch.device("cpu"))
-    expected = memory_estimate.TRAINED_SCORE_BYTES if is_trained else memory_estimate.SCORE_BYTES
+    expected = TRAINED_SCORE_BYTES if is_trained else SCORE_BYTES
     assert peak / (8 * 512**2) == pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -212,7 +226,7 @@ def test_accelerators_hold_contexts_buckets_graphs_scores_and_converted_weights(
     # Where nothing is converted, workers share the pages of the files.
     loading = [of("rollout", *words).get("weights being loaded", 0) for words in (APART, halves)]
     assert loading == [0, WEIGHTS / 2]
-    scores = memory_estimate.TRAINED_SCORE_BYTES * 4 * 4096 * 512  # heads, tokens, keys
+    scores = TRAINED_SCORE_BYTES * 4 * 4096 * 512  # heads, tokens, keys
     assert on_npu["logits, transients"] == scores > on_gpu["logits, transients"]
     assert of("train", *halves, "model.dtype=float32")["logits, transients"] == scores
     for words, buckets in ((APART, (2**27, 2**27)), (SHARED, (0, 2**26))):
@@ -234,9 +248,7 @@ def test_trainer_uses_the_memory_that_there_is(words, reshard, tokens):
     split = ("devices.infer=0-3", "devices.train=4-7", "model.dtype=bfloat16")
     lengths = ("data.max_prompt_length=512", "rollout.max_completion_length=2048")
     config = load_config(words=[*split, *lengths, "train.prompts_per_iteration=64", *words])
-    changed = memory_estimate.use_memory(
-        config, resolve_placement(config, parse_assumed("8x140GiB")), size
-    )
+    changed = use_memory(config, resolve_placement(config, parse_assumed("8x140GiB")), size)
     assert (changed.train.reshard, changed.max_tokens_per_micro_batch) == (reshard, tokens)
 
 

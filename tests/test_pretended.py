@@ -93,15 +93,18 @@ def test_other_models_and_devices(tmp_path, infer, train, words):
 ESTIMATE = """
 import sys
 from easyrl.config import load_config
-from easyrl.runtime.memory_estimate import estimate_memory, use_memory
+from easyrl.runtime.memory_estimate import estimate_memory
+from easyrl.runtime.memory_fit import use_memory
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import measure_model
+from easyrl.runtime.resolve import resolve
 config = load_config(words=sys.argv[1:])
 placement = resolve_placement(config)
 size = measure_model(config).size
-for part in estimate_memory(use_memory(config, placement, size), placement, size):
-    if part.memory.name != "cpu" and part.what != "driver, communication":
-        print(part.process, part.num_bytes)
+spec = resolve(use_memory(config, placement, size))
+for part in estimate_memory(spec, placement, size):
+    if part.memory.name != "cpu" and part.need.what != "driver, communication":
+        print(part.process, part.need.num_bytes)
 """
 
 

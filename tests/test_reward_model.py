@@ -20,6 +20,7 @@ from easyrl.rewards.worker import Call
 from easyrl.runtime.memory_estimate import estimate_memory, memories_of
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import identify_code, measure_model
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.types import Prompt
 from mistakes import change_json
@@ -161,16 +162,17 @@ def test_memory_is_counted_on_a_device_of_its_own_or_with_what_else_is_there(mod
         config = load_config(None, flags, ["reward.model_label=0", *words])
         placement = resolve_placement(config, gpus)
         size = measure_model(config).size
-        parts = estimate_memory(config, placement, size)
-        found = {part.what: part for part in parts if part.process.startswith("reward models")}
-        assert found["reward models"].memory in memories_of(placement).values()
+        parts = estimate_memory(resolve(config), placement, size)
+        of_models = [part for part in parts if part.process.startswith("reward models")]
+        found = {part.need.what: part for part in of_models}
+        assert found["reward models"].memory in memories_of(placement)
         return placement, found["reward models"]
 
     placement, part = planned("reward.model_device=3")
     assert (placement.infer.indices, placement.train.indices) == ((0, 1), (2,))
     assert part.memory.name == "cuda:3 (rewards)"
     sizes = [read_model_files(str(models / name)).num_weights for name in ("one", "two")]
-    assert part.num_bytes == 2 * 4 * sum(sizes)  # by two rollout workers
+    assert part.need.num_bytes == 2 * 4 * sum(sizes)  # by two rollout workers
     _, part = planned("reward.model_device=2", "devices.infer=0-1", "devices.train=2-3")
     assert part.memory.name == "each of cuda:2-3 (train)"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

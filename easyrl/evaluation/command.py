@@ -35,9 +35,11 @@ from easyrl.runtime import preflight, supervisor
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.ledger import ledger_of_evaluation
-from easyrl.runtime.memory_estimate import check_memory, estimate_memory, fits
+from easyrl.runtime.memory_estimate import check_memory, estimate_memory
+from easyrl.runtime.memory_fit import fits
 from easyrl.runtime.metrics import no_program_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite, sample_values
 from easyrl.types import Prompt
@@ -123,7 +125,7 @@ def _fit_memory(
         counted = replace(placement, max_concurrent_groups=num_groups)
         is_fixed = num_problems == 1 or config.rollout.max_concurrent_groups is not None
         if is_fixed or fits(config, counted, model):
-            check_memory(estimate_memory(config, counted, model))
+            check_memory(estimate_memory(resolve(config), counted, model))
             return placement
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
 

@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.devices import accelerator
-from easyrl.model.files import load_part, max_positions, read_model_files
+from easyrl.devices import CONTEXT_BYTES, TORCH_BYTES, accelerator
+from easyrl.model.files import (
+    DTYPE_BYTES,
+    load_part,
+    max_positions,
+    model_size,
+    read_model_files,
+)
+from easyrl.processes import MemoryNeed
 from easyrl.rewards.loading import KEY, reward_models
 from easyrl.types import Messages, Prompt
 
@@ -114,3 +121,26 @@ def _load(config: Config, path: str, auto_class: str, what: str, **options: Any)
 
     options["trust_remote_code"] = config.model.trust_remote_code
     return load_part(getattr(transformers, auto_class), what, path, KEY, **options)
+
+
+def reward_model_needs(
+    paths: Sequence[str], *, num_tokens: int, is_on_cpu: bool
+) -> list[MemoryNeed]:
+    """Return what the process of one rollout worker's reward models takes. `num_tokens`: of the
+    largest group, which is one batch."""
+    weights_bytes = 0
+    batch_bytes = 0
+    for path in paths:
+        files = read_model_files(path, KEY)
+        dtype_bytes = DTYPE_BYTES["float32" if files.stored_dtype == "float32" else "bfloat16"]
+        weights_bytes += dtype_bytes * (files.num_weights or 0)
+        size = model_size(files.config, 0)
+        if size is not None:
+            per_token = 4 * size.width + 3 * size.mlp_width
+            batch_bytes = max(batch_bytes, dtype_bytes * num_tokens * per_token)
+    keys = f"{KEY}, {DEVICE_KEY}"
+    return [
+        MemoryNeed("Python and torch", TORCH_BYTES if is_on_cpu else CONTEXT_BYTES),
+        MemoryNeed("reward models", weights_bytes, keys, is_certain=True),
+        MemoryNeed("their batch", batch_bytes),
+    ]

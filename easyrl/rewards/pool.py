@@ -38,6 +38,7 @@ from easyrl.types import Float32, Prompt
 
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 10.0  # longest check of a function, with the time that its file takes to load
+PROCESS_BYTES = 76 * 2**20  # of a process of functions: Python and math-verify, measured on Linux
 MAX_RESTARTS = 3  # pools that may break one after the other without scoring a group
 
 

@@ -18,6 +18,7 @@ from easyrl.config import Config
 from easyrl.events import Observer
 from easyrl.runtime.local_launcher import LocalLauncher
 from easyrl.runtime.placement import Placement, ring_layout
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.workers.settings import WorkerSettings
 
@@ -62,5 +63,5 @@ def make_launcher(config: Config, placement: Placement, notify: Observer) -> Lau
         return RayLauncher(config, placement, notify)
 
     is_training = placement.train.count > 0
-    ring = RingBuffer(ring_layout(config, placement)) if is_training else None
+    ring = RingBuffer(ring_layout(resolve(config), placement)) if is_training else None
     return LocalLauncher(placement, ring)

@@ -12,6 +12,7 @@ from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import MAX_BRANCHES
+from easyrl.config.spec import RunSpec
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
 from easyrl.rewards.loading import reward_models
@@ -372,19 +373,21 @@ def choose_engine(
     return EngineChoice("vllm" if is_vllm else "embedded", why, size)
 
 
-def ring_layout(config: Config, placement: Placement) -> RingLayout:
-    has_own_prompt = config.algorithm.teacher_prompt is not None
+def ring_layout(spec: RunSpec, placement: Placement) -> RingLayout:
+    """Return the ring buffer's limits, which do not change while the run goes on."""
+    limits = spec.limits
     nodes_per_completion = 1
-    if config.rollout.agent is not None:
+    if spec.episodes is not None and spec.episodes.agent is not None:
         nodes_per_completion = 2 * MAX_BRANCHES  # each branch may cut what it continues in two
+    has_own_prompt = spec.data.teacher_prompt is not None
     return RingLayout(
-        num_slots=config.ring_slots,
-        num_generations=config.rollout.num_generations,
-        max_prompt_length=config.data.max_prompt_length,
-        max_completion_length=config.rollout.max_completion_length,
+        num_slots=spec.schedule.ring_slots,
+        num_generations=spec.schedule.num_generations,
+        max_prompt_length=limits.max_prompt_length,
+        max_completion_length=limits.max_completion_length,
         num_owners=placement.max_rollout_workers + placement.train.count,
-        num_groups=config.train.prompts_per_iteration,
-        max_teacher_prompt_length=config.data.max_prompt_length if has_own_prompt else 0,
+        num_groups=spec.schedule.prompts_per_iteration,
+        max_teacher_prompt_length=limits.max_prompt_length if has_own_prompt else 0,
         nodes_per_completion=nodes_per_completion,
     )
 

@@ -51,8 +51,9 @@ from easyrl.rewards.loading import (
     reward_specs,
 )
 from easyrl.rewards.pool import try_rewards
-from easyrl.runtime import memory_estimate
+from easyrl.runtime import memory_estimate, memory_fit
 from easyrl.runtime.placement import Placement, describe, resolve_placement
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import Resume, check_resumed, differing, start_from
 from easyrl.runtime.run_folder import folder_of, is_unstarted, refuse_existing
 from easyrl.types import Messages, Prompt
@@ -104,10 +105,10 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     notes = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
     check_engine(config, placement, model.size)
     warnings += [*of_eval, *choice_warnings(config, placement)]
-    config = memory_estimate.use_memory(config, placement, model.size)
+    config = memory_fit.use_memory(config, placement, model.size)
     try:
         warnings += memory_estimate.check_memory(
-            memory_estimate.estimate_memory(config, placement, model.size)
+            memory_estimate.estimate_memory(resolve(config), placement, model.size)
         )
     except ConfigError as error:
         raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
@@ -169,8 +170,8 @@ def make_plan(
             about_source = source.describe(has_new_adapter=has_new_adapter)
             lines = [about_source, *lines] if about_source else lines
         check_engine(config, placement, size)
-        config = memory_estimate.use_memory(config, placement, size)
-        parts = memory_estimate.estimate_memory(config, placement, size)
+        config = memory_fit.use_memory(config, placement, size)
+        parts = memory_estimate.estimate_memory(resolve(config), placement, size)
         if size is None:
             lines.append("memory: unknown, as the model's config.json gives no sizes")
         else:
@@ -188,7 +189,7 @@ def make_plan(
         warnings, is_refused = [*warnings, f"a run would not start: {refused}"], True
     changes: Mapping[str, Any] | None = {}
     if size is not None and is_tight and placement.accelerator != "cpu":
-        changes = memory_estimate.propose_changes(config, placement, size)
+        changes = memory_fit.propose_changes(config, placement, size)
     return Plan("\n".join([described, *lines, *warnings]), not is_refused, changes)
 
 
@@ -371,7 +372,7 @@ def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> 
     """Name settings with which a run that is refused for its memory fits, as text to append."""
     if placement.accelerator == "cpu" or placement.is_ray or size is None:
         return ""
-    changes = memory_estimate.propose_changes(config, placement, size)
+    changes = memory_fit.propose_changes(config, placement, size)
     if changes is None:
         return "; nothing that was tried fits"
     words = to_arguments(change_config(config, changes), config)

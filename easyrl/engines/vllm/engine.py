@@ -54,8 +54,9 @@ from easyrl.data.hub import loadable_model
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 from easyrl.engines.sampling import SamplingSettings
-from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_arguments
+from easyrl.engines.vllm.platforms import BACKEND, WORKER, device_arguments
 from easyrl.engines.vllm.processes import Cleanup, cancel_file
+from easyrl.engines.vllm.sizes import cache_bytes
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import maybe_sleep
 from easyrl.types import Completion

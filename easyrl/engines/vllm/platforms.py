@@ -13,16 +13,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from easyrl import devices
-from easyrl.engines import MAX_PREFILL_TOKENS, padded
+from easyrl.engines import MAX_PREFILL_TOKENS
 from easyrl.formatting import install_command
-from easyrl.model.files import DTYPE_BYTES, ModelSize, model_size, read_model_files
 
 WORKER = "easyrl.engines.vllm.worker"
 BACKEND = "easyrl_buckets"  # name under which `worker` registers its weight transfer
 BLOCK_TOKENS = 32  # of the KV cache on the CPU; a group shares its prompt's whole blocks
-EXTRA_CACHE_BYTES, DEFAULT_CACHE_BYTES = 16 * 2**20, 2**30
-"""Added to the computed size of the KV cache; its size if it cannot be computed."""
-STEP_FRACTION = 0.15  # part of vLLM's memory on a shared device for activations and captured graphs
 
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)  # as in pyproject.toml
@@ -110,27 +106,3 @@ def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
         # machine's interrupt balancing, and the trainer runs there too.
         return {"additional_config": {"weight_nz_mode": 0, "enable_cpu_binding": False}}
     return {}
-
-
-def cache_bytes(
-    model: str, dtype: str, num_rows: int, longest: int, *, device: str, shared_part: float | None
-) -> int | None:
-    """Return the size of the KV cache for `num_rows` sequences of `longest`; None on a device of
-    its own, where vLLM measures how much memory is left. On a device that the trainer uses too, it
-    is at most what the fraction `shared_part` of the memory leaves besides the weights."""
-    if device != "cpu" and shared_part is None:
-        return None
-    files = read_model_files(model)
-    size = model_size(files.config, files.num_weights or 0)
-    wanted = wanted_cache_bytes(size, dtype, num_rows, longest) if size else DEFAULT_CACHE_BYTES
-    if shared_part is None:
-        return wanted
-    total = devices.total_memory_bytes(device.partition(":")[0], 0)
-    weights = DTYPE_BYTES[dtype] * (files.num_weights or 0)
-    return min(wanted, int((1.0 - STEP_FRACTION) * shared_part * total) - weights)
-
-
-def wanted_cache_bytes(size: ModelSize, dtype: str, num_rows: int, longest: int) -> int:
-    """Return the size of a KV cache for all sequences at their full length."""
-    row_tokens = padded(longest, BLOCK_TOKENS)
-    return num_rows * row_tokens * size.kv_elements * DTYPE_BYTES[dtype] + EXTRA_CACHE_BYTES

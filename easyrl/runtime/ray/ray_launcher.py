@@ -37,6 +37,7 @@ from easyrl.events import Command, Failed, Note, Observer
 from easyrl.runtime.placement import Placement, device_name, ring_layout
 from easyrl.runtime.ray import cluster
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.run_folder import folder_of, resume_hint
 from easyrl.runtime.supervisor import FAILED, PENDING, Supervisor, Worker, WorkerFailure
 from easyrl.workers.settings import WorkerSettings
@@ -160,7 +161,7 @@ class RayLauncher:
 
     def _place_all(self) -> None:
         if number := self._placement.train.count:
-            self._layout = ring_layout(self._config, self._placement)
+            self._layout = ring_layout(resolve(self._config), self._placement)
             bundles = [self._bundle("train")] * number
             group = self._group = cluster.reserve(bundles, self._timeout_seconds)
             strategies = [PlacementGroupSchedulingStrategy(group, n) for n in range(number)]

@@ -1,0 +1,125 @@
+"""How much memory an engine takes, for the estimate before a run: this module imports no torch.
+
+The sizes are the largest ones: prompts and completions have the greatest length allowed.
+"""
+
+from dataclasses import dataclass, replace
+
+from easyrl.engines import MAX_PREFILL_TOKENS, SLOT_STEP, padded, row_cells
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
+from easyrl.processes import MemoryNeed
+
+SAMPLE_BYTES = 12  # of a logit while a token is drawn: also its score, and that exponentiated
+SCORE_BYTES = 12  # of an attention score without a fused kernel: three float32 tensors
+GROUPS_KEY = "rollout.max_concurrent_groups"
+WEIGHTS_KEYS = "model.path, model.dtype, rollout.memory_fraction, train.offload"
+CACHE_KEYS = f"{GROUPS_KEY}, rollout.num_generations, rollout.max_completion_length"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The sequences that an engine holds at a time, and how it computes them."""
+
+    num_groups: int  # in flight
+    num_generations: int
+    max_prompt_length: int  # in tokens, as the next one
+    max_completion_length: int
+    dtype: str  # `model.dtype`
+    is_on_cpu: bool
+    has_graphs: bool = False  # its steps are captured as CUDA graphs
+    is_evaluating: bool = False  # each sequence may have a prompt of its own
+    has_episodes: bool = False  # tokens are inserted between the turns of a sequence
+    has_branches: bool = False  # of an agent: each is a new prompt, of any length
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.max_sequence_length if self.has_branches else self.max_prompt_length
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that are decoded at a time."""
+        return self.num_groups * self.num_generations
+
+    @property
+    def num_started(self) -> int:
+        """Sequences in rows, and those that are ready for the next free rows."""
+        return self.num_rows + max(1, self.num_rows // 4)
+
+    @property
+    def num_prompts_started(self) -> int:
+        """Prompts of the sequences that have started, the shared prompt of a group counted once."""
+        if self.has_branches or self.is_evaluating:
+            return self.num_started
+        return -(-self.num_started // self.num_generations)
+
+
+def weights_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
+    """Return what the weights of any engine need."""
+    dtype_bytes = DTYPE_BYTES[load.dtype]
+    weights = dtype_bytes * model.num_weights
+    needs = [MemoryNeed("weights", weights, WEIGHTS_KEYS, is_certain=True)]
+    if model.num_trained is not None:  # LoRA: adapters are added to a copy
+        bare = dtype_bytes * model.layer_weights
+        key = "model.lora.target_modules"
+        needs.append(MemoryNeed("weights without adapters", bare, key, is_certain=True))
+    # Where nothing is converted, the pages of the files are shared, and the system can drop them.
+    if not load.is_on_cpu and model.stored_dtype != load.dtype:
+        needs.append(MemoryNeed("weights being loaded", weights, is_on_host=True))
+    return needs
+
+
+def embedded_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
+    """Return what the embedded engine needs besides its weights and the buckets of new ones."""
+    if not model.is_batched:  # `engines.generate` computes one group at a time
+        load = replace(load, num_groups=1, has_graphs=False)
+    step = logits_bytes(model, load) + score_bytes(model, load)
+    cache = cache_tokens(model, load) * DTYPE_BYTES[load.dtype] * model.kv_elements
+    needs = [
+        MemoryNeed("KV cache", cache, CACHE_KEYS, is_certain=True),
+        MemoryNeed("engine's step", step + prefill_bytes(model, load), GROUPS_KEY),
+    ]
+    if load.has_graphs:
+        needs.append(MemoryNeed("CUDA graphs", step, GROUPS_KEY))
+    if model.is_batched and load.is_on_cpu and load.dtype == "float32":
+        # `engines.fused_decoder` keeps a copy in its own layout.
+        needs.append(MemoryNeed("weights for decoding", FLOAT_BYTES * model.layer_weights))
+    return needs
+
+
+def cache_tokens(model: ModelSize, load: EngineLoad) -> int:
+    """Return how many tokens' keys and values the embedded engine's cache has room for."""
+    if not model.is_batched:
+        return load.num_rows * load.max_sequence_length
+    row = row_cells(load.max_prompt_length, load.max_completion_length)
+    # In training, the last completions of as many groups again may be in flight.
+    num_prompts = min(load.num_started, 2 * load.num_prompts_started)
+    num_slots = padded(num_prompts, SLOT_STEP if load.has_graphs else 1)
+    return load.num_rows * row + num_slots * padded(load.longest_prompt)
+
+
+def logits_bytes(model: ModelSize, load: EngineLoad) -> int:
+    """Return what the logits of one step take while tokens are drawn from them."""
+    return load.num_started * model.vocabulary_size * SAMPLE_BYTES
+
+
+def score_bytes(model: ModelSize, load: EngineLoad) -> int:
+    """Return what the scores of one attention take where no kernel fuses them."""
+    if load.is_on_cpu or not model.is_batched:
+        return 0
+    row = row_cells(load.max_prompt_length, load.max_completion_length)
+    # Attention to prompts has as many rows for each of them.
+    num_scores = load.num_rows * max(row, 2 * padded(load.longest_prompt))
+    if load.has_episodes:  # inserted tokens are computed together
+        num_scores = max(num_scores, MAX_PREFILL_TOKENS * row)
+    return num_scores * SCORE_BYTES * model.num_heads
+
+
+def prefill_bytes(model: ModelSize, load: EngineLoad) -> int:
+    """Return what a layer allocates for the prompts that one step computes."""
+    num_tokens = load.num_prompts_started * padded(load.longest_prompt)
+    per_token = 2 * model.width + 3 * model.mlp_width
+    return min(MAX_PREFILL_TOKENS, num_tokens) * DTYPE_BYTES[load.dtype] * per_token

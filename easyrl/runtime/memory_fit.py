@@ -1,0 +1,153 @@
+"""Choose settings with which a run fits the memory, by `runtime.memory_estimate`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from easyrl import devices
+from easyrl.config import Config, change_config
+from easyrl.config.devices import range_words
+from easyrl.engines.sizes import GROUPS_KEY
+from easyrl.model.files import ModelSize
+from easyrl.runtime.memory_estimate import bytes_by_memory, estimate_memory
+from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.resolve import resolve
+from easyrl.workers.sizes import TOKENS_KEY
+
+Changes = dict[str, Any]  # new values by key, as {"train.offload": ["optimizer"]}
+
+HEADROOM = 0.95
+"""Part of each memory that a choice may fill: gaps between tensors are not estimated."""
+MICRO_BATCH_TOKENS = (32_768, 16_384, 8_192)  # instead of 4,096, where they fit
+VLLM_SIZES = (1, 2, 4, 8)  # devices that one engine may span
+ROLLOUT_FRACTIONS = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2)  # of a shared device, the most usual ones first
+
+
+def fits(config: Config, placement: Placement, size: ModelSize) -> bool:
+    """Return whether the estimate leaves some headroom in every memory."""
+    parts = estimate_memory(resolve(config), placement, size)
+    for memory, needed_bytes in bytes_by_memory(parts).items():
+        if needed_bytes > HEADROOM * memory.num_bytes:
+            return False
+    return True
+
+
+def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:
+    """Choose what `train.reshard` and `train.max_tokens_per_micro_batch` leave open: on this node's
+    accelerators what fits into what is free now. The sums of a deterministic run do not depend on
+    memory."""
+    devices.memory_in_use.cache_clear()
+    has_choice = placement.train.kind != "cpu" and not placement.is_ray
+    if size is None or not has_choice or config.runtime.deterministic:
+        return config
+    train = config.train
+    least = config.max_tokens_per_micro_batch
+    token_choices = [least]
+    if not train.max_tokens_per_micro_batch:
+        token_choices = [tokens for tokens in MICRO_BATCH_TOKENS if tokens > least] + [least]
+    reshard_choices = (False, True) if train.reshard == "auto" else (train.reshard,)
+    for reshard, max_tokens in product(reshard_choices, token_choices):
+        changed = change_config(config, {"train.reshard": reshard, TOKENS_KEY: max_tokens})
+        if fits(changed, placement, size):
+            return changed
+    return config
+
+
+def propose_changes(config: Config, placement: Placement, size: ModelSize) -> Changes | None:
+    """Return changes of settings with which the run fits; None if there are none. What is trained
+    stays the same, except for rounding: lengths, batches and LoRA are the user's choice."""
+    savings = _savings(config, placement)
+    for changes in _candidates(config, placement, size, savings):
+        if _is_enough(config, placement, size, changes):
+            return _without_needless(config, placement, size, savings, changes)
+    return None
+
+
+def _savings(config: Config, placement: Placement) -> dict[str, Sequence[Any]]:
+    """Return values that save memory, by key: the most welcome key first, and of each key the value
+    first that changes least."""
+    max_tokens = config.max_tokens_per_micro_batch
+    num_groups = placement.max_concurrent_groups
+    policies = []
+    if config.algorithm.beta > 0.0 and config.model.lora.rank is None:
+        policies.append("reference")
+    if config.train.updates_per_iteration > 1:
+        policies.append("old")
+    longest = config.max_sequence_length
+    return {
+        TOKENS_KEY: [max(max_tokens // divisor, longest) for divisor in (2, 4, 8)],
+        GROUPS_KEY: [max(num_groups // divisor, 1) for divisor in (2, 4, 8, 16)],
+        "model.dtype": ["bfloat16"],
+        "train.activation_checkpointing": [True],
+        "train.offload": [policies, [*policies, "optimizer"]],
+    }
+
+
+def _candidates(
+    config: Config, placement: Placement, size: ModelSize, savings: Mapping[str, Sequence[Any]]
+) -> Iterator[Changes]:
+    """Yield changes to try: another engine last, then more savings, then another split."""
+    every = {key: values[-1] for key, values in savings.items()}
+    without_offload = {key: value for key, value in every.items() if key != "train.offload"}
+    engines = _engines(config, placement, size)
+    no_saving: Changes = {}
+    for engine, saved, split in product(
+        engines, (no_saving, without_offload, every), _splits(placement)
+    ):
+        yield engine | saved | split
+
+
+def _is_enough(config: Config, placement: Placement, size: ModelSize, changes: Changes) -> bool:
+    """Return whether the run fits with these changes, also of devices and engine."""
+    try:
+        changed = change_config(config, changes)
+        return fits(changed, resolve_placement(changed, placement.assumed), size)
+    except ValueError:  # these do not go together
+        return False
+
+
+def _without_needless(
+    config: Config,
+    placement: Placement,
+    size: ModelSize,
+    savings: Mapping[str, Sequence[Any]],
+    changes: Changes,
+) -> Changes:
+    """Take savings back that are not needed, or not in full, the least welcome first."""
+    for key in reversed([*savings]):
+        rest = {name: value for name, value in changes.items() if name != key}
+        weaker = [rest, *(rest | {key: value} for value in savings[key])]
+        for candidate in weaker:
+            if _is_enough(config, placement, size, candidate):
+                changes = candidate
+                break
+    return changes
+
+
+def _engines(config: Config, placement: Placement, size: ModelSize) -> list[Changes]:
+    """Return the engine as it is, and vLLM engines that span more and more devices."""
+    engines: list[Changes] = [{}]
+    # Where vLLM is assumed, it is not installed here.
+    is_auto = placement.assumed is not None and config.rollout.engine == "auto"
+    if placement.engine.name == "vllm" or (is_auto and size.is_in_vllm):
+        for num_devices in VLLM_SIZES:
+            key = "rollout.tensor_parallel_size"
+            engines.append({"rollout.engine": "vllm", key: num_devices})
+    return engines
+
+
+def _splits(placement: Placement) -> list[Changes]:
+    """Return the devices as they are, other parts of a shared one, and more train devices."""
+    splits: list[Changes] = [{}]
+    num_train_now = placement.train.count
+    if placement.shares_device:
+        num_train_now = 0
+        splits += [{"rollout.memory_fraction": fraction} for fraction in ROLLOUT_FRACTIONS]
+    count = placement.num_accelerators
+    for num_train in sorted({count // 2, count * 3 // 4, count - 1}):
+        if num_train > num_train_now:
+            infer = range(count - num_train)
+            train = range(count - num_train, count)
+            split = {"devices.infer": range_words(infer), "devices.train": range_words(train)}
+            splits.append(split)
+    return splits
