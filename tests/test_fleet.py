@@ -24,6 +24,7 @@ SPARE = ("devices.max_rollout_workers=4",)
 
 class StubWorker:
     remote_device, is_placed, local_pid, become = "", True, 0, Worker.become
+    role = Worker.role
 
     def __init__(self, name):
         self.name, self.number, self.state = name, int(name[-1]), "starting"

@@ -133,6 +133,11 @@ class Worker:
         self.state = state
 
     @property
+    def role(self) -> str:
+        """`rollout` or `train`, the first part of its name."""
+        return self.name.partition("-")[0]
+
+    @property
     def number(self) -> int:
         return int(self.name.rpartition("-")[2])
 
