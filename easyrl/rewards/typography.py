@@ -11,12 +11,31 @@ verdict does not depend on how a number is typeset.
 import re
 
 UNICODE_SPACES = "\u00a0\u2000-\u200a\u202f\u205f\u3000"  # for a character class
-SPACING_COMMAND = r"\\[,;:>!\ ]|\\(?:thin|med|thick|en)space(?![A-Za-z])|\\q?quad(?![A-Za-z])"
+INVISIBLE = re.compile("[\u00ad\u200b-\u200d\u2060\ufeff]")
+"""Soft hyphens, and spaces and joiners without a width."""
+SPACE_ENTITY = re.compile(
+    r"&(?:nbsp|ensp|emsp|thinsp|hairsp|#160|#8194|#8195|#8201|#8202|#8239|#x(?:a0|200[239a]|202f));",
+    re.IGNORECASE,
+)
+"""A space of HTML, which chat models write in tables."""
+THIN_LENGTH = r"(?:0?\.\d+[ ]?[a-z]{2}|[1-5](?:\.\d+)?[ ]?(?:mm|pt|mu))"
+"""Length of a space within a number: `0.1em`, `2pt`; 5mu are LaTeX's widest one, `\\;`."""
+LENGTH_COMMANDS = r"\\(?:[hm]space\*?\{%s\}|(?:hskip|mskip|kern|mkern)[ ]?%s[ ]?)"
+THIN_COMMAND = (
+    r"\\[,;:>!\ ]|\\(?:thin|med|thick|nobreak)space(?![A-Za-z])|\\allowbreak(?![A-Za-z])|"
+    + LENGTH_COMMANDS % (THIN_LENGTH, THIN_LENGTH)
+)
+WIDE_COMMAND = r"\\(?:enspace|q?quad|hfill)(?![A-Za-z])|" + LENGTH_COMMANDS % (
+    r"[^{}]{0,20}",
+    r"[\d.]{1,9}[ ]?[a-z]{2}",
+)
+SPACING_COMMAND = f"{THIN_COMMAND}|{WIDE_COMMAND}"
+ONE_SPACE = rf"(?:{THIN_COMMAND}|~|[{UNICODE_SPACES}]|\{{\}})"
+BRACED_COMMA = r"(?:\\(?:text|mbox|mathrm|mathord|mathpunct))?\{(?:\\!)?,(?:\\!)?\}"
 THIN_SPACE = rf"""(?:[ ]?
-    (?: \\[,;:>!\ ] | \\(?:thin|med|thick)space(?![A-Za-z]) | ~ | [{UNICODE_SPACES}]
-      | ,\\! | \{{(?:,|\\,|\\;|[ ])\}}
-    )[ ]?)"""
-GROUP_SEPARATOR = rf"(?:{THIN_SPACE}|[ ])"
+    (?: {ONE_SPACE}{{1,3}} | ,\\! | {BRACED_COMMA}(?:\\!)? | \{{(?:[ ]|{ONE_SPACE})\}} )
+    [ ]?)"""
+GROUP_SEPARATOR = rf"(?:{THIN_SPACE}|[ '\u2019])"
 """What stands between the thousands of a number, except the plain comma."""
 THOUSANDS = re.compile(
     rf"""
@@ -32,13 +51,15 @@ DECIMALS = re.compile(
     rf"(?<=\d\.)\d{{3}}(?:{THIN_SPACE}\d{{1,3}}(?!\d))++(?!/)", re.VERBOSE
 )  # 0.123\,4
 SPACE_BETWEEN_DIGITS = re.compile(rf"(?<=[\d,])\s?(?:{SPACING_COMMAND})\s?(?=\d)")
-EMPTY_TEXT = re.compile(r"\\(?:text|mbox|mathrm)\{[\s.]*\}")
-STOP = r"[,，;；。．｡]|(?<!\.)\.(?!\.)"
+EMPTY_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|math(?:bf|it|rm))\{[\s.]*\}")
+STOP = r"[,，;；。．｡]|(?<!\.)\\?\.(?!\.)|\{\.\}"
+END_OF_PROOF = r"\\(?:blacksquare|square|Box|qed|qedsymbol)(?![A-Za-z])"
 ENDING = re.compile(
     rf"""
     (?<![\s,，;；。．｡.\\~{{])(?<!\\left)(?<!\\right)  # where the end begins; `\right.` has none
     (?:(?<=\d)(?:\.\.\.|…))?+
-    (?:\s++|{STOP}|{SPACING_COMMAND}|~|\\\\){{0,20}}+  # bounded: the search takes linear time
+    # Bounded, so that the search takes linear time:
+    (?:\s++|{STOP}|{SPACING_COMMAND}|{END_OF_PROOF}|~|\\\\){{0,20}}+
     (?=\\?\}}|\\\)|\\\]|\Z)
     """,
     re.VERBOSE,
@@ -50,6 +71,7 @@ DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$", re.DOTALL)
 
 def in_one_form(text: str) -> str:
     """Return the text with numbers without spaces, and answers without a full stop at their end."""
+    text = SPACE_ENTITY.sub("\u202f", INVISIBLE.sub("", text))
     text = BOLD.sub(r"\1", text)  # math-verify takes the second `**` of `**1/2**` for a power
     text = EMPTY_TEXT.sub(" ", text)
     text = THOUSANDS.sub(_joined, text)
