@@ -46,7 +46,8 @@ def judge_server(answer=last_digit, seconds=0.0):
             if isinstance(replied, dict):
                 choice = replied
             choice = {"index": 0, **choice, "message": {"role": "assistant", **choice["message"]}}
-            reply = {"choices": [choice], "usage": {"total_tokens": 10}}
+            usage = {"total_tokens": 10, **choice.get("usage", {})}
+            reply = {"choices": [choice], "usage": usage}
             content = json.dumps(reply if status == 200 else {"error": f"not with {key}"}).encode()
             with contextlib.suppress(OSError):  # the client may have given up
                 self.send_response(status)

@@ -126,6 +126,13 @@ CUT_OFF = {
     "[THINK]": choice_of("[THINK]Score: 10", None),
     "<seed:think>": choice_of("<seed:think>Score: 10", None),
     "<thinking>": choice_of("\n<thinking>\nScore: 10", None),
+    "<Thoughts>": choice_of("<Thoughts>Score: 10", None),
+    "Kimi's thinking": choice_of("◁think▷Score: 10", None),
+    "Cohere's thinking": choice_of("<|START_THINKING|>Score: 10", None),
+    "Gemma's thinking": choice_of("<|channel>thought\nScore: 10", None),
+    "gpt-oss's thinking": choice_of("<|channel|>analysis<|message|>Score: 10<|end|>", None),
+    "a full context, llama.cpp's word": choice_of("Score: 1", "context_length_exceeded"),
+    "TGI's word": choice_of("Score: 1", "max_new_tokens"),
 }
 UNREADABLE = {
     "empty": choice_of(""),
@@ -139,6 +146,11 @@ UNREADABLE = {
     "filtered": choice_of("Score: 10", "content_filter"),
     "refused": choice_of(None, refusal="I give no Score: 10"),
     "a call": choice_of(None, "tool_calls"),
+    "thinking apart, Ollama's name": choice_of("", thinking="Score: 10"),
+    "thinking apart, OpenRouter's name": choice_of("", reasoning_details=[{"text": "Score: 10"}]),
+    "refused in a part": choice_of([{"type": "refusal", "refusal": "I give no Score: 10"}]),
+    "forbidden, Gemini's words": choice_of("Score: 10", "PROHIBITED_CONTENT"),
+    "blocked": choice_of("", "BLOCKLIST"),
 }
 NO_VERDICTS = [("judge_cut_off", *each) for each in CUT_OFF.items()]
 NO_VERDICTS += [("judge_unreadable", *each) for each in UNREADABLE.items()]
@@ -156,6 +168,27 @@ FINISHED = {
     "thinking in parts": choice_of([THOUGHTS, {"type": "text", "text": "Score: 7"}]),
     "a quoted start": choice_of("The answer opens `<think>` and never ends it. Score: 7"),
     "a quoted end": choice_of('Score: 7\nIt lacks "</think>".'),
+    "a start in brackets": choice_of("Its tag (<think>) is open. Score: 7"),
+    "a start in bold": choice_of("**<think>** is open. Score: 7"),
+    "thinking behind the score": choice_of("Score: 7\n<think>Score: 10?</think>"),
+    "thinking twice": choice_of("<think>Score: 1</think>Score: 7<think>Score: 10</think>"),
+    "Kimi's thinking": choice_of("◁think▷Score: 10◁/think▷Score: 7"),
+    "gpt-oss's thinking": choice_of(
+        "<|channel|>analysis<|message|>Score: 10<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Score: 7"
+    ),
+    "a part of Responses": choice_of([{"type": "output_text", "text": "Score: 7"}]),
+    "texts in a list": choice_of(["Score: ", "7"]),
+    "one call": choice_of("Score: 7", "tool_call"),
+    "no reason as text": choice_of("Score: 7", "null"),
+    "fewer tokens than the limit": {
+        **choice_of("Score: 7", None),
+        "usage": {"completion_tokens": 15},
+    },
+    "the limit, but it says that it has ended": {
+        **choice_of("Score: 7"),
+        "usage": {"completion_tokens": 16},
+    },
 }
 
 
@@ -168,7 +201,7 @@ def test_no_verdict_is_no_score_is_not_repeated_in_vain_and_not_cached(count, ch
         scores, (error,), counts = asked(config_of(server), ["a"])
         assert scores == [0.0] and counts[count] == counts["judge_calls"] == 1
         assert counts["judge_retries"] == 0
-        if count == "judge_cut_off":
+        if choice["finish_reason"] in ("stop", "length", None) and "suppressed" not in error:
             assert "reward.judge.options={max_tokens: …, temperature: 0}" in error
         scores, errors, counts = asked(config_of(server), ["a"])
         assert (scores, errors, counts["judge_calls"]) == ([0.7], [], 1)
@@ -178,9 +211,10 @@ def test_no_verdict_is_no_score_is_not_repeated_in_vain_and_not_cached(count, ch
     "choice", [pytest.param(*each, id=name) for name, *each in FINISHED.items()]
 )
 def test_finished_answers_are_read_after_the_thinking(choice):
+    words = "reward.judge.options={max_tokens: 16}"
     with judge_server(lambda *_: choice) as server:
         for num_calls in (1, 0):  # then from the cache
-            scores, errors, counts = asked(config_of(server), ["a"])
+            scores, errors, counts = asked(config_of(server, words), ["a"])
             assert (scores, errors, counts["judge_calls"]) == ([0.7], [], num_calls)
 
 
@@ -206,6 +240,16 @@ def test_a_judge_is_asked_again_where_another_answer_may_come(options, choices, 
     assert counts["judge_refused"] == sum(
         choice["finish_reason"] in ("abort", "error") for choice in choices
     )
+
+
+def test_an_answer_without_a_finish_reason_is_cut_off_where_it_has_all_its_tokens():
+    choice = {**choice_of("Score: 1", None), "usage": {"completion_tokens": 16}}
+    for name in ("max_tokens", "max_completion_tokens"):
+        with judge_server(lambda *_: dict(choice)) as server:
+            words = f"reward.judge.options={{{name}: 16, temperature: 0}}"
+            scores, (error,), counts = asked(config_of(server, words), ["a"])
+            assert scores == [0.0] and counts["judge_cut_off"] == counts["judge_calls"] == 1
+            assert f"{name}: …" in error
 
 
 def test_the_message_of_a_limit_names_the_users_own_and_how_many_answers_have_no_score():

@@ -56,24 +56,48 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 60.0  # before the first retry, then
 CONNECT_SECONDS, CHECK_SECONDS = 4.0, 4.5
 
 # Values of `finish_reason` in lower case: OpenAI's, and those that other servers pass on.
+NO_REASON = {"", "null", "none"}
 FINISHED = {
-    *("stop", "stop_sequence", "eos", "eos_token", "end_turn", "complete", "completed"),
-    *("tool_calls", "tool_use", "function_call"),
+    *("stop", "stop_sequence", "stop_token", "eos", "eos_token", "end", "end_turn"),
+    *("complete", "completed", "tool_call", "tool_calls", "tool_use", "function_call"),
 }
 CUT_OFF = {
     *("length", "max_length", "max_tokens", "max_completion_tokens", "max_output_tokens"),
-    *("token_limit", "model_length", "model_context_window_exceeded"),
+    *("max_new_tokens", "token_limit", "model_length", "context_length_exceeded"),
+    "model_context_window_exceeded",
 }
 SUPPRESSED = {
-    *("content_filter", "content_filtered", "guardrail_intervened", "safety", "sensitive"),
-    *("recitation", "refusal", "repetition"),
+    *("content_filter", "content_filtered", "guardrail_intervened", "safety", "image_safety"),
+    *("sensitive", "recitation", "refusal", "repetition", "blocklist", "prohibited_content"),
+    *("spii", "language", "model_armor"),
 }
 """The server ended the answer because of its text."""
 LIMITS = ("max_tokens", "max_completion_tokens")  # options that limit an answer's tokens
+THINKING_TAGS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<thoughts>": "</thoughts>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",  # Mistral
+    "◁think▷": "◁/think▷",  # Kimi
+    "<|START_THINKING|>": "<|END_THINKING|>",  # Cohere
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
+    "<|channel|>analysis": "<|channel|>final",  # gpt-oss
+    "<|channel>thought": "<channel|>",  # Gemma 4
+}
+"""What begins and ends thinking in the answers of models. Most servers send thinking apart; those
+that do not know the model's form leave it in the text."""
 THINKING_TAG = re.compile(
-    r"<(?P<end>/)?(?:seed:)?(?:think|thinking|thought)>|\[(?P<other_end>/)?THINK\]", re.IGNORECASE
+    f"(?P<start>{'|'.join(map(re.escape, THINKING_TAGS))})"
+    f"|(?P<end>{'|'.join(map(re.escape, THINKING_TAGS.values()))})",
+    re.IGNORECASE,
 )
-QUOTES = "`'\"\u2018\u2019\u201c\u201d"
+THINKING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details", "thinking")
+"""Fields of a message with the thinking that the server has taken out of the text."""
+TEXT_PARTS = ("text", "output_text")
+QUOTES = "`'\"\u2018\u2019\u201c\u201d\u00ab\u00bb()*"
 
 
 class Answer(NamedTuple):
@@ -261,7 +285,10 @@ class Judge:
         try:
             reply = response.json()
             answer = _answer_of(reply["choices"][0])
-            counts["judge_tokens"] += (reply.get("usage") or {}).get("total_tokens") or 0
+            usage = reply.get("usage") or {}
+            counts["judge_tokens"] += usage.get("total_tokens") or 0
+            if answer.finish_reason is None and self._reaches_limit(usage):
+                answer = answer._replace(finish_reason="length")
         except (ValueError, LookupError, TypeError, AttributeError):
             problem = f"expected a chat completion, got {response.text}"
             raise self._error(problem, "judge_unreadable") from None
@@ -270,14 +297,16 @@ class Judge:
     def _verdict(self, answer: Answer, size: int) -> list[float]:
         """Read the scores [size] of an answer that its server has finished. Without a
         `finish_reason` the text alone decides. Raises JudgeError."""
-        reason = (answer.finish_reason or "").lower()
+        reason = answer.finish_reason
         shown = f"finish_reason '{answer.finish_reason}', the answer: {answer.text!r}"
         if reason in CUT_OFF:
             problem = f"the answer was cut off; {self._raise_limit()}; {shown}"
             raise self._no_verdict(problem, is_cut_off=True)
         if reason in SUPPRESSED:
             raise self._no_verdict(f"the server suppressed the answer; {shown}")
-        if reason and reason not in FINISHED:  # as "abort", "error" of a server that is stopped
+        if (
+            reason is not None and reason not in FINISHED
+        ):  # as "abort", "error" of a server that is stopped
             raise self._error(f"the server broke the answer off; {shown}", "judge_refused")
         if answer.only_thinks:
             thinks = "the answer is nothing but thinking (message.content is empty)"
@@ -293,7 +322,7 @@ class Judge:
             raise self._no_verdict(problem, is_cut_off=True)
         if not text.strip():
             what = "nothing but thinking" if answer.strip() else "empty"
-            raise self._no_verdict(f"the answer is {what}, {answer!r}")
+            raise self._no_verdict(f"the answer is {what}, {answer!r}; {self._raise_limit()}")
         found: Any = None
         if settings.field is not None:
             with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -317,6 +346,12 @@ class Judge:
         others = [f", {name}: {json.dumps(options[name])}" for name in options if name != limit]
         is_now = f"now {options[limit]}" if limit in options else "now the server's own limit"
         return f"set a higher reward.judge.options={{{limit}: …{''.join(others)}}} ({is_now})"
+
+    def _reaches_limit(self, usage: Mapping[str, Any]) -> bool:
+        """Return whether the answer has all the tokens that it may have: without a finish reason
+        nothing else shows that it was cut off."""
+        limits = [self._settings.options[name] for name in LIMITS if name in self._settings.options]
+        return bool(limits) and (usage.get("completion_tokens") or 0) >= limits[0]
 
     def _no_verdict(self, problem: str, *, is_cut_off: bool = False) -> JudgeError:
         """The error of an answer that has no verdict, however its scores are read. A server that
@@ -362,32 +397,42 @@ def _answer_of(choice: Mapping[str, Any]) -> Answer:
     """Return the answer of a choice of a chat completion. Raises LookupError, TypeError or
     AttributeError where it has another form."""
     message = choice["message"]
-    reason = choice.get("finish_reason")
+    reason = str(choice.get("finish_reason") or "").lower()
     content = message.get("content")
-    thinking = message.get("reasoning_content") or message.get("reasoning")
+    has_thinking = any(message.get(name) for name in THINKING_FIELDS)
     if isinstance(content, list):
-        thinking = thinking or [part for part in content if part["type"] == "thinking"]
-        content = "".join(part["text"] for part in content if part["type"] == "text")
+        parts = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in content
+        ]
+        kinds = {part.get("type", "text") for part in parts}
+        has_thinking = has_thinking or not kinds.isdisjoint(("thinking", "reasoning"))
+        texts = [part["text"] for part in parts if part.get("type", "text") in TEXT_PARTS]
+        content = "".join(texts)
     if not content and message.get("refusal"):
         return Answer(str(message["refusal"]), "refusal")
     if not isinstance(content, str | None):
         raise TypeError("expected a text")
-    only_thinks = bool(thinking) and not (content or "").strip()
-    return Answer(content or "", None if reason is None else str(reason), only_thinks)
+    only_thinks = has_thinking and not (content or "").strip()
+    return Answer(content or "", None if reason in NO_REASON else reason, only_thinks)
 
 
 def _after_thinking(text: str) -> str | None:
-    """Return what follows the thinking, which the prompt may have opened; None: it has no end.
-    Tags in quotes are quotations: a judge may write about the `<think>` of a completion."""
-    is_thinking = False
+    """Return the text without its thinking, which the prompt may have opened; None: that has no
+    end. Tags in quotes are quotations: a judge may write about the `<think>` of a completion."""
+    kept = ""
     start = 0
+    is_thinking = False
     for tag in THINKING_TAG.finditer(text):
         before, after = text[tag.start() - 1 : tag.start()], text[tag.end() : tag.end() + 1]
         if before and after and before in QUOTES and after in QUOTES:
             continue
-        is_thinking = not (tag["end"] or tag["other_end"])
+        if tag["end"] is not None and not is_thinking:
+            kept = ""  # the prompt opened what ends here
+        elif not is_thinking:
+            kept += text[start : tag.start()]
+        is_thinking = tag["start"] is not None
         start = tag.end()
-    return None if is_thinking else text[start:]
+    return None if is_thinking else kept + text[start:]
 
 
 def _is_deterministic(options: Mapping[str, Any]) -> bool:
