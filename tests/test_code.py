@@ -537,7 +537,44 @@ def test_rows_without_tests_have_no_score():
     assert [score(fenced(ADD), missing) for missing in (None, "", float("nan"))] == [None] * 3
 
 
+FENCED_EXAMPLE = (
+    'def f():\n    """\n    Example:\n    ```\n    f(1)\n    ```\n    """\n    return 1\n'
+)
+LABELLED_EXAMPLE = "def f():\n    '''\n    ```python\n    f()\n    ```\n    '''\n    return 1\n"
+OPEN_STRING = 'print(1)\nx = """broken\n'
+FENCES_IN_STRINGS = "print(s.split('```python')[1].split('```')[0])\nx = \"```\"\n"
 BLOCKS = {  # a completion, and its program
+    # fences in strings of the program
+    "in a docstring": (f"```python\n{FENCED_EXAMPLE}```\nDone.", FENCED_EXAMPLE),
+    "in a docstring, with a label": (f"```py\n{LABELLED_EXAMPLE}```", LABELLED_EXAMPLE),
+    "in a docstring of a block without a label": (f"```\n{FENCED_EXAMPLE}```", FENCED_EXAMPLE),
+    "in a docstring, without an end": (f"```python\n{FENCED_EXAMPLE}", FENCED_EXAMPLE),
+    "in strings of a line": (f"```python\n{FENCES_IN_STRINGS}```", FENCES_IN_STRINGS),
+    "in a comment": ("```python\n# ```\nprint(1)\n```", "# ```\nprint(1)\n"),
+    "a string without an end": (f"```py\n{OPEN_STRING}```\nIt's done.", OPEN_STRING),
+    "a string without an end, then another": (
+        f'```py\n{OPEN_STRING}```\nNo:\n```py\nprint("""hi""")\n```\n',
+        'print("""hi""")\n',
+    ),
+    "quotes in comments and strings": (
+        '```py\n# don\'t """\ns = \'"""\'\n```\nIt\'s """.',
+        '# don\'t """\ns = \'"""\'\n',
+    ),
+    # behind words, and without fences
+    "behind a sentence": ("Here it is ```\nimport os\nx()\n```\nok", "import os\nx()\n"),
+    "behind marks that are mentioned": ("Between ```\n```\nprint(1)\n```\n", "print(1)\n"),
+    "before marks that are mentioned": (
+        "```\nprint(1)\n```\nThat ends with ```\nSo f(1) = 2",
+        "print(1)\n",
+    ),
+    "a line between marks": ("So:\n\n```python print(1)```\n", "print(1)"),
+    "in tags, without marks": ("<answer>\nprint(1)\n</answer>", "print(1)\n"),
+    "indented": ("    x = 1\n    print(x)\n", "x = 1\nprint(x)\n"),
+    "indented behind a sentence": (
+        "# Program\n\n    import os\n    def f():\n        x()\n\n    f()\n\nIt calls x.",
+        "import os\ndef f():\n    x()\n\nf()\n",
+    ),
+    "no block, with blank lines": ("def f():\n\n    print(1)\n", "def f():\n\n    print(1)\n"),
     "in a list": ("1. Add:\n   ```python\n   x = 1\n   print(x)\n   ```\n", "x = 1\nprint(x)\n"),
     "behind a number": ("1. ```python\n   x = 1\n   print(x)\n   ```", "x = 1\nprint(x)\n"),
     "deep in a list": ("- A\n  - B\n\n      ```py\n      x = 1\n      ```", "x = 1\n"),
@@ -600,6 +637,8 @@ def test_lines_of_marks_without_end_take_no_time():
     for text in ("`" * 10**6, "`" * 10**6 + "x`", " " * 10**6 + "x", "> " * 10**6, "a```" * 10**6):
         assert program_of(text) == text
     assert program_of("```\n" * 10**5) == "```\n" * 10**5
+    for text in ('```py\n"""+"""\n```\n' * 10**4, "```py\n" + "\\'" * 10**5, "    x\n\n" * 10**5):
+        program_of(text)
     assert time.process_time() - started < 60
 
 

@@ -7,6 +7,8 @@ line of code. So fences are read here, line by line, by CommonMark's rules (sect
 - A block ends at a fence of the same character that is at least as long as the one that opened it.
 - The indentation of the opening fence is taken off every line of the block.
 - A block without an end reaches to the end of the text.
+
+A fence within a string of the program, such as an example in a docstring, does not end the block.
 """
 
 import re
@@ -14,6 +16,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from easyrl.rewards.functions import ANSWER
 
 MIN_MARKS = 3  # fewer are no fence
 MARGIN = " \t>"  # indentation, and the marks of a quotation
@@ -26,6 +30,24 @@ ACTION = re.compile(
     re.MULTILINE,
 )
 """What programs have, and outputs, sample inputs and explanations in blocks of their own lack."""
+BEGIN_OF_CODE = re.compile(
+    r"[ \t]*(?:@\w|import +\w|from +[\w.]+ +import\b|print\("
+    r"|(?:async +def|def|class) +\w+.*[:(]|(?:for|while|with|if|try)\b.*:[ \t]*(?:#.*)?$"
+    r"|[A-Za-z_][\w.]*(?:, *\w+)* *[-+*/]?=(?!=))"
+)
+"""Begin of a program's first line, as no sentence begins."""
+ONE_LINE = re.compile(
+    r"^[ \t>]*```(?!`)(?:python\d?|py)?\b[ \t]*([^`\n]+)```[ \t.]*$", re.MULTILINE | re.IGNORECASE
+)
+"""A program of one line between backticks: "```def add(a, b): return a + b```"."""
+STRING_OR_COMMENT = re.compile(
+    r"""\\.|\"{3}|'{3}|"(?:[^"\\]|\\.){0,2000}+"|'(?:[^'\\]|\\.){0,2000}+'|\#.*"""
+)
+"""In a line of Python: an escape, the begin of a string of several lines, another string, or a
+comment."""
+END_OF_STRING = {quotes: re.compile(rf"\\.|({quotes})") for quotes in ('"""', "'''")}
+MAX_FENCES_IN_STRING = 20
+"""Fences that are passed over while the end of a string is looked for: it takes linear time."""
 
 
 class Fence(NamedTuple):
@@ -35,6 +57,11 @@ class Fence(NamedTuple):
     before: str  # text between the margin and the marks
     marks: str  # "```", or more of them
     label: str  # what follows
+
+    @property
+    def position(self) -> int:
+        """Index of the marks in the line."""
+        return len(self.margin) + len(self.before)
 
     @property
     def is_python(self) -> bool:
@@ -58,6 +85,8 @@ class Fence(NamedTuple):
             return False
         if not self.before or self.is_python:
             return True
+        if not self.before.strip("# "):  # a comment with nothing but the marks
+            return False
         return opening.marks not in self.before and self.label[:1] in ("", "<")
 
 
@@ -66,6 +95,7 @@ class Block:
     fence: Fence  # that opened it
     lines: list[str] = field(default_factory=list)
     is_closed: bool = False
+    has_fence_in_string: bool = False
 
     @property
     def is_certain(self) -> bool:
@@ -94,20 +124,55 @@ def _without_margin(line: str, margin: str) -> str:
 
 def find_program(text: str) -> str | None:
     """Return the source of the program, None without one: the last block with the label of Python;
-    if there is none, the last block that looks like a program, rather one without a label."""
+    if there is none, the last block that looks like a program, rather one without a label. Without
+    blocks, a line between backticks, what is in `<answer>` tags, or what is indented as a block."""
     blocks = [block for block in _blocks_within(text) if block.source.strip()]
     python = [block for block in blocks if block.fence.is_python]
     if python:
         certain = [block for block in python if block.is_certain]
         return (certain or python)[-1].source
-    unlabelled = [block.source for block in blocks if not block.fence.label]
-    labelled = [block.source for block in blocks if block.fence.label]
-    for sources in (unlabelled, labelled):
+    certain = [block for block in blocks if block.is_certain]
+    unlabelled = [block.source for block in certain if not block.fence.label]
+    labelled = [block.source for block in certain if block.fence.label]
+    uncertain = [block.source for block in blocks if not block.is_certain]
+    for sources in (unlabelled, labelled, uncertain):
         programs = [source for source in sources if ACTION.search(source)]
         if programs:
             return programs[-1]
     statements = [source for source in unlabelled if "=" in source or "(" in source]
-    return statements[-1] if statements else None
+    if statements:
+        return statements[-1]
+    lines_between_marks = ONE_LINE.findall(text)
+    if lines_between_marks:
+        return str(lines_between_marks[-1])
+    for answer in ANSWER.findall(text)[-1:]:
+        if ACTION.search(answer):
+            return str(answer).strip("\n") + "\n"
+    return _find_indented(text)
+
+
+def _find_indented(text: str) -> str | None:
+    """Return the last program that is indented as a whole, as a code block may be (CommonMark 4.4);
+    None where the lines that are not indented have code, too: they are the program then."""
+    blocks: list[list[str]] = []
+    is_within = False
+    is_behind_blank = True
+    for line in text.splitlines():
+        is_blank = not line.strip()
+        if is_blank or (line.startswith(("    ", "\t")) and (is_within or is_behind_blank)):
+            if not is_within and not is_blank:
+                blocks.append([])
+                is_within = True
+            if is_within:
+                blocks[-1].append(line)
+        else:
+            if BEGIN_OF_CODE.match(line):
+                return None
+            is_within = False
+        is_behind_blank = is_blank
+    sources = [textwrap.dedent("\n".join(lines)).strip() for lines in blocks]
+    programs = [source for source in sources if ACTION.search(source)]
+    return programs[-1] + "\n" if programs else None
 
 
 def _blocks_within(text: str) -> list[Block]:
@@ -116,7 +181,7 @@ def _blocks_within(text: str) -> list[Block]:
     found: list[Block] = []
     for block in read_blocks(text):
         inner: Sequence[Block] = ()
-        if not block.fence.is_python:
+        if not block.fence.is_python and not block.has_fence_in_string:
             inner = read_blocks(block.source)
         found.extend(inner or [block])
     return found
@@ -124,25 +189,106 @@ def _blocks_within(text: str) -> list[Block]:
 
 def read_blocks(text: str) -> list[Block]:
     """Return the code blocks of a text, in their order."""
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
     blocks: list[Block] = []
-    current: Block | None = None
-    for line_with_return in text.split("\n"):
-        line = line_with_return.removesuffix("\r")
-        fence = read_fence(line)
-        if current is not None:
-            if fence is None or not fence.ends(current.fence):
-                current.lines.append(line)
-                continue
-            if fence.before and not fence.is_python:  # it is the last line of code
-                current.lines.append(fence.margin + fence.before)
-            current.is_closed = True
-            current = None
-            if not fence.is_python:
-                continue
-        if fence is not None and fence.opens_block:
-            current = Block(fence)
-            blocks.append(current)
+    index = 0
+    while index < len(lines):
+        fence = read_fence(lines[index])
+        index += 1
+        if fence is not None and (fence.opens_block or _opens_behind_words(fence, lines, index)):
+            block = Block(fence)
+            blocks.append(block)
+            index = _read_block(block, lines, index)
     return blocks
+
+
+def _opens_behind_words(fence: Fence, lines: Sequence[str], index: int) -> bool:
+    """Return whether a fence at the end of a sentence opens a block: code follows."""
+    if fence.label or "`" in fence.before:
+        return False
+    return index < len(lines) and BEGIN_OF_CODE.match(lines[index]) is not None
+
+
+def _read_block(block: Block, lines: Sequence[str], start: int) -> int:
+    """Add the lines from `start` to the block; return the index of the line behind it."""
+    string = ""  # quotes of the string of several lines that is open
+    may_be_python = block.fence.is_python or not block.fence.label
+    for index in range(start, len(lines)):
+        line = lines[index]
+        fence = read_fence(line)
+        if fence is not None and fence.ends(block.fence):
+            is_in_string = False
+            if may_be_python and _is_in_string(line, string, fence.position):
+                is_in_string = not string or _is_closed_later(block, string, lines, index)
+            if not is_in_string:
+                block.is_closed = True
+                if fence.is_python:
+                    return index  # the next block begins here
+                if fence.before:  # it is the last line of code
+                    block.lines.append(fence.margin + fence.before)
+                return index + 1
+            block.has_fence_in_string = True
+        block.lines.append(line)
+        if may_be_python:
+            string = _strings_of(line, string).is_open
+    return len(lines)
+
+
+def _is_closed_later(block: Block, string: str, lines: Sequence[str], start: int) -> bool:
+    """Return whether the string that is open before line `start` ends within the block: no fence
+    in a string is the last one. In a program that lacks the end of a string, it is."""
+    num_fences = 0
+    for index in range(start, len(lines)):
+        line = lines[index]
+        fence = read_fence(line)
+        if fence is not None and fence.ends(block.fence):
+            if not _is_in_string(line, string, fence.position):
+                return True
+            num_fences += 1
+            if num_fences > MAX_FENCES_IN_STRING:
+                return False
+        string = _strings_of(line, string).is_open
+    return not string
+
+
+class Strings(NamedTuple):
+    """What is quoted in a line of Python."""
+
+    spans: list[tuple[int, int]]  # of each string its begin and its end
+    is_open: str  # quotes of the string that the line does not end, else ""
+
+
+def _strings_of(line: str, open_before: str) -> Strings:
+    """Find the strings of a line. `open_before`: quotes of the one that is open at its begin."""
+    spans: list[tuple[int, int]] = []
+    quotes = open_before
+    start = 0
+    position = 0
+    while True:
+        if quotes:
+            ends = (each for each in END_OF_STRING[quotes].finditer(line, position) if each[1])
+            end = next(ends, None)
+            if end is None:
+                spans.append((start, len(line) + 1))
+                return Strings(spans, quotes)
+            position = end.end()
+            spans.append((start, position))
+            quotes = ""
+        match = STRING_OR_COMMENT.search(line, position)
+        if match is None:
+            return Strings(spans, "")
+        start = match.start()
+        position = match.end()
+        if match[0] in END_OF_STRING:
+            quotes = match[0]
+        elif match[0][0] in "\"'":
+            spans.append((start, position))
+
+
+def _is_in_string(line: str, open_before: str, position: int) -> bool:
+    """Return whether a position of the line is within a string."""
+    spans = _strings_of(line, open_before).spans
+    return any(start <= position < end for start, end in spans)
 
 
 def read_fence(line: str) -> Fence | None:
