@@ -276,6 +276,7 @@ class Failed(WorkerEvent):
     traceback: str
     is_user_error: bool
     is_replaceable: bool = False  # another worker in its place may succeed
+    is_consequence: bool = False  # a connection was lost: another worker's end may be the cause
 
 
 class Lost(WorkerEvent):

@@ -1,11 +1,18 @@
 """Spawn the workers, watch them, and end them, whatever happens.
 
-    spawn ─► wait ─► events … ─► stop
-               ├──► Lost, of a replaceable worker
-               └──► WorkerFailure | Interrupted
+    controller                    Supervisor                              workers
+    ─────────────────────────────────────────────────────────────────────────────────
+    spawn ──────────────────────► start a process ──────────────────────► run
+    Worker.send ────────────────► a thread per worker writes to its pipe ─► command
+    wait, until something happens:
+    ◄── events ────────────────── pipes of the workers ◄───────────────── events
+    ◄── Lost ──────────────────── a replaceable worker has failed or died
+    ◄── raises WorkerFailure ──── another worker has failed or died
+    ◄── raises Interrupted ────── a signal: the user wants to stop
+    stop ───────────────────────► Stop; kill what is left after STOP_SECONDS
 
-The controller waits only in `Supervisor.wait`, which returns events. It raises if the user wants to
-stop, or if a worker fails or dies that is not replaceable. `stop` leaves no process behind.
+`Supervisor.wait` is the only place where the controller waits for workers. A worker's last events
+are returned before its `Lost`. `stop` leaves no process behind.
 """
 
 import contextlib
@@ -16,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -35,16 +42,25 @@ from easyrl.processes import (
 )
 from easyrl.runtime.fork_server import ForkServer
 
-STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
+STOP_SECONDS = 2.0
+"""A worker that has not obeyed `Stop` after this time is killed."""
 CAUSE_SECONDS = 0.5
-"""After a worker failed, look for the first cause for this long: its death makes others fail."""
-SHOWN_BYTES = 4000  # of what a process wrote that died before it had a log
+"""How long to look for the first cause when a worker has failed: one's death makes others fail."""
+CAUSE_POLL_SECONDS = 0.02
+SHOWN_BYTES = 4000
+"""How much to show of the standard error of a process that died before it had a log."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # it sends them to all processes
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a terminal sends to all processes of the command."""
 MERGE_SECONDS = 0.5
 """Signals in this time count once: a wrapper that forwards Ctrl-C repeats the terminal's."""
-FINISHED, FAILED, USER_ERROR = 0, 1, 2  # exit codes of a command
+
+# Exit codes of a command
+FINISHED = 0
+FAILED = 1
+USER_ERROR = 2
 SIGNALLED = 128  # to which the number of the signal that ended the command is added
+
 PENDING = "pending"  # device of a worker that waits for a place on a cluster
 WorkerState = Literal["starting", "ready", "joining", "working", "leaving", "lost"]  # see `fleet`
 NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
@@ -56,6 +72,7 @@ NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
     "lost": (),
 }
 Origin = Literal["start", "replacement", "added"]
+"""Why a worker was started: with the run, in the place of a dead one, or by `easyrl scale`."""
 
 
 class WorkerFailure(RuntimeError):
@@ -78,10 +95,10 @@ class Interrupted(KeyboardInterrupt):
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle the three signals that stop a run, unless they are ignored (nohup)."""
     before = {}
-    is_possible = threading.current_thread() is threading.main_thread()
-    for signum in STOP_SIGNALS if is_possible else ():
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            before[signum] = signal.signal(signum, handler)
+    if threading.current_thread() is threading.main_thread():  # else Python does not allow it
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                before[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:
@@ -91,7 +108,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator
 
 @contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
-    """Let these signals raise Interrupted, where no Supervisor handles them."""
+    """Let the signals that stop a run raise Interrupted, where no Supervisor handles them."""
     received = list[int]()
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -112,23 +129,25 @@ def signals_as_interrupts() -> Iterator[None]:
 class Worker:
     """A spawned process and the controller's end of its pipe. A thread sends the commands."""
 
-    name: str
+    name: str  # role and number: "rollout-0", "train-1"
     process: Any  # a multiprocessing.Process, or a `ray_launcher.RemoteProcess`
     control: Connection
     errors: IO[bytes] | None = None  # the process's standard error until its log is open
-    is_open: bool = True
+    is_open: bool = True  # whether more events may arrive
     kill_reason: str = ""  # set by `kill`
     state: WorkerState = "starting"
     origin: Origin = "start"
 
     def __post_init__(self) -> None:
-        self.is_replaceable = self.name.startswith("rollout")
+        self.is_replaceable = self.role == "rollout"
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
-        arguments = self._commands, self.control
-        self._sender = threading.Thread(target=send_all, args=arguments, daemon=True)
+        self._sender = threading.Thread(
+            target=send_all, args=(self._commands, self.control), daemon=True
+        )
         self._sender.start()
 
     def become(self, state: WorkerState) -> None:
+        """Change the state, as `NEXT` allows."""
         assert state in NEXT[self.state], (self.name, self.state, state)
         self.state = state
 
@@ -149,10 +168,13 @@ class Worker:
     @property
     def local_pid(self) -> int:
         """Its process id; 0 on another machine."""
-        return 0 if self.remote_device else self.process.pid or 0
+        if self.remote_device:
+            return 0
+        return self.process.pid or 0
 
     @property
     def is_placed(self) -> bool:
+        """Whether it has a place to run; on a cluster, it may wait for one."""
         return self.remote_device != PENDING
 
     def write_stacks(self) -> None:
@@ -188,13 +210,14 @@ class Supervisor:
         self._signum: int | None = None
         self._is_interrupted = False  # by `interrupt`
         self.wait_for: Callable[[Sequence[Any], float | None], list[Any]] = wait
-        """Returns what is ready, as multiprocessing's `wait`; may do other work meanwhile."""
-        self._oom_kills = oom_kills()
+        """Waits until one of these objects is ready, for at most these seconds, and returns what is
+        ready, as multiprocessing's `wait`. It may do other work meanwhile (`runtime.control`)."""
+        self._oom_kills = oom_kills()  # processes killed for lack of memory so far
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         raise_open_files()  # many workers have many pipes
-        self._wake_reader, self._wake_writer = os.pipe()
+        self._wake_reader, self._wake_writer = os.pipe()  # written by a signal, to end `wait`
         for fd in (self._wake_reader, self._wake_writer):
             self._exit.callback(os.close, fd)
         self._exit.enter_context(handle_signals(self._on_signal))
@@ -225,13 +248,14 @@ class Supervisor:
         process = context.Process(target=target, args=(*arguments, theirs), name=name)
         start_resource_tracker()
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
-        # A worker later ignores these signals itself.
+        # The signals are blocked until the worker ignores them itself.
         with blocked(TERMINAL_SIGNALS), self._fork_server.in_use(), _standard_error_to(errors):
             process.start()
         theirs.close()
         return self.watch(Worker(name, process, ours, errors))
 
     def watch(self, worker: Worker) -> Worker:
+        """Let `wait` return this worker's events, and `stop` end it."""
         self._workers.append(worker)
         return worker
 
@@ -241,45 +265,40 @@ class Supervisor:
         """Return new events; wait for one for at most `timeout_seconds` (None: for ever). Raises
         Interrupted once for each signal, and WorkerFailure when a worker (one of `needed`, if
         given) failed or died and cannot be replaced."""
-        open_pipes = [worker.control for worker in self._workers if worker.is_open]
         watched = self._workers if needed is None else needed
-        sentinels = {worker.process.sentinel: worker for worker in watched}
-        ready = self.wait_for([*open_pipes, *sentinels, self._wake_reader], timeout_seconds)
+        by_sentinel = {worker.process.sentinel: worker for worker in watched}
+        open_pipes = [worker.control for worker in self._workers if worker.is_open]
+        ready = self.wait_for([*open_pipes, *by_sentinel, self._wake_reader], timeout_seconds)
         if self._signum is not None:
             time.sleep(MERGE_SECONDS)
-            signum, self._signum = self._signum, None
+            signum = self._signum
+            self._signum = None
             os.read(self._wake_reader, 4096)
             raise Interrupted(signum)
-        dead = [worker for sentinel, worker in sentinels.items() if sentinel in ready]
-        received = [(w, e) for w in self._workers if w.is_open for e in self._receive(w)]
-        failures = {w: e for w, e in received if isinstance(e, events.Failed) and w in watched}
-        is_final = any(_ends_run(worker, failed) for worker, failed in failures.items())
-        for worker in dead:
-            if worker.state == "starting":
-                worker.process.join(CAUSE_SECONDS)  # its exit code follows its sentinel
-            is_final = is_final or worker.process.exitcode == UNGUARDED
-        if is_final or not all(worker.is_replaceable for worker in dead):
-            cause = self._first_cause([*failures.items()])
+
+        dead = [worker for sentinel, worker in by_sentinel.items() if sentinel in ready]
+        received: list[tuple[Worker, events.WorkerEvent]] = []
+        failures: dict[Worker, events.Failed] = {}
+        for worker in self._workers:
+            for event in self._receive(worker):
+                received.append((worker, event))
+                if isinstance(event, events.Failed) and worker in watched:
+                    failures[worker] = event
+        if _is_run_over(dead, failures):
+            cause = self._first_cause(failures)
             if self._signum is not None:  # a signal to the whole process group
                 raise Interrupted(self._signum)
             raise cause
-        for worker in dict.fromkeys([*dead, *failures]):
-            received.append((worker, self._bury(worker, failures.get(worker))))
+
+        for worker in dict.fromkeys([*dead, *failures]):  # each once
+            received.append((worker, self._end(worker, failures.get(worker))))
         return received
 
-    def _bury(self, worker: Worker, failed: events.Failed | None) -> events.Lost:
-        """End a worker for certain, after all its events have been received."""
-        worker.process.kill()
-        worker.process.join()
-        lost = events.Lost(self._end_of(worker))
-        if failed is not None:
-            lost = events.Lost(f"failed: {failed.message}", failed.traceback.rstrip())
-        worker.close()
-        self._workers.remove(worker)
-        return lost
-
     def _receive(self, worker: Worker) -> list[events.WorkerEvent]:
-        received = []
+        """Return the events that have arrived from a worker."""
+        received: list[events.WorkerEvent] = []
+        if not worker.is_open:
+            return received
         try:
             while worker.control.poll():
                 received.append(worker.control.recv())
@@ -287,33 +306,58 @@ class Supervisor:
             worker.is_open = False
         return received
 
-    def _first_cause(self, failures: list[tuple[Worker, events.Failed]]) -> WorkerFailure:
+    def _end(self, worker: Worker, failed: events.Failed | None) -> events.Lost:
+        """End a worker for certain, after all its events have been received."""
+        worker.process.kill()
+        worker.process.join()
+        cause = self._end_of(worker)
+        traceback = ""
+        if failed is not None:
+            cause = f"failed: {failed.message}"
+            traceback = failed.traceback.rstrip()
+        worker.close()
+        self._workers.remove(worker)
+        return events.Lost(cause, traceback)
+
+    def _first_cause(self, failures: Mapping[Worker, events.Failed]) -> WorkerFailure:
         """Find whose end made others fail: killed workers before those that lost a connection."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             for worker in self._workers:
-                if worker.process.exitcode == UNGUARDED:
+                exit_code = worker.process.exitcode or 0
+                if exit_code == UNGUARDED:
                     return WorkerFailure(UNGUARDED_MESSAGE, is_user_error=True)
-                if (worker.process.exitcode or 0) < 0:
+                if exit_code < 0:
                     return WorkerFailure(f"{worker.name} {self._end_of(worker)}")
-            time.sleep(0.02)
+            time.sleep(CAUSE_POLL_SECONDS)
+
+        all_failures = list(failures.items())
         for worker in self._workers:
-            failures += [(worker, e) for e in self._receive(worker) if isinstance(e, events.Failed)]
-        lost = ("ConnectionError", "TimeoutError")  # consequences of another worker's failure
-        failures.sort(key=lambda failure: failure[1].message.startswith(lost))
-        for worker, failed in failures:
-            cause = f":\n{failed.traceback.rstrip()}" if failed.traceback else f": {failed.message}"
+            for event in self._receive(worker):
+                if isinstance(event, events.Failed):
+                    all_failures.append((worker, event))
+        if all_failures:
+            # The first one, but those that lost a connection after all others.
+            worker, failed = min(all_failures, key=lambda failure: failure[1].is_consequence)
+            cause = f": {failed.message}"
+            if failed.traceback:
+                cause = f":\n{failed.traceback.rstrip()}"
             return WorkerFailure(f"{worker.name} failed{cause}", is_user_error=failed.is_user_error)
-        ended = [w for w in self._workers if w.process.exitcode is not None]
+        ended = [worker for worker in self._workers if worker.process.exitcode is not None]
         names = ", ".join(worker.name for worker in ended)
         return WorkerFailure(f"{names} {self._end_of(ended[0])}")
 
     def _end_of(self, worker: Worker) -> str:
-        code = worker.process.exitcode or 0
-        if worker.kill_reason or code >= 0:
-            return worker.kill_reason or f"ended unexpectedly with exit code {code}{_said(worker)}"
-        kills_before, self._oom_kills = self._oom_kills, oom_kills()
-        return f"was killed by {signal.Signals(-code).name}{kill_reason(kills_before)}"
+        """Describe how a worker's process has ended, to follow its name."""
+        if worker.kill_reason:
+            return worker.kill_reason
+        exit_code = worker.process.exitcode or 0
+        if exit_code >= 0:
+            return f"ended unexpectedly with exit code {exit_code}{_standard_error_of(worker)}"
+        kills_before = self._oom_kills
+        self._oom_kills = oom_kills()
+        signal_name = signal.Signals(-exit_code).name
+        return f"was killed by {signal_name}{kill_reason(kills_before)}"
 
     def stop(self) -> None:
         """End all workers; kill those that have not obeyed after STOP_SECONDS."""
@@ -330,10 +374,19 @@ class Supervisor:
         self._workers.clear()
 
 
-def _ends_run(worker: Worker, failed: events.Failed) -> bool:
-    """Return whether a replacement would fail as well."""
-    is_start = worker.state == "starting" and worker.origin == "start"
-    return is_start or not (worker.is_replaceable and failed.is_replaceable)
+def _is_run_over(dead: Sequence[Worker], failures: Mapping[Worker, events.Failed]) -> bool:
+    """Return whether one of these workers cannot be replaced, or its replacement would fail too."""
+    for worker in dead:
+        if worker.state == "starting":
+            worker.process.join(CAUSE_SECONDS)  # its exit code follows its sentinel
+    for worker in dead:
+        if worker.process.exitcode == UNGUARDED or not worker.is_replaceable:
+            return True
+    for worker, failed in failures.items():
+        is_start_of_run = worker.state == "starting" and worker.origin == "start"
+        if is_start_of_run or not worker.is_replaceable or not failed.is_replaceable:
+            return True
+    return False
 
 
 @contextlib.contextmanager
@@ -348,6 +401,7 @@ def blocked(signals: Iterable[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standard_error_to(file: IO[bytes]) -> Iterator[None]:
+    """Redirect this process's standard error, which processes that start here inherit."""
     before = os.dup(2)
     os.dup2(file.fileno(), 2)
     try:
@@ -357,11 +411,12 @@ def _standard_error_to(file: IO[bytes]) -> Iterator[None]:
         os.close(before)
 
 
-def _said(worker: Worker) -> str:
+def _standard_error_of(worker: Worker) -> str:
     """The end of what the worker wrote to its standard error before it had a log."""
     if worker.errors is None:
         return ""
-    worker.errors.seek(max(0, worker.errors.seek(0, os.SEEK_END) - SHOWN_BYTES))
+    num_bytes = worker.errors.seek(0, os.SEEK_END)
+    worker.errors.seek(max(0, num_bytes - SHOWN_BYTES))
     text = worker.errors.read().decode("utf-8", "replace").strip()
     return f":\n{text}" if text else ""
 

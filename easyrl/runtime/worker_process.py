@@ -75,8 +75,13 @@ def _describe(error: BaseException) -> Failed:
     if isinstance(error, ConfigError | RewardError):  # also of a full disk
         is_user_error = not isinstance(error, DiskError | RewardError)
         return Failed(str(error), traceback="", is_user_error=is_user_error)
-    message, is_replaceable = f"{type(error).__name__}: {error}", type(error) is not BrokenInvariant
-    return Failed(message, traceback.format_exc(), False, is_replaceable)
+    return Failed(
+        f"{type(error).__name__}: {error}",
+        traceback.format_exc(),
+        is_user_error=False,
+        is_replaceable=type(error) is not BrokenInvariant,
+        is_consequence=type(error) in (ConnectionError, TimeoutError),
+    )
 
 
 def with_environment(settings: WorkerSettings) -> WorkerSettings:
