@@ -11,8 +11,8 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.rollout import ToolFormat
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interface
-from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls, read_turn
-from easyrl.environments.tool_formats import FORMATS
+from easyrl.environments.tool_calls.calls import BadCall, ToolCall, read_calls, read_turn
+from easyrl.environments.tool_calls.formats import FORMATS
 from runs import lines_of, succeed, write_rows
 from tool_models import chat_model, chat_tokenizer
 
@@ -113,6 +113,11 @@ WRITERS = {
         '<minimax:tool_call>\n<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n",
         "</invoke>\n</minimax:tool_call>", json.dumps,
     ),
+    "muse_glimmer": tagged(
+        ' to={0}<|message|><atem:function_calls>\n<atem:invoke name="{0}">\n',
+        '<atem:parameter name="{}">', "</atem:parameter>\n",
+        "</atem:invoke>\n</atem:function_calls>", json.dumps,
+    ),
     "glm": tagged(
         "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
         "</tool_call>", json.dumps,
@@ -170,14 +175,20 @@ def test_several_calls_are_read_in_order_and_thoughts_are_none(tool_format):
     write, (begin, end) = WRITERS[tool_format], FORMATS[tool_format].thinking
     first, second = write("write", {"path": "a"}), write("need", {"a": 1})
     both = [ToolCall("write", {"path": "a"}), ToolCall("need", {"a": 1})]
-    for text in (
+    texts = [
         f"Well.\n{first}\n{second}" if tool_format != "mistral" else f"Well.{first}{second}",
         f"{begin}\nOr {write('ping', {})}, no.\n{end}\n{first}{second}",
-        f"the prompt began it: {write('ping', {})}, no.\n{end}\n{first}{second}",
-    ):
+    ]
+    if FORMATS[tool_format].may_think_at_once:
+        texts.append(f"the prompt began it: {write('ping', {})}, no.\n{end}\n{first}{second}")
+    for text in texts:
         found = read_calls(text, tool_format, TOOLS)
         assert [call[:2] for call in found] == [call[:2] for call in both]
     assert read_calls(f"{begin}\nOr {first}", tool_format, TOOLS) == []
+    (found,) = read_calls(f"I do not write {begin} here. {first}{second}", tool_format, TOOLS)
+    assert isinstance(found, BadCall) and end in found.reason  # a thought, or a mention
+    mention = f"Between {begin} and {end} I would think. {first}"
+    assert len(read_calls(mention, tool_format, TOOLS)) == 1
 
 
 @pytest.mark.parametrize("value", [
@@ -343,6 +354,12 @@ def test_calls_with_json(text, arguments):
      '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"mode": 1}',
      {"mode": 1}),
     ("gpt_oss", "<|channel|>commentary to=functions.write json<|message|>mode=1", None),
+    ("gpt_oss", '<|channel|>commentary to=functions.write code<|message|>{"mode": 1}<|call|>',
+     {"mode": 1}),
+    ("gpt_oss", '<|channel|>analysis to=functions.write <|constrain|>code<|message|>{"mode": 1}',
+     {"mode": 1}),
+    ("gpt_oss", "<|channel|>commentary to=functions.write code<|message|>write(mode=1)", None),
+    ("gpt_oss", '<|channel|>commentary to=functions.write text<|message|>{"mode": 1}', None),
     ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>write\n```json\n"
      '{"mode": 1}\n```<｜tool▁call▁end｜>', {"mode": 1}),
     ("gemma4", '<|tool_call>call:write{content:<|"|>a, b: {c}<|"|>,mode:1}<tool_call|>',
@@ -422,6 +439,7 @@ AGENTS = schema(
     anything={},
     word={"allOf": [{"$ref": "#/$defs/Word"}], "default": "a"},
     number={"type": "number"},
+    fixed={"type": "string", "const": "a"},
 )
 AGENTS["function"]["parameters"]["$defs"] = {"Point": POINT, "Word": {"type": "string"}}
 
@@ -432,7 +450,7 @@ AGENTS["function"]["parameters"]["$defs"] = {"Point": POINT, "Word": {"type": "s
     ("both", "five", "five"), ("point", '{"x": 1}', {"x": 1}), ("anything", "a b", "a b"),
     ("anything", "5", 5), ("anything", "[1]", [1]), ("anything", '"a"', '"a"'),
     ("word", "5", "5"), ("word", "None", "None"), ("anything", "1" * 5000, "1" * 5000),
-    ("number", "9" * 90, int("9" * 90)), ("either", "9" * 90, int("9" * 90)),
+    ("fixed", "a", "a"), ("number", "9" * 90, int("9" * 90)), ("either", "9" * 90, int("9" * 90)),
 ])  # fmt: skip
 def test_texts_are_read_by_schemas(name, text, value):
     assert_read(coder(parameter(name, text)), "qwen3_coder", {name: value}, [AGENTS])
@@ -440,7 +458,7 @@ def test_texts_are_read_by_schemas(name, text, value):
 
 @pytest.mark.parametrize(("name", "text", "value"), [
     ("choice", "y", "y"), ("either", "a", "a"), ("point", '{"x": "1"}', {"x": "1"}),
-    ("point", "{}", {}), ("either", "5.5", 5.5),
+    ("point", "{}", {}), ("either", "5.5", 5.5), ("fixed", "b", "b"),
 ])  # fmt: skip
 def test_what_a_schema_refuses_is_not_executed_in_any_form(name, text, value):
     assert_read(coder(parameter(name, text)), "qwen3_coder", None, [AGENTS])
@@ -478,6 +496,35 @@ def test_a_json_answer_is_no_call_of_llama3():
     assert read_turn('{"answer": 5}', "llama3", TOOLS) == ([], '{"answer": 5}')
     for text in ('{"name": "write"', '<|python_tag|>{"path": "a"}'):
         assert isinstance(read_one(text, "llama3"), BadCall)
+
+
+@pytest.mark.parametrize("between", ["; ", ";", "\n;\n"])
+def test_several_calls_of_llama3_have_semicolons_between_them(between):
+    write = WRITERS["llama3"]
+    parts = [write("write", {"content": "a; b"}), write("need", {"a": 1}), write("ping", {})]
+    text = between.join(parts)
+    expected = [ToolCall("write", {"content": "a; b"}), ToolCall("need", {"a": 1})]
+    assert read_calls(text, "llama3", TOOLS) == [*expected, ToolCall("ping", {})]
+    assert len(read_calls(f"<|python_tag|>{text}", "llama3", TOOLS)) == 3
+    for broken in (f"{text};", f"{text}; and more", "\n".join(parts)):
+        assert isinstance(read_one(broken, "llama3"), BadCall)
+
+
+def test_a_call_in_another_language_says_what_is_wrong():
+    text = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
+    assert "'python'" in read_one(text, "gpt_oss").reason
+    text = "<|channel|>commentary to=functions.write code<|message|>write(mode=1)<|call|>"
+    assert "'write'" in read_one(text, "gpt_oss").reason
+
+
+def test_thoughts_to_itself_and_several_calls_of_muse_glimmer():
+    first, second = (WRITERS["muse_glimmer"](*call) for call in (("ping", {}), ("need", {"a": 1})))
+    inner = second.partition("<|message|>")[2]
+    for thought in (f"Or{second}?", inner):
+        messages = [f" to=self<|message|>{thought}", first, second]
+        text = "<|eom|><|start|>assistant".join(messages)
+        turn = read_turn(text, "muse_glimmer", TOOLS)
+        assert [call.name for call in turn.calls] == ["ping", "need"]
 
 
 def test_a_functions_type_hints_are_its_schema():
@@ -520,6 +567,9 @@ CALLS = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n' + PAIRS
     + '<parameter name="{{ k }}">' + TEXTS + "</parameter>\n{% endfor %}</invoke>\n"
     "</minimax:tool_call>",
+    "muse_glimmer": '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n' + PAIRS
+    + '<atem:parameter name="{{ k }}">' + TEXTS + "</atem:parameter>\n{% endfor %}"
+    "</atem:invoke>\n</atem:function_calls>",
     "glm": "\n<tool_call>{{ f.name }}\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXTS
     + "</arg_value>\n{% endfor %}</tool_call>",
     "hy3": "<tool_calls>\n<tool_call>{{ f.name }}<tool_sep>\n" + PAIRS

@@ -27,6 +27,7 @@ ToolFormat = Literal[
     "llama3",
     "minimax_m2",
     "mistral",
+    "muse_glimmer",
     "qwen3_coder",
     "seed_oss",
 ]

@@ -18,32 +18,60 @@ from typing import Any, NamedTuple
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt
 from easyrl.environments.loading import Interface
-from easyrl.environments.tool_calls import (
+from easyrl.environments.tool_calls.calls import (
+    BadCall,
+    Calls,
+    Schemas,
+    Turn,
+    check_calls,
+    read_turn,
+)
+from easyrl.environments.tool_calls.format import Written
+from easyrl.environments.tool_calls.formats import FORMATS
+from easyrl.environments.tool_calls.probe import (
     PROBE_ARGUMENTS,
     PROBE_NAME,
     PROBE_SCHEMA,
     PROBE_TEXT,
-    BadCall,
-    Calls,
-    Turn,
-    check_calls,
     detect_format,
-    read_turn,
 )
-from easyrl.environments.tool_formats import FORMATS, Written
 from easyrl.types import Messages
 
-MARK = "zqxanswerqxz"
+ANSWER = "zqxanswerqxz"
 """Text that no template writes by itself: it shows where an answer is in a rendered text."""
-RESULT = "zqxresultqxz"
+RESULT = "zqxresultqxz"  # the same for the result of a tool
 CALL_ID = "call00000"  # templates of Mistral's kind demand nine letters or digits
 KEY = "data.chat_template"
 KEPT_ID = re.compile(r"[a-zA-Z0-9]{9}|functions\.[\w.-]+:[0-9]+")
 """Ids of calls that templates of formats with ids show again beside the results."""
-Schemas = Sequence[dict[str, Any]]
+MAX_SUFFIXES = 1000  # that are remembered
+
+
+class ReadTurn(NamedTuple):
+    """A turn of the model as text."""
+
+    text: str
+    calls: Calls
+    around: str  # the text around the calls; all of it where none can be read
+
+
+class _Suffix(NamedTuple):
+    """What the template writes behind an answer."""
+
+    end_token: int  # with which it ends the answer
+    token_ids: list[int]  # behind that token
+
+
+class _End(NamedTuple):
+    """An end token in a rendered text."""
+
+    position: int  # where the text behind it begins
+    token: int
 
 
 class _Parsed(NamedTuple):
+    """A turn as the tokenizer's own parser reads it."""
+
     calls: list[Written]
     content: str
 
@@ -64,48 +92,60 @@ class Conversations:
         the chat template cannot be used, or its calls have no known format."""
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"rollout.environment: {NO_CHAT_TEMPLATE}")
-        self._tokenizer, self._schemas = tokenizer, interface.schemas
+        self._tokenizer = tokenizer
+        self._schemas: Schemas = interface.schemas
         self._variables = dict(config.data.chat_template_kwargs)
         self._format: str = config.rollout.tool_format
-        self._end_tokens = set(end_tokens)
-        self._ends = [tokenizer.decode([token]) for token in sorted(end_tokens)]
+        self._ends = {token: tokenizer.decode([token]) for token in sorted(end_tokens)}
+        """Texts of the tokens that end an answer."""
         self._writes_text = False  # the template takes arguments as JSON in a text
         self._refusal = ""  # why the template writes no call
-        self._suffix = lru_cache(1000)(lambda key: self._render_suffix(json.loads(key), []))
+        self._remembered_suffix = lru_cache(MAX_SUFFIXES)(self._suffix_of_json)
         if self._schemas:
             self._variables["tools"] = self._schemas
         if self._schemas and self._format == "auto":
             has_parser = getattr(tokenizer, "response_template", None) is not None
-            own = self._probe_tokenizer if has_parser else None
-            probes, template = self._probes(), str(tokenizer.chat_template)
-            self._format = detect_format(probes, template, own, self._refusal)
-        if is_checked and (self._schemas or interface.is_game):
-            self.check("user" if interface.is_game else "tool")
+            own_parser = self._read_probe_by_tokenizer if has_parser else None
+            probes = self._probes()
+            template = str(tokenizer.chat_template)
+            self._format = detect_format(probes, template, own_parser, self._refusal)
+        if is_checked and interface.is_game:
+            self.check("user")
+        elif is_checked and self._schemas:
+            self.check("tool")
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""
         return render_prompt(messages, self._tokenizer, self._variables)
 
-    def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, Calls, str]:
-        """Return the text of a turn, its calls, and the text around these; all of the text where
-        none can be read. `prefix`: a prompt, which ends as what is before the turn does."""
+    def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> ReadTurn:
+        """Read the calls of a turn. `prefix`: a prompt, which ends as what is before the turn
+        does."""
         ids = list(token_ids)
-        if ids and ids[-1] in self._end_tokens:
+        if ids and ids[-1] in self._ends:
             ids.pop()
-        # Cleaning up spaces would change what a call says.
-        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        text = self._decode(ids)
         if not self._schemas:
-            return text, [], text
-        before: str = self._tokenizer.decode(list(prefix), clean_up_tokenization_spaces=False)
+            return ReadTurn(text, [], text)
+        before = self._decode(list(prefix))
         if self._format == "auto":
             turn = self._read_by_tokenizer(text, before)
         else:
-            begin_thinking = FORMATS[self._format].thinking[0]
+            begin_thinking = FORMATS[self._format].thinking.begin
             opening = begin_thinking if before.rstrip().endswith(begin_thinking) else ""
             turn = read_turn(opening + text, self._format, self._schemas)
             turn = turn._replace(around=turn.around.removeprefix(opening).lstrip())
         is_read = any(call.arguments is not None for call in turn.calls)
-        return text, turn.calls, turn.around if is_read else text
+        return ReadTurn(text, turn.calls, turn.around if is_read else text)
+
+    def _decode(self, ids: list[int]) -> str:
+        # Cleaning up spaces would change what a call says.
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _render(self, messages: Messages, **options: Any) -> str:
+        """Render messages as the template writes them. Raises whatever the template raises."""
+        variables = {**self._variables, **options}
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **variables))
 
     # -- the format of calls ----------------------------------------------------------------------
 
@@ -129,34 +169,39 @@ class Conversations:
     def _written(self, call: dict[str, Any], schemas: Schemas, word: str) -> str | None:
         """Return an answer with a call as the template writes it, up to the end token behind a word
         of the call. None: the template refuses it, or does not write the word."""
-        question = {"role": "user", "content": MARK}
+        question = {"role": "user", "content": ANSWER}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "name": call["function"]["name"], "content": RESULT}
         result["tool_call_id"] = call["id"]
-        options = {**self._variables, "tools": list(schemas), "tokenize": False}
-        render = self._tokenizer.apply_chat_template
+        tools = list(schemas)
         try:
-            text: str = render([question, answer, result], **options)
-            prompt: str = render([question], add_generation_prompt=True, **options)
+            text = self._render([question, answer, result], tools=tools)
+            prompt = self._render([question], tools=tools, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
             self._refusal = _reason(error)
             return None
-        behind = text.removeprefix(prompt) if text.startswith(prompt) else text.rpartition(MARK)[2]
+        if text.startswith(prompt):
+            behind = text.removeprefix(prompt)
+        else:
+            behind = text.rpartition(ANSWER)[2]
         behind = behind.partition(RESULT)[0]
-        at = behind.find(word)
-        if at < 0:
+        word_start = behind.find(word)
+        if word_start < 0:
             return None
-        ends = [behind.find(end, at) for end in self._ends]
-        return behind[: min((end for end in ends if end >= 0), default=len(behind))]
+        ends = [behind.find(end, word_start) for end in self._ends.values()]
+        first_end = min((end for end in ends if end >= 0), default=len(behind))
+        return behind[:first_end]
 
     def _parse(self, text: str, before: str, schemas: Schemas) -> _Parsed:
         """Read a turn by the tokenizer's `response_template`. Raises whatever its parser raises."""
         message = self._tokenizer.parse_response(text, prefix=before, tools=list(schemas))
-        found = [call["function"] for call in message.get("tool_calls") or ()]
-        calls = [Written(call["name"], dict(call["arguments"])) for call in found]
+        calls: list[Written] = []
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            calls.append(Written(function["name"], dict(function["arguments"])))
         return _Parsed(calls, str(message.get("content") or ""))
 
-    def _probe_tokenizer(self, text: str) -> Calls:
+    def _read_probe_by_tokenizer(self, text: str) -> Calls:
         try:
             return check_calls(self._parse(text, "", [PROBE_SCHEMA]).calls, [PROBE_SCHEMA])
         except Exception:  # of the tokenizer's parser
@@ -170,12 +215,15 @@ class Conversations:
         except Exception as error:  # of the tokenizer's parser, on text that a model has written
             return Turn([BadCall(f"the tool call cannot be read: {error!r:.200}")], text)
         calls = check_calls(parsed.calls, self._schemas)
+        text_without_space = "".join(text.split())
         for number, call in enumerate(parsed.calls):
             again = _call(call.name, call.arguments, CALL_ID)
-            written = "".join((self._written(again, self._schemas, call.name) or "").split())
-            begin = written.find(call.name)
-            if begin < 0 or written[begin:] not in "".join(text.split()):
-                reason = f"the tool call cannot be read: expected {written[begin:]!r:.200}"
+            written = self._written(again, self._schemas, call.name) or ""
+            without_space = "".join(written.split())
+            name_start = without_space.find(call.name)
+            expected = without_space[name_start:]
+            if name_start < 0 or expected not in text_without_space:
+                reason = f"the tool call cannot be read: expected {expected!r:.200}"
                 calls[number] = BadCall(reason)
         return Turn(calls, parsed.content)
 
@@ -185,47 +233,61 @@ class Conversations:
         """Return the tokens to insert behind an answer, before the next: those of `messages`, of
         tools and the user. `last_token`: of the answer; an answer that was ended by a stop string
         gets its end token first. Raises ConfigError where the template refuses them."""
-        end, suffix = self._suffix(json.dumps(messages))
-        return suffix if last_token in self._end_tokens or not self._ends else [end, *suffix]
+        suffix = self._remembered_suffix(json.dumps(messages))
+        if last_token in self._ends or not self._ends:
+            return suffix.token_ids
+        return [suffix.end_token, *suffix.token_ids]
 
-    def _render_suffix(self, messages: Messages, earlier: Messages) -> tuple[int, list[int]]:
-        """Return the token with which the template ends an answer, and those behind it."""
+    def _suffix_of_json(self, messages: str) -> _Suffix:
+        return self._render_suffix(json.loads(messages), [])
+
+    def _render_suffix(self, messages: Messages, earlier: Messages) -> _Suffix:
+        """Render messages behind a short conversation: a question, `earlier` turns, an answer."""
         is_tool = messages[0]["role"] == "tool"
         form = FORMATS.get(self._format)
-        answer: dict[str, Any] = {"role": "assistant", "content": MARK}
+        answer: dict[str, Any] = {"role": "assistant", "content": ANSWER}
         shown = messages
         if is_tool:
-            answer |= {"tool_calls": [self._call(str(messages[0].get("name", "f")), MARK)]}
-            shown = [{**message, "tool_call_id": self._id(message)} for message in messages]
+            answer["tool_calls"] = [self._call(str(messages[0].get("name", "f")), ANSWER)]
+            shown = [{**message, "tool_call_id": self._id_of(message)} for message in messages]
             if form is not None and form.has_text_last:
                 answer["content"] = ""
         talk = [{"role": "user", "content": "a"}, *earlier, answer, *shown]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                talk, tokenize=False, add_generation_prompt=True, **self._variables
-            )
+            text = self._render(talk, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
             reason = _reason(error)
             raise ConfigError(f"{KEY}: the chat template refuses {shown}: {reason}") from error
-        behind = text.rpartition(MARK)[2]
-        ends = zip(sorted(self._end_tokens), self._ends, strict=True)
-        found = [(behind.index(end) + len(end), token) for token, end in ends if end in behind]
-        at, end_token = min(found, default=(0, min(self._end_tokens, default=0)))
-        first = str(messages[0]["content"])
-        if is_tool and (not found or (first == RESULT and RESULT not in behind[at:])):
-            ends_of_run = ", ".join(map(repr, self._ends)) or "none"
+        behind = text.rpartition(ANSWER)[2]
+        end = self._first_end(behind)
+        rest = behind if end is None else behind[end.position :]
+        hides_result = messages[0]["content"] == RESULT and RESULT not in rest
+        if is_tool and (end is None or hides_result):
+            ends_of_run = ", ".join(repr(end) for end in self._ends.values()) or "none"
             raise ConfigError(
                 f"{KEY}: expected an end token of the model ({ends_of_run}: `eos_token_id` of its "
                 "generation_config.json) between a tool call and its result, got "
                 f"{behind.partition(RESULT)[0]!r:.200}"
             )
-        return end_token, self._tokenizer(behind[at:], add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
+        end_token = min(self._ends, default=0) if end is None else end.token
+        return _Suffix(end_token, ids)
+
+    def _first_end(self, text: str) -> _End | None:
+        """Return the first end token in a text."""
+        ends: list[_End] = []
+        for token, written in self._ends.items():
+            start = text.find(written)
+            if start >= 0:
+                ends.append(_End(start + len(written), token))
+        return min(ends, default=None)
 
     def _call(self, name: str, value: str) -> dict[str, Any]:
+        """Return a call with one argument, as the template takes it."""
         arguments: Any = {"x": value}
         return _call(name, json.dumps(arguments) if self._writes_text else arguments, CALL_ID)
 
-    def _id(self, result: dict[str, Any]) -> str:
+    def _id_of(self, result: dict[str, Any]) -> str:
         """Return the id of the call that a message answers, as the template shows it."""
         form = FORMATS.get(self._format)
         given = str(result.get("tool_call_id", ""))
@@ -235,7 +297,7 @@ class Conversations:
     def check(self, role: str) -> None:
         """Raise ConfigError if the tokens of messages that begin with one of this role, behind an
         answer, depend on earlier turns."""
-        messages = [{"role": "user", "content": RESULT}]
+        messages: Messages = [{"role": "user", "content": RESULT}]
         earlier: Messages = [
             {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c"},
@@ -244,13 +306,16 @@ class Conversations:
             name = self._schemas[0]["function"]["name"] if self._schemas else "f"
             messages = [{"role": "tool", "name": name, "content": RESULT}]
             call = {"role": "assistant", "content": "d", "tool_calls": [self._call(name, "e")]}
-            earlier += [call, {**messages[0], "content": "f", "tool_call_id": CALL_ID}]
-        short, long = (self._render_suffix(messages, each) for each in ([], earlier))
-        if short != long:
-            shown = [self._tokenizer.decode(ids) for _, ids in (short, long)]
+            result = {"role": "tool", "name": name, "content": "f", "tool_call_id": CALL_ID}
+            earlier += [call, result]
+        behind_first = self._render_suffix(messages, [])
+        behind_later = self._render_suffix(messages, earlier)
+        if behind_first != behind_later:
+            first = self._tokenizer.decode(behind_first.token_ids)
+            later = self._tokenizer.decode(behind_later.token_ids)
             raise ConfigError(
                 f"{KEY}: expected a template that writes the same behind every answer, got "
-                f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one"
+                f"{first!r} behind the first and {later!r} behind a later one"
             )
 
 

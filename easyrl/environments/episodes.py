@@ -27,7 +27,7 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted, Key
 from easyrl.environments.host_pool import FAILURES, HostLost
 from easyrl.environments.pool import EnvironmentPool, name_of, row_of
-from easyrl.environments.tool_calls import Calls, ToolCall
+from easyrl.environments.tool_calls.calls import Calls, ToolCall
 from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call

@@ -31,7 +31,7 @@ import numpy as np
 
 from easyrl.config import Config, ConfigError
 from easyrl.environments.loading import Environment, Interfaces, load_environments
-from easyrl.environments.tool_calls import BadCall, Calls, ToolCall
+from easyrl.environments.tool_calls.calls import BadCall, Calls, ToolCall
 from easyrl.processes import maybe_sleep, set_name
 from easyrl.rewards import worker
 from easyrl.rewards.loading import accepted_arguments

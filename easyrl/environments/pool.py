@@ -10,7 +10,7 @@ from easyrl.data.streams import ENVIRONMENT_COLUMN
 from easyrl.environments.host import EnvironmentHost, Key, Loaded
 from easyrl.environments.host_pool import FAILURES, HostPool, TimeLimit
 from easyrl.environments.loading import KEY, Interface, Interfaces
-from easyrl.environments.tool_calls import Calls
+from easyrl.environments.tool_calls.calls import Calls
 from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call
 from easyrl.types import Prompt
