@@ -28,6 +28,7 @@ from easyrl.engines.base import GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.sampling import SamplingSettings
 from easyrl.model.files import load_tokenizer
+from easyrl.model.loading import load_policy
 from easyrl.model.policy import Policy
 from easyrl.runtime.self_test_part import random_model, random_policy
 
@@ -108,7 +109,7 @@ def _models(device: torch.device) -> tuple[Policy, Any]:
     """Return the policy, and the same model with transformers' attention."""
     if device.type == "cpu":
         model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
-        return Policy.load("tiny"), model
+        return load_policy("tiny"), model
     with device:
         theirs = random_model(QWEN3_06B, attn_implementation="sdpa").to(torch.bfloat16).eval()
     return random_policy(QWEN3_06B, torch.bfloat16, device.type), theirs

@@ -30,7 +30,7 @@ from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.sampling import SamplingSettings
 from easyrl.environments.host_pool import CallFailed, HostKilled
 from easyrl.model.files import tokenizer_of
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from own_processes import WAIT_SECONDS, popen
@@ -146,7 +146,7 @@ class Worker:
             stop=self.config.rollout.stop,
             seed=3,
         )
-        policy = Policy.load(model, "cpu", trust_remote_code=False, dtype="float32")
+        policy = load_policy(model, "cpu", trust_remote_code=False, dtype="float32")
         tokenizer = self.tokenizer = tokenizer_of(self.config)
         policy.stop_at(tokenizer.eos_token_id)
         rows = num_rows or max_open * num

@@ -17,10 +17,10 @@ from easyrl import devices
 from easyrl.config import ConfigError
 from easyrl.layout.tree import TokenTree
 from easyrl.model import exactness
-from easyrl.model import policy as policy_module
-from easyrl.model.exactness import attend_packed
+from easyrl.model.exactness import choose_attention
 from easyrl.model.files import max_positions
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.loading import load_policy
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.mixers import flex, sdpa
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
@@ -97,10 +97,10 @@ SHARED_SHAPES = [(9, [4, 13, 1]), (3, [6]), (12, [2, 2, 17, 5])]
 def test_loaded_model_computes_shared_prompts_as_each_sequence_alone(family, tmp_path):
     reference = tiny_model(family)
     reference.save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path), attention="shared_prompt")
+    policy = load_policy(str(tmp_path), attention="shared_prompt")
     assert policy.no_packing_reason is None and policy.shares_prompts
     assert policy.eos_token_ids == [2]
-    assert not Policy.load(str(tmp_path), attention="repeated").shares_prompts
+    assert not load_policy(str(tmp_path), attention="repeated").shares_prompts
     if family != "qwen3_moe":  # torch has no product of experts in float64
         for model in (reference, policy.model):
             model.double()  # rounding in float32 differs from one processor to another
@@ -270,7 +270,7 @@ def test_recomputed_layers_see_the_row_of_their_forward_after_another_row_has_ru
 
 def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):
     tiny_model("qwen3").save_pretrained(tmp_path)
-    one, other = (Policy.load(str(tmp_path)) for _ in range(2))
+    one, other = (load_policy(str(tmp_path)) for _ in range(2))
     names = [name for name, _ in one.named_weights()]
     assert names == sorted(set(names))
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
@@ -287,7 +287,7 @@ def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):
 @cache
 def policy_of(model_type):
     model = tiny_model(model_type, None, SPREAD, **UNSHARED[model_type][0])
-    return Policy(model, torch.device("cpu"), no_packing_reason=attend_packed(model))
+    return Policy(model, torch.device("cpu"), no_packing_reason=choose_attention(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -295,11 +295,11 @@ def test_check_of_a_model_in_bfloat16_needs_no_wide_copy_of_its_vocabulary(
     family, tmp_path, monkeypatch
 ):
     """That would be a third of a small model's host memory. The weights stay as they are stored."""
-    monkeypatch.setattr(policy_module, "CHECKED_WORDS", 20)
+    monkeypatch.setattr(exactness, "CHECKED_WORDS", 20)
     model = tiny_model(family, None, pad_token_id=VOCABULARY - 1).bfloat16()
     model.save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path), dtype=None)
-    assert policy.no_packing_reason == attend_packed(tiny_model(family, None))
+    policy = load_policy(str(tmp_path), dtype=None)
+    assert policy.no_packing_reason == choose_attention(tiny_model(family, None))
     expected = dict(model.named_parameters())
     for name, weight in policy.model.named_parameters():
         assert torch.equal(weight, expected[name].to(weight.dtype)), name
@@ -320,7 +320,7 @@ def test_what_cannot_be_trained_or_not_with_shared_prompts_is_refused(
 ):
     tiny_model(model_type, None, **changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"model\.(attention|path).*{reason}"):
-        Policy.load(str(tmp_path), attention="shared_prompt")
+        load_policy(str(tmp_path), attention="shared_prompt")
 
 
 def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):
@@ -329,7 +329,7 @@ def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):
         model = policy_of("qwen2_moe").model
         model.set_attn_implementation("sdpa")
         monkeypatch.setattr(exactness, "_gap_to_eager", gap)
-        assert attend_packed(model) is not None
+        assert choose_attention(model) is not None
         assert model.config._attn_implementation == expected
 
 
@@ -340,7 +340,7 @@ def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(no_rope, s
     changes |= {"no_rope_layers": no_rope, "floor_scale": scale, "attn_scale": 0.5}
     reference = tiny_model("llama4_text", "eager", SPREAD, **changes)
     reference.save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
+    policy = load_policy(str(tmp_path))
     assert policy.shares_prompts is all(no_rope)
     assert policy.shares_prompts or "index in the row" in policy.no_packing_reason
     assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
@@ -359,23 +359,23 @@ def test_model_is_checked_once_unless_the_check_failed_or_weights_differ(
         checked.append(model)
         if len(checked) == 1:
             raise ConfigError("transformers cannot run it")
-        return attend_packed(model)
+        return choose_attention(model)
 
-    monkeypatch.setattr("easyrl.model.policy.attend_packed", check)
+    monkeypatch.setattr("easyrl.model.loading.choose_attention", check)
     with pytest.raises(ConfigError, match="cannot run"):
-        Policy.load(folder)
-    one, other = (Policy.load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
+        load_policy(folder)
+    one, other = (load_policy(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert one.shares_prompts is other.shares_prompts is (family == "qwen3")
     assert one.no_packing_reason == other.no_packing_reason and len(checked) == 2
     assert one.model.config._attn_implementation == other.model.config._attn_implementation
     next(model.parameters()).data += 1.0
     model.save_pretrained(folder)
-    Policy.load(folder)
+    load_policy(folder)
     for entry in (tmp_path / "cache/easyrl/checked").iterdir():
         entry.write_text("[nul")  # its process was killed while it wrote
-    Policy.load(folder)
+    load_policy(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no cache
-    Policy.load(folder)
+    load_policy(folder)
     assert len(checked) == 5
 
 
@@ -390,10 +390,10 @@ def test_wrong_result_is_reported(monkeypatch):
 
     model = tiny_model("llama", None)
     monkeypatch.setattr(PackedRow, "attend", wrong)
-    assert attend_packed(model).startswith("a packed row gives other results")
+    assert choose_attention(model).startswith("a packed row gives other results")
     model.forward = Mock(side_effect=RuntimeError("no such kernel"))  # nor can transformers alone
     with pytest.raises(ConfigError, match=r"model\.path(.|\n)*no such kernel"):
-        attend_packed(model)
+        choose_attention(model)
 
 
 @pytest.mark.parametrize("model_type", UNSHARED)
@@ -433,7 +433,7 @@ CHANGING = {
 def test_rope_is_exact_up_to_the_length_at_which_it_changes(kind, tmp_path):
     reference = tiny_model("llama", None, **CHANGING[kind])
     reference.save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
+    policy = load_policy(str(tmp_path))
     assert policy.shares_prompts
     assert_same_as_alone(reference, policy, draw_sequences([16, 3, 9]))
     # With a longer sequence beside it is not, so such lengths are refused.

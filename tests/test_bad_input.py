@@ -19,7 +19,7 @@ from easyrl.bench import peer
 from easyrl.config import load_config
 from easyrl.data import chat
 from easyrl.evaluation import command
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from easyrl.runtime import memory_estimate, run
 from easyrl.runtime.preflight import check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
@@ -134,13 +134,13 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
     model = shutil.copytree(TINY, tmp_path / "model")
     change_json("config.json", intermediate_size=380)(model)
     with pytest.raises(ValueError, match=r"model.path: .* \[128, 380\] .* \[128, 384\]"):
-        Policy.load(str(model))
+        load_policy(str(model))
     change_json("config.json", intermediate_size=384)(model)
     weights = load_file(model / "model.safetensors")
     weights.pop("model.layers.0.mlp.up_proj.weight")
     save_file(weights, model / "model.safetensors")
     with pytest.raises(ValueError, match=r"model.path: .*layers.0.mlp.up_proj"):
-        Policy.load(str(model))
+        load_policy(str(model))
 
 
 def test_accelerators_that_a_machine_lacks_are_answered_without_torch(monkeypatch):

@@ -30,7 +30,7 @@ from easyrl.model.checkpoint_files import (
 )
 from easyrl.model.export import export_checkpoint, find_model, run_of
 from easyrl.model.files import fingerprint
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
 from mistakes import TINY
@@ -43,7 +43,7 @@ __all__ = ["model", "ranks"]  # fixtures
 
 def test_restored_learner_continues_with_the_same_bits(tmp_path):
     config = load_config(words=["train.learning_rate=1e-2"])
-    one, other = (Learner(Policy.load("tiny"), config) for _ in range(2))
+    one, other = (Learner(load_policy("tiny"), config) for _ in range(2))
 
     def step(learner, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -215,7 +215,7 @@ def make_checkpoint(folder, family, **changes):
     for file in TINY.glob("token*"):
         shutil.copy(file, folder / "model")
     config = load_config(words=[f"model.path={folder / 'model'}"])
-    policy = Policy.load(config.model.path)
+    policy = load_policy(config.model.path)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(0.01)

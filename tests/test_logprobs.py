@@ -12,6 +12,7 @@ from easyrl.engines.base import SamplingSettings
 from easyrl.engines.sampling import sample
 from easyrl.layout.tree import TokenTree
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.loading import check_head
 from easyrl.model.logprobs import chunked_token_logprobs, token_logprobs
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
@@ -159,7 +160,7 @@ def test_many_chunks_add_the_gradient_of_a_bfloat16_head_without_rounding(monkey
 @pytest.mark.parametrize("family", HEADS)
 def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
     policy = make_policy(family)
-    policy._check_head(family)
+    check_head(policy, family)
     ids = torch.randint(VOCABULARY, (17,), generator=torch.Generator().manual_seed(3))
     chosen = torch.tensor([3, *range(4, 9), 3, *range(10, 16)])
     row = ModelInputs.of_row(ids, TokenTree.of_group(4, [6, 7]), chosen)
@@ -192,7 +193,7 @@ def test_a_model_whose_logits_need_more_than_hidden_states_is_refused():
 
     model.forward = also_the_tokens
     with pytest.raises(ValueError, match=r"model\.path: the logits of LlamaForCausalLM \(mine\)"):
-        policy._check_head("mine")
+        check_head(policy, "mine")
 
 
 def test_vocabulary_of_151936_trains_within_half_a_gibibyte():

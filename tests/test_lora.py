@@ -17,8 +17,9 @@ from easyrl.layout.row import Rollout, pack
 from easyrl.model.export import export_checkpoint
 from easyrl.model.files import meta_model
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.loading import load_policy
 from easyrl.model.lora import PARTS, Adapter, check_lora, describe_lora
-from easyrl.model.policy import Policy
+from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks
 from easyrl.model.tri_model import TriModel
 from mistakes import TINY
@@ -54,7 +55,7 @@ def saved(kind, folder):
 
 def adapted(path, lora=LORA, dtype="float32"):
     """A policy whose adapters differ from their initial values."""
-    policy = Policy.load(str(path), dtype=dtype)
+    policy = load_policy(str(path), dtype=dtype)
     policy.add_adapter(lora, path=str(path), seed=0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -79,7 +80,7 @@ def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(kind, tmp
     adapter = tmp_path / "adapter"
     policy.adapter.save(adapter)
     trained = {id(weight): weight.clone() for weight in policy.trained_parameters()}
-    policy.save(tmp_path / "model", Mock())
+    save_policy(policy, tmp_path / "model", Mock())
     # Saving leaves the policy as it was.
     assert all(torch.equal(trained[id(weight)], weight) for weight in policy.trained_parameters())
     assert policy.weights_sha256() == sha256
@@ -147,7 +148,7 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path):
     models = TriModel(policy, config, TrainRanks(), None)
     assert models._reference is policy.adapter
     logprobs, _, _, ref_logprobs, _ = models.logprobs(batch, policy_is_old=True)
-    base = Policy.load(str(path))
+    base = load_policy(str(path))
     expected = TriModel(base, load_config(words=[]), TrainRanks(), None)
     of_base = expected.logprobs(batch, policy_is_old=True)[0].detach()
     assert ref_logprobs is not None and not ref_logprobs.requires_grad
@@ -161,7 +162,7 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path):
 
 
 def test_initial_adapters_change_nothing_depend_on_the_seed_and_have_the_expected_size():
-    policies = [Policy.load("tiny") for _ in range(3)]
+    policies = [load_policy("tiny") for _ in range(3)]
     before, found = policies[0].weights_sha256(), []
     for policy, seed in zip(policies, (1, 1, 2), strict=True):
         policy.add_adapter(LORA, path="tiny", seed=seed)
@@ -352,7 +353,7 @@ def test_a_run_from_an_adapter_says_that_it_is_merged_and_what_the_new_one_fits(
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gpt2"])
 def test_engine_merges_adapters_to_the_trainers_bits(kind, dtype, tmp_path):
     path = saved(kind, tmp_path)
-    policy, engine = adapted(path, dtype=dtype), Policy.load(str(path), dtype=dtype)
+    policy, engine = adapted(path, dtype=dtype), load_policy(str(path), dtype=dtype)
     frozen = dict(engine.model.named_parameters())
 
     def check():
@@ -393,7 +394,7 @@ def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path):
     )
     metrics, sha256 = lines_of(folder / "metrics.jsonl")[-1], summary_of(folder)["weights_sha256"]
     assert metrics["kl"] > 0 and metrics["num_updates_not_finite"] == 0
-    assert Policy.load(str(folder / "model"), dtype="bfloat16").weights_sha256() == sha256
+    assert load_policy(str(folder / "model"), dtype="bfloat16").weights_sha256() == sha256
     before, after = (load_file(path / "model.safetensors") for path in (TINY, folder / "model"))
     assert before.keys() == after.keys()
     for name, tensor in after.items():

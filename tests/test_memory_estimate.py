@@ -27,8 +27,8 @@ from easyrl.engines.vllm.sizes import MORE_CACHE, STEP_FRACTION, cache_bytes
 from easyrl.layout.row import Rollout, pack
 from easyrl.layout.tree import TokenTree
 from easyrl.model.files import model_size, read_model_files
+from easyrl.model.loading import load_policy
 from easyrl.model.mixers import sdpa
-from easyrl.model.policy import Policy
 from easyrl.model.sizes import TRAINED_SCORE_BYTES, activation_bytes, largest_batch
 from easyrl.runtime import memory_estimate
 from easyrl.runtime.memory_estimate import check_memory, estimate_memory
@@ -111,7 +111,7 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
     lengths = "data.max_prompt_length=60", "rollout.max_completion_length=60"
     group = "rollout.num_generations=8", "train.prompts_per_iteration=1"
     words = *lengths, *group, f"train.activation_checkpointing={checkpointing}"
-    learner = Learner(Policy.load(str(tmp_path)), config := load_config(words=words))
+    learner = Learner(load_policy(str(tmp_path)), config := load_config(words=words))
     tokens = np.random.default_rng(0).integers(3, vocabulary, (9, 60)).astype(np.int32)
     logprobs, mask = np.full(60, -5.0, np.float32), np.ones(60, np.bool_)
     batch = pack([Rollout(0, tokens[0], tokens[i], logprobs, mask, 1.0 - i) for i in range(1, 9)])
@@ -166,7 +166,7 @@ def test_estimated_kv_cache_covers_the_allocated_one(family, tmp_path):
     words = ("data.max_prompt_length=50", "rollout.max_completion_length=30", f"model.path={path}")
     estimate = of("rollout", *words, "rollout.num_generations=3", "train.eval_every=1")["KV cache"]
     sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
-    engine = EmbeddedEngine(Policy.load(path), sampling, num_rows=4 * 3)  # 4 groups
+    engine = EmbeddedEngine(load_policy(path), sampling, num_rows=4 * 3)  # 4 groups
     for number in range(40):  # an evaluation
         engine.submit(GroupRequest((number,), [5] * 50, 1))
     while engine.has_work:

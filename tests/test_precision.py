@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import own_training
 from easyrl.config import ConfigError
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from own_training import HARDER, model, ranks, train
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
@@ -92,14 +92,14 @@ def test_weights_are_loaded_in_their_final_dtype_and_are_the_pages_of_their_file
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     tiny_model("qwen3", None).bfloat16().save_pretrained(tmp_path)
     for dtype in (None, "bfloat16"):
-        policy = Policy.load(str(tmp_path), dtype=dtype)
+        policy = load_policy(str(tmp_path), dtype=dtype)
         maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
         ours = [words[0] for words in maps if words[-1] == str(tmp_path / "model.safetensors")]
         mapped = [[int(end, 16) for end in place.split("-")] for place in ours]
         for name, weight in policy.model.named_parameters():
             assert weight.dtype == torch.bfloat16
             assert any(start <= weight.data_ptr() < end for start, end in mapped), name
-    assert next(Policy.load(str(tmp_path)).model.parameters()).dtype == torch.float32
+    assert next(load_policy(str(tmp_path)).model.parameters()).dtype == torch.float32
     dtypes = [call.kwargs["dtype"] for call in load.call_args_list]
     assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
 
@@ -107,7 +107,7 @@ def test_weights_are_loaded_in_their_final_dtype_and_are_the_pages_of_their_file
 def test_constant_that_a_narrow_dtype_rounds_stays_exact_in_the_trainer(tmp_path):
     """Gemma multiplies embeddings by the root of their size."""
     tiny_model("gemma3_text", None).bfloat16().save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path), dtype=None)
+    policy = load_policy(str(tmp_path), dtype=None)
     scale = policy.model.model.embed_tokens.embed_scale
     assert scale.dtype == torch.float32 and scale != scale.bfloat16()
 

@@ -21,7 +21,9 @@ from easyrl.data.reasoning_gym import ReasoningGym
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.layout.row import Rollout, pack
+from easyrl.model.loading import load_policy
 from easyrl.model.policy import Policy
+from easyrl.model.saving import save_policy
 from easyrl.runtime.self_test_part import errors, packed
 from easyrl.workers.learner import ADAM_BETAS, Learner
 from real_models import real_model
@@ -60,7 +62,7 @@ def prompts_of(name: str, tokenizer: Any) -> list[list[int]]:
 def sample(name: str, dtype: Any = "float32", length: int = 12) -> Sampled:
     path = str(real_model(name))
     tokenizer = AutoTokenizer.from_pretrained(path)
-    policy = Policy.load(path, dtype=dtype)
+    policy = load_policy(path, dtype=dtype)
     assert policy.no_packing_reason is None and policy.shares_prompts
     prompts = prompts_of(name, tokenizer)
     settings = SamplingSettings(max_prompt_length=700, max_completion_length=length, seed=7)
@@ -167,7 +169,7 @@ def test_a_step_is_that_of_a_plain_loop_and_the_saved_model_has_the_same_logits(
     assert min(steps) > 0 and max(steps) > 100 * LARGEST_ERROR
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
-    learner.policy.save(tmp_path / "model", tokenizer, dtype="float32")
+    save_policy(learner.policy, tmp_path / "model", tokenizer, dtype="float32")
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True, attn_implementation="eager"
     )

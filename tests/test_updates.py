@@ -17,7 +17,7 @@ from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.config import load_config
 from easyrl.layout.row import EMPTY
 from easyrl.model import tri_model
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from easyrl.model.sharding import whole
 from easyrl.model.tri_model import OtherWeights
 from easyrl.workers.learner import Learner
@@ -132,7 +132,7 @@ def test_the_gradient_is_that_of_the_formula_in_any_order(loss, num_updates):
 
 def test_offloaded_weights_are_not_written_before_the_device_has_read_them(monkeypatch):
     """The device reads parts of a sharded model after the forward has returned on the host."""
-    policy = Policy.load(own_training.MODEL)
+    policy = load_policy(own_training.MODEL)
     weight = next(policy.model.parameters())
     policy.device = torch.device("meta")  # stands for an accelerator
     monkeypatch.setattr(tri_model, "is_sharded", lambda parameter: True)
@@ -234,7 +234,7 @@ def gathers_and_reductions(ranks):
     for reshard in ("true", "false"):
         words = [*own_training.BASE, "model.path=tiny", f"train.reshard={reshard}"]
         config = load_config(words=words)
-        learner = Learner(Policy.load("tiny"), config, copy.copy(ranks))
+        learner = Learner(load_policy("tiny"), config, copy.copy(ranks))
         with Counted() as counted:
             for _ in range(3):
                 learner.accumulate(EMPTY)
@@ -351,7 +351,7 @@ def test_a_weight_that_one_rank_does_not_use_gets_the_other_ranks_gradient(ranks
 @pytest.fixture
 def learner():
     config = load_config(words=["train.learning_rate=1e-2", "train.max_grad_norm=1.0"])
-    return Learner(Policy.load("tiny"), config)
+    return Learner(load_policy("tiny"), config)
 
 
 def step_alone(learner, iteration):

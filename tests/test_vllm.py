@@ -22,7 +22,7 @@ from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.vllm.platforms import environment
 from easyrl.layout.tree import TokenTree
 from easyrl.model.inputs import ModelInputs
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from real_models import real_model
 from tiny_models import untied_model
 
@@ -47,7 +47,7 @@ class Trained:
         from easyrl.engines.vllm import engine
 
         engine.EXTENSION = "skipping_worker.WorkerExtension"
-        self.policy = Policy.load(resolve_model(model))
+        self.policy = load_policy(resolve_model(model))
         self.tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
         self.version = -1
         self.engine = engine.VllmEngine(ModelConfig(path=model), sampling, device="cpu", **SIZE)

@@ -16,7 +16,7 @@ from easyrl.config.rollout import SamplingChoice
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.export import find_model
 from easyrl.model.files import tokenizer_of
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from easyrl.observe.text import say
 from easyrl.runtime.placement import device_name, place_evaluation
 from easyrl.types import Prompt
@@ -53,7 +53,7 @@ def serve(config: Config, port: int) -> None:
     device = device_name(placement.accelerator, placement.indices_of("rollout", 0)[:1])
     with TemporaryDirectory() as scratch:
         path = source.make(Path(scratch) / "model", trust=trust)
-        policy = Policy.load(path, device, trust_remote_code=trust, dtype=config.model.dtype)
+        policy = load_policy(path, device, trust_remote_code=trust, dtype=config.model.dtype)
         tokenizer = tokenizer_of(config, path)
     if policy.no_packing_reason is not None:
         raise ConfigError(f"model.path: '{config.model.path}': {policy.no_packing_reason}")

@@ -1,13 +1,13 @@
-"""Decide, when a model is loaded, whether its layers can attend in packed rows exactly.
+"""Decide, when a model is loaded, whether its layers run packed rows exactly.
 
     config: kinds of layers ─► class ─► each layer's attention arguments ─► logits, compared
 
-The last step is decisive: a packed row of a small group and a small tree through EasyRL's attention
+The last step is decisive: a packed row of a small group and a small tree through EasyRL's mixers
 must give what each of its sequences gives alone through transformers' eager attention. A model that
 cannot share prompts runs as padded batches (`inputs.real_tokens`); only a non-causal model is
 refused.
 
-Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabulary.
+Shapes: T tokens of the packed row, V tokens of the vocabulary.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from easyrl.config import ConfigError
@@ -34,6 +34,7 @@ from easyrl.model.mixers.attention import ATTENTION_NAME
 from easyrl.model.mixers.interface import UnsupportedLayer
 from easyrl.model.mixers.packed_row import connect
 from easyrl.model.mixers.recording import RecordingLayout
+from easyrl.model.policy import decoder_layers
 
 CHECKED_TREE = TokenTree.joined(
     [
@@ -45,25 +46,19 @@ CHECKED_TREE = TokenTree.joined(
 SEQUENCES = [
     CHECKED_TREE.tokens_of(CHECKED_TREE.path(leaf)).tolist() for leaf in CHECKED_TREE.leaves
 ]
-"""The numbers of the tokens of each of its sequences."""
-CHECKED_CODE = ("layout", "model")  # packages of EasyRL on which the outcome depends
+"""The numbers of the tokens of each of its sequences, as [[0, 1, 2, 3, 4], [0, 1, 2, 5, …], …]."""
 NUM_DRAWS = 3  # rows of random tokens; one must agree, since rounding may change a token's experts
+CHECKED_WORDS = 512
+"""Size of the vocabulary, if the model's is larger, while a narrow model is checked in float32."""
+CHECKED_CODE = ("layout", "model")  # packages of EasyRL on which the outcome depends
+SORTS_BY_EXPERTS = "transformers/integrations/moe.py"
 
 
 def checked_once(path: str, check: Callable[[], Any]) -> Any:
     """Return the outcome of `check` on the model of `path`, in JSON's types. It is run once for the
     same files, code and libraries; other processes wait meanwhile. An error is not kept."""
-    import transformers
-
-    key = f"{fingerprint(loadable_model(path))} {torch.__version__} {transformers.__version__}"
-    package = Path(__file__).parents[1]
-    files = sorted(file for room in CHECKED_CODE for file in (package / room).rglob("*.py"))
-    code = b"".join(file.read_bytes() for file in files)
-    name = hashlib.sha256(key.encode() + code).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "easyrl", "checked")
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        file = (cache / f"{name}.json").open("a+")
+        file = _outcome_file(path).open("a+")
     except OSError:  # there is no place for it
         return check()
     with file:
@@ -78,24 +73,89 @@ def checked_once(path: str, check: Callable[[], Any]) -> Any:
         return outcome
 
 
-def attend_packed(model: Any) -> str | None:
-    """Switch a model to EasyRL's attention; return None, or a clause why that is not exact."""
-    reason = _unsupported_reason(model) or _best_of_draws(_difference, model)
+def _outcome_file(path: str) -> Path:
+    """Return where the outcome for a model is kept, in a folder that exists. Raises OSError."""
+    import transformers
+
+    versions = f"{torch.__version__} {transformers.__version__}"
+    digest = hashlib.sha256(f"{fingerprint(loadable_model(path))} {versions}".encode())
+    package = Path(__file__).parents[1]
+    for name in CHECKED_CODE:
+        for source in sorted((package / name).rglob("*.py")):
+            digest.update(source.read_bytes())
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache_folder, "easyrl", "checked")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{digest.hexdigest()}.json"
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Run the model in float32 although its weights may be narrower: those of a decoder layer are
+    float32 only while it runs. A wide vocabulary has CHECKED_WORDS random words meanwhile."""
+    kept = {weight: weight.data for weight in model.parameters()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    padding_indices = [embedding.padding_idx for embedding in embeddings]
+
+    def widen(block: nn.Module, _: Any) -> None:
+        for weight in block.parameters():
+            weight.data = weight.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for weight in module.parameters():
+            weight.data = kept[weight]
+
+    blocks = decoder_layers(model)
+    in_blocks = {weight for block in blocks for weight in block.parameters()}
+    vocabulary_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randperm(vocabulary_size, generator=generator)[:CHECKED_WORDS]
+    for weight in kept.keys() - in_blocks:
+        is_by_word = len(weight) == vocabulary_size  # an embedding, or the head
+        if is_by_word and weight.dtype != torch.float32:
+            weight.data = weight.data[words]
+        weight.data = weight.data.float()
+    for embedding in embeddings:
+        embedding.padding_idx = None
+    hooks = [block.register_forward_pre_hook(widen) for block in blocks]
+    hooks += [block.register_forward_hook(restore, always_call=True) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for embedding, index in zip(embeddings, padding_indices, strict=True):
+            embedding.padding_idx = index
+        restore(model)
+
+
+def choose_attention(model: Any) -> str | None:
+    """Switch a model to EasyRL's attention and return None; or to an exact one of transformers, and
+    return a clause why EasyRL's is not."""
+    reason = _unsupported_reason(model)
+    if reason is None:
+        reason = _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
-    elif model._supports_attention_backend and _best_of_draws(_gap_to_eager, model):
+        return None
+    if model._supports_attention_backend and _best_of_draws(_gap_to_eager, model) is not None:
         model.set_attn_implementation("eager")
     return reason
 
 
 def check_causal(model: Any, path: str) -> None:
     """Raise ConfigError if logits depend on later tokens, or a forward changes the weights."""
-    before = [parameter._version for parameter in model.parameters()]
+    versions = _versions_of_weights(model)
     reason = _best_of_draws(_looks_ahead, model)
-    if before != [parameter._version for parameter in model.parameters()]:
+    if _versions_of_weights(model) != versions:
         reason = "its forward changes its weights, so the engine's could not be kept equal"
     if reason is not None:
         raise ConfigError(f"{KEY}: {path} ({type(model).__name__}): {reason}; use another model")
+
+
+def _versions_of_weights(model: Any) -> list[int]:
+    """Return torch's count of the changes in place of each weight."""
+    return [parameter._version for parameter in model.parameters()]
 
 
 def _unsupported_reason(model: Any) -> str | None:
@@ -110,24 +170,27 @@ def _unsupported_reason(model: Any) -> str | None:
 
 @torch.no_grad()
 def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -> str | None:
-    """Return `reason_of`'s first None for rows of random tokens. Raises ConfigError."""
+    """Call `reason_of` with the model and rows of random tokens. Return None if that is its result
+    for one of them, else its last result. Raises ConfigError."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
     for _ in range(NUM_DRAWS):
         drawn = torch.randint(vocabulary_size, (CHECKED_TREE.num_tokens,), generator=generator)
         try:
-            if (reason := reason_of(model, drawn.to(model.device))) is None:
-                break
+            reason = reason_of(model, drawn.to(model.device))
         except Exception as error:  # any, depending on what the model's code expects
             name = f"{model.name_or_path} ({type(model).__name__})"
             raise ConfigError(f"{KEY}: transformers cannot run {name}: {error}") from error
+        if reason is None:
+            return None
     return reason
 
 
 def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
     half = len(tokens) // 2
-    if _agree(_logits(model, tokens)[:half], _logits(model, tokens[:half])):
+    with_later_tokens = _logits(model, tokens)[:half]
+    if _agree(with_later_tokens, _logits(model, tokens[:half])):
         return None
     return "the logits of a token depend on later tokens, so it is no causal language model"
 
@@ -142,46 +205,52 @@ def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
-    positions = torch.from_numpy(CHECKED_TREE.positions)[None].to(tokens.device)
-    indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, "eager"):
-        expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
+        alone = [_logits(model, tokens[sequence]) for sequence in SEQUENCES]
+    positions = torch.from_numpy(CHECKED_TREE.positions)[None].to(tokens.device)
     layout = RecordingLayout(CHECKED_TREE, tokens.device)
     numbering = _NumberingFinder()
     current = connect(model)
     try:
         with _attending(model, ATTENTION_NAME), current.use(layout), numbering:
-            got = _logits(model, tokens, position_ids=positions)
+            packed = _logits(model, tokens, position_ids=positions)
     except UnsupportedLayer as layer:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
     reason = layout.unsupported_reason(model) or numbering.reason
-    if reason is None and not _agree(got[indices], expected):
-        reason = "a packed row gives other results than its sequences alone"
-    return reason
+    if reason is not None:
+        return reason
+    for sequence, expected in zip(SEQUENCES, alone, strict=True):
+        if not _agree(packed[sequence], expected):
+            return "a packed row gives other results than its sequences alone"
+    return None
 
 
 def _logits(model: Any, tokens: Tensor, **arguments: Any) -> Tensor:
+    """Return logits [T, V] of tokens [T]."""
     logits: Tensor = model(input_ids=tokens[None], use_cache=False, **arguments).logits[0]
     return logits
 
 
 def _agree(got: Tensor, expected: Tensor) -> bool:
     """Compare to half of the dtype's digits."""
-    got, expected = got.nan_to_num(), expected.nan_to_num()
-    tolerance: float = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
+    got = got.nan_to_num()
+    expected = expected.nan_to_num()
+    precision: float = torch.finfo(expected.dtype).eps ** 0.5
+    tolerance = precision * float(expected.abs().max())
     return float((got - expected).abs().max()) <= tolerance
 
 
 @contextmanager
 def _attending(model: Any, name: str) -> Iterator[None]:
-    own = model.config._attn_implementation
+    """Use the attention function that transformers calls `name`."""
+    before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(before)
 
 
 class _NumberingFinder(TorchFunctionMode):
@@ -191,8 +260,9 @@ class _NumberingFinder(TorchFunctionMode):
     reason: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, caller = func(*args, **(kwargs or {})), sys._getframe(1).f_code
-        sorts_by_experts = caller.co_filename.endswith("transformers/integrations/moe.py")
-        if func is torch.arange and len(result) == CHECKED_TREE.num_tokens and not sorts_by_experts:
-            self.reason = f"{caller.co_qualname} uses a token's index in the row"
+        result = func(*args, **(kwargs or {}))
+        if func is torch.arange and len(result) == CHECKED_TREE.num_tokens:
+            caller = sys._getframe(1).f_code  # nothing else says who numbers the tokens
+            if not caller.co_filename.endswith(SORTS_BY_EXPERTS):
+                self.reason = f"{caller.co_qualname} uses a token's index in the row"
         return result

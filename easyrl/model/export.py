@@ -77,7 +77,8 @@ def export_checkpoint(
         raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
     from easyrl.model.checkpoint import read_tensors
-    from easyrl.model.policy import Policy
+    from easyrl.model.loading import load_policy
+    from easyrl.model.saving import save_policy
 
     config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
@@ -89,14 +90,14 @@ def export_checkpoint(
         )
     tokenizer = files.tokenizer_of(config)
     trained = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
-    policy = Policy.load(model.path, trust_remote_code=trust, dtype=trained)
+    policy = load_policy(model.path, trust_remote_code=trust, dtype=trained)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     read_tensors(checkpoint.path, policy.model)
     name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
     text = card(checkpoint)
     with replace_folder(folder, is_new=not force) as new:
-        policy.save(new, tokenizer, dtype=None if name == trained else name)
+        save_policy(policy, new, tokenizer, dtype=None if name == trained else name)
         if text is not None:
             (new / "README.md").write_bytes(text.encode(errors="replace"))
     return (

@@ -1,7 +1,8 @@
 """What a model is given: a packed row, and how its tokens see each other.
 
 Policy, old policy, reference and teacher in the trainer, and the engines' steps, all hand this to
-the model, and nothing else.
+the model, and nothing else. What else a model may need of a row is a field here: positions of
+several axes, or pictures.
 
 Shapes: T tokens of the packed row, K of them with logits; B sequences, L the longest of them.
 """
@@ -22,7 +23,7 @@ from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
     ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64: of each token in its sequence
+    positions: Tensor  # [T] int64: position of each token in its sequence
     layout: Layout  # how each token sees those before it
     logits_at: Tensor  # [K] int64: numbers of the tokens whose logits are wanted
 
@@ -39,8 +40,7 @@ class ModelInputs:
         positions = torch.from_numpy(tree.positions).to(ids.device)
         if logits_at is None:
             logits_at = torch.arange(len(ids), device=ids.device)
-        layout = PackedRow(tree, ids.device, kernels)
-        return cls(ids, positions, layout, logits_at)
+        return cls(ids, positions, PackedRow(tree, ids.device, kernels), logits_at)
 
 
 def real_tokens(tree: TokenTree, device: torch.device) -> Tensor:
@@ -48,5 +48,5 @@ def real_tokens(tree: TokenTree, device: torch.device) -> Tensor:
     needs no other mask."""
     assert (tree.parents == NONE).all(), "every sequence is whole"
     lengths = torch.from_numpy(tree.lengths).to(device)  # [B]
-    columns = torch.arange(int(tree.lengths.max()), device=device)
+    columns = torch.arange(int(tree.lengths.max()), device=device)  # [L]
     return columns < lengths[:, None]

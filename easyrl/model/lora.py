@@ -165,6 +165,10 @@ class Merger:
         self.base: dict[str, Tensor] = {}  # adapted weights, as received
         self._parts: dict[str, Tensor] = {}  # of the adapter that is arriving
 
+    def forget(self, name: str) -> None:
+        """Note that a new base weight arrives."""
+        self.base.pop(name, None)
+
     @torch.no_grad()
     def load(self, piece: WeightPiece) -> None:
         """Take a piece of an adapter; merge the adapter once it is complete."""

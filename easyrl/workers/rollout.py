@@ -35,7 +35,7 @@ from easyrl.environments.pool import EnvironmentPool
 from easyrl.environments.single_turn import SingleTurns
 from easyrl.layout.row import group_tree
 from easyrl.model.files import tokenizer_of
-from easyrl.model.policy import Policy
+from easyrl.model.loading import load_policy
 from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_names, reward_weights
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
@@ -141,7 +141,7 @@ class RolloutWorker:
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
         trusted, device = model.trust_remote_code, self.settings.device
-        policy = Policy.load(model.path, device, trust_remote_code=trusted, dtype=model.dtype)
+        policy = load_policy(model.path, device, trust_remote_code=trusted, dtype=model.dtype)
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
         if policy.no_packing_reason is not None:  # the train worker reports it

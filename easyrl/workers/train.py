@@ -33,7 +33,9 @@ from easyrl.config import INPUTS, Config
 from easyrl.config.model import DType
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
+from easyrl.model.loading import load_policy
 from easyrl.model.policy import Policy
+from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
 from easyrl.types import MicroBatch
@@ -126,7 +128,7 @@ class TrainWorker:
         return learner
 
     def _load_policy(self, path: str, dtype: DType | None) -> Policy:
-        policy = Policy.load(
+        policy = load_policy(
             path,
             self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
             trust_remote_code=self.config.model.trust_remote_code,
@@ -412,5 +414,5 @@ class TrainWorker:
                     tokenizer.save_pretrained(new)
         weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes
         with replace_folder(folder, is_writer=is_writer) as new:
-            policy.save(new, tokenizer, is_writer=is_writer)
+            save_policy(policy, new, tokenizer, is_writer=is_writer)
         return events.ModelSaved(weights_sha256)

@@ -1,0 +1,128 @@
+"""Load a policy: read its weights, check that it computes exactly, and choose its attention.
+
+files ──transformers──► model ──► complete? ──► packed rows exact? causal? head? ──► Policy
+                                                └──── once per machine and model ────┘
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from easyrl.config import ConfigError
+from easyrl.config.model import AttentionMode, DType
+from easyrl.data.hub import loadable_model
+from easyrl.layout.tree import TokenTree
+from easyrl.model.exactness import check_causal, checked_once, choose_attention, in_float32
+from easyrl.model.files import load_model_config, read_model_files
+from easyrl.model.inputs import ModelInputs
+from easyrl.model.mixers.attention import register_attention
+from easyrl.model.policy import Policy
+
+MOST_CHECKED_TOKENS = 4  # of the check of the head
+HALF_PRECISION = {torch.bfloat16, torch.float16}
+
+
+class _Checked(NamedTuple):
+    """The outcome of the checks, in JSON's types."""
+
+    no_packing_reason: str | None
+    attention: str  # transformers' name of the attention function that the model uses
+
+
+def load_policy(
+    path: str,
+    device: torch.device | str = "cpu",
+    *,
+    trust_remote_code: bool = False,
+    attention: AttentionMode = "auto",
+    dtype: DType | None = "float32",
+) -> Policy:
+    """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they are
+    stored, for `TrainRanks.shard`. Raises ConfigError if weights are missing, if it is no causal
+    language model, or if `attention` asks for prompts that cannot be shared exactly."""
+    register_attention()
+    model = _load_model(path, dtype, trust_remote_code=trust_remote_code)
+    if trust_remote_code:  # a model's own code is not part of its fingerprint
+        checked = _check(model, path)
+    else:
+        checked = _Checked(*checked_once(path, lambda: _check(model, path)))
+    reason = checked.no_packing_reason
+    if reason is not None and attention == "shared_prompt":
+        raise ConfigError(
+            "model.attention: expected auto or repeated, because prompts cannot be "
+            f"shared exactly: {reason} ({path}); got shared_prompt"
+        )
+    if checked.attention != model.config._attn_implementation:
+        model.set_attn_implementation(checked.attention)
+    model.to(device)
+    return Policy(model, torch.device(device), no_packing_reason=reason, attention=attention)
+
+
+def _check(model: Any, path: str) -> _Checked:
+    """Choose the model's attention, and check the rest of it. Raises ConfigError."""
+    with in_float32(model):
+        reason = choose_attention(model)
+        if reason is not None:
+            check_causal(model, path)
+        check_head(Policy(model, model.device, no_packing_reason=reason), path)
+        return _Checked(reason, model.config._attn_implementation)
+
+
+@torch.no_grad()
+def check_head(policy: Policy, path: str) -> None:
+    """Raise ConfigError if the head is not a function of the last hidden states alone."""
+    num_tokens = min(MOST_CHECKED_TOKENS, policy.vocabulary_size)
+    tokens = torch.arange(num_tokens, device=policy.device)
+    inputs = ModelInputs.of_row(tokens, TokenTree.of_sequences([num_tokens]))
+    expected = policy.logits_by_own_forward(inputs)
+    with suppress(Exception):  # any, depending on what the model's code expects
+        got = policy.forward(inputs)
+        if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
+            return
+    raise ConfigError(
+        f"model.path: the logits of {type(policy.model).__name__} ({path}) are not a function of "
+        "its last hidden states alone, as computing them in chunks requires; use another model"
+    )
+
+
+def _load_model(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    dtype_name = dtype or read_model_files(path, is_whole=False).stored_dtype
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loadable_model(path),
+        config=config,
+        dtype=getattr(torch, dtype_name),
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported by _check_complete
+    )
+    model, found = loaded
+    _check_complete(path, found)
+    if dtype is None:
+        buffer_dtypes = {buffer.dtype for buffer in model.buffers()}
+        if buffer_dtypes & HALF_PRECISION:
+            # A constant of the model (Gemma's scale of embeddings) was rounded.
+            return _load_model(path, "float32", trust_remote_code=trust_remote_code)
+    for weight in model.parameters():  # transformers keeps some weights in float32
+        weight.data = weight.data.to(getattr(torch, dtype_name))
+    return model
+
+
+def _check_complete(path: str, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError for missing weights, which transformers would initialize at random."""
+    problems = list[str]()
+    for name, got, expected in sorted(found["mismatched_keys"]):
+        problems.append(
+            f"weight {name}: expected shape {list(expected)} by config.json, got {list(got)}"
+        )
+    for name in sorted(found["missing_keys"]):
+        problems.append(f"weight {name} is missing")
+    if problems:
+        raise ConfigError(
+            f"model.path: {path}: {problems[0]} ({len(problems)} such weights); download or save "
+            "the model again, or use another model"
+        )

@@ -1,0 +1,39 @@
+"""Save a policy as a Hugging Face folder."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easyrl.model.policy import Policy
+from easyrl.model.sharding import whole
+
+
+def save_policy(
+    policy: Policy,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    is_writer: bool = True,
+    dtype: str | None = None,
+) -> None:
+    """Write a Hugging Face folder, adapters merged. All ranks call this; one `is_writer`. With
+    `dtype` the weights are rounded to it, the policy's own too."""
+    model = policy.model
+    rounded_to = None if dtype is None else getattr(torch, dtype)
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
+    for weight in policy.exported(model.state_dict(keep_vars=True).items()):
+        parameter = id(weight.reference)
+        if parameter not in gathered:
+            values = whole(weight.materialize())
+            if rounded_to is not None:
+                values = values.to(rounded_to)
+            gathered[parameter] = values.cpu() if is_writer else values.new_empty(0)
+        state[weight.name] = gathered[parameter]
+    if is_writer:
+        if rounded_to is not None:
+            model.to(rounded_to)  # config.json names it
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
