@@ -145,6 +145,22 @@ HONEST = {  # a program, its tests, and further columns of the row
         [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}],
         {"entry_point": "total"},
     ),
+    "LiveCodeBench's functions, named in a column of JSON": (
+        "class Solution:\n    def total(self, nums): return sum(nums)",
+        '[{"input": "[1, 2]", "output": "3", "testtype": "functional"}]',
+        {"metadata": '{"func_name": "total"}'},
+    ),
+    "DeepCoder's functions, named in JSON": (
+        "def total(nums): return sum(nums)",
+        [
+            {
+                "input": "[1, 2]",
+                "output": "3",
+                "testtype": "functional",
+                "metadata": '{"func_name": "total"}',
+            }
+        ],
+    ),
     "APPS's functions": (
         "def pair(a, b): return (a, b)",
         {"fn_name": "pair", "inputs": [[1, "x"], [[], None]], "outputs": [[1, "x"], [[[], None]]]},
@@ -660,6 +676,7 @@ def test_the_last_python_block_is_the_program():
     ({"inputs": ["1"], "outputs": ["2", "3"]}, "outputs"),
     ([{"input": "1"}], "input"),
     ([{"input": "1", "output": "2", "testtype": "functional"}], "fn_name"),
+    ([{"input": "1", "output": "2", "testtype": "functional", "metadata": "{}"}], "fn_name"),
 ])  # fmt: skip
 def test_tests_that_cannot_be_used_are_refused(tests, message):
     with pytest.raises(ValueError, match=message):
@@ -680,6 +697,7 @@ def test_outputs_are_compared_by_lines_and_numbers():
     )
     assert same_value("true", 1) and same_value("2.0", 2) and same_value("[[1.0]]", [[True]])
     assert not same_value("[1]", [1, 2]) and not same_value("1", "1") and not same_value("1", [1])
+    assert same_value("2", 2.0000000001) and not same_value("2.0000000001", 2)
     assert not same_value("2.5", 2) and not same_value('{"a": 1}', {"b": 1})
     assert not same_value("null", 0) and not same_value('""', None) and not same_value("0", "")
     assert not same_value("1" * 400, 1.0) and not same_value("[" * 10**6, 1)

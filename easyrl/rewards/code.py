@@ -10,7 +10,6 @@ that of APPS (hendrycks/apps, eval/), which TACO shares, and that of PRIME (verl
 
 import ast
 import contextlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,9 @@ FORMS = (
 )
 TOLERANCE = 1e-6  # relative and absolute; for numbers whose expected value has a decimal point
 MAX_LENGTH = 2**20  # of outputs in characters, and eight times the expected length
-OPTIONAL_COLUMNS = ("entry_point", "test_imports", "test_setup_code")
+SETUP_COLUMNS = ("test_imports", "test_setup_code")
+OPTIONAL_COLUMNS = ("entry_point", "metadata", *SETUP_COLUMNS)
+"""Columns that are read beside `tests`. In LiveCodeBench's rows `metadata` is JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,13 @@ class Suite:
             "names": names_used(program) if self.has_usual_names else {},
         }
         outputs = sandbox.run(job, settings.code_sandbox, settings.code_timeout_seconds)
-        texts = [output for output in outputs if output is not None]  # None: the program failed
-        if len(texts) != len(self.tests):
+        if len(outputs) != len(self.tests):  # some were not reached
             return False
-        return all(map(self._is_right, texts, self.expected))
+        return all(map(self._is_right, outputs, self.expected))
 
-    def _is_right(self, output: str, expected: Any) -> bool:
+    def _is_right(self, output: str | None, expected: Any) -> bool:
+        if output is None:  # the program failed
+            return False
         if len(output) > MAX_LENGTH + 8 * len(repr(expected)):
             return False
         if self.kind == "function":
@@ -86,12 +88,17 @@ def code(
 ) -> list[float | None]:
     """Score 1.0 where all tests pass, else 0.0; None where the row has none. Raises ValueError for
     tests that cannot be used, and SandboxError if nothing can be run."""
+    given = [name for name in OPTIONAL_COLUMNS if name in columns]
     scores: list[float | None] = []
     for index, completion in enumerate(completions):
-        row = {name: columns[name][index] for name in OPTIONAL_COLUMNS if name in columns}
-        suite = None if is_missing(tests[index]) else read_tests(tests[index], row)
+        if is_missing(tests[index]):
+            scores.append(None)
+            continue
+        row = {name: columns[name][index] for name in given}
+        suite = read_tests(tests[index], row)
         program = program_of(final_text(completion))
-        scores.append(None if suite is None else float(suite.passes(program, settings)))
+        has_passed = suite.passes(program, settings)
+        scores.append(float(has_passed))
     return scores
 
 
@@ -134,42 +141,66 @@ def read_tests(tests: Any, columns: Mapping[str, Any]) -> Suite:
     if tests and all(isinstance(test, str) for test in tests):
         return _read_asserts(tests, columns)
     try:
-        if {"inputs", "outputs"} <= tests[0].keys():
+        first = tests[0]
+        if {"inputs", "outputs"} <= first.keys():
             (pairs,) = tests
             return _read_apps(pairs["inputs"], pairs["outputs"], pairs.get("fn_name"))
-        function = tests[0].get("fn_name") or (tests[0].get("metadata") or {}).get("func_name")
-        if "function" in str(tests[0].get("testtype") or tests[0].get("type")):
-            function = function or columns["entry_point"]
+        function = _function_of(first, columns)
         inputs = [test["input"] for test in tests]
         outputs = [test["output"] for test in tests]
-        if tests[0].get("testtype") is None:  # others have this form, too
-            return _read_apps(inputs, outputs, function)
-        return _read_livecodebench(inputs, outputs, function)
+        is_of_livecodebench = first.get("testtype") is not None
+        read = _read_livecodebench if is_of_livecodebench else _read_apps
+        return read(inputs, outputs, function)
     except (IndexError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{FORMS}, got {tests!r:.80} ({error!r})") from None
 
 
+def _function_of(test: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """Return the name of the function that the tests call; None where programs read their standard
+    input. Raises KeyError for calls of a function that nothing names."""
+    named = test.get("fn_name") or _function_in_metadata(test)
+    is_call = "function" in str(test.get("testtype") or test.get("type"))
+    if named or not is_call:
+        return named
+    of_row = _function_in_metadata(columns) or columns.get("entry_point")
+    if not of_row:
+        raise KeyError("entry_point")
+    return str(of_row)
+
+
+def _function_in_metadata(row: Mapping[str, Any]) -> str | None:
+    metadata = _as_value(row.get("metadata"))
+    name = metadata.get("func_name") if isinstance(metadata, dict) else None
+    return None if name is None else str(name)
+
+
 def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
     entry_point = columns.get("entry_point") or None
+    statements: list[ast.stmt] = []
     try:
-        trees = [ast.parse(source) for source in sources]
+        for source in sources:
+            statements += ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{FORMS}, got {sources!r:.80} ({error})") from None
     called = ("test", "check") if entry_point else ("test",)
-
-    def runs_something(node: ast.stmt) -> bool:
-        if isinstance(node, ast.FunctionDef):
-            return node.name.startswith(called)
-        return not isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign))
-
-    if not any(runs_something(node) for tree in trees for node in tree.body):
+    if not any(_runs_something(statement, called) for statement in statements):
         raise ValueError(
             "column tests: expected an assert, a call, a function test_*, or check(candidate) and "
             f"a column entry_point, got {sources[0]!r:.80}"
         )
-    setup = [_as_text(columns.get(name) or "") for name in OPTIONAL_COLUMNS[1:]]
-    tests = ["\n".join([*setup, source]) for source in sources]
+    setup = ""
+    for name in SETUP_COLUMNS:
+        setup += _as_text(columns.get(name) or "") + "\n"
+    tests = [setup + source for source in sources]
     return Suite("asserts", tests, ["passed"] * len(tests), entry_point)
+
+
+def _runs_something(statement: ast.stmt, called: tuple[str, ...]) -> bool:
+    """Return whether a statement of a test does more than to define names. `called`: beginnings of
+    the names of functions that are called."""
+    if isinstance(statement, ast.FunctionDef):
+        return statement.name.startswith(called)
+    return not isinstance(statement, (ast.Import, ast.ImportFrom, ast.Assign))
 
 
 def _read_livecodebench(
@@ -210,12 +241,16 @@ def _as_arguments(value: Any) -> list[Any]:
 
 
 def _right_values(output: Any) -> list[Any]:
-    """Return all values that an expected value of APPS stands for: the string "1" also for 1."""
+    """Return all values that an expected value of APPS stands for: the string "[1]" also for the
+    list [1], and that for 1."""
     values = [output]
-    if isinstance(output, str) and _as_value(output) != output:
-        values.append(_as_value(output))
-    wrapped = [value[0] for value in values if isinstance(value, list) and len(value) == 1]
-    return values + wrapped
+    from_json = _as_value(output)
+    if isinstance(output, str) and from_json != output:
+        values.append(from_json)
+    for value in [*values]:
+        if isinstance(value, list) and len(value) == 1:
+            values.append(value[0])
+    return values
 
 
 def _as_text(value: Any) -> str:
@@ -235,13 +270,15 @@ def _as_value(value: Any) -> Any:
 def same_text(output: str, expected: str) -> bool:
     """Compare line by line and word by word. Numbers with a decimal point are compared by value:
     within TOLERANCE where the expected one has the point."""
-    lines = [line.split() for line in output.strip().splitlines()]
-    expected_lines = [line.split() for line in expected.strip().splitlines()]
-    if list(map(len, lines)) != list(map(len, expected_lines)):
-        return False
-    words = itertools.chain(*lines)
-    expected_words = itertools.chain(*expected_lines)
-    return all(map(_same_word, words, expected_words))
+    lines = output.strip().splitlines()
+    expected_lines = expected.strip().splitlines()
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
+
+
+def _same_line(line: str, expected: str) -> bool:
+    words = line.split()
+    expected_words = expected.split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
 def _same_word(word: str, expected: str) -> bool:
@@ -265,15 +302,17 @@ def same_value(output: str, expected: Any) -> bool:
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    """Compare as Python does (1, 1.0 and True are equal), and floats within TOLERANCE."""
+    """Compare as Python does (1, 1.0 and True are equal), but numbers within TOLERANCE where the
+    expected one is a float."""
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_is_same, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(
-            _is_same(value[key], expected[key]) for key in value
-        )
-    if isinstance(value, float) and isinstance(expected, float):
-        return _is_close(value, expected)
+        if value.keys() != expected.keys():
+            return False
+        return all(_is_same(value[key], expected[key]) for key in value)
+    if isinstance(value, int | float) and isinstance(expected, float):
+        with contextlib.suppress(OverflowError):  # an integer beyond all floats
+            return _is_close(value, expected)
     return bool(value == expected)
 
 

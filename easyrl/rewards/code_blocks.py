@@ -105,7 +105,8 @@ class Block:
     @property
     def source(self) -> str:
         """The content without the block's indentation."""
-        lines = [_without_margin(line, self.fence.margin) for line in self.lines]
+        margin = self.fence.margin
+        lines = [_without_margin(line, margin) for line in self.lines]
         text = "\n".join(lines)
         if self.is_closed:
             text += "\n"
@@ -126,64 +127,88 @@ def find_program(text: str) -> str | None:
     """Return the source of the program, None without one: the last block with the label of Python;
     if there is none, the last block that looks like a program, rather one without a label. Without
     blocks, a line between backticks, what is in `<answer>` tags, or what is indented as a block."""
-    blocks = [block for block in _blocks_within(text) if block.source.strip()]
+    blocks = _blocks_within(text)
     python = [block for block in blocks if block.fence.is_python]
     if python:
         certain = [block for block in python if block.is_certain]
         return (certain or python)[-1].source
-    certain = [block for block in blocks if block.is_certain]
-    unlabelled = [block.source for block in certain if not block.fence.label]
-    labelled = [block.source for block in certain if block.fence.label]
-    uncertain = [block.source for block in blocks if not block.is_certain]
-    for sources in (unlabelled, labelled, uncertain):
-        programs = [source for source in sources if ACTION.search(source)]
-        if programs:
-            return programs[-1]
-    statements = [source for source in unlabelled if "=" in source or "(" in source]
-    if statements:
-        return statements[-1]
-    lines_between_marks = ONE_LINE.findall(text)
-    if lines_between_marks:
-        return str(lines_between_marks[-1])
-    for answer in ANSWER.findall(text)[-1:]:
-        if ACTION.search(answer):
-            return str(answer).strip("\n") + "\n"
-    return _find_indented(text)
+    return (
+        _last_that_acts(blocks)
+        or _last_statement(blocks)
+        or _last_match(ONE_LINE, text)
+        or _in_answer_tags(text)
+        or _find_indented(text)
+    )
+
+
+def _last_that_acts(blocks: Sequence[Block]) -> str | None:
+    """Return the last block that looks like a program. Those without a label come first, and those
+    that may be none come last."""
+    found: dict[str, str] = {}
+    for block in blocks:
+        if ACTION.search(block.source):
+            kind = "labelled" if block.fence.label else "unlabelled"
+            found[kind if block.is_certain else "uncertain"] = block.source
+    return found.get("unlabelled") or found.get("labelled") or found.get("uncertain")
+
+
+def _last_statement(blocks: Sequence[Block]) -> str | None:
+    """Return the last block without a label that has an assignment or a call."""
+    found = None
+    for block in blocks:
+        has_statement = "=" in block.source or "(" in block.source
+        if has_statement and block.is_certain and not block.fence.label:
+            found = block.source
+    return found
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.findall(text)
+    return str(found[-1]) if found else None
+
+
+def _in_answer_tags(text: str) -> str | None:
+    answer = _last_match(ANSWER, text)
+    if answer is None or not ACTION.search(answer):
+        return None
+    return answer.strip("\n") + "\n"
 
 
 def _find_indented(text: str) -> str | None:
     """Return the last program that is indented as a whole, as a code block may be (CommonMark 4.4);
     None where the lines that are not indented have code, too: they are the program then."""
-    blocks: list[list[str]] = []
-    is_within = False
+    program = None
+    block: list[str] = []
     is_behind_blank = True
-    for line in text.splitlines():
+    for line in [*text.splitlines(), "end"]:
         is_blank = not line.strip()
-        if is_blank or (line.startswith(("    ", "\t")) and (is_within or is_behind_blank)):
-            if not is_within and not is_blank:
-                blocks.append([])
-                is_within = True
-            if is_within:
-                blocks[-1].append(line)
-        else:
+        is_indented = line.startswith(("    ", "\t"))
+        if block and (is_blank or is_indented):
+            block.append(line)
+        elif is_indented and not is_blank and is_behind_blank:
+            block = [line]
+        elif not is_blank:
             if BEGIN_OF_CODE.match(line):
                 return None
-            is_within = False
+            source = textwrap.dedent("\n".join(block)).strip()
+            if ACTION.search(source):
+                program = source + "\n"
+            block = []
         is_behind_blank = is_blank
-    sources = [textwrap.dedent("\n".join(lines)).strip() for lines in blocks]
-    programs = [source for source in sources if ACTION.search(source)]
-    return programs[-1] + "\n" if programs else None
+    return program
 
 
 def _blocks_within(text: str) -> list[Block]:
-    """Return all blocks; instead of one that contains blocks, such as a whole answer in Markdown,
-    those."""
+    """Return all blocks with a content; instead of one that contains blocks, such as a whole answer
+    in Markdown, those."""
     found: list[Block] = []
     for block in read_blocks(text):
-        inner: Sequence[Block] = ()
+        inner: list[Block] = []
         if not block.fence.is_python and not block.has_fence_in_string:
             inner = read_blocks(block.source)
-        found.extend(inner or [block])
+        for each in inner or [block]:
+            if each.source.strip():
+                found.append(each)
     return found
 
 
@@ -266,13 +291,12 @@ def _strings_of(line: str, open_before: str) -> Strings:
     position = 0
     while True:
         if quotes:
-            ends = (each for each in END_OF_STRING[quotes].finditer(line, position) if each[1])
-            end = next(ends, None)
+            end = _end_of_string(line, position, quotes)
             if end is None:
                 spans.append((start, len(line) + 1))
                 return Strings(spans, quotes)
-            position = end.end()
-            spans.append((start, position))
+            spans.append((start, end))
+            position = end
             quotes = ""
         match = STRING_OR_COMMENT.search(line, position)
         if match is None:
@@ -283,6 +307,14 @@ def _strings_of(line: str, open_before: str) -> Strings:
             quotes = match[0]
         elif match[0][0] in "\"'":
             spans.append((start, position))
+
+
+def _end_of_string(line: str, position: int, quotes: str) -> int | None:
+    """Return the index behind the quotes that end a string; None where the line does not."""
+    for match in END_OF_STRING[quotes].finditer(line, position):
+        if match[1]:  # else an escape
+            return match.end()
+    return None
 
 
 def _is_in_string(line: str, open_before: str, position: int) -> bool:

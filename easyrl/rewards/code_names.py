@@ -9,6 +9,7 @@ import builtins
 import functools
 import importlib
 import re
+from types import ModuleType
 
 STAR_MODULES = (
     *("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math"),
@@ -27,17 +28,28 @@ def names_used(program: str) -> dict[str, tuple[str, str]]:
     if "np." not in program:  # it is slow to import, and `np` a usual variable
         words.discard("np")
     names = _all_names()
-    return {word: names[word] for word in sorted(words & names.keys())}
+    used = sorted(words & names.keys())
+    return {word: names[word] for word in used}
 
 
 @functools.cache
 def _all_names() -> dict[str, tuple[str, str]]:
+    """Return all names, each with its module and its attribute, or "" for the module itself."""
     names: dict[str, tuple[str, str]] = {}
     for module_name in STAR_MODULES:
-        module = importlib.import_module(module_name)
-        public = [name for name in vars(module) if not name.startswith("_")]
-        for name in getattr(module, "__all__", public):
+        for name in _names_of_star_import(importlib.import_module(module_name)):
             names[name] = (module_name, name)
-    names.update({name: (name, "") for name in STAR_MODULES})
-    names.update({name: (module_name, "") for name, module_name in EXTRAS.items()})
-    return {name: place for name, place in names.items() if not hasattr(builtins, name)}
+    for module_name in STAR_MODULES:
+        names[module_name] = (module_name, "")
+    for name, module_name in EXTRAS.items():
+        names[name] = (module_name, "")
+    for name in vars(builtins):
+        names.pop(name, None)
+    return names
+
+
+def _names_of_star_import(module: ModuleType) -> list[str]:
+    public = getattr(module, "__all__", None)
+    if public is not None:
+        return list(public)
+    return [name for name in vars(module) if not name.startswith("_")]

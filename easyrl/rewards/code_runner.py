@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import errno
 import importlib
 import json
 import operator
@@ -46,20 +47,87 @@ PROGRAM_FAULT = 99
 RECURSION_LIMIT = 50_000
 """Of programs for contest problems, as in LiveCodeBench's grader. Python's own is 1,000."""
 
-# Rights of Landlock.
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15  # truncate, ioctl
-NUM_RIGHTS = (13, 14, 15, 15, 16)  # rights to files in the versions 1 to 5 of the interface
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+# Rights to files under Landlock (`landlock.h`): bits of a mask.
+EXECUTE = 1 << 0
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+TRUNCATE = 1 << 14
+IOCTL_DEV = 1 << 15
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV  # others need a folder
+NUM_RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # later versions have no more for files
+SCOPE_SIGNAL = 1 << 1  # from version 6 on: no signals to processes outside
+# Landlock's system calls have the same numbers on all processors.
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+LANDLOCK_CREATE_RULESET_VERSION = 1  # flag: return the version of the interface
+LANDLOCK_RULE_PATH_BENEATH = 1
+
+# Commands of prctl (`prctl.h`).
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+
+# seccomp (`seccomp.h`, `audit.h`).
+SECCOMP_MODE_FILTER = 2
+SECCOMP_RET_ALLOW = 0x7FFF0000
+SECCOMP_RET_ERRNO = 0x00050000  # and the error's number in the lower bits
+NUMBER_OFFSET = 0  # bytes in `struct seccomp_data`, which a filter reads
+PROCESSOR_OFFSET = 4
+FIRST_ARGUMENT_OFFSET = 16
+X32_BIT = 1 << 30  # of numbers in the ABI x32, whose system calls are others
+CLONE_NEWUSER = 1 << 28
+
+DENIED_CALLS = (
+    *("shmget", "semget", "msgget", "mq_open", "add_key"),  # what outlives the program
+    "memfd_create",  # memory that no limit counts
+    *("unshare", "setns"),
+    "io_uring_setup",  # whose operations no filter sees
+    "clone3",  # whose flags cannot be filtered
+)
+DENIED_CALLS_WITHOUT_BWRAP = ("socket", "setpgid", "setsid")
+"""In `bwrap` the program has namespaces of its own for the network and for processes."""
+SYSTEM_CALLS = {
+    "x86_64": {
+        "processor": 0xC000003E,
+        "clone": 56,
+        "socket": 41,
+        "setpgid": 109,
+        "setsid": 112,
+        "shmget": 29,
+        "semget": 64,
+        "msgget": 68,
+        "mq_open": 240,
+        "add_key": 248,
+        "memfd_create": 319,
+        "unshare": 272,
+        "setns": 308,
+        "io_uring_setup": 425,
+        "clone3": 435,
+    },
+    "aarch64": {
+        "processor": 0xC00000B7,
+        "clone": 220,
+        "socket": 198,
+        "setpgid": 154,
+        "setsid": 157,
+        "shmget": 194,
+        "semget": 190,
+        "msgget": 186,
+        "mq_open": 180,
+        "add_key": 217,
+        "memfd_create": 279,
+        "unshare": 97,
+        "setns": 268,
+        "io_uring_setup": 425,
+        "clone3": 435,
+    },
+}
+"""Numbers of system calls by processor. `processor` is its number for the kernel's audit."""
 
 libc = ctypes.CDLL(None, use_errno=True)
-# The processor, clone; then system calls that fail: socket, setpgid, setsid (these in `limits`);
-# shmget, semget, msgget, mq_open, add_key, memfd_create (memory that no limit counts or that
-# outlives the program); unshare, setns; io_uring_setup; clone3 (its flags cannot be filtered).
-SYSTEM_CALLS = {
-    "x86_64": (0xC000003E, 56, 41, 109, 112, 29, 64, 68, 240, 248, 319, 272, 308, 425, 435),
-    "aarch64": (0xC00000B7, 220, 198, 154, 157, 194, 190, 186, 180, 217, 279, 97, 268, 425, 435),
-}
 
 
 def main() -> None:
@@ -68,14 +136,16 @@ def main() -> None:
     sys.excepthook = lambda *_: os._exit(PROGRAM_FAULT)
     run = run_asserts if job["kind"] == "asserts" else run_program
     for _ in range(job["tests"]):
+        text = None
         with tempfile.TemporaryFile() as output:
             child = os.fork()
             if child == 0:
                 run(job, output)
                 return
             _, status = os.waitpid(child, 0)
-            output.seek(0)
-            text = output.read().decode("utf-8", "replace") if status == 0 else None
+            if status == 0:
+                output.seek(0)
+                text = output.read().decode("utf-8", "replace")
         os.write(1, json.dumps(text).encode() + b"\n")
         if text is None:
             break
@@ -83,31 +153,36 @@ def main() -> None:
 
 def read_json() -> Any:
     """Read the next part of stdin, and nothing of what follows it."""
-    return json.loads(os.read(0, int.from_bytes(os.read(0, 8), "little")))
+    num_bytes = int.from_bytes(os.read(0, 8), "little")
+    return json.loads(os.read(0, num_bytes))
 
 
 def set_up(job: dict[str, Any]) -> None:
-    if job["user"] is not None:
+    """Give up all rights and set all limits. Child processes inherit both."""
+    user = job["user"]
+    if user is not None:
         os.setgroups([])
-        os.setresgid(*[job["user"]] * 3)
-        os.setresuid(*[job["user"]] * 3)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program cannot trace it or open /proc/PID/fd
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     sys.dont_write_bytecode = True
     sys.set_int_max_str_digits(job["max_int_digits"])
-    for kind, value in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_CPU, job["cpu_seconds"]),
-        (resource.RLIMIT_FSIZE, FILE_BYTES),
-        (resource.RLIMIT_NOFILE, NUM_OPEN_FILES),
-        (resource.RLIMIT_NPROC, NUM_PROCESSES + job.get("num_other_processes", 0)),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = {
+        resource.RLIMIT_AS: MEMORY_BYTES,
+        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_NOFILE: NUM_OPEN_FILES,
+        resource.RLIMIT_NPROC: NUM_PROCESSES + job.get("num_other_processes", 0),
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
-    if "landlock" in job:
+    is_in_bwrap = "landlock" not in job
+    if not is_in_bwrap:
         restrict_files(**job["landlock"])
-    deny_system_calls(is_alone="landlock" not in job)
+    deny_system_calls(is_in_bwrap)
 
 
 def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
@@ -131,9 +206,11 @@ def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
 
 
 def redirect(stdin: int | None = None, stdout: int | None = None) -> None:
+    """Connect standard input, output and error with these files, by default with /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
-    for fd, new in enumerate((stdin, stdout, None)):
-        os.dup2(null if new is None else new, fd)
+    os.dup2(null if stdin is None else stdin, 0)
+    os.dup2(null if stdout is None else stdout, 1)
+    os.dup2(null, 2)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
@@ -146,10 +223,12 @@ def execute(job: dict[str, Any], name: str) -> ModuleType:
     sys.modules[name] = module = ModuleType(name)
     sys.argv = [f"{name}.py"]
     for known, (module_name, attribute) in job["names"].items():
-        value = importlib.import_module(module_name)
-        setattr(builtins, known, getattr(value, attribute) if attribute else value)
+        library = importlib.import_module(module_name)
+        value = getattr(library, attribute) if attribute else library
+        setattr(builtins, known, value)
     # Without `dont_inherit` the program would have the future imports of this file.
-    exec(compile(job["program"], f"<{name}>", "exec", dont_inherit=True), module.__dict__)
+    code = compile(job["program"], f"<{name}>", "exec", dont_inherit=True)
+    exec(code, module.__dict__)
     return module
 
 
@@ -160,7 +239,8 @@ def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
         function = names[name]
     else:
         function = getattr(names["Solution"](), name)
-    return json.dumps(function(*arguments), default=as_plain)
+    value = function(*arguments)
+    return json.dumps(value, default=as_plain)
 
 
 def with_integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
@@ -181,32 +261,46 @@ def as_plain(value: Any) -> Any:
 
 
 def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
-    """Run the test, and what it defines of `check`, functions test_* and classes of unittest. Write
-    "passed" at its end. Another process executes the program."""
+    """Run a test of Python code in this process, and the program in a new one. Write "passed" to
+    `output` if the test raises nothing."""
     global peer  # noqa: PLW0603
-    calls, replies = os.pipe(), os.pipe()
+    calls_reader, calls_writer = os.pipe()
+    replies_reader, replies_writer = os.pipe()
     child = os.fork()  # before the test is in memory
     if child == 0:
         output.close()
         redirect()
-        peer = Peer("program", calls[0], replies[1], PROGRAM_OPERATIONS)
-        peer.encode(execute(job, "solution"))  # its first object
+        peer = Peer("program", calls_reader, replies_writer, PROGRAM_OPERATIONS)
+        module = execute(job, "solution")
+        peer.encode(module)  # its first object
         peer.wait()
-    os.close(replies[1])  # to see the program's end
+    os.close(replies_writer)  # to see the program's end
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # lest the program raises an exception here
     source = read_json()
     redirect()
-    peer = Peer("test", replies[0], calls[1], TEST_OPERATIONS)
+    peer = Peer("test", replies_reader, calls_writer, TEST_OPERATIONS)
     program = peer.decode(["program", 0])
     assert program  # asks for its truth, and so waits for its execution
+    run_test(source, program, job["function"])
+    os.write(output.fileno(), b"passed")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os._exit(0)
+
+
+def run_test(source: str, program: Any, entry_point: str | None) -> None:
+    """Execute the source of a test, then call what it defines: `check` with the entry point, the
+    functions test_*, and the tests of the classes of unittest. Raises what these raise."""
     sys.modules["solution"] = solution = ModuleType("solution")
     solution.__getattr__ = program.__getattr__  # type: ignore[method-assign]
     code = compile(source, "<tests>", "exec", dont_inherit=True)
-    names = Names(program, is_shadowing={*code.co_names} <= vars(builtins).keys())
+    reads_only_builtins = {*code.co_names} <= vars(builtins).keys()
+    names = Names(program, is_shadowing=reads_only_builtins)
     exec(code, names)
-    if job["function"] and "check" in names:
-        entry_point = compile(job["function"], "<entry_point>", "eval", dont_inherit=True)
-        names["check"](eval(entry_point, Names(program, is_shadowing=True)))
+    if entry_point and "check" in names:
+        expression = compile(entry_point, "<entry_point>", "eval", dont_inherit=True)
+        candidate = eval(expression, Names(program, is_shadowing=True))
+        names["check"](candidate)
     unittest = sys.modules.get("unittest")
     for name, value in [*names.items()]:
         if isinstance(value, FunctionType) and name.startswith("test"):
@@ -215,43 +309,53 @@ def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
             result = unittest.TestResult()
             unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
             assert result.wasSuccessful()
-    os.write(output.fileno(), b"passed")
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os._exit(0)
 
 
 class Names(dict):  # type: ignore[type-arg]  # its values are Any
-    """Global names of a test: its own, and those of the program. Of these none replaces a built-in
-    name, unless that must be what is tested: the program's `abs` would judge its results."""
+    """Global names of a test: its own, and those that the program defines.
+
+    A name of the program replaces a built-in one only if the names are shadowing. Otherwise a
+    program with an `abs` of its own could decide `abs(f(1) - 2) < 1e-6`. A test that reads no other
+    names than built-in ones, such as `assert sum(2, 3) == 5`, must mean the program's.
+    """
 
     def __init__(self, program: Any, is_shadowing: bool) -> None:
         super().__init__(__name__="tests")
-        self.program, self.is_shadowing = program, is_shadowing
+        self.program = program
+        self.is_shadowing = is_shadowing
 
     def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name) and not self.is_shadowing:
+            raise KeyError(name)
         try:
-            assert self.is_shadowing or not hasattr(builtins, name)
             return getattr(self.program, name)
-        except (AssertionError, AttributeError):
+        except AttributeError:
             raise KeyError(name) from None
 
 
 class Peer:
     """One end of the pipes between test and program: calls the other process, and serves its calls
-    while it waits.
+    while it waits for an answer.
+
+    A message is a line of JSON, `[KIND, RESULT, TARGET, ARGUMENTS, NAMED]`:
+
+        ["call", "getitem", ["program", 3], ["list", 0], ["dict"]]     RESULT: the operation
+        ["return", 7, null, null, null]           with the arguments if the call has changed them
+        ["raise", ["error", ...], null, null, null]
 
     Values are copied; of other objects the other process gets a Proxy. A function can change the
-    lists, sets and dictionaries that it gets. The end of the other process, and what is no message
-    from it, ends this one: an exception could be what a test expects.
+    lists, sets and dictionaries that it gets. The end of the other process, and a line that is no
+    such message, end this process: an exception could be what a test expects.
     """
 
     def __init__(self, side: str, reader: int, writer: int, operations: dict[str, Any]) -> None:
-        self.side, self.operations = side, operations
-        self.reader, self.writer = open(reader, "rb"), open(writer, "wb")  # noqa: SIM115
+        self.side = side
+        self.operations = operations
+        self.reader = open(reader, "rb")  # noqa: SIM115
+        self.writer = open(writer, "wb")  # noqa: SIM115
         self.objects: list[Any] = []  # own ones, of which the other process has proxies
-        self.proxies: dict[int, Any] = {}
-        self.references: dict[int, Any] = {}  # both, encoded, by id()
+        self.proxies: dict[int, Any] = {}  # by the index of the other process's object
+        self.references: dict[int, Any] = {}  # of both, encoded, by id()
         self.lock = threading.RLock()
 
     def call(self, operation: str, target: Any, *arguments: Any, **named: Any) -> Any:
@@ -264,32 +368,42 @@ class Peer:
         """Serve the other process until it answers a call; update the arguments of that."""
         while True:
             try:
-                kind, *data = json.loads(self.reader.readline(FILE_BYTES))
-                result, target, changed, named = map(self.decode, data)
+                kind, *encoded = json.loads(self.reader.readline(FILE_BYTES))
+                result, target, changed, named = map(self.decode, encoded)
                 if kind == "call":
-                    assert data[1][0] == self.side
+                    target_side = encoded[1][0]
+                    assert target_side == self.side
                 else:
                     assert kind == "return" or isinstance(result, Exception)
-                    update([*arguments], None if changed is None else [*changed, named])
+                    if changed is not None:
+                        update([*arguments], [*changed, named])
             except BaseException:
                 os._exit(PROGRAM_FAULT)
             if kind == "return":
                 return result
             if kind != "call":
                 raise result
-            self.serve(data, result, target, changed, named)
+            self.serve(result, target, changed, named, encoded[2:])
 
-    def serve(self, data: Any, operation: str, target: Any, arguments: Any, named: Any) -> None:
-        """Send the result of a call, and its arguments if they have changed."""
+    def serve(
+        self, operation: str, target: Any, arguments: Any, named: Any, encoded_before: list[Any]
+    ) -> None:
+        """Send the result of a call, and its arguments if they differ from what they were."""
+        kind = "return"
         try:
-            kind, result = "return", self.operations[operation](target, *arguments, **named)
+            result = self.operations[operation](target, *arguments, **named)
         except Exception as error:
-            kind, result = "raise", error
-        is_changed = [*map(self.encode, (arguments, named))] != data[2:]
-        self.send(kind, result, None, *((arguments, named) if is_changed else (None, None)))
+            kind = "raise"
+            result = error
+        encoded = [self.encode(arguments), self.encode(named)]
+        if encoded == encoded_before:
+            self.send(kind, result, None, None, None)
+        else:
+            self.send(kind, result, None, arguments, named)
 
     def send(self, kind: str, *values: Any) -> None:
-        message = json.dumps([kind, *map(self.encode, values)]).encode() + b"\n"
+        encoded = [self.encode(value) for value in values]
+        message = json.dumps([kind, *encoded]).encode() + b"\n"
         try:
             self.writer.write(message)
             self.writer.flush()
@@ -297,20 +411,24 @@ class Peer:
             os._exit(PROGRAM_FAULT)
 
     def encode(self, value: Any) -> Any:
-        """Return a number, a text or [tag, ...] for JSON."""
+        """Return a number, a text or [tag, ...] for JSON. The tag of an object is its side."""
         kind = type(value)
-        if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 1 << 63):
+        if value is None or kind in (bool, float, str):
+            return value
+        if kind is int and abs(value) < 1 << 63:
             return value
         if id(value) in self.references:
             return self.references[id(value)]
-        if copied := take_apart(value):
+        copied = take_apart(value)
+        if copied is not None:
             tag, parts = copied
             return [tag, *map(self.encode, parts)]
-        data = self.references[id(value)] = [self.side, len(self.objects)]
+        reference = [self.side, len(self.objects)]
+        self.references[id(value)] = reference
         self.objects.append(value)
         if isinstance(value, type) and issubclass(value, BaseException):
-            data += [value.__name__, *map(self.encode, value.__bases__)]
-        return data
+            reference += [value.__name__, *map(self.encode, value.__bases__)]
+        return reference
 
     def decode(self, data: Any) -> Any:
         """Reverse `encode` of the other process. May raise anything."""
@@ -324,9 +442,13 @@ class Peer:
             return MAKERS[tag](parts)
         number, *exception = parts
         if number not in self.proxies:
-            # A local class, since `except` takes nothing else.
-            value = type(exception[0], tuple(exception[1:]), {}) if exception else Proxy()
-            self.proxies[number], self.references[id(value)] = value, data
+            value: Any = Proxy()
+            if exception:
+                # A local class, since `except` takes nothing else.
+                name, *bases = exception
+                value = type(name, tuple(bases), {})
+            self.proxies[number] = value
+            self.references[id(value)] = data
         return self.proxies[number]
 
 
@@ -344,7 +466,7 @@ class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
-        # By the first NumPy would read memory; with the second `import *` replaces `abs`.
+        # By __array* NumPy would read memory; with __all__ `import *` would replace `abs`.
         if name.startswith(("__array", "__all__")):
             raise AttributeError(name)
         return peer.call("getattr", self, name)
@@ -366,6 +488,8 @@ class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
 
 
 def forward(name: str) -> Any:
+    """Return a method of Proxy that applies an operation in the other process."""
+
     def method(self: Proxy, *arguments: Any, **named: Any) -> Any:
         if name in COMPARISONS and not isinstance(arguments[0], Proxy):
             return NotImplemented
@@ -378,15 +502,18 @@ def take_apart(value: Any) -> tuple[str, Any] | None:
     """Return the tag and the parts of a value that is copied, None for other objects."""
     kind = type(value)
     if kind in CODECS:
-        return kind.__name__, CODECS[kind][0](value)
+        parts_of, _ = CODECS[kind]
+        return kind.__name__, parts_of(value)
     if isinstance(value, BaseException):
         return "error", (kind, value.args, vars(value))
     if isinstance(value, (type, ModuleType)):
         path = [value.__name__] if kind is ModuleType else [value.__module__, value.__name__]
         return ("library", path) if from_library(*path) is value else None
-    if kind.__module__ in COPIED and from_library(kind.__module__, kind.__name__) is kind:
+    is_of_library = kind.__module__ in COPIED
+    if is_of_library and from_library(kind.__module__, kind.__name__) is kind:
         make, arguments, *state = value.__reduce_ex__(2)
-        return ("copy", (kind, *arguments)) if make is kind and not any(state) else None
+        is_made_by_class = make is kind and not any(state)
+        return ("copy", (kind, *arguments)) if is_made_by_class else None
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, (numpy.ndarray, numpy.generic)):
         return "array", (value.tolist(), str(value.dtype))
@@ -395,10 +522,13 @@ def take_apart(value: Any) -> tuple[str, Any] | None:
 
 def from_library(module: str, name: str = "") -> Any:
     """Import a standard module or a public class of LIBRARIES; return None for all else."""
-    if module not in (LIBRARIES if name else sys.stdlib_module_names) or name.startswith("_"):
+    allowed = LIBRARIES if name else sys.stdlib_module_names
+    if module not in allowed or name.startswith("_"):
         return None
     __import__(module)
-    value = getattr(sys.modules[module], name, None) if name else sys.modules[module]
+    value: Any = sys.modules[module]
+    if name:
+        value = getattr(value, name, None)
     return value if isinstance(value, (type, ModuleType)) else None
 
 
@@ -417,23 +547,32 @@ def make_error(parts: list[Any]) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """Return `new`, as `old` itself where that can be changed to it."""
-    if type(old) is not type(new) or type(old) not in (list, set, dict):
+    """Give a list, set or dictionary the content of another one, also in what it contains. Return
+    `old`, or `new` where `old` cannot be changed to it."""
+    if type(old) is not type(new):
         return new
-    if isinstance(new, list):
-        new = [update(*pair) for pair in zip([*old, *new[len(old) :]], new, strict=False)]
-    elif isinstance(new, dict):
-        new = {key: update(old.get(key), value) for key, value in new.items()}
-    old.clear()
-    (old.extend if isinstance(old, list) else old.update)(new)
+    if isinstance(old, list):
+        num_common = min(len(old), len(new))
+        items = [update(old[index], new[index]) for index in range(num_common)]
+        old[:] = items + new[num_common:]
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, dict):
+        items_by_key = {key: update(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(items_by_key)
+    else:
+        return new
     return old
 
 
 def plain_copy(value: Any) -> Any:
     """Return a value whose class is derived from a plain one as an instance of that, else None."""
-    for kind, (parts, make) in CODECS.items():
+    for kind, (parts_of, make) in CODECS.items():
         if isinstance(value, kind):
-            return make([*parts(value)])
+            parts = [*parts_of(value)]
+            return make(parts)
     return json.loads(json.dumps(value)) if isinstance(value, (float, str)) else None
 
 
@@ -479,50 +618,127 @@ for each in ("call", "iter", "next", "len", "bool", "hash", "eq", "isinstance"):
 
 def restrict_files(read_only: list[str], writable: list[str]) -> None:
     """Deny all files but these, and signals to processes outside (version 6). Does nothing where
-    the kernel has no Landlock.
-
-    The system calls 444 to 446 have the same numbers on all processors (Linux 5.13; `landlock.h`).
-    """
-
-    def landlock(number: int, *arguments: Any) -> int:
-        if (result := int(libc.syscall(number, *arguments))) < 0:
-            raise OSError(ctypes.get_errno(), f"Landlock: system call {number}")
-        return result
-
-    version = int(libc.syscall(444, None, 0, 1))
+    the kernel has no Landlock (Linux 5.13)."""
+    flag = LANDLOCK_CREATE_RULESET_VERSION
+    version = int(libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, flag))
     if version <= 0:
         return
-    rights = (1 << NUM_RIGHTS[min(version, 5) - 1]) - 1
-    size = 24 if version >= 6 else 8
-    rules = landlock(444, struct.pack("=QQQ", rights, 0, 0b10)[:size], size, 0)
-    read = EXECUTE | READ_FILE | READ_DIR
+    newest_known = max(NUM_RIGHTS_BY_VERSION)
+    num_rights = NUM_RIGHTS_BY_VERSION[min(version, newest_known)]
+    all_rights = (1 << num_rights) - 1
+    denied_network_rights = 0
+    ruleset = struct.pack("=QQQ", all_rights, denied_network_rights, SCOPE_SIGNAL)
+    if version < 6:
+        ruleset = struct.pack("=Q", all_rights)
+    rules = landlock(LANDLOCK_CREATE_RULESET, ruleset, len(ruleset), 0)
     for path in (*read_only, *writable):
-        try:
-            fd = os.open(path, os.O_PATH)
-        except FileNotFoundError:
-            continue
-        allowed = rights if path in writable else rights & read
-        if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            allowed &= FILE_RIGHTS
-        landlock(445, rules, 1, struct.pack("=Qi", allowed, fd), 0)
-        os.close(fd)
-    landlock(446, rules, 0)
+        rights = all_rights
+        if path not in writable:
+            rights &= EXECUTE | READ_FILE | READ_DIR
+        allow_path(rules, path, rights)
+    landlock(LANDLOCK_RESTRICT_SELF, rules, 0)
     os.close(rules)
 
 
-def deny_system_calls(is_alone: bool) -> None:
-    """Let SYSTEM_CALLS and clone with CLONE_NEWUSER fail with ENOSYS (`seccomp.h`). Raises KeyError
-    on other processors and OSError where the kernel has no seccomp."""
-    processor, clone, *calls = SYSTEM_CALLS[os.uname().machine]
-    load, equal, any_bit, end = 0x20, 0x15, 0x45, 0x06
-    tests = [(any_bit, 1 << 30), *((equal, call) for call in calls[3 * is_alone :])]  # ABI x32
-    size = len(tests)
-    code = [(load, 0, 0, 4), (equal, 0, size + 5, processor), (load, 0, 0, 0)]
-    code += [(kind, size + 3 - n, 0, value) for n, (kind, value) in enumerate(tests)]  # to the end
-    code += [(equal, 0, 2, clone), (load, 0, 0, 16), (any_bit, 1, 0, 1 << 28)]
-    code += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50000 | 38)]  # allow; ENOSYS
-    memory = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in code))
-    if libc.prctl(PR_SET_SECCOMP, 2, struct.pack("@HP", len(code), ctypes.addressof(memory)), 0, 0):
+def allow_path(rules: int, path: str, rights: int) -> None:
+    """Allow what the rights say with a file or folder, and all in it, if it exists."""
+    try:
+        fd = os.open(path, os.O_PATH)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(os.fstat(fd).st_mode):
+        rights &= FILE_RIGHTS
+    rule = struct.pack("=Qi", rights, fd)
+    landlock(LANDLOCK_ADD_RULE, rules, LANDLOCK_RULE_PATH_BENEATH, rule, 0)
+    os.close(fd)
+
+
+def landlock(number: int, *arguments: Any) -> int:
+    """Make a system call. Raises OSError where it fails."""
+    result = int(libc.syscall(number, *arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock: system call {number}")
+    return result
+
+
+class Filter:
+    """A filter of system calls: a program in the machine language BPF, with labels for its jumps.
+
+    It reads 32-bit words of a call's `struct seccomp_data` (`bpf_common.h`, `seccomp.h`).
+    """
+
+    LOAD = 0x20
+    JUMP_IF_EQUAL = 0x15
+    JUMP_IF_ANY_BIT = 0x45
+    RETURN = 0x06
+
+    def __init__(self) -> None:
+        # Operation, operand, and the labels to jump to if a test is true and if it is false.
+        self.instructions: list[tuple[int, int, str, str]] = []
+        self.labels: dict[str, int] = {}  # index of the instruction behind each
+
+    def load(self, offset: int) -> None:
+        """Load the word at this offset, which the next tests look at."""
+        self.add(self.LOAD, offset)
+
+    def jump_if_equal(self, value: int, label: str) -> None:
+        self.add(self.JUMP_IF_EQUAL, value, if_true=label)
+
+    def jump_if_other(self, value: int, label: str) -> None:
+        self.add(self.JUMP_IF_EQUAL, value, if_false=label)
+
+    def jump_if_any_bit(self, bits: int, label: str) -> None:
+        self.add(self.JUMP_IF_ANY_BIT, bits, if_true=label)
+
+    def label(self, name: str) -> None:
+        self.labels[name] = len(self.instructions)
+
+    def end_with(self, verdict: int) -> None:
+        self.add(self.RETURN, verdict)
+
+    def add(self, operation: int, operand: int, if_true: str = "", if_false: str = "") -> None:
+        self.instructions.append((operation, operand, if_true, if_false))
+
+    def assemble(self) -> bytes:
+        """Return the program as an array of `struct sock_filter`. All jumps go forward."""
+        program = b""
+        for index, (operation, operand, if_true, if_false) in enumerate(self.instructions):
+            num_skipped_if_true = self.labels[if_true] - index - 1 if if_true else 0
+            num_skipped_if_false = self.labels[if_false] - index - 1 if if_false else 0
+            program += struct.pack(
+                "=HBBI", operation, num_skipped_if_true, num_skipped_if_false, operand
+            )
+        return program
+
+
+def make_filter(numbers: dict[str, int], is_in_bwrap: bool) -> Filter:
+    """Make the filter of DENIED_CALLS, of clone with a user namespace, and of calls by the numbers
+    of another processor or ABI. `numbers`: an entry of SYSTEM_CALLS."""
+    denied = DENIED_CALLS if is_in_bwrap else DENIED_CALLS_WITHOUT_BWRAP + DENIED_CALLS
+    program = Filter()
+    program.load(PROCESSOR_OFFSET)
+    program.jump_if_other(numbers["processor"], "deny")
+    program.load(NUMBER_OFFSET)
+    program.jump_if_any_bit(X32_BIT, "deny")
+    for name in denied:
+        program.jump_if_equal(numbers[name], "deny")
+    program.jump_if_other(numbers["clone"], "allow")
+    program.load(FIRST_ARGUMENT_OFFSET)  # its flags
+    program.jump_if_any_bit(CLONE_NEWUSER, "deny")
+    program.label("allow")
+    program.end_with(SECCOMP_RET_ALLOW)
+    program.label("deny")
+    program.end_with(SECCOMP_RET_ERRNO | errno.ENOSYS)
+    return program
+
+
+def deny_system_calls(is_in_bwrap: bool) -> None:
+    """Let the calls of `make_filter` fail with ENOSYS. Raises KeyError on other processors than
+    those of SYSTEM_CALLS, and OSError where the kernel has no seccomp."""
+    program = make_filter(SYSTEM_CALLS[os.uname().machine], is_in_bwrap)
+    memory = ctypes.create_string_buffer(program.assemble())
+    sock_fprog = struct.pack("@HP", len(program.instructions), ctypes.addressof(memory))
+    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, sock_fprog, 0, 0):
         raise OSError(ctypes.get_errno(), "seccomp")
 
 

@@ -3,7 +3,7 @@
 All reward functions have TRL's signature, `f(prompts, completions, completion_ids, **columns)`:
 lists of G entries, a column's value repeated for each completion. A completion is a string, or for
 a chat prompt `[{"role": "assistant", "content": "..."}]`. Parameters before the `/` are bound from
-the config (`loading.BUILT_IN`); they are positional-only so that a column may have the same name.
+the settings (`builtin.BUILT_IN`); they are positional-only so that a column may have the same name.
 """
 
 import ast
@@ -48,16 +48,22 @@ def final_text(completion: str | Messages) -> str:
 def exact_match(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
     """Score 1.0 where all of the completion after the thinking equals the answer, ignoring
     surrounding white space; else 0.0. None where the row has no answer."""
-    return [
-        float(final_text(completion).strip() in map(str.strip, right)) if right else None
-        for completion, right in zip(completions, map(answers_of, answer), strict=True)
-    ]
+    scores: list[float | None] = []
+    for completion, answer_of_row in zip(completions, answer, strict=True):
+        accepted = [each.strip() for each in answers_of(answer_of_row)]
+        text = final_text(completion).strip()
+        scores.append(float(text in accepted) if accepted else None)
+    return scores
 
 
 def regex(pattern: str, /, completions: Completions, **_: Sequence[Any]) -> list[float]:
     """Score 1.0 where `pattern` is found in the completion, else 0.0."""
     compiled = re.compile(pattern)
-    return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
+    scores = []
+    for completion in completions:
+        match = compiled.search(text_of(completion))
+        scores.append(float(match is not None))
+    return scores
 
 
 def format_(completions: Completions, **_: Sequence[Any]) -> list[float]:
@@ -66,7 +72,11 @@ def format_(completions: Completions, **_: Sequence[Any]) -> list[float]:
 
     The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2).
     """
-    return [float(bool(FORMAT.fullmatch(text_of(each).strip()))) for each in completions]
+    scores = []
+    for completion in completions:
+        match = FORMAT.fullmatch(text_of(completion).strip())
+        scores.append(float(match is not None))
+    return scores
 
 
 def length_penalty(
@@ -79,7 +89,11 @@ def length_penalty(
     """
     cache = max(1, max_completion_length // 5)
     threshold = max_completion_length - cache
-    return [-min(1.0, max(0, len(ids) - threshold) / cache) for ids in completion_ids]
+    scores = []
+    for ids in completion_ids:
+        excess = max(0, len(ids) - threshold)
+        scores.append(-min(1.0, excess / cache))
+    return scores
 
 
 def countdown(
@@ -92,10 +106,13 @@ def countdown(
     The rule of TinyZero. The expression may contain whole numbers, + - * / and parentheses. It is
     parsed, never evaluated as code, and computed in exact fractions.
     """
-    return [
-        None if is_missing(numbers) or is_missing(goal) else float(_solves(each, numbers, goal))
-        for each, numbers, goal in zip(completions, nums, target, strict=True)
-    ]
+    scores: list[float | None] = []
+    for completion, numbers, goal in zip(completions, nums, target, strict=True):
+        if is_missing(numbers) or is_missing(goal):
+            scores.append(None)
+        else:
+            scores.append(float(_solves(completion, numbers, goal)))
+    return scores
 
 
 def _solves(completion: str | Messages, nums: Any, target: Any) -> bool:
@@ -103,11 +120,14 @@ def _solves(completion: str | Messages, nums: Any, target: Any) -> bool:
     numbers = sorted(map(Fraction, re.findall(r"\d+\.?\d*", str(nums))))
     answers = ANSWER.findall(final_text(completion)) or [""]
     expression = answers[-1].strip()
-    if len(expression) > COUNTDOWN_MAX_LENGTH or not COUNTDOWN_CHARACTERS.fullmatch(expression):
+    if len(expression) > COUNTDOWN_MAX_LENGTH:
+        return False
+    if not COUNTDOWN_CHARACTERS.fullmatch(expression):
         return False
     used: list[int] = []
     try:
-        value = _evaluate(ast.parse(expression, mode="eval").body, used)
+        tree = ast.parse(expression, mode="eval")
+        value = _evaluate(tree.body, used)
         return value == Fraction(str(target)) and sorted(used) == numbers
     except (ValueError, SyntaxError, ZeroDivisionError, MemoryError, RecursionError):
         return False
@@ -120,7 +140,8 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
             used.append(number)
             return Fraction(number)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return Fraction(OPERATIONS[type(op)](_evaluate(left, used), _evaluate(right, used)))
+            compute = OPERATIONS[type(op)]
+            return Fraction(compute(_evaluate(left, used), _evaluate(right, used)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, used)
     raise ValueError("not an arithmetic expression")
@@ -136,13 +157,20 @@ def reasoning_gym(
 ) -> list[float | None]:
     """Score the last `<answer>`, else the text after the thinking, by the task's own scorer; 0.0
     where that fails. None where the row is of no task."""
-    scores: list[float | None] = [None] * len(completions)
-    for number, (text, names) in enumerate(zip(map(final_text, completions), task, strict=True)):
-        if not is_missing(names):
-            data, scores[number] = library_data(*names), 0.0
-            answer = [text, *ANSWER.findall(text)][-1].strip()
-            with suppress(Exception):
-                scores[number] = float(data.score_answer(answer, entry[number]))
+    scores: list[float | None] = []
+    for completion, entry_of_row, task_of_row in zip(completions, entry, task, strict=True):
+        if is_missing(task_of_row):
+            scores.append(None)
+            continue
+        name, options = task_of_row
+        data = library_data(name, options)
+        text = final_text(completion)
+        tagged = ANSWER.findall(text)
+        answer = tagged[-1] if tagged else text
+        score = 0.0
+        with suppress(Exception):
+            score = float(data.score_answer(answer.strip(), entry_of_row))
+        scores.append(score)
     return scores
 
 
@@ -153,5 +181,8 @@ def agent(completions: Completions, **_: Any) -> list[float | None]:
 
 async def environment(environments: Sequence[Any], **_: Any) -> list[float | None]:
     """Score each episode by its environment's own `get_reward`; None where it has none."""
-    scores = [getattr(each, "get_reward", lambda: None)() for each in environments]
-    return [await score if inspect.isawaitable(score) else score for score in scores]
+    begun = []
+    for each in environments:
+        get_reward = getattr(each, "get_reward", lambda: None)
+        begun.append(get_reward())
+    return [await score if inspect.isawaitable(score) else score for score in begun]

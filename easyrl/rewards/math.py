@@ -64,23 +64,27 @@ def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) ->
     limit = mathematics.ceil(time.clock_gettime(LIMITED_CLOCK)) + MAX_CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (limit, before[1]))
     try:
-        return [
-            float(_is_right(_answer_part(completion), right)) if right else None
-            for completion, right in zip(completions, map(answers_of, answer), strict=True)
-        ]
+        return [*map(_math_score, completions, answer)]
     finally:
         resource.setrlimit(resource.RLIMIT_CPU, before)
 
 
-def _is_right(text: str, accepted: Sequence[str]) -> bool:
+def _math_score(completion: str | Messages, answer: Any) -> float | None:
+    accepted = answers_of(answer)
+    if not accepted:
+        return None
+    text = _answer_part(completion)
+    try:
+        return float(any(_are_equal(text, right) for right in accepted))
+    except Exception:  # recursion too deep, out of memory, ...
+        return 0.0
+
+
+def _are_equal(text: str, right: str) -> bool:
     from math_verify import verify
 
-    try:
-        # What cannot be parsed is compared as text.
-        golds = [_parsed(_reference_part(each)) or [each.strip()] for each in accepted]
-        return any(verify(gold, _parsed(text), timeout_seconds=None) for gold in golds)
-    except Exception:  # recursion too deep, out of memory, ...
-        return False
+    reference = _parsed(_reference_part(right)) or [right.strip()]  # else compared as text
+    return bool(verify(reference, _parsed(text), timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +92,7 @@ def _parsed(text: str) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs what it refuses
-    kinds = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+    kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     return list(parse(text, extraction_config=kinds, parsing_timeout=None))
 
 
@@ -111,8 +115,12 @@ def _as_formula(answer: str) -> str:
 def _plain(text: str) -> str:
     """Return the text without signs of currency, with numbers and answers in one form, and with the
     same braces for all boxes."""
-    text = in_one_form(CURRENCY.sub("", text))
-    return BOX.sub(lambda match: r"\boxed" + (f"{{{match[1]}}}" if match[1] else ""), text)
+    return BOX.sub(_in_braces, in_one_form(CURRENCY.sub("", text)))
+
+
+def _in_braces(box: re.Match[str]) -> str:
+    without_braces = box[1]
+    return rf"\boxed{{{without_braces}}}" if without_braces else r"\boxed"
 
 
 def gsm8k(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -122,10 +130,14 @@ def gsm8k(completions: Completions, answer: Sequence[Any], **_: Any) -> list[flo
     tags); without a mark the last one, as in lm-evaluation-harness's `flexible-extract`. Answers
     that are no numbers (`2:30`) are compared as text.
     """
-    return [
-        float(_number_of(_answer_part(each)) in right) if right else None
-        for each, right in zip(completions, map(reference_numbers, answer), strict=True)
-    ]
+    return [*map(_gsm8k_score, completions, answer)]
+
+
+def _gsm8k_score(completion: str | Messages, answer: Any) -> float | None:
+    accepted = reference_numbers(answer)
+    if not accepted:
+        return None
+    return float(_number_of(_answer_part(completion)) in accepted)
 
 
 def reference_numbers(answer: Any) -> list[float | str]:
@@ -137,13 +149,30 @@ def _number_of(text: str) -> float | str:
     """Return the number of the last mark, or the text there; without a mark the last number."""
     text = text.replace("$", "").replace("−", "-").strip()
     marks = MARK.findall(text)
-    for boxed, line in marks[-1:]:
-        text = (boxed or line).strip(" *")
-    plain = FRACTION.sub(r"\1\2/\3\4", text.rpartition("=")[2] if marks else text)
-    plain = WRAPPING.sub("", spaces_between_digits(plain))
-    numbers = list(filter(None, NUMBER.findall(plain)))
-    is_single = len(numbers) == 1 or (marks and marks[-1][1])
-    if not numbers or (marks and (not is_single or EXPRESSION.search(plain))):
-        return text
-    numerator, _, denominator = numbers[0 if marks else -1].replace(",", "").partition("/")
+    if not marks:
+        numbers = _numbers_in(_without_latex(text))
+        return _as_float(numbers[-1]) if numbers else text
+    in_box, behind_hashes = marks[-1]
+    marked: str = (in_box or behind_hashes).strip(" *")
+    right_side = marked.rpartition("=")[2]
+    plain = _without_latex(right_side)
+    numbers = _numbers_in(plain)
+    if not numbers or EXPRESSION.search(plain):
+        return marked
+    if len(numbers) > 1 and not behind_hashes:
+        return marked
+    return _as_float(numbers[0])
+
+
+def _without_latex(text: str) -> str:
+    with_slashes = FRACTION.sub(r"\1\2/\3\4", text)
+    return WRAPPING.sub("", spaces_between_digits(with_slashes))
+
+
+def _numbers_in(text: str) -> list[str]:
+    return [number for number in NUMBER.findall(text) if number]
+
+
+def _as_float(number: str) -> float:
+    numerator, _, denominator = number.replace(",", "").partition("/")
     return float(numerator) / float(denominator or 1)

@@ -23,15 +23,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from easyrl.processes import MAX_INT_DIGITS
 from easyrl.rewards import code_runner
 
 Kind = Literal["bwrap", "limits"]
 SYSTEM_FILES = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store"),
-    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/nix/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 TMP_BYTES = 128 << 20
@@ -43,7 +51,8 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-FIRST_USER, NUM_USERS = 61184, 4336
+FIRST_USER = 61184
+NUM_USERS = 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
 PROBE = {"kind": "stdin", "program": "print(1)", "tests": [""]}
 """A job (see `code.Suite`); `names` and `has_integer_keys` can be left out."""
@@ -81,9 +90,8 @@ def find_variant(kind: Kind) -> str:
             reason = "a program that prints 1 printed something else"
         except SandboxError as error:
             reason = str(error)
-    prefixes = Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
-    folders = sorted({*prefixes[0].parents, *prefixes[1].parents})
-    closed = " ".join(str(path) for path in folders if not path.stat().st_mode & 0o001)
+    folders = {*Path(sys.prefix).resolve().parents, *Path(sys.base_prefix).resolve().parents}
+    closed = " ".join(str(path) for path in sorted(folders) if not path.stat().st_mode & 0o001)
     if os.geteuid() == 0 and closed:
         reason += f"\nprograms run as another user, who needs this Python: chmod a+x {closed}"
     raise SandboxError(f"{reason}\n{REMEDY}" if kind == "bwrap" else reason)
@@ -91,22 +99,25 @@ def find_variant(kind: Kind) -> str:
 
 def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str | None]:
     user = FIRST_USER + os.getpid() % NUM_USERS if os.geteuid() == 0 else None
-    inner_user, outer_user = (user, None) if variant == "bwrap as root" else (None, user)
+    changes_user_inside = variant == "bwrap as root"
+    outer_user = None if changes_user_inside else user
     job = {
         "names": {},
         "has_integer_keys": False,
         **job,
-        "user": inner_user,
+        "user": user if changes_user_inside else None,
         "max_int_digits": MAX_INT_DIGITS,
+        "cpu_seconds": math.ceil(timeout_seconds) + 1,
     }
-    job["cpu_seconds"] = math.ceil(timeout_seconds) + 1
     # Without `..`, but with links to the executable, by which Python finds its environment.
     python = Path(sys.executable).parent.resolve() / Path(sys.executable).name
     command = [str(python), "-I", "-c", inspect.getsource(code_runner)]
     environment = ENVIRONMENT
     with contextlib.ExitStack() as stack:
         join_group = _make_memory_group(stack)
-        stdin, output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        stdin = stack.enter_context(tempfile.TemporaryFile())
+        output = stack.enter_context(tempfile.TemporaryFile())
+        errors = stack.enter_context(tempfile.TemporaryFile())
         if variant == "limits":
             work = tempfile.mkdtemp(prefix="easyrl-code-")
             remove = ["sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', work]  # any depth of folders
@@ -119,10 +130,7 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
             code_runner.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         else:
             command = [*_bwrap_command(variant), *command]
-        for part in ({**job, "tests": len(job["tests"])}, *job["tests"]):
-            data = json.dumps(part).encode()
-            stdin.write(len(data).to_bytes(8, "little") + data)
-        stdin.seek(0)
+        _write_job(job, stdin)
         try:
             process = subprocess.Popen(
                 command,
@@ -162,18 +170,32 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
         return outputs
 
 
+def _write_job(job: dict[str, Any], stdin: IO[bytes]) -> None:
+    """Write the job with the number of its tests, then each test, as JSON behind its length. So the
+    runner can read each test after the program of the one before has ended."""
+    tests = job["tests"]
+    for part in ({**job, "tests": len(tests)}, *tests):
+        data = json.dumps(part).encode()
+        stdin.write(len(data).to_bytes(8, "little") + data)
+    stdin.seek(0)
+
+
 def _make_memory_group(stack: contextlib.ExitStack) -> Callable[[], object] | None:
     """Make a memory cgroup for one program where this process may: as root outside of containers.
     Returns what a new process calls to join it. `stack` removes it."""
     own = Path("/proc/self/cgroup")
-    for line in own.read_text().splitlines() if own.exists() else ():
+    lines = own.read_text().splitlines() if own.exists() else []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         # In version 1 the new group is made below that of this process; in version 2, where a group
         # with processes can have none below it, beside it.
-        parent, limit = Path("/sys/fs/cgroup" + path).parent, "memory.max"
-        if controllers == "memory":
-            parent, limit = Path("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"
-        elif controllers:
+        if controllers == "memory":  # version 1
+            parent = Path("/sys/fs/cgroup/memory" + path)
+            limit = "memory.limit_in_bytes"
+        elif not controllers:  # version 2
+            parent = Path("/sys/fs/cgroup" + path).parent
+            limit = "memory.max"
+        else:
             continue
         with contextlib.suppress(OSError):
             group = Path(tempfile.mkdtemp(prefix="easyrl-code-", dir=parent))
@@ -199,12 +221,15 @@ def _remove_group(group: Path) -> None:
 
 
 def _bwrap_command(variant: str) -> list[str]:
-    if variant == "bwrap":
-        namespaces, rights = ["all"], ["--as-pid-1"]  # else /proc/1/fd is open to the program
-    else:  # the runner gives up these two with the user
+    namespaces = ["all"]
+    rights = ["--as-pid-1"]  # else /proc/1/fd is open to the program
+    if variant == "bwrap as root":
         namespaces = ["ipc", "pid", "net", "uts", "cgroup-try"]
+        # The runner gives up these two with the user.
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    command = ["bwrap", *(f"--unshare-{each}" for each in namespaces), "--cap-drop", "ALL", *rights]
+    command = ["bwrap"]
+    command += [f"--unshare-{each}" for each in namespaces]
+    command += ["--cap-drop", "ALL", *rights]
     command += ["--die-with-parent", "--new-session"]
     size = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs"]
     command += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", *size, "/tmp"]
@@ -218,9 +243,12 @@ def _bwrap_command(variant: str) -> list[str]:
 @functools.cache
 def _read_only_paths() -> list[str]:
     """The system's files and this Python environment, by its name and as it is without links."""
-    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    paths = {each(path) for path in prefixes for each in (os.path.abspath, os.path.realpath)}
-    return [*SYSTEM_FILES, *sorted(path for path in paths if not f"{path}/".startswith("/usr/"))]
+    paths = set()
+    for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix):
+        with_links = os.path.abspath(prefix)  # noqa: PTH100 (`resolve` would follow the links)
+        paths |= {with_links, os.path.realpath(prefix)}
+    outside_of_usr = [path for path in paths if not f"{path}/".startswith("/usr/")]
+    return [*SYSTEM_FILES, *sorted(outside_of_usr)]
 
 
 def _count_own_threads() -> int:
@@ -228,6 +256,6 @@ def _count_own_threads() -> int:
     count = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_own = process.stat().st_uid == os.geteuid()
-            count += len([*(process / "task").iterdir()]) if is_own else 0
+            if process.stat().st_uid == os.geteuid():
+                count += len([*(process / "task").iterdir()])
     return count
