@@ -25,6 +25,7 @@ from easyrl.channels import BUCKET_BYTES
 from easyrl.config import ConfigError, load_config
 from easyrl.runtime import self_test_part
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.supervisor import Supervisor
 
 
@@ -43,12 +44,12 @@ def run(
     `unsupported_reason` says why its memory could not be opened twice (None: it was).
     """
     flags = {"devices.infer": infer_devices, "devices.train": train_devices, "model.dtype": dtype}
-    config = load_config(None, {**flags, "rollout.engine": "embedded"}, ())
-    placement = resolve_placement(config)
+    spec = resolve(load_config(None, {**flags, "rollout.engine": "embedded"}, ()))
+    placement = resolve_placement(spec)
     if placement.train.count > 1:
         raise ConfigError(f"devices.train: expected one device, got '{placement.train}'")
     with Supervisor() as supervisor:
-        call = self_test_part.start_members(supervisor, config, placement, size, __name__)
+        call = self_test_part.start_members(supervisor, spec, placement, size, __name__)
         peaks, sizes, reasons = zip(*call("prepare"), strict=True)
         if len(set(call("digest"))) > 1:
             raise RuntimeError("bench weights: an engine's weights differ from those sent")

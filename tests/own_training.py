@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import own_workers
 from easyrl.algorithm.losses import LossInputs
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
+from easyrl.config.spec import TrainSpec
 from easyrl.devices import LOOPBACK, network_environment
 from easyrl.model.sharding import TrainRanks, own_part, whole
+from easyrl.runtime.resolve import resolve
 from easyrl.types import MicroBatch
 from easyrl.workers.train import TrainWorker
 from tiny_models import tiny_model
@@ -66,7 +68,7 @@ GROUPS = [make_group(index) for index in range(NUM_GROUPS)]
 
 @dataclass
 class Trained:
-    config: Config
+    spec: TrainSpec
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     batches: list[list[tuple[MicroBatch, LossInputs]]] = field(default_factory=lambda: [[]])
     weights_before: list[dict[str, Tensor]] = field(default_factory=list)  # and after the last
@@ -110,7 +112,7 @@ def train(*words, order=None):
 def train_iteration(worker, producer, arrivals):
     """Groups arrive one for each wait. Steps are plain descent: Adam's first steps have the same
     size for any gradient, which amplifies rounding."""
-    learner, trained = worker.learner, Trained(worker.config)
+    learner, trained = worker.learner, Trained(worker.spec)
     loss_inputs = learner._loss_inputs
 
     def arrive():
@@ -138,7 +140,7 @@ def train_iteration(worker, producer, arrivals):
     trained.metrics = dict(event.metrics)
     is_reader = worker.is_first_rank  # of the ring
     assert event.groups_trained == (NUM_GROUPS if is_reader else 0) and is_reader != bool(arrivals)
-    assert event.policy_version == worker.config.train.updates_per_iteration
+    assert event.policy_version == worker.spec.batches.updates_per_iteration
     trained.batches.pop()
     return trained
 
@@ -156,11 +158,11 @@ class Outcome:
 def run_case(case, settings, port, producer):
     words, arrivals = case
     theirs, control = multiprocessing.Pipe()
-    config = load_config(words=[*BASE, *words])
-    worker = TrainWorker(replace(settings, config=config), port, control)
+    spec = resolve(load_config(words=[*BASE, *words])).for_training
+    worker = TrainWorker(replace(settings, spec=spec), port, control)
     learner, step = worker.learner, worker.learner.optimizer.step
     accumulate, first = learner.accumulate, dict[str, Tensor]()
-    sums_once = config.train.reshard is False
+    sums_once = spec.optimizer.reshard is False
 
     def note_first(batch):
         accumulate(batch)

@@ -14,6 +14,7 @@ from easyrl.config import Config, load_config
 from easyrl.layout.tree import TokenTree
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.local_launcher import LocalLauncher
+from easyrl.runtime.resolve import resolve
 from easyrl.types import RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 
@@ -94,8 +95,16 @@ def loss_config(**algorithm):
     return Config.model_validate({"algorithm": algorithm, "rollout": {"max_completion_length": 8}})
 
 
+def loss_options(**algorithm):
+    return resolve(loss_config(**algorithm)).loss
+
+
 def settings_on_cpu(name, config, **changes):
+    spec = resolve(config)
     settings = {
+        "spec": spec.for_rollout if name.startswith("rollout") else spec.for_training,
+        "timeout_seconds": spec.faults.timeout_seconds,
+        "is_deterministic": spec.schedule.is_deterministic,
         "owner_id": 0,
         "device": "cpu",
         "weights_cross_on_cpu": True,
@@ -104,7 +113,7 @@ def settings_on_cpu(name, config, **changes):
         "store": "",
         "log_file": None,
     }
-    return WorkerSettings(name=name, config=config, **(settings | changes))
+    return WorkerSettings(name=name, **(settings | changes))
 
 
 @contextmanager
@@ -128,7 +137,6 @@ def spawned_settings(placement):
 
     supervisor = SimpleNamespace(spawn=spawn)
     with LocalLauncher(placement) as launcher:
-        Fleet(
-            load_config(), placement, supervisor, launcher, log_of=Path, notify=lambda event: None
-        )
+        spec = resolve(load_config())
+        Fleet(spec, placement, supervisor, launcher, log_of=Path, notify=lambda event: None)
     return spawned

@@ -9,6 +9,7 @@ from easyrl.config import load_config
 from easyrl.rewards import sandbox, worker
 from easyrl.rewards.pool import POLL_SECONDS
 from easyrl.rewards.worker import Call, TrainerState
+from easyrl.runtime.resolve import resolve
 from own_processes import WAIT_SECONDS
 
 try:
@@ -26,14 +27,18 @@ def config_of(*functions, **settings):
     return load_config(None, flags, words)
 
 
-def call(config, prompt, completions):
+def rewards_of(*functions, **settings):
+    return resolve(config_of(*functions, **settings)).rewards
+
+
+def call(rewards, prompt, completions):
     """Score a group in this process, as a reward process does. Completion n has n + 1 tokens, and
     5 of 20 updates are done."""
     ids = [[7] * (index + 1) for index in range(len(completions))]
-    functions = list(range(len(config.reward.functions or ())))
+    functions = list(range(len(rewards.functions)))
     state = TrainerState(global_step=5, max_steps=20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "_config", config, raising=False)
+        patch.setattr(worker, "_rewards", rewards, raising=False)
         patch.setattr(worker, "_functions", [])
         return worker.run_call(
             Call(prompt.content, completions, ids, prompt.columns, state, functions)

@@ -32,6 +32,7 @@ from easyrl.environments.host_pool import CallFailed, HostKilled
 from easyrl.model.files import tokenizer_of
 from easyrl.model.loading import load_policy
 from easyrl.rewards.worker import Call, Scored
+from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
 from own_processes import WAIT_SECONDS, popen
 from runs import (
@@ -137,25 +138,26 @@ class Worker:
     def __init__(self, model, *words, length=120, num=1, max_open=1, num_rows=None):
         settings = {"model.path": model, "rollout.agent": "own.py:solve"}
         words = (f"rollout.max_completion_length={length}", "data.max_prompt_length=32", *words)
-        self.config = load_config(None, settings, words)
+        spec = resolve(load_config(None, settings, words))
+        self.path = spec.model.path
         self.num, self.length = num, length
         sampling = SamplingSettings(
             max_prompt_length=32 + length,
             max_completion_length=length,
             max_length=32 + length,
-            stop=self.config.rollout.stop,
+            stop=spec.engine.stop,
             seed=3,
         )
         policy = load_policy(model, "cpu", trust_remote_code=False, dtype="float32")
-        tokenizer = self.tokenizer = tokenizer_of(self.config)
+        tokenizer = self.tokenizer = tokenizer_of(spec.model)
         policy.stop_at(tokenizer.eos_token_id)
         rows = num_rows or max_open * num
         self.engine = EmbeddedEngine(policy, sampling, num_rows=rows, tokenizer=tokenizer)
         self.engine_log = Recorder(self.engine)
         choice = SamplingChoice(num, length, 1.0)
-        endpoint = Endpoint(self.config, choice)
+        endpoint = Endpoint(spec.episodes, choice)
         self.pool = Threads()
-        self.episodes = AgentEpisodes(self.config, self.pool, endpoint, max_open_groups=max_open)
+        self.episodes = AgentEpisodes(spec.episodes, self.pool, endpoint, max_open_groups=max_open)
         self.episodes.bind(self.engine, tokenizer, rows)
 
     def close(self):
@@ -202,7 +204,7 @@ class Worker:
         sampled = Counter()
         for before, tokens in self.engine_log.sampled:
             sampled.update((*before, *tokens[: n + 1]) for n in range(len(tokens)))
-        path = resolve_model(self.config.model.path)
+        path = resolve_model(self.path)
         reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         trained, paths = Counter(), {}
         for prompt_ids, completions, *_ in found.values():
@@ -472,7 +474,7 @@ def test_the_group_of_a_killed_agent_begins_again_and_only_its_new_tokens_are_tr
 def test_the_death_of_an_agents_process_is_noticed(tmp_path):
     (tmp_path / "own.py").write_text("import os\ndef solve(row): os.kill(os.getpid(), 9)\n")
     config = load_config(None, {"rollout.agent": f"{tmp_path}/own.py:solve"})
-    with closing(AgentPool(config, {})) as pool:
+    with closing(AgentPool(resolve(config).episodes, {})) as pool:
         (future,) = pool.run_agents(KEY, {}, "http://localhost", ["key"])
         wait_until(lambda: pool.poll() or future.done())
     assert isinstance(future.exception(), HostKilled)
@@ -657,7 +659,7 @@ def test_agents_that_cannot_run_are_refused_before_anything_is_loaded(tmp_path):
     }
     for agent, word in cases.items():
         with pytest.raises(ConfigError, match=word):
-            Agent(load_config(None, {"rollout.agent": agent}))
+            Agent(resolve(load_config(None, {"rollout.agent": agent})).episodes)
     with pytest.raises(ConfigError, match=r"rollout\.environment"):
         load_config(None, {"rollout.agent": "own.py:solve", "rollout.environment": "guess"})
     assert fill_in(["{a}", "-n={n}", "{{}}"], {"a": "b; c", "n": 1}) == ["b; c", "-n=1", "{}"]

@@ -42,7 +42,7 @@ from easyrl.runtime.placement import device_names, resolve_placement
 
 def place(infer, train):
     config = load_config(None, {"devices.infer": infer, "devices.train": train})
-    return device_names(resolve_placement(config))
+    return device_names(resolve_placement(resolve(config)))
 
 found = [place("0,2", "3")]
 os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1,3"
@@ -67,11 +67,14 @@ from datetime import timedelta
 from easyrl import devices
 from easyrl.config import load_config
 from easyrl.runtime import worker_process
+from easyrl.runtime.resolve import resolve
 from easyrl.workers.settings import WorkerSettings
 
+spec = resolve(load_config())
 settings = WorkerSettings(
     name="rollout-1", owner_id=1, device="npu:0", weights_cross_on_cpu=True, num_threads=1,
-    config=load_config(), max_concurrent_groups=1, store="", log_file=None,
+    spec=spec.for_rollout, timeout_seconds=9.0, is_deterministic=False,
+    max_concurrent_groups=1, store="", log_file=None,
     device_indices=(2,), memory_fraction=0.25, engine=ENGINE,
 )
 worker_process._set_up_environment(worker_process.with_environment(settings))

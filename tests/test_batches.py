@@ -25,6 +25,7 @@ from easyrl.layout.row import EMPTY, pack, split_group
 from easyrl.layout.tree import TokenTree
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
+from easyrl.runtime.resolve import resolve
 from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
@@ -35,7 +36,7 @@ from own_workers import (
     VERSION,
     VOCABULARY,
     assert_same,
-    loss_config,
+    loss_options,
     make_group,
     make_ring,
     num_free,
@@ -70,10 +71,9 @@ def config_of(num_groups, *, max_tokens=10**6, **flags):
         "train.updates_per_iteration": flags.get("num_updates", 1),
         "algorithm.mask_truncated_completions": flags.get("mask_truncated", False),
     }
-    config = load_config(None, settings)
+    batches = resolve(load_config(None, settings)).batches
     # A budget smaller than a config may have: rollouts longer than it.
-    train = config.train.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
-    return config.model_copy(update={"train": train})
+    return dataclasses.replace(batches, max_tokens=max_tokens)
 
 
 class Feed:
@@ -603,7 +603,7 @@ def test_an_episode_is_one_completion_whatever_its_branches(loss_type, level, lo
     episodes, advantages = [[(2, 1), (2, 2), (3, -1)], [(1, 1)]], np.float32([1.0, -2.0])
     group = group_of(FIRST, 2, episodes, loss_mask=mask, advantages=advantages)
     batch = pack(split_group(group))
-    config = loss_config(loss_type=loss_type, importance_sampling_level=level)
+    options = loss_options(loss_type=loss_type, importance_sampling_level=level)
     logprobs = torch.where(torch.from_numpy(mask), -0.5, torch.nan).double()
     ratios = torch.tensor([RATIOS.get(token, 9.0) for token in range(8)]).double()
     inputs = LossInputs(
@@ -617,6 +617,6 @@ def test_an_episode_is_one_completion_whatever_its_branches(loss_type, level, lo
         completion_of_token=torch.from_numpy(batch.completion_of_token),
         num_completions=batch.num_completions,
     )
-    assert policy_loss(inputs, config).loss.item() == pytest.approx(loss)
+    assert policy_loss(inputs, options).loss.item() == pytest.approx(loss)
     counts = {"num_completions": len(group.rewards), "num_tokens": int(mask.sum())}
-    assert loss_denominator(config, **counts) == denominator
+    assert loss_denominator(options, **counts) == denominator

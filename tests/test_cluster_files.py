@@ -23,6 +23,7 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement, preflight
 from easyrl.runtime.ray import cluster
+from easyrl.runtime.resolve import resolve
 from own_processes import WAIT_SECONDS, popen
 from pages import make_tools
 from runs import lines_of, wait_until, wait_until_gone
@@ -52,12 +53,12 @@ def test_a_command_exists_and_its_run_would_be_placed(words, monkeypatch):
     assert len(COMMANDS) == 9
     monkeypatch.chdir(ROOT)
     machine = placement.Machine("cuda", 24, (64, 64, 64), "a cluster")
-    monkeypatch.setattr(cluster, "connect", lambda config, num_workers: machine)
+    monkeypatch.setattr(cluster, "connect", lambda address, num_workers: machine)
     monkeypatch.setattr(placement, "unsupported_reason", lambda kind, dtype: None)  # of vLLM
     placed = []
 
     def place(config, *_, **__):
-        placed.append(placement.resolve_placement(config))
+        placed.append(placement.resolve_placement(resolve(config)))
         return SimpleNamespace(would_start=True)
 
     monkeypatch.setattr(preflight, "make_plan", place)

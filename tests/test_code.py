@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from reward_pools import config_of, finished, needs_bwrap
+from reward_pools import finished, needs_bwrap, rewards_of
 
 from easyrl.config import ConfigError
 from easyrl.events import Sample
@@ -26,7 +26,7 @@ CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert cand
 
 
 def score(answer, tests, /, **row):
-    function = load_reward("code", config_of("code"))
+    function = load_reward("code", rewards_of("code"))
     columns = {name: [value] for name, value in {"tests": tests, **row}.items()}
     return function(prompts=["q"], completions=[answer], completion_ids=[[1]], **columns)[0]
 
@@ -706,31 +706,31 @@ def test_outputs_are_compared_by_lines_and_numbers():
 @needs_bwrap
 def test_run_is_refused_before_it_starts(monkeypatch):
     example = Prompt(0, "q", {"tests": "assert add(1, 2) == 3"})
-    check_rewards(config_of("code", rollout__num_generations=16), example)
-    check_rewards(config_of("code"), Prompt(0, "q", {"tests": None}))  # other rows may have some
+    check_rewards(rewards_of("code", rollout__num_generations=16), example)
+    check_rewards(rewards_of("code"), Prompt(0, "q", {"tests": None}))  # other rows may have some
     for columns, message in (
         ({"other": "x"}, r"'tests'; the data has: other"),
         ({"tests": "assert add("}, r"column tests"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_rewards(config_of("code"), Prompt(0, "q", columns))
+            check_rewards(rewards_of("code"), Prompt(0, "q", columns))
     for key in ("reward__timeout_seconds", "runtime__timeout_seconds"):
-        config = config_of("code", reward__code_timeout_seconds=9, **{key: 9})
+        rewards = rewards_of("code", reward__code_timeout_seconds=9, **{key: 9})
         with pytest.raises(ConfigError, match=r"^reward.code_timeout_seconds: .*\(reward.timeout_"):
-            check_rewards(config, example)
+            check_rewards(rewards, example)
     monkeypatch.setattr(sandbox, "_bwrap_command", lambda variant: ["no-such-bwrap"])
     monkeypatch.setattr(sandbox, "find_variant", sandbox.find_variant.__wrapped__)
     options = r"(?s)reward.code_sandbox=bwrap: .*docker run .*reward.code_sandbox=limits"
     with pytest.raises(ConfigError, match=options):
-        check_rewards(config_of("code"), example)
+        check_rewards(rewards_of("code"), example)
 
 
 @needs_bwrap
 def test_slow_programs_of_a_group_cost_only_their_own_score():
     """Together the 16 completions would take longer than the limit of a call."""
-    config = config_of("code", reward__code_timeout_seconds=2, reward__timeout_seconds=10)
+    rewards = rewards_of("code", reward__code_timeout_seconds=2, reward__timeout_seconds=10)
     completions = [fenced("while True: pass"), fenced(ADD)] * 8
-    with closing(RewardPool(config)) as pool:
+    with closing(RewardPool(rewards, {})) as pool:
         pool.submit(0, Call([], completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"}))
         ((scores, errors, *_),) = finished(pool, 1)
     assert scores == [[0.0, 1.0] * 8] and not errors

@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 from easyrl.api.inputs import Inputs
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
-from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
+from easyrl.data.datasets import open_prompts, problem_ids, problems_of
 from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
 from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL, score
 from easyrl.data.values import answers_of
 from easyrl.processes import allow_long_integers
 from easyrl.rewards.functions import exact_match
-from easyrl.rewards.loading import reward_specs
+from easyrl.rewards.loading import check_given
+from easyrl.runtime.resolve import resolve, with_eval_data
 from easyrl.types import Prompt
 from examples import make_tiny
 from hub_rows import GSM8K, put_in_place_of_the_hub
@@ -42,7 +43,7 @@ TWO = [("1+1=", {"answer": "2"}), ("2+2=", {"answer": "4"})]
 
 def opened(dataset, *words):
     name = dataset if isinstance(dataset, list) else str(dataset)
-    return open_prompts(load_config(None, {"data.dataset": name}, words))
+    return open_prompts(resolve(load_config(None, {"data.dataset": name}, words)).data)
 
 
 def error_of(dataset, *words):
@@ -516,7 +517,8 @@ def gsm8k_rows(tmp_path):
 def test_every_preset_brings_prompts_and_a_reward(name):
     stream = opened(name, "data.shuffle=false")
     assert stream.held_out() and len(stream.examples()) >= len(stream.held_out())
-    assert reward_specs(load_config(None, {"data.dataset": name})) == [PRESETS[name].reward]
+    rewards = resolve(load_config(None, {"data.dataset": name})).rewards
+    assert rewards.functions == (PRESETS[name].reward,)
     if name == "gsm8k":
         question, answer = GSM8K[0].values()
         assert stream.epoch_length == len(GSM8K)
@@ -530,7 +532,9 @@ def test_every_preset_brings_prompts_and_a_reward(name):
 def test_an_evaluation_opens_what_is_held_out_and_has_its_sampling(name, temperature, hub):
     config = with_eval_data(load_config(None, {"data.dataset": name}))
     assert eval_sampling(config.data).get("temperature") == temperature
-    problems = [*problems_of(open_prompts(config, is_trained=False), config).values()]
+    problems = [
+        *problems_of(open_prompts(resolve(config).data, is_trained=False), config.data).values()
+    ]
     hub.assert_called_once_with(PRESETS[name].held_out)
     assert str(problems[0].content).endswith(repr(BOXED)[1:-1] + "'}]")
 
@@ -538,9 +542,10 @@ def test_an_evaluation_opens_what_is_held_out_and_has_its_sampling(name, tempera
 @pytest.mark.usefixtures("hub")
 def test_rows_of_ones_own_are_asked_and_scored_as_a_presets(gsm8k_rows):
     config = load_config(None, {"data.dataset": gsm8k_rows, "data.preset": "gsm8k"})
-    stream, of_hub = open_prompts(config), opened("gsm8k")
+    run = resolve(config)
+    stream, of_hub = open_prompts(run.data), opened("gsm8k")
     assert [stream.prompt(i) for i in range(8)] == [of_hub.prompt(i) for i in range(8)]
-    assert stream.held_out() == [] and reward_specs(config) == ["gsm8k"]
+    assert stream.held_out() == [] and run.rewards.functions == ("gsm8k",)
 
 
 def test_an_unknown_preset_or_one_for_other_rows_is_refused(gsm8k_rows):
@@ -622,13 +627,13 @@ def test_no_data_set_is_ever_far_from_its_part(weights):
 
 @pytest.mark.usefixtures("hub")
 def test_presets_mix_where_their_rewards_agree():
-    config = load_config(None, {"data.dataset": ["math", "gsm8k"]})
+    run = resolve(load_config(None, {"data.dataset": ["math", "gsm8k"]}))
     with pytest.raises(ConfigError, match=r"^reward\.functions"):
-        reward_specs(config)
-    sources = [prompt.columns["data_source"] for prompt in open_prompts(config).held_out()]
+        check_given(run.rewards)
+    sources = [prompt.columns["data_source"] for prompt in open_prompts(run.data).held_out()]
     assert sources == ["math", "gsm8k"] * 2 + ["math"] * 4
     both = {"data.dataset": ["countdown", "countdown-small"]}
-    assert reward_specs(load_config(None, both)) == ["countdown"]
+    assert resolve(load_config(None, both)).rewards.functions == ("countdown",)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from easyrl.runtime.placement import (
     device_names,
     resolve_placement,
 )
+from easyrl.runtime.resolve import resolve
 from easyrl.workers import core_sharing
 from easyrl.workers.core_sharing import CoreSharing, WorkerCores, make_idle_board
 from own_workers import spawned_settings
@@ -54,14 +55,18 @@ def test_workers_get_disjoint_physical_cores_of_the_process(machine, tmp_path):
 
 
 def of(*words):
-    return load_config(None, {}, words)
+    return resolve(load_config(None, {}, words))
+
+
+def engine_for(spec, *arguments, **options):
+    return choose_engine(spec.engine, spec.model.dtype, *arguments, **options)
 
 
 def of_gpus(infer, train):
     config = load_config(None, {"devices.infer": infer, "devices.train": train})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
-        return resolve_placement(config)
+        return resolve_placement(resolve(config))
 
 
 @pytest.mark.parametrize(
@@ -107,14 +112,14 @@ def install(monkeypatch, tmp_path):
 
 def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(install):
     install("0.32.0")
-    assert choose_engine(of(), GPUS).name == "vllm"
-    assert choose_engine(of(), CPU) == EngineChoice("embedded", "the default on the CPU")
-    assert choose_engine(of("rollout.engine=vllm"), CPU) == EngineChoice("vllm")
-    assert choose_engine(of("rollout.engine=embedded"), GPUS) == EngineChoice("embedded")
+    assert engine_for(of(), GPUS).name == "vllm"
+    assert engine_for(of(), CPU) == EngineChoice("embedded", "the default on the CPU")
+    assert engine_for(of("rollout.engine=vllm"), CPU) == EngineChoice("vllm")
+    assert engine_for(of("rollout.engine=embedded"), GPUS) == EngineChoice("embedded")
     words = ("rollout.engine=vllm", "runtime.deterministic=true")
-    assert choose_engine(of(*words), CPU).name == "vllm"
+    assert engine_for(of(*words), CPU).name == "vllm"
     with pytest.raises(ConfigError, match=r"^rollout\.engine"):
-        choose_engine(of(*words, TWO), parse_device_set("cpu:2"))
+        engine_for(of(*words, TWO), parse_device_set("cpu:2"))
 
 
 @pytest.mark.parametrize(
@@ -135,11 +140,11 @@ def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
     install(*installed)
     kind = devices.ASCEND if accelerator == "npu" else accelerator
     words = ("model.dtype=bfloat16", *words)
-    chosen = choose_engine(of(*words), GPUS, accelerator=kind)
+    chosen = engine_for(of(*words), GPUS, accelerator=kind)
     assert chosen.name == ("embedded" if reason else "vllm")
     if reason:
         with pytest.raises(ConfigError, match=rf"^rollout.engine: .*{reason}"):
-            choose_engine(of("rollout.engine=vllm", *words), GPUS, accelerator=kind)
+            engine_for(of("rollout.engine=vllm", *words), GPUS, accelerator=kind)
 
 
 def test_tensor_parallel_engines_take_their_devices_in_turn(install, monkeypatch):
@@ -151,7 +156,7 @@ def test_tensor_parallel_engines_take_their_devices_in_turn(install, monkeypatch
     assert count_devices(["1.2.3.4/cpu", *names.values(), "cuda:5"]) == 6, "of a shared device, too"
     for words in (["rollout.tensor_parallel_size=3"], ["rollout.engine=embedded", TWO]):
         with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size"):
-            choose_engine(of(*words), GPUS)
+            engine_for(of(*words), GPUS)
 
 
 def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(monkeypatch):

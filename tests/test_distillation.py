@@ -15,6 +15,7 @@ from easyrl.layout.row import pack
 from easyrl.model import distillation
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test_part import draw_rollouts
 from easyrl.workers.learner import Learner
 from mistakes import TINY, change_json
@@ -79,8 +80,8 @@ def test_gradients_are_those_of_a_plain_loop_over_sequences(
         Policy(tiny_model("llama", ATTENTION_NAME, seed=2, **SIZES), torch.device("cpu")),
     ]
     own = f"algorithm.teacher={name}", f"algorithm.teacher_divergence={objective}"
-    config = load_config(words=[*WORDS, *own])
-    learner = Learner(policies[0], config, teacher=policies[1] if name == "any" else None)
+    spec = resolve(load_config(words=[*WORDS, *own])).for_training
+    learner = Learner(policies[0], spec, teacher=policies[1] if name == "any" else None)
     rollouts = draw_rollouts(9, [4, 12, 7], VOCABULARY)
     own_prompt = np.arange(length, dtype=np.int32) % VOCABULARY
     rollouts = [replace(each, teacher_prompt_ids=own_prompt) for each in rollouts]

@@ -18,6 +18,7 @@ from easyrl.environments.pool import EnvironmentPool, check_environments
 from easyrl.environments.tool_calls.calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
+from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
 from own_processes import popen
 from runs import wait_until
@@ -95,10 +96,10 @@ KEY, OTHER = (0, 0, 0), (0, 0, 1)
 ONE_PROCESS = "rollout.environment_workers=1"
 
 
-def config_of(folder, name, *words):
+def episodes_of(folder, name, *words):
     (folder / "own.py").write_text(ENVIRONMENTS)
     flags = {"rollout.environment": f"{folder}/own.py:{name}"}
-    return load_config(None, flags, [ONE_PROCESS, *words])
+    return resolve(load_config(None, flags, [ONE_PROCESS, *words])).episodes
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def open_pool(tmp_path):
 
         def make(name, *words, num_episodes=1):
             words = ("reward.functions=[environment]", *words)
-            pool = EnvironmentPool(config_of(tmp_path, name, *words), {})
+            pool = EnvironmentPool(episodes_of(tmp_path, name, *words), {})
             opened.callback(pool.close)
             pool.loaded()
             start(pool, num_episodes)
@@ -121,7 +122,7 @@ def open_pool(tmp_path):
 def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     words = f"reward.functions=[environment, '{folder}/own.py:is_even']", "rollout.tools=[]"
-    with closing(EnvironmentPool(config_of(folder, "Own", *words), {})) as pool:
+    with closing(EnvironmentPool(episodes_of(folder, "Own", *words), {})) as pool:
         yield pool
 
 
@@ -231,17 +232,18 @@ def test_the_examples_of_the_docs_work(tmp_path, monkeypatch):
     for name in ("calculator.py", "my_openenv.py"):
         (tmp_path / name).write_text(example(name))
     tools = f"rollout.tools=['{tmp_path}/calculator.py:calculate']"
-    config = load_config(None, {}, [tools, ONE_PROCESS])
-    with closing(EnvironmentPool(config, {})) as pool:
+    spec = resolve(load_config(None, {}, [tools, ONE_PROCESS])).episodes
+    with closing(EnvironmentPool(spec, {})) as pool:
         start(pool)
         acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
     assert acted.messages[0]["content"] == "42"
     pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
     flags = {"rollout.environment": f"{tmp_path}/my_openenv.py:Echo"}
-    config = load_config(None, flags, ["reward.functions=[environment]", ONE_PROCESS])
+    words = ["reward.functions=[environment]", ONE_PROCESS]
+    spec = resolve(load_config(None, flags, words)).episodes
     server = popen([sys.executable, "-c", SERVER], stdout=PIPE, text=True)
     monkeypatch.setenv("ENV_URL", f"http://localhost:{server.stdout.readline().strip()}")
-    with closing(EnvironmentPool(config, {})) as pool:
+    with closing(EnvironmentPool(spec, {})) as pool:
         start(pool, 2)
         for number in range(3):
             acted = act(pool, ToolCall("echo", {"message": f"hello {number}"}))
@@ -303,7 +305,7 @@ def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool):
 ])  # fmt: skip
 def test_unusable_environments_are_refused(tmp_path, name, key, word):
     with pytest.raises(ConfigError, match=key) as raised:
-        check_environments(config_of(tmp_path, name), Prompt(0, "q", {}))
+        check_environments(episodes_of(tmp_path, name), Prompt(0, "q", {}))
     assert word in str(raised.value)
 
 
@@ -312,11 +314,12 @@ def test_each_row_names_one_of_several_environments(tmp_path):
     file.write_text(ENVIRONMENTS)
     words = [f"rollout.environment={{one: '{file}:Own', two: '{file}:Own'}}"]
     prompt = Prompt(0, "q", {"environment": "two"})
-    assert {*check_environments(load_config(None, {}, words), prompt)[0]} == {"one", "two"}
+    spec = resolve(load_config(None, {}, words)).episodes
+    assert {*check_environments(spec, prompt)[0]} == {"one", "two"}
     rows.write_text('{"environment": "one"}\n{"environment": "three"}\n')
     config = load_config(None, {}, [*words, f"data.dataset={rows}", "data.shuffle=false"])
     with pytest.raises(ConfigError, match=r"2: column 'environment'.*'three'"):
-        open_prompts(config).examples()
+        open_prompts(resolve(config).data).examples()
 
 
 TYPES = {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}
@@ -352,7 +355,8 @@ def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
 
 def conversations(template=TEMPLATE):
     interface = Interface(SCHEMAS, is_game=False, has_reward=False)
-    return Conversations(load_config(), chat_tokenizer(template=template), interface, [1])
+    spec = resolve(load_config(words=["rollout.environment=guess"])).episodes
+    return Conversations(spec, chat_tokenizer(template=template), interface, [1])
 
 
 def test_tokens_of_a_conversation_are_the_templates_own():

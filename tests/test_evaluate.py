@@ -16,7 +16,6 @@ from easyrl.config import by_name, load_config, to_commented_yaml
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
-from easyrl.rewards.loading import reward_names
 from easyrl.runtime.metrics import evaluation_metrics
 from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
@@ -63,7 +62,7 @@ class Workers:
                 raise self.errors[number]
             n = problem.index
             rewards = [self.rewards(n, sample) for sample in range(count)]
-            [name], is_skipped = reward_names(plan.config), any(map(math.isnan, rewards))
+            [name], is_skipped = plan.spec.rewards.names, any(map(math.isnan, rewards))
             samples = [
                 events.Sample(
                     str(k),

@@ -14,6 +14,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.supervisor import Worker, WorkerFailure
 
 DONE, FAILED = events.WeightsExchanged(7), events.WeightsExchanged(7, "connection lost")
@@ -75,10 +76,11 @@ class Stubs:
 class StubFleet(Fleet):
     def __init__(self, infer, train="cpu", *words, is_ready=True):
         words = (f"devices.infer={infer}", f"devices.train={train}", *words)
-        config, self.stubs, self.notes = load_config(words=words), Stubs(), list[events.Event]()
-        placement = replace(resolve_placement(config), lends_cores=False)
+        spec = resolve(load_config(words=words))
+        self.stubs, self.notes = Stubs(), list[events.Event]()
+        placement = replace(resolve_placement(spec), lends_cores=False)
         stubs = self.stubs
-        super().__init__(config, placement, stubs, stubs, log_of=Path, notify=self.notes.append)
+        super().__init__(spec, placement, stubs, stubs, log_of=Path, notify=self.notes.append)
         self.workers = self.stubs.newest
         if is_ready:
             self.follow(*[(name, READY) for name in self.workers])

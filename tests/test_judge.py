@@ -8,10 +8,10 @@ import time
 import pytest
 from reward_pools import call, finished
 
-from easyrl.config import ConfigError, load_config
-from easyrl.rewards import judge, loading
+from easyrl.rewards import ConfigError, judge, load_config, loading
 from easyrl.rewards.pool import RewardPool, try_rewards
 from easyrl.rewards.worker import Call
+from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
 from judges import judge_server, last_digit
 from runs import SMALL, easyrl, lines_of, succeed, summary_of
@@ -26,26 +26,25 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(judge, "BACKOFF_SECONDS", 0.01)
 
 
-def config_of(server, *words):
+def rewards_of(server, *words):
     url = server if isinstance(server, str) else server.url
-    return load_config(
-        None, {"reward.functions": ["judge"], "reward.judge.url": url}, ["data.chat=true", *words]
-    )
+    flags = {"reward.functions": ["judge"], "reward.judge.url": url}
+    return resolve(load_config(None, flags, ["data.chat=true", *words])).rewards
 
 
 def prompt_of(**columns):
     return Prompt(3, [{"role": "user", "content": "What is 2+2?"}], columns)
 
 
-def scored(config, texts, **columns):
-    result = call(config, prompt_of(**columns), texts)
+def scored(rewards, texts, **columns):
+    result = call(rewards, prompt_of(**columns), texts)
     return result.scores[0], result.errors, result.metrics
 
 
-def asked(config, texts):
+def asked(rewards, texts):
     """As `scored`, but in this process."""
     counts = {}
-    reward = judge.Judge(config.reward.judge)
+    reward = judge.Judge(rewards.options.judge)
     prompts = [prompt_of().content] * len(texts)
     try:
         scores = asyncio.run(reward(prompts, texts, log_metric=counts.__setitem__))
@@ -57,18 +56,18 @@ def asked(config, texts):
 def test_scores_are_read_mapped_and_in_order_and_a_second_time_from_the_cache(tmp_path):
     texts = ["4", "it is 9", "none", "7", "7"]
     with judge_server() as server:
-        config = config_of(server, "reward.judge.key_variable=JUDGE_KEY")
-        scores, errors, counts = scored(config, texts, answer="4")
+        rewards = rewards_of(server, "reward.judge.key_variable=JUDGE_KEY")
+        scores, errors, counts = scored(rewards, texts, answer="4")
         assert (scores, errors) == ([0.4, 0.9, 0.0, 0.7, 0.7], [])
         assert len(server.questions) == counts["judge_calls"] == 4
         assert server.keys == {f"Bearer {KEY}"}
         assert (counts["judge_cache_hits"], counts["judge_tokens"]) == (1, 40)  # of equal ones
-        again, _, counts = scored(config, texts, answer="4")
+        again, _, counts = scored(rewards, texts, answer="4")
         assert again == scores and len(server.questions) == 4 and counts["judge_calls"] == 0
         assert counts["judge_cache_hits"] == 5
         for file in (tmp_path / "cache").rglob("*"):
             assert file.is_dir() or KEY not in file.read_text()
-        scored(config_of(server, "reward.judge.options={temperature: 1}"), texts[:1])
+        scored(rewards_of(server, "reward.judge.options={temperature: 1}"), texts[:1])
         assert len(server.questions) == 5  # another question
 
 
@@ -78,28 +77,28 @@ def test_templates_fields_lists_and_samples(tmp_path):
     answers = ['```json\n{"score": 1.5}\n```', '{"a": {}, "score": "2"}']
     rule = (f"reward.judge.template={template}", "reward.judge.range=[1,3]")
     with judge_server(lambda number, _: answers[number]) as server:
-        config = config_of(server, *rule, "reward.judge.field=score", "reward.judge.samples=2")
-        scores, errors, _ = scored(config, ["{answer}"], answer="4", level=None)
+        rewards = rewards_of(server, *rule, "reward.judge.field=score", "reward.judge.samples=2")
+        scores, errors, _ = scored(rewards, ["{answer}"], answer="4", level=None)
         assert (scores, errors) == ([(0.25 + 0.5) / 2], [])
         assert server.questions[0] == 'user: What is 2+2?|{answer}|4|: as {"score": 3}'
     with judge_server(lambda *_: "<think>Score: 1</think>Score: 10\nScore: 5\nScore: 0") as server:
-        config = config_of(server, "reward.judge.mode=listwise")
-        assert scored(config, ["a", "b", "c"])[0] == [1.0, 0.5, 0.0] and len(server.questions) == 1
+        rewards = rewards_of(server, "reward.judge.mode=listwise")
+        assert scored(rewards, ["a", "b", "c"])[0] == [1.0, 0.5, 0.0] and len(server.questions) == 1
         assert "Answer 2:\nb" in server.questions[0]
-        assert "expected 2" in scored(config, ["a", "b"])[1][0]
+        assert "expected 2" in scored(rewards, ["a", "b"])[1][0]
 
 
 def test_failures_are_repeated_and_counted():
     script = [(500, {}), (429, {"Retry-After": "0.3"}), None, "no number", "Score: 11", "Score: 8"]
     with judge_server(lambda number, _: script[number]) as server:
         started = time.monotonic()
-        scores, errors, counts = scored(config_of(server), ["a"])
+        scores, errors, counts = scored(rewards_of(server), ["a"])
         assert (scores, errors) == ([0.8], []) and time.monotonic() - started > 0.3
     assert counts["judge_calls"] == 6 and counts["judge_retries"] == 5
     assert [counts[f"judge_{why}"] for why in ("refused", "dropped", "unreadable")] == [2, 1, 2]
     with judge_server(seconds=0.5) as server:
-        config = config_of(server, "reward.judge.timeout_seconds=0.05")
-        scores, (error,), counts = scored(config, ["a"])
+        rewards = rewards_of(server, "reward.judge.timeout_seconds=0.05")
+        scores, (error,), counts = scored(rewards, ["a"])
         assert "timeout_seconds" in error and counts["judge_timeouts"] == 8 == len(server.questions)
 
 
@@ -198,12 +197,12 @@ FINISHED = {
 )
 def test_no_verdict_is_no_score_is_not_repeated_in_vain_and_not_cached(count, choice):
     with judge_server(lambda number, _: "Score: 7" if number else choice) as server:
-        scores, (error,), counts = asked(config_of(server), ["a"])
+        scores, (error,), counts = asked(rewards_of(server), ["a"])
         assert scores == [0.0] and counts[count] == counts["judge_calls"] == 1
         assert counts["judge_retries"] == 0
         if choice["finish_reason"] in ("stop", "length", None) and "suppressed" not in error:
             assert "reward.judge.options={max_tokens: …, temperature: 0}" in error
-        scores, errors, counts = asked(config_of(server), ["a"])
+        scores, errors, counts = asked(rewards_of(server), ["a"])
         assert (scores, errors, counts["judge_calls"]) == ([0.7], [], 1)
 
 
@@ -214,7 +213,7 @@ def test_finished_answers_are_read_after_the_thinking(choice):
     words = "reward.judge.options={max_tokens: 16}"
     with judge_server(lambda *_: choice) as server:
         for num_calls in (1, 0):  # then from the cache
-            scores, errors, counts = asked(config_of(server, words), ["a"])
+            scores, errors, counts = asked(rewards_of(server, words), ["a"])
             assert (scores, errors, counts["judge_calls"]) == ([0.7], [], num_calls)
 
 
@@ -233,7 +232,7 @@ def test_finished_answers_are_read_after_the_thinking(choice):
 )
 def test_a_judge_is_asked_again_where_another_answer_may_come(options, choices, num_calls):
     with judge_server(lambda number, _: choices[number]) as server:
-        scores, errors, counts = asked(config_of(server, f"reward.judge.options={options}"), ["a"])
+        scores, errors, counts = asked(rewards_of(server, f"reward.judge.options={options}"), ["a"])
         assert counts["judge_calls"] == num_calls == len(server.questions)
     is_scored = choices[-1] == choice_of("Score: 7")
     assert (scores, errors == []) == ([0.7] if is_scored else [0.0], is_scored)
@@ -247,7 +246,7 @@ def test_an_answer_without_a_finish_reason_is_cut_off_where_it_has_all_its_token
     for name in ("max_tokens", "max_completion_tokens"):
         with judge_server(lambda *_: dict(choice)) as server:
             words = f"reward.judge.options={{{name}: 16, temperature: 0}}"
-            scores, (error,), counts = asked(config_of(server, words), ["a"])
+            scores, (error,), counts = asked(rewards_of(server, words), ["a"])
             assert scores == [0.0] and counts["judge_cut_off"] == counts["judge_calls"] == 1
             assert f"{name}: …" in error
 
@@ -258,23 +257,23 @@ def test_the_message_of_a_limit_names_the_users_own_and_how_many_answers_have_no
 
     with judge_server(answer) as server:
         words = "reward.judge.options={max_completion_tokens: 16, temperature: 0}"
-        _, (error,), counts = asked(config_of(server, words), ["long 1", "long 2", "short"])
+        _, (error,), counts = asked(rewards_of(server, words), ["long 1", "long 2", "short"])
         assert "reward.judge.options={max_completion_tokens: …, temperature: 0} (now 16)" in error
         assert "2 of 3" in error and counts["judge_cut_off"] == 2
-        (warning,) = try_rewards(config_of(server, words), Prompt(3, "long", {}))
+        (warning,) = try_rewards(rewards_of(server, words), Prompt(3, "long", {}))
         assert "reward.judge.options={max_completion_tokens: …" in warning
 
 
 def test_cached_answers_that_do_not_say_whether_they_were_cut_off_are_asked_for_again(tmp_path):
     with judge_server(lambda *_: "Score: 7") as server:
-        config = config_of(server)
-        assert asked(config, ["a"])[0] == [0.7]
+        rewards = rewards_of(server)
+        assert asked(rewards, ["a"])[0] == [0.7]
         (file,) = (path for path in (tmp_path / "cache").rglob("*") if len(path.name) == 64)
         kept = file.read_text()
         cut_off = {"text": "Score: 1", "finish_reason": "length"}
         for stored in ("Score: 1", OPEN_THINKING, "None", "", cut_off, {"text": 7}, [], None):
             file.write_text(json.dumps(stored))
-            scores, errors, counts = asked(config, ["a"])
+            scores, errors, counts = asked(rewards, ["a"])
             assert (scores, errors, counts["judge_calls"]) == ([0.7], [], 1), stored
             assert file.read_text() == kept
 
@@ -284,7 +283,7 @@ SEVENS += ("Score (0-10): 7", '{"score": 7}', "Score: [7]", "Score: `7`", "Score
 
 
 def test_the_default_pattern():
-    reader = judge.Judge(config_of("http://127.0.0.1:9/v1").reward.judge)
+    reader = judge.Judge(rewards_of("http://127.0.0.1:9/v1").options.judge)
     for answer in SEVENS:
         assert reader._read(answer, 1) == [pytest.approx(0.7)], answer
     assert reader._read("Score: 7.5", 1) == [0.75]
@@ -305,7 +304,7 @@ def test_a_judge_has_time_for_its_retries_and_takes_no_other_scores_along():
     def group_of(url, *words):
         words = ("data.chat=true", f"reward.judge.url={url}", "reward.on_error=zero", *words)
         config = load_config(None, {"reward.functions": ["exact_match", "judge"]}, words)
-        with contextlib.closing(RewardPool(config)) as pool:
+        with contextlib.closing(RewardPool(resolve(config).rewards, {})) as pool:
             texts, columns = ["4", "7"], {"answer": "4"}
             pool.submit(0, Call(prompt_of().content, texts, [[1]] * 2, columns))
             return finished(pool, 1)[0]
@@ -324,7 +323,7 @@ def test_a_judge_has_time_for_its_retries_and_takes_no_other_scores_along():
 def test_processes_share_the_slots_and_use_them_all():
     with judge_server(seconds=0.25) as server:
         words = ("reward.judge.concurrency=3", "reward.num_workers=3")
-        with contextlib.closing(RewardPool(config_of(server, *words))) as pool:
+        with contextlib.closing(RewardPool(rewards_of(server, *words), {})) as pool:
             for key in range(4):
                 texts = [f"{key} {n}" for n in range(6)]
                 pool.submit(key, Call(prompt_of().content, texts, [[1]] * 6, {}))
@@ -336,36 +335,36 @@ def test_processes_share_the_slots_and_use_them_all():
 def test_a_judge_that_is_down_or_refuses_is_an_error_before_a_run(tmp_path, monkeypatch):
     started, url = time.monotonic(), "http://127.0.0.1:9/v1"
     with pytest.raises(ConfigError, match=url):
-        try_rewards(config_of(url), prompt_of())
+        try_rewards(rewards_of(url), prompt_of())
     assert time.monotonic() - started < 30.0  # it does not try for long
     words = ["--reward", "judge", "--dry-run", f"reward.judge.url={url}"]
     assert url in easyrl("grpo", *words).output
-    assert try_rewards(config_of(url, "reward.check=false"), prompt_of()) == []
+    assert try_rewards(rewards_of(url, "reward.check=false"), prompt_of()) == []
     with judge_server(lambda *_: (401, {})) as server:
-        config = config_of(server, "reward.judge.key_variable=JUDGE_KEY")
+        rewards = rewards_of(server, "reward.judge.key_variable=JUDGE_KEY")
         with pytest.raises(ConfigError, match="JUDGE_KEY") as caught:
-            try_rewards(config, prompt_of())
+            try_rewards(rewards, prompt_of())
         assert KEY not in str(caught.value) and "***" in str(caught.value)
-        _, (error,), counts = scored(config, ["a"])
+        _, (error,), counts = scored(rewards, ["a"])
         assert "JUDGE_KEY" in error and KEY not in error and counts["judge_calls"] == 1
         monkeypatch.delenv("JUDGE_KEY")
         with pytest.raises(ConfigError, match="JUDGE_KEY"):
-            try_rewards(config, prompt_of())
+            try_rewards(rewards, prompt_of())
     with judge_server(lambda *_: None) as server, pytest.raises(ConfigError, match="disconnected"):
-        try_rewards(config_of(server), prompt_of())
+        try_rewards(rewards_of(server), prompt_of())
     template = tmp_path / "ask.txt"
     template.write_text("{completion} {anser}")
     with pytest.raises(ConfigError, match=r"anser.*\{answer\}|\{answer\}.*anser"):
-        try_rewards(config_of(url, f"reward.judge.template={template}"), prompt_of(answer="4"))
+        try_rewards(rewards_of(url, f"reward.judge.template={template}"), prompt_of(answer="4"))
     with judge_server(lambda *_: "It is fine.") as server:
-        config = config_of(server)
-        assert "It is fine." in try_rewards(config, prompt_of())[0]
-        _, (error,), counts = scored(config, ["a"])
+        rewards = rewards_of(server)
+        assert "It is fine." in try_rewards(rewards, prompt_of())[0]
+        _, (error,), counts = scored(rewards, ["a"])
         assert "It is fine." in error and "reward.judge.pattern" in error
         assert counts["judge_unreadable"] == 4
         monkeypatch.setenv("XDG_CACHE_HOME", str(template))  # a file
         with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
-            try_rewards(config, prompt_of())
+            try_rewards(rewards, prompt_of())
 
 
 def test_settings_that_do_not_fit_are_errors():
@@ -416,11 +415,11 @@ def test_a_template_is_the_one_of_the_start(tmp_path, monkeypatch):
     template = tmp_path / "ask.txt"
     template.write_text("at the start: {completion}")
     with judge_server(lambda *_: "Score: 1") as server:
-        config = config_of(server, f"reward.judge.template={template}")
-        digest = loading.digest_code(config)["reward.judge.template"]
-        monkeypatch.setattr(judge, "sources", loading.read_sources(config))
+        rewards = rewards_of(server, f"reward.judge.template={template}")
+        digest = loading.digest_code({}, rewards.options.judge)["reward.judge.template"]
+        monkeypatch.setattr(judge, "sources", loading.read_sources({}, rewards.options.judge))
         template.write_text("later")
-        scored(config, ["a"])
+        scored(rewards, ["a"])
         assert server.questions == ["at the start: a"]
         monkeypatch.setattr(judge, "sources", {})
-        assert loading.digest_code(config)["reward.judge.template"] != digest
+        assert loading.digest_code({}, rewards.options.judge)["reward.judge.template"] != digest

@@ -12,6 +12,7 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.ledger import ledger_of_evaluation, ledger_of_iteration
+from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
 
 FIRST = 100
@@ -23,9 +24,10 @@ def open_ledger(*words, num_groups=6, num_workers=2):
     placement = SimpleNamespace(
         max_concurrent_groups=2, max_rollout_workers=num_workers, num_rollout_workers=num_workers
     )
-    config = load_config(words=[f"train.prompts_per_iteration={num_groups}", *words])
+    words = [f"train.prompts_per_iteration={num_groups}", *words]
+    schedule = resolve(load_config(words=words)).schedule
     stream = SimpleNamespace(prompt=lambda index: Prompt(index, "", {}))
-    return ledger_of_iteration(config, placement, 0, stream, FIRST)
+    return ledger_of_iteration(schedule, placement, 0, stream, FIRST)
 
 
 def report(indexed, *, is_rejected=False, **changes):
@@ -181,11 +183,11 @@ def test_a_late_duplicate_is_dropped():
 
 
 def test_answers_of_an_evaluation_outlive_their_worker():
-    config = load_config(words=["rollout.num_generations=4"])
+    schedule = resolve(load_config(words=["rollout.num_generations=4"])).schedule
     numbers = {"max_concurrent_groups": 2, "max_rollout_workers": 2, "num_rollout_workers": 2}
     problems = [Prompt(index, "", {}) for index in (3, 5, 8, 9)]
     placement = SimpleNamespace(**numbers)
-    ledger = ledger_of_evaluation(config, placement, 1, problems, num_samples=6)
+    ledger = ledger_of_evaluation(schedule, placement, 1, problems, num_samples=6)
 
     def taken():
         return [[p.index for p in each.prompts] for each in ledger.take(WORKERS).values()]

@@ -22,6 +22,7 @@ from easyrl.model.lora import PARTS, Adapter, check_lora, describe_lora
 from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks
 from easyrl.model.tri_model import TriModel
+from easyrl.runtime.resolve import resolve
 from mistakes import TINY
 from runs import SMALL, lines_of, succeed, summary_of
 from tiny_models import (
@@ -144,12 +145,12 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path):
     rollout = Rollout(0, ids[:1], ids[1:], np.zeros(11, np.float32), np.ones(11, np.bool_), 1.0)
     batch = pack([rollout], shares_prompts=False)
     updates = "train.updates_per_iteration=2"
-    config = load_config(words=[updates, "algorithm.beta=0.1"])
-    models = TriModel(policy, config, TrainRanks(), None)
+    spec = resolve(load_config(words=[updates, "algorithm.beta=0.1"])).for_training
+    models = TriModel(policy, spec, TrainRanks(), None)
     assert models._reference is policy.adapter
     logprobs, _, _, ref_logprobs, _ = models.logprobs(batch, policy_is_old=True)
     base = load_policy(str(path))
-    expected = TriModel(base, load_config(words=[]), TrainRanks(), None)
+    expected = TriModel(base, resolve(load_config()).for_training, TrainRanks(), None)
     of_base = expected.logprobs(batch, policy_is_old=True)[0].detach()
     assert ref_logprobs is not None and not ref_logprobs.requires_grad
     torch.testing.assert_close(ref_logprobs, of_base, rtol=0.0, atol=1e-6)

@@ -15,10 +15,12 @@ from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominat
 from easyrl.config import ConfigError, change_config, load_config
 from easyrl.config.train import TrainConfig
 from easyrl.model.logprobs import token_logprobs
+from easyrl.runtime.resolve import resolve
 from easyrl.workers.learner import learning_rate_factor
 from mistakes import TINY
 from own_workers import REINFORCE
 from own_workers import loss_config as config_of
+from own_workers import loss_options as options_of
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 LEVELS = ("token", "sequence")
@@ -49,7 +51,7 @@ def make_inputs(ratios, advantages, *, completions=None, mask=None, ref_ratios=N
 def check(given, algorithm, loss, gradient, **others):
     """`gradient`: by log-probability; `others`: metrics, or the gradient by entropy."""
     inputs = make_inputs(**given)
-    outputs = policy_loss(inputs, config_of(**algorithm))
+    outputs = policy_loss(inputs, options_of(**algorithm))
     outputs.loss.backward()
     got = {name: value.item() for name, value in outputs.metrics.items()}
     if inputs.entropy.grad is not None:
@@ -116,7 +118,7 @@ def test_three_completions(loss_type, loss, scales):
 ])  # fmt: skip
 def test_the_denominator_of_an_update(loss_type, num_tokens, expected):
     """Six completions of at most 8 tokens each."""
-    chosen = config_of(loss_type=loss_type)
+    chosen = options_of(loss_type=loss_type)
     assert loss_denominator(chosen, num_completions=6, num_tokens=num_tokens) == expected
 
 
@@ -136,7 +138,7 @@ def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
     """A tool's token may be one that the policy would never have sampled."""
     correction = {"importance_sampling_correction": "truncate", "importance_sampling_cap": 1.5}
     terms = {"beta": 0.1, "entropy_coef": 0.1, **correction}
-    chosen = config_of(loss_type=loss_type, importance_sampling_level=level, **terms)
+    chosen = options_of(loss_type=loss_type, importance_sampling_level=level, **terms)
     others = {"mask": [True, False, True], "ref_ratios": [1.5, 1, 1], "weights": [2.0, 1.0, 0.7]}
     found = []
     for value in (-0.5, math.nan, math.inf, -math.inf, -1e4, 1e4):
@@ -164,7 +166,7 @@ def random_inputs(lengths, seed):
 
 
 SETTINGS = st.builds(
-    config_of,
+    options_of,
     loss_type=st.sampled_from(LOSS_TYPES),
     importance_sampling_level=st.sampled_from(LEVELS),
     beta=st.sampled_from([0.0, 0.3]),
@@ -218,7 +220,8 @@ def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path):
     own = "\ndef loss_denominator(config, num_completions, num_tokens): return 2 * num_tokens"
     for number, (source, expected) in enumerate([(REINFORCE, 8.0), (REINFORCE + own, 140.0)]):
         config = own_config(tmp_path / str(number), source)
-        found = load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70)
+        options = resolve(config).loss
+        found = load_loss(options).loss_denominator(options, num_completions=8, num_tokens=70)
         assert found == expected
 
 
@@ -227,10 +230,10 @@ def test_a_loss_may_be_a_teachers_divergence_alone(tmp_path):
     own = own_config(tmp_path, source)
     own = change_config(own, {"algorithm.teacher": "tiny", "algorithm.teacher_divergence": 0.5})
     shown = {"probability", "tokens", "entropy", "teacher_kl", "teacher_agrees"}
-    assert load_loss(own).metrics == shown
+    assert load_loss(resolve(own).loss).metrics == shown
     without = change_config(own, {"algorithm.teacher_divergence": None})  # it has no gradient
     with pytest.raises(ConfigError, match="gradient"):
-        load_loss(without)
+        load_loss(resolve(without).loss)
 
 
 @pytest.mark.parametrize(("source", "shown"), [
@@ -243,7 +246,7 @@ def test_a_loss_may_be_a_teachers_divergence_alone(tmp_path):
 ])  # fmt: skip
 def test_a_loss_that_cannot_work_is_refused(source, shown, tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm\.loss_type") as caught:
-        load_loss(own_config(tmp_path, source))
+        load_loss(resolve(own_config(tmp_path, source)).loss)
     assert shown in str(caught.value)
 
 
@@ -399,9 +402,10 @@ def our_loss(batch, config):
     """Without padding, as in a packed row."""
     tokens = {name: values[IS_TOKEN] for name, values in batch.items() if values.shape == (B, T)}
     tokens.pop("completions")
-    outputs = policy_loss(LossInputs(**tokens, num_completions=B), config)
+    options = resolve(config).loss
+    outputs = policy_loss(LossInputs(**tokens, num_completions=B), options)
     num_tokens = int(batch["loss_mask"].sum())
-    return outputs.loss / loss_denominator(config, num_completions=B, num_tokens=num_tokens)
+    return outputs.loss / loss_denominator(options, num_completions=B, num_tokens=num_tokens)
 
 
 def trl_loss(trainer, batch, config):

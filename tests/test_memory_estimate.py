@@ -111,14 +111,15 @@ def test_micro_batch_formula_equals_measured_allocations(vocabulary, checkpointi
     lengths = "data.max_prompt_length=60", "rollout.max_completion_length=60"
     group = "rollout.num_generations=8", "train.prompts_per_iteration=1"
     words = *lengths, *group, f"train.activation_checkpointing={checkpointing}"
-    learner = Learner(load_policy(str(tmp_path)), config := load_config(words=words))
+    config = load_config(words=words)
+    spec = resolve(config)
+    learner = Learner(load_policy(str(tmp_path)), spec.for_training)
     tokens = np.random.default_rng(0).integers(3, vocabulary, (9, 60)).astype(np.int32)
     logprobs, mask = np.full(60, -5.0, np.float32), np.ones(60, np.bool_)
     batch = pack([Rollout(0, tokens[0], tokens[i], logprobs, mask, 1.0 - i) for i in range(1, 9)])
     learner.accumulate(batch)  # what is made once is there
     taken = peak_bytes(lambda: learner.accumulate(batch), torch.device("cpu"))
     size = model_size(model_config.to_dict(), num_weights=0)
-    spec = resolve(config)
     repeats = {"num_ranks": 1, "repeats_prompts": False}
     expected = activation_bytes(
         size,
@@ -248,7 +249,9 @@ def test_trainer_uses_the_memory_that_there_is(words, reshard, tokens):
     split = ("devices.infer=0-3", "devices.train=4-7", "model.dtype=bfloat16")
     lengths = ("data.max_prompt_length=512", "rollout.max_completion_length=2048")
     config = load_config(words=[*split, *lengths, "train.prompts_per_iteration=64", *words])
-    changed = use_memory(config, resolve_placement(config, parse_assumed("8x140GiB")), size)
+    changed = use_memory(
+        config, resolve_placement(resolve(config), parse_assumed("8x140GiB")), size
+    )
     assert (changed.train.reshard, changed.max_tokens_per_micro_batch) == (reshard, tokens)
 
 

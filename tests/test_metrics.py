@@ -9,22 +9,23 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.layout.tree import TokenTree
 from easyrl.runtime.metrics import iteration_metrics, summarize
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import SavedState
 from easyrl.types import Completion
 
 
 def iteration_line(before, **reported):
     """Metrics of an iteration with a trained group and a rejected one, in a run with tools."""
-    config = load_config(None, {"rollout.environment": "guess"})
+    rewards = resolve(load_config(None, {"rollout.environment": "guess"})).rewards
     rejected = events.GroupScored(
         1, 0, 0, [1.0, 1.0], [], [2, 4], 0, 1.0, num_inserted_tokens=1, num_prompt_tokens=10
     )
     group = replace(rejected, completion_lengths=[7, 8], num_inserted_tokens=9)
     trained = events.IterationTrained(0, 1, 1, 15, 1.0, {}, inserted_tokens=9)
     ledger = SimpleNamespace(
-        config=config, reports=[rejected, group], trained=trained, round=1, engine_seconds={"": 1.0}
+        reports=[rejected, group], trained=trained, round=1, engine_seconds={"": 1.0}
     )
-    return iteration_metrics(ledger, [], before, {"perf/iteration_seconds": 2.0}, 2)
+    return iteration_metrics(ledger, rewards, before, {"perf/iteration_seconds": 2.0}, 2)
 
 
 def test_a_resumed_run_goes_on_from_the_counts_of_an_older_version():
@@ -49,9 +50,9 @@ def test_a_resumed_run_goes_on_from_the_counts_of_an_older_version():
     assert resumed["num_trainer_tokens"] == 124 and resumed["num_generated_tokens"] == 151
     again = iteration_line(resumed)
     assert again["num_completion_tokens"] == 130 and again["num_trainer_tokens"] == 148
-    config = load_config()
+    schedule = resolve(load_config()).schedule
     for newest, sampled, total in ((old, 100, 100), (again, 130, 148)):
-        summary = summarize([newest], config, SavedState(), 1)
+        summary = summarize([newest], schedule, [], SavedState(), 1)
         assert (summary["completion_tokens"], summary["trainer_tokens"]) == (sampled, total)
 
 

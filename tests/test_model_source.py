@@ -26,6 +26,7 @@ from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run, make_plan
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import config_file_of, differing, find_resume, start_from
 from mistakes import TINY, change_json, make_run
 from runs import SMALL, easyrl, finish, lines_of, succeed, summary_of
@@ -306,12 +307,13 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path, monk
     words = [f"reward.functions=[{tmp_path}/rewards.py:f]"]
     words += [f"rollout.environment={{a: guess, b: '{tmp_path}/rooms.py:Room'}}"]
     config = load_config(words=[*words, f"algorithm.loss_type={tmp_path}/loss.py:loss"])
-    before = digest_code(config)
+    code, judge = resolve(config).code, config.reward.judge
+    before = digest_code(code, judge)
     for name, (key, text) in files.items():
         (tmp_path / name).write_text(text.replace("3", "4"))
-        assert differing(before, digest_code(config)) == [key]
+        assert differing(before, digest_code(code, judge)) == [key]
         (tmp_path / name).write_text(text)
-    assert digest_code(config) == before
+    assert digest_code(code, judge) == before
 
 
 def test_the_learning_rate_may_change_and_a_checkpoint_stands_for_its_run(tmp_path, monkeypatch):

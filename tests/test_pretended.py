@@ -99,8 +99,8 @@ from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import measure_model
 from easyrl.runtime.resolve import resolve
 config = load_config(words=sys.argv[1:])
-placement = resolve_placement(config)
-size = measure_model(config).size
+placement = resolve_placement(resolve(config))
+size = measure_model(resolve(config)).size
 spec = resolve(use_memory(config, placement, size))
 for part in estimate_memory(spec, placement, size):
     if part.memory.name != "cpu" and part.need.what != "driver, communication":

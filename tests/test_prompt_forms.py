@@ -10,6 +10,7 @@ from easyrl.data.chat import check_prompts, read_messages, render_prompt, text_d
 from easyrl.data.datasets import open_prompts
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.files import load_tokenizer
+from easyrl.runtime.resolve import resolve
 from runs import write_rows
 
 BRACES = "{answer} {{}} %s {"
@@ -39,7 +40,7 @@ TURNS = (
 def first(folder, row=ROW, **data):
     flags = {f"data.{key}": value for key, value in data.items()}
     flags["data.dataset"] = write_rows(folder / "data.jsonl", [row])
-    return open_prompts(load_config(None, flags)).prompt(0)
+    return open_prompts(resolve(load_config(None, flags)).data).prompt(0)
 
 
 def error_of(folder, row=ROW, **data):
@@ -231,8 +232,8 @@ def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, t
     file = write_rows(tmp_path / "chat.jsonl", [{"prompt": SUM}])
     words = [f"data.dataset={file}", "data.max_prompt_length=5"]
     config = load_config(words=words)
-    examples = open_prompts(config).examples()
-    check_prompts(examples, tokenizer, config)
+    examples = open_prompts(resolve(config).data).examples()
+    check_prompts(examples, tokenizer, config.data)
     with pytest.raises(ConfigError, match=r"data\.max_prompt_length"):
         thinks = load_config(words=[*words, "data.chat_template_kwargs={thinks: true}"])
-        check_prompts(examples, tokenizer, thinks)
+        check_prompts(examples, tokenizer, thinks.data)

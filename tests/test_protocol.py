@@ -31,6 +31,7 @@ from easyrl.channels import ring_buffer
 from easyrl.channels.ring_buffer import FREE, READING, STATE_BITS, RingBuffer, RingLayout, TokenPipe
 from easyrl.config import load_config
 from easyrl.runtime.ledger import Ledger
+from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
 from easyrl.workers.batches import GroupReader
 
@@ -39,7 +40,7 @@ NUM_GROUPS, NUM_SLOTS = 4, 3
 REJECTED = {1, 6}  # prompts, unless it is the last round
 KILL = "kill"
 MAX_STEPS = 5000
-CONFIG = load_config(None, {"train.prompts_per_iteration": NUM_GROUPS})
+SPEC = resolve(load_config(None, {"train.prompts_per_iteration": NUM_GROUPS}))
 PLACEMENT = SimpleNamespace(max_concurrent_groups=1, max_rollout_workers=2, num_rollout_workers=2)
 SMALL_GROUP = test_ring_buffer.make_group(0, lengths=[1], prompt_length=1)
 
@@ -253,7 +254,7 @@ def consume(world, owner):
     port = world.ring.attach(owner)
     while not world.is_stopped:
         iteration, version = world.iteration, world.iteration
-        reader = GroupReader(CONFIG, port, (iteration, version), lambda: None)
+        reader = GroupReader(SPEC.batches, port, (iteration, version), lambda: None)
         reader._prompts = world.prompts
 
         def may_go_on(iteration=iteration):
@@ -277,10 +278,10 @@ def consume(world, owner):
 
 
 def control(world):
-    next_index, num_samples = 0, CONFIG.rollout.num_generations
+    next_index, num_samples = 0, SPEC.schedule.num_generations
     for iteration in range(world.num_iterations):
         ledger = Ledger(
-            CONFIG,
+            SPEC.schedule,
             PLACEMENT,
             lambda index: Prompt(index, "", {}),
             partial(events.Generate, iteration),

@@ -11,6 +11,7 @@ from easyrl.config.devices import parse_device_set
 from easyrl.runtime.placement import Machine, check_scale, numbered, resolve_placement
 from easyrl.runtime.ray import cluster as cluster_module
 from easyrl.runtime.ray.cluster import connect, versions
+from easyrl.runtime.resolve import resolve
 from own_workers import FIRST, make_group, make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
@@ -31,8 +32,8 @@ def test_ray_devices_are_counted_and_others_refused():
 @pytest.fixture
 def place(monkeypatch):
     def place(*words, resources=GPUS):
-        monkeypatch.setattr(cluster_module, "connect", lambda config, num_workers: resources)
-        return resolve_placement(load_config(words=words))
+        monkeypatch.setattr(cluster_module, "connect", lambda address, num_workers: resources)
+        return resolve_placement(resolve(load_config(words=words)))
 
     return place
 
@@ -54,14 +55,14 @@ def test_equal_numbers_of_ray_devices_are_no_shared_device(place):
     assert not placement.shares_device and placement.max_rollout_workers == 3
     for wanted in ("ray:3", "ray:1"):
         devices = numbered(parse_device_set(wanted), placement)
-        check_scale(load_config(), placement, placement.infer, devices)
+        check_scale(resolve(load_config()), placement, placement.infer, devices)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "no.such.host.invalid:6379"])
 def test_an_address_without_a_cluster_is_named(address):
     started = time.monotonic()
     with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
-        connect(load_config(words=[f"devices.ray_address={address}"]), 1)
+        connect(address, 1)
     assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 60.0
 
 

@@ -12,10 +12,10 @@ import reasoning_gym_scores
 from reasoning_gym_scores import RECORDED, are_equal, findings_of
 
 from easyrl.config import ConfigError, load_config
-from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
+from easyrl.data.datasets import open_prompts, problems_of
 from easyrl.data.reasoning_gym import REFUSED, ReasoningGym, library_data
 from easyrl.rewards import functions
-from easyrl.rewards.loading import reward_specs
+from easyrl.runtime.resolve import resolve, with_eval_data
 from runs import SMALL, lines_of, succeed, summary_of
 
 SUMS, LEGS = "reasoning_gym:chain_sum", "reasoning_gym:leg_counting"
@@ -47,15 +47,15 @@ def test_a_row_depends_on_seed_and_index_alone():
 
 
 def test_held_out_problems_are_never_trained_though_there_are_few():
-    stream = open_prompts(config_of(SUMS, options=FEW))
+    stream = open_prompts(resolve(config_of(SUMS, options=FEW)).data)
     held_out = [problem.content for problem in stream.held_out()]
     assert 20 < len({*held_out}) == len(held_out) < 80
     trained = {stream.prompt(index).content for index in range(1000)}
     assert len(trained) > 100 and trained.isdisjoint(held_out)
-    fewer = open_prompts(config_of(SUMS, options=FEW, num_held_out=5)).held_out()
+    fewer = open_prompts(resolve(config_of(SUMS, options=FEW, num_held_out=5)).data).held_out()
     assert [problem.content for problem in fewer] == held_out[:5]
-    assert not open_prompts(config_of(SUMS, num_held_out=0)).held_out()
-    assert len(open_prompts(config_of(SUMS)).held_out()) == 256
+    assert not open_prompts(resolve(config_of(SUMS, num_held_out=0)).data).held_out()
+    assert len(open_prompts(resolve(config_of(SUMS)).data).held_out()) == 256
 
 
 def test_the_librarys_scorer_reads_the_answer_and_gives_parts():
@@ -84,8 +84,9 @@ BY_TASK = {"chain_sum": FEW, "leg_counting": {"min_animals": 1, "max_animals": 2
 
 def test_options_go_by_task():
     mixture = config_of(SUMS, LEGS, options=BY_TASK, chat=True)
-    assert reward_specs(mixture) == ["reasoning_gym"]
-    prompt = open_prompts(mixture).prompt(0)
+    run = resolve(mixture)
+    assert run.rewards.functions == ("reasoning_gym",)
+    prompt = open_prompts(run.data).prompt(0)
     (message,) = prompt.content
     assert message["role"] == "user" and "arithmetic problem" in message["content"]
     columns = {name: [prompt.columns[name]] for name in ("entry", "task")}
@@ -93,21 +94,22 @@ def test_options_go_by_task():
     assert with_eval_data(config_of(SUMS, options=FEW)).data.options == FEW
     other = load_config(None, {"data.dataset": SUMS, "data.options": FEW, "eval.dataset": LEGS})
     assert with_eval_data(other).data.options == {}
-    problem = next(iter(problems_of(open_prompts(with_eval_data(other)), other).values()))
+    stream = open_prompts(resolve(with_eval_data(other)).data)
+    problem = next(iter(problems_of(stream, other.data).values()))
     assert "legs" in problem.content
 
 
 def test_a_curriculum_rises_by_the_librarys_levels():
     """Level n of chain_sum has 2 to 2 + n numbers of 1 to 1 + n digits."""
     options = {"level": [0, 4], "rows_per_level": 10, "min_terms": 2}
-    prompts = open_prompts(config_of(SUMS, options=options, num_held_out=64))
+    prompts = open_prompts(resolve(config_of(SUMS, options=options, num_held_out=64)).data)
 
     def most_digits(rows):
         return max(len(n) for row in rows for n in re.findall(r"\d+", row.content))
 
     rises = [most_digits(map(prompts.prompt, range(n, n + 10))) for n in (0, 10, 40, 90)]
     assert rises[0] == 1 and rises[1] == 2 and rises[2:] == [5, 5]
-    problems = problems_of(prompts, config_of(SUMS, options=options, num_held_out=64))
+    problems = problems_of(prompts, config_of(SUMS, options=options, num_held_out=64).data)
     assert most_digits(problems.values()) == 5
     last = ReasoningGym("chain_sum", json.dumps({"level": 4, "min_terms": 2}), 1)
     assert prompts.prompt(90).content == last.train_row(0, 90)["prompt"]
@@ -117,14 +119,19 @@ def test_a_curriculum_rises_by_the_librarys_levels():
 def test_a_task_that_rewards_a_constant_is_refused(name):
     assert name in REFUSED and findings_of(name) >= {"constant"}
     with pytest.raises(ConfigError, match=rf"^data\.dataset.*{name}"):
-        open_prompts(config_of(f"reasoning_gym:{name}"))
+        open_prompts(resolve(config_of(f"reasoning_gym:{name}")).data)
     with pytest.raises(ConfigError, match=name):
-        open_prompts(config_of(SUMS, f"reasoning_gym:{name}"))
+        open_prompts(resolve(config_of(SUMS, f"reasoning_gym:{name}")).data)
+
+    def data_of_parts(parts):
+        config = config_of("reasoning_gym:composite", options={"datasets": parts})
+        return resolve(config).data
+
     parts = [{"name": part, "weight": 0.5, "config": {}} for part in ("chain_sum", name)]
     with pytest.raises(ConfigError, match=rf"^data\.options\.datasets.*{name}"):
-        open_prompts(config_of("reasoning_gym:composite", options={"datasets": parts}))
+        open_prompts(data_of_parts(parts))
     parts[1]["name"] = "leg_counting"
-    assert open_prompts(config_of("reasoning_gym:composite", options={"datasets": parts})).prompt(0)
+    assert open_prompts(data_of_parts(parts)).prompt(0)
 
 
 def test_tasks_are_found_by_what_their_scorers_do():

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reward_pools import call, config_of
+from reward_pools import call, config_of, rewards_of
 
-from easyrl.config import ConfigError, load_config
+from easyrl.config import ConfigError
 from easyrl.data.datasets import open_prompts
-from easyrl.rewards.loading import check_rewards, load_reward, reward_names, reward_specs
+from easyrl.rewards.loading import check_rewards, load_reward
+from easyrl.runtime.resolve import resolve, short_names
 from easyrl.types import Prompt
 from math_answers import FORMS, FORMULA_FORMS, GSM8K, MATH, NAN, TYPED, TYPESET, TYPESET_FORMULAS
 from runs import write_rows
@@ -29,7 +30,7 @@ def scores(name, completions, /, **columns):
     settings = {key: value for key, value in columns.items() if "__" in key}
     num = len(completions)
     ids = columns.pop("completion_ids", [[1]] * num)
-    function = load_reward(name, config_of(name, **settings))
+    function = load_reward(name, rewards_of(name, **settings))
     values = {key: [value] * num for key, value in columns.items() if "__" not in key}
     return function(completions=completions, completion_ids=ids, **values)
 
@@ -99,9 +100,9 @@ def test_countdown_is_exact_and_reads_the_last_answer():
     assert scores("countdown", texts, nums=None, target=9) == [None] * 3
     assert scores("countdown", texts, nums=[1, 2, 3, 3], target="nine") == [0.0] * 3
     with pytest.raises(ConfigError, match="column target"):
-        check_rewards(config_of("countdown"), Prompt(0, "q", {"nums": [1], "target": "nine"}))
+        check_rewards(rewards_of("countdown"), Prompt(0, "q", {"nums": [1], "target": "nine"}))
     with pytest.raises(ConfigError, match="column answer"):
-        check_rewards(config_of("gsm8k"), Prompt(0, "q", {"answer": "2:30"}))
+        check_rewards(rewards_of("gsm8k"), Prompt(0, "q", {"answer": "2:30"}))
 
 
 def solution(answer):
@@ -119,9 +120,9 @@ def test_rows_of_presets_have_the_scores_checked_by_hand(preset, answers, column
         rows = [{"problem": "q", "solution": solution(answer)} for answer, _, _ in answers]
     file = write_rows(tmp_path / "data.jsonl", rows)
     settings = {"data__preset": preset, "data__columns": f"{{answer: {column}}}"}
-    config = config_of(data__dataset=file, data__shuffle="false", **settings)
-    stream, (spec,) = open_prompts(config), reward_specs(config)
-    function = load_reward(spec, config)
+    run = resolve(config_of(data__dataset=file, data__shuffle="false", **settings))
+    stream, (spec,) = open_prompts(run.data), run.rewards.functions
+    function = load_reward(spec, run.rewards)
     for index, (answer, text, score) in enumerate(answers):
         columns = {name: [value] for name, value in stream.prompt(index).columns.items()}
         assert function(completions=[chat(text)], **columns) == [score], (answer, text)
@@ -196,11 +197,11 @@ def test_of_an_episode_the_last_text_of_the_model_counts(reward):
 def test_functions_load_from_files_and_modules(monkeypatch, tmp_path):
     (tmp_path / "beside_my_reward.py").write_text("VALUE = 4.0")
     (tmp_path / "r.py").write_text("import beside_my_reward as b\ndef f(**_): return [b.VALUE]")
-    assert load_reward(f"{tmp_path / 'r.py'}:f", config_of())() == [4.0]
+    assert load_reward(f"{tmp_path / 'r.py'}:f", rewards_of())() == [4.0]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "inner.py").write_text("def f(**_): return [3.0]")
-    assert load_reward("my_package.inner:f", config_of())() == [3.0]
+    assert load_reward("my_package.inner:f", rewards_of())() == [3.0]
 
 
 # The shapes that TRL's documentation shows: what each reads, and how.
@@ -254,10 +255,10 @@ def without_kwargs(prompts, completions): return [float(p == "What is 2+2?") for
 def test_trl_functions_and_formats_work_unchanged(name, row, texts, scores, tmp_path):
     (tmp_path / "trl.py").write_text(TRL)
     data = write_rows(tmp_path / "data.jsonl", [row])
-    config = config_of(f"{tmp_path}/trl.py:{name}", data__dataset=data)
-    prompt = open_prompts(config).prompt(0)
-    check_rewards(config, prompt)
-    result = call(config, prompt, texts)
+    run = resolve(config_of(f"{tmp_path}/trl.py:{name}", data__dataset=data))
+    prompt = open_prompts(run.data).prompt(0)
+    check_rewards(run.rewards, prompt)
+    result = call(run.rewards, prompt, texts)
     assert result.scores == [scores] and not result.errors
     if name in ("logs", "forwards"):
         assert result.metrics == {"words": 5 / 3}
@@ -272,10 +273,9 @@ def test_function_in_verls_form_works_as_the_docs_wrap_it(tmp_path):
     row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}}
     row["extra_info"] = {"index": 7}
     prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], row)
-    assert call(config_of(f"{tmp_path}/v.py:score"), prompt, ["4", "5"]).scores == [[1, 0]]
+    assert call(rewards_of(f"{tmp_path}/v.py:score"), prompt, ["4", "5"]).scores == [[1, 0]]
 
 
 def test_functions_of_one_name_are_told_apart_by_their_files():
     specs = ["/a/r.py:f", "/a/s.py:f", "/b/s.py:g", "/a/t.py:h", "/b/t.py:h", "math"]
-    config = load_config(None, {"reward.functions": specs})
-    assert reward_names(config) == ["r.py:f", "s.py:f", "g", *specs[3:]]
+    assert short_names(specs) == ["r.py:f", "s.py:f", "g", *specs[3:]]

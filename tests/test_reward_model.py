@@ -7,7 +7,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import torch
-from reward_pools import call, config_of, finished
+from reward_pools import call, config_of, finished, rewards_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from easyrl.config import load_config
@@ -70,7 +70,7 @@ def logits(folder, texts, label=0):
 @pytest.mark.parametrize("name", ["one", "two", "unpadded"])
 def test_scores_are_those_of_transformers_one_by_one(name, models):
     folder, label = models / name, 0 if name == "one" else 1
-    config = config_of(folder, reward__model_label=1)  # which a model with one label ignores
+    rewards = rewards_of(folder, reward__model_label=1)  # which a model with one label ignores
     chat = [{"role": "user", "content": "1+1="}]
     begun = [*chat, {"role": "assistant", "content": "It is "}]  # the completion continues it
     for content, template in (
@@ -78,13 +78,13 @@ def test_scores_are_those_of_transformers_one_by_one(name, models):
         (chat, "<user>1+1=\n<assistant>{}\n"),
         (begun, "<user>1+1=\n<assistant>It is {}\n"),
     ):
-        (scores,) = call(config, Prompt(0, content, {}), TEXTS).scores
+        (scores,) = call(rewards, Prompt(0, content, {}), TEXTS).scores
         expected = logits(folder, [template.format(text) for text in TEXTS], label)
         assert scores == pytest.approx(expected, abs=1e-5)
         assert max(expected) - min(expected) > 0.1
     padding = reward_model._loaded[str(folder)][0].config.pad_token_id
     assert (padding is None) == (name == "unpadded")
-    (error,) = call(config, Prompt(0, "1" * 300, {}), TEXTS).errors
+    (error,) = call(rewards, Prompt(0, "1" * 300, {}), TEXTS).errors
     assert "at most 256 tokens" in error
 
 
@@ -96,8 +96,8 @@ def test_models_are_in_one_process_beside_the_functions_and_survive_its_death(mo
     expected = [pytest.approx(one, abs=1e-5), [0.0, 0.0], pytest.approx(two, abs=1e-5)]
     specs = models / "one", f"{own}:torch", models / "two"
     settings = {"reward__model_label": 0, "reward__memory_limit_gib": 0.25}
-    reports, config = [], config_of(*specs, reward__num_workers=1, **settings)
-    pool = RewardPool(config, None, reports.append)
+    reports, rewards = [], rewards_of(*specs, reward__num_workers=1, **settings)
+    pool = RewardPool(rewards, {}, reports.append)
     try:
         for _ in range(2):
             for key in range(3):
@@ -142,12 +142,12 @@ def test_models_and_functions_are_weighted_in_an_evaluation(models, tmp_path):
 
 def test_other_weights_are_another_model(models, tmp_path, monkeypatch):
     folder = shutil.copytree(models / "one", tmp_path / "copy")
-    config = config_of(folder, "math")
-    before = identify_code(config)
-    assert before == identify_code(config_of(models / "one", "format"))
-    assert identify_code(config_of("math"))["reward.functions"] == ""
+    spec = resolve(config_of(folder, "math"))
+    before = identify_code(spec)
+    assert before == identify_code(resolve(config_of(models / "one", "format")))
+    assert identify_code(resolve(config_of("math")))["reward.functions"] == ""
     make_model(folder, seed=3)
-    assert identify_code(config) != before
+    assert identify_code(spec) != before
     (tmp_path / "math").mkdir()
     monkeypatch.chdir(tmp_path)
     named = with_absolute_paths(config_of("copy", "math")).reward.functions
@@ -159,10 +159,10 @@ def test_memory_is_counted_on_a_device_of_its_own_or_with_what_else_is_there(mod
 
     def planned(*words):
         flags = {"reward.functions": [path, str(models / "two")]}
-        config = load_config(None, flags, ["reward.model_label=0", *words])
-        placement = resolve_placement(config, gpus)
-        size = measure_model(config).size
-        parts = estimate_memory(resolve(config), placement, size)
+        spec = resolve(load_config(None, flags, ["reward.model_label=0", *words]))
+        placement = resolve_placement(spec, gpus)
+        size = measure_model(spec).size
+        parts = estimate_memory(spec, placement, size)
         of_models = [part for part in parts if part.process.startswith("reward models")]
         found = {part.need.what: part for part in of_models}
         assert found["reward models"].memory in memories_of(placement)

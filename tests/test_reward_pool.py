@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from reward_pools import config_of, finished
+from reward_pools import finished, rewards_of
 
 from easyrl.config import ConfigError
 from easyrl.rewards import pool as pool_module
@@ -143,8 +143,8 @@ def open_pool(own, reports):
             if at != own:
                 at.write_text(FUNCTIONS)
             specs = [name if name == "math" else f"{at}:{name}" for name in names]
-            config = config_of(*specs, **{"reward__num_workers": 1} | settings)
-            pool = RewardPool(config, None, reports.append)
+            rewards = rewards_of(*specs, **{"reward__num_workers": 1} | settings)
+            pool = RewardPool(rewards, {}, reports.append)
             opened.callback(pool.close)
             return pool
 
@@ -167,8 +167,8 @@ def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monke
     monkeypatch.setattr(pool_module, "CHECK_SECONDS", 2.0)
 
     def tried(*names):
-        config = config_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2)
-        return try_rewards(config, Prompt(0, "1+1=", {"answer": "2"}))
+        rewards = rewards_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2)
+        return try_rewards(rewards, Prompt(0, "1+1=", {"answer": "2"}))
 
     warnings = tried("hangs", "crashes", "raises", "nan", "good", "needs_answer")
     for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
@@ -194,7 +194,7 @@ def test_a_mistake_in_a_function_stops_the_start(tmp_path, mistake):
     file.write_text(f"def f(completions, **columns):\n    {MISTAKES[mistake]}\n")
     content = [{"role": "user", "content": "1+1="}] if "content" in mistake else "1+1="
     with pytest.raises(ConfigError, match=re.escape(mistake)):
-        try_rewards(config_of(f"{file}:f"), Prompt(0, content, {}))
+        try_rewards(rewards_of(f"{file}:f"), Prompt(0, content, {}))
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT.with_name(f"{ROOT.name}-mine")])
@@ -372,7 +372,7 @@ def test_close_ends_a_hanging_reward_at_once(open_pool):
 
 
 def parent(own, connection):
-    pool = RewardPool(config_of(f"{own}:pid", f"{own}:sleepy"))
+    pool = RewardPool(rewards_of(f"{own}:pid", f"{own}:sleepy"), {})
     for seconds in ("0", "600"):
         pool.submit(0, Call("q", [seconds], [[1]], {}))
         ((scores, *_),) = finished(pool, 1)

@@ -12,6 +12,7 @@ from easyrl.runtime import placement as placing
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.metrics import Balance
 from easyrl.runtime.placement import EngineChoice, check_scale, first_engines, resolve_placement
+from easyrl.runtime.resolve import resolve
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
@@ -23,7 +24,7 @@ def _eight_gpus(monkeypatch):
 
 
 def place(*words):
-    return resolve_placement(load_config(words=words))
+    return resolve_placement(resolve(load_config(words=words)))
 
 
 def scale(wanted, *words, size=1, starting=None):
@@ -32,7 +33,11 @@ def scale(wanted, *words, size=1, starting=None):
     placement = replace(placement, engine=EngineChoice("vllm", "", size))
     changing = () if starting is None else (starting,)
     check_scale(
-        load_config(words=words), placement, placement.infer, parse_device_set(wanted), changing
+        resolve(load_config(words=words)),
+        placement,
+        placement.infer,
+        parse_device_set(wanted),
+        changing,
     )
 
 
@@ -68,7 +73,7 @@ def test_spare_devices_are_used_last_and_count_as_workers_a_run_may_have():
         assert place(*both, *words).max_rollout_workers == most
     assert place(*ON_CPU, "devices.spare=cpu:2").max_rollout_workers == 3
     config = load_config(words=["devices.infer=cpu:2", "devices.max_rollout_workers=1"])
-    assert placing.place_evaluation(config, 8, 1).max_rollout_workers == 2
+    assert placing.place_evaluation(resolve(config), 8, 1).max_rollout_workers == 2
 
 
 @pytest.mark.parametrize(("words", "key"), [
@@ -103,11 +108,11 @@ def test_shares_of_waiting_of_the_last_iterations():
 
 
 def test_autoscale_follows_the_balanced_number_once_two_iterations_agree():
-    config = load_config(words=[*ON_CPU, "devices.spare=cpu:2", "runtime.autoscale=true"])
-    placement, numbers = resolve_placement(config), iter([2, 5, 5, 3, None, 1, 1])
+    spec = resolve(load_config(words=[*ON_CPU, "devices.spare=cpu:2", "runtime.autoscale=true"]))
+    placement, numbers = resolve_placement(spec), iter([2, 5, 5, 3, None, 1, 1])
     fleet = SimpleNamespace(num_refused=0, infer_devices=placement.infer)
     controller = SimpleNamespace(
-        config=config,
+        spec=spec,
         checked=SimpleNamespace(placement=placement),
         fleet=fleet,
         _balanced=0,

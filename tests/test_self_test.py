@@ -13,6 +13,7 @@ from easyrl.config.devices import DeviceSet
 from easyrl.runtime import run as run_module
 from easyrl.runtime import self_test
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test import before_run
 from own_processes import WAIT_SECONDS
 from runs import customized, start_process
@@ -76,7 +77,7 @@ class Machine:
 
     def start(self, config=None):
         sets = {"infer": DeviceSet("accelerator", (0,)), "train": DeviceSet("accelerator", (1,))}
-        on_cpu = resolve_placement(load_config(None, ON_CPU))
+        on_cpu = resolve_placement(resolve(load_config(None, ON_CPU)))
         gpus = replace(on_cpu, accelerator="cuda", **sets)
         return before_run(config or load_config(), gpus, self.notes.append)
 

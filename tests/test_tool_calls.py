@@ -13,6 +13,7 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interface
 from easyrl.environments.tool_calls.calls import BadCall, ToolCall, read_calls, read_turn
 from easyrl.environments.tool_calls.formats import FORMATS
+from easyrl.runtime.resolve import resolve
 from runs import lines_of, succeed, write_rows
 from tool_models import chat_model, chat_tokenizer
 
@@ -603,8 +604,9 @@ def conversations(template, tool_format="auto", tools=TOOLS, calls=(), **attribu
     tokenizer = chat_tokenizer(calls, template)
     for name, value in attributes.items():
         setattr(tokenizer, name, value)
-    config = load_config(None, {"rollout.tool_format": tool_format})
-    return Conversations(config, tokenizer, Interface(tools, False, False), [1])
+    settings = {"rollout.environment": "guess", "rollout.tool_format": tool_format}
+    spec = resolve(load_config(None, settings)).episodes
+    return Conversations(spec, tokenizer, Interface(tools, False, False), [1])
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)

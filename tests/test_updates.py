@@ -20,6 +20,7 @@ from easyrl.model import tri_model
 from easyrl.model.loading import load_policy
 from easyrl.model.sharding import whole
 from easyrl.model.tri_model import OtherWeights
+from easyrl.runtime.resolve import resolve
 from easyrl.workers.learner import Learner
 from own_training import GROUPS, HARDER, NUM_RANKS, SHUFFLED, model, ranks, train
 from own_workers import NUM_GENERATIONS, REINFORCE
@@ -36,21 +37,19 @@ def sequence_logprobs(model, prompt, completion):
 
 def gradient_by_definition(trained, update):
     """Sequence by sequence, with three separate models, nothing left out."""
-    config = trained.config
+    spec = trained.spec
     weights = (trained.weights_before[update], trained.weights_before[0], None)
     policy, old, reference = (
         plain_model(own_training.MODEL, each, torch.float64) for each in weights
     )
-    per_update = len(GROUPS) // config.train.updates_per_iteration
+    per_update = len(GROUPS) // spec.batches.updates_per_iteration
     groups = GROUPS[update * per_update : (update + 1) * per_update]
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
         prompt = group.prompt_ids.tolist()
         for number, where in enumerate(group.completion_slices()):
             completion = group.completion_ids[where].tolist()
-            is_masked = bool(
-                config.algorithm.mask_truncated_completions and group.truncated[number]
-            )
+            is_masked = bool(spec.batches.mask_truncated_completions and group.truncated[number])
             mask = torch.from_numpy(group.loss_mask[where] & (not is_masked))
             num_tokens += int(mask.sum())
             logprobs, entropy = sequence_logprobs(policy, prompt, completion)
@@ -68,9 +67,9 @@ def gradient_by_definition(trained, update):
                 completion_of_token=torch.zeros(len(mask), dtype=torch.int64),
                 num_completions=1,
             )
-            total = total + policy_loss(inputs, config).loss
+            total = total + policy_loss(inputs, spec.loss).loss
     denominator = loss_denominator(
-        config, num_completions=len(groups) * NUM_GENERATIONS, num_tokens=num_tokens
+        spec.loss, num_completions=len(groups) * NUM_GENERATIONS, num_tokens=num_tokens
     )
     (total / denominator).backward()
     return {name: p.grad.float() for name, p in policy.named_parameters()}
@@ -233,8 +232,8 @@ def gathers_and_reductions(ranks):
     found = []
     for reshard in ("true", "false"):
         words = [*own_training.BASE, "model.path=tiny", f"train.reshard={reshard}"]
-        config = load_config(words=words)
-        learner = Learner(load_policy("tiny"), config, copy.copy(ranks))
+        spec = resolve(load_config(words=words)).for_training
+        learner = Learner(load_policy("tiny"), spec, copy.copy(ranks))
         with Counted() as counted:
             for _ in range(3):
                 learner.accumulate(EMPTY)
@@ -351,7 +350,7 @@ def test_a_weight_that_one_rank_does_not_use_gets_the_other_ranks_gradient(ranks
 @pytest.fixture
 def learner():
     config = load_config(words=["train.learning_rate=1e-2", "train.max_grad_norm=1.0"])
-    return Learner(load_policy("tiny"), config)
+    return Learner(load_policy("tiny"), resolve(config).for_training)
 
 
 def step_alone(learner, iteration):

@@ -28,8 +28,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from easyrl.agents.program import MODEL
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.rollout import SamplingChoice
+from easyrl.config.spec import EpisodeSpec
 from easyrl.data.chat import read_messages
 from easyrl.devices import LOOPBACK
 from easyrl.processes import raise_open_files
@@ -82,15 +83,15 @@ class Request:
 class Endpoint:
     """The server. `keys` may call it, or any key where `takes_any_key`."""
 
-    def __init__(self, config: Config, sampling: SamplingChoice, port: int = 0) -> None:
-        """`sampling`: of the engine; requests may also name that of `config`. `port`: 0: a free
+    def __init__(self, spec: EpisodeSpec, sampling: SamplingChoice, port: int = 0) -> None:
+        """`sampling`: of the engine; requests may also name that of training. `port`: 0: a free
         one. Raises ConfigError if it is taken."""
         raise_open_files()
         self.keys: set[str] = set()
         self.takes_any_key = False
         self.refused: Counter[str] = Counter()  # requests that could not be read, by key
-        rollout, of_run = config.rollout, SamplingChoice.of_training(config.rollout)
-        stop, self._ignores = rollout.stop, rollout.agent_sampling == "ignore"
+        self._ignores = spec.ignores_sampling
+        stop = list(spec.stop)
         self._sampling: dict[str, list[Any]] = {
             "frequency_penalty": [0],
             "presence_penalty": [0],
@@ -100,7 +101,8 @@ class Endpoint:
             "stop": [stop, *stop] if len(stop) == 1 else [stop],
         }
         for name in ("temperature", "top_p", "top_k"):
-            self._sampling[name] = [*{getattr(each, name): None for each in (of_run, sampling)}]
+            values = (getattr(each, name) for each in (spec.sampling, sampling))
+            self._sampling[name] = list(dict.fromkeys(values))
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         # With the protocol asyncio sends at once: 40 ms less for each answer.

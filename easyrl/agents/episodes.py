@@ -31,8 +31,9 @@ import numpy as np
 
 from easyrl.agents.endpoint import ApiError, Endpoint, Request, no_episode
 from easyrl.agents.pool import AgentPool
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.rollout import MAX_BRANCHES
+from easyrl.config.spec import EpisodeSpec
 from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts
@@ -42,7 +43,6 @@ from easyrl.environments.host_pool import FAILURES, CallFailed, HostKilled
 from easyrl.environments.loading import Interface
 from easyrl.environments.pool import row_of
 from easyrl.layout.tree import TokenTree
-from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
 
@@ -111,9 +111,9 @@ class AgentEpisodes(Episodes):
     """The open groups of a rollout worker with an agent."""
 
     def __init__(
-        self, config: Config, pool: AgentPool, endpoint: Endpoint, *, max_open_groups: int
+        self, spec: EpisodeSpec, pool: AgentPool, endpoint: Endpoint, *, max_open_groups: int
     ) -> None:
-        self._config, self.pool, self.endpoint = config, pool, endpoint
+        self._spec, self.pool, self.endpoint = spec, pool, endpoint
         self._max_open, self._num_open = max_open_groups, 0
         self._queue: deque[Group] = deque()
         self._groups: dict[Key, Group] = {}
@@ -136,7 +136,7 @@ class AgentEpisodes(Episodes):
         def conversations(tools: str) -> Conversations:
             interface = Interface(json.loads(tools), False, False)
             ends = engine.end_tokens
-            return Conversations(self._config, tokenizer, interface, ends, is_checked=False)
+            return Conversations(self._spec, tokenizer, interface, ends, is_checked=False)
 
         @lru_cache(64)
         def is_regular(tools: str, role: str) -> bool:
@@ -187,7 +187,7 @@ class AgentEpisodes(Episodes):
                 self.pool.give_up(episode.future)
         waits = not self._engine.can_step and all(e.waiting or e.future.done() for e in going_on)
         is_due = self._engine.num_steps >= self._next_step or not self._engine.can_step
-        if waits or not self._config.runtime.deterministic:
+        if waits or not self._spec.is_deterministic:
             if is_due and (num_steps := self._engine.num_steps):  # 0: it does not count
                 self._next_step = num_steps + STEPS_TOGETHER
             for episode in going_on:
@@ -196,7 +196,7 @@ class AgentEpisodes(Episodes):
                 while is_due and episode.waiting and self._serve(episode, episode.waiting[0]):
                     episode.waiting.popleft()
         finished = [*map(self._finished, filter(_is_complete, self._groups.values()))]
-        if waits or not self._config.runtime.deterministic:
+        if waits or not self._spec.is_deterministic:
             while self._queue and self._num_open < self._max_open:
                 self._num_open += 1
                 self._start(self._queue.popleft())
@@ -228,7 +228,7 @@ class AgentEpisodes(Episodes):
         try:
             episode.value, episode.parts = episode.future.result()
         except HostKilled as error:
-            if group.num_starts > 1 or self._config.runtime.deterministic:
+            if group.num_starts > 1 or self._spec.is_deterministic:
                 group.error = error
                 return
             for each in group.episodes:
@@ -269,7 +269,7 @@ class AgentEpisodes(Episodes):
         episode = self._episodes.get(request.key)
         if episode is None:
             request.reply(no_episode())
-        elif self._config.runtime.deterministic and (episode.waiting or episode.answering):
+        elif self._spec.is_deterministic and (episode.waiting or episode.answering):
             expected = "expected false, or one request of an episode at a time"
             request.reply(ApiError(f"runtime.deterministic: {expected}"))
         else:
@@ -290,7 +290,7 @@ class AgentEpisodes(Episodes):
             request.reply(ApiError(str(error)))
             return True
         if episode.group.prompt_ids is None:
-            episode.group.prompt_ids = ids[: self._config.data.max_prompt_length]
+            episode.group.prompt_ids = ids[: self._spec.limits.max_prompt_length]
         parent, num_shared = self._most_shared(episode, ids)
         is_resumed = num == 1 and self._is_resumable(parent, num_shared, len(ids))
         available = (left - len(ids) + num_shared) // num
@@ -321,11 +321,11 @@ class AgentEpisodes(Episodes):
         return True
 
     def _refusal(self, episode: Episode, limit: int, num_branches: int) -> ApiError | None:
-        rollout, seconds = self._config.rollout, self._config.rollout.episode_timeout_seconds
+        max_turns, seconds = self._spec.max_turns, self._spec.episode_timeout_seconds
         most = self._engine.sampling.max_completion_length
-        if episode.num_requests >= rollout.max_turns:
+        if episode.num_requests >= max_turns:
             episode.limit = "max_turns"
-            return ApiError(f"expected at most {rollout.max_turns} requests (rollout.max_turns)")
+            return ApiError(f"expected at most {max_turns} requests (rollout.max_turns)")
         if seconds is not None and time.monotonic() > episode.group.started + seconds:
             episode.limit, key = "time", "rollout.episode_timeout_seconds"
             return ApiError(f"expected an episode of at most {seconds:g} s ({key})")
@@ -423,7 +423,7 @@ class AgentEpisodes(Episodes):
         """Return an answer in OpenAI's form, and remember it: requests may continue it."""
         episode, turn = sequence.episode, sequence.turn
         tokens, length = turn.token_ids.tolist(), len(sequence.ids)
-        stops = () if turn.is_cut else self._config.rollout.stop
+        stops = () if turn.is_cut else self._spec.stop
         reason = "length" if turn.is_cut else "stop"
         if not request.messages:
             text, before = self._decode(tokens), request.prompt
@@ -479,7 +479,7 @@ class AgentEpisodes(Episodes):
 
     def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Any]] | None:
         """Score a group by what the agent has returned; if its process is lost, nothing can."""
-        group, specs = self._groups[key], reward_specs(self._config)
+        group, specs = self._groups[key], self._spec.rewards.functions
         future: Future[Any] = Future()
         if group.error:
             future.set_exception(group.error)

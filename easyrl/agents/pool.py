@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from easyrl.agents.program import Agent, Value, fill_in
-from easyrl.config import Config
+from easyrl.config.spec import EpisodeSpec
 from easyrl.environments.host import Host, Key
 from easyrl.environments.host_pool import HostPool, TimeLimit
 from easyrl.environments.pool import row_of
@@ -25,13 +25,13 @@ class AgentHost(Host):
 
     num_threads = MAX_AGENTS
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, spec: EpisodeSpec) -> None:
+        super().__init__(spec)
         threading.stack_size(STACK_BYTES)
         raise_open_files()
 
     def load(self, is_first: bool = False) -> None:
-        self._agent = Agent(self._config)
+        self._agent = Agent(self._spec)
 
     def run_agent(self, _: Key, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
         worker.BoundedOutput.begin_call()
@@ -44,18 +44,17 @@ class AgentPool(HostPool):
     host_class = AgentHost
     repeats_calls = False
 
-    def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
-        rollout = config.rollout
-        longest = rollout.episode_timeout_seconds
+    def __init__(self, spec: EpisodeSpec, sources: Mapping[str, str]) -> None:
+        longest = spec.episode_timeout_seconds
         if longest is None:
             seconds = math.inf
-            silence_seconds = rollout.tool_timeout_seconds
+            silence_seconds = spec.tool_timeout_seconds
         else:
             # Requests are refused after `longest`, so an agent may still end by itself.
-            seconds = longest + rollout.tool_timeout_seconds
+            seconds = longest + spec.tool_timeout_seconds
             silence_seconds = longest
         super().__init__(
-            config,
+            spec,
             sources,
             call_limit=TimeLimit(seconds, "rollout.episode_timeout_seconds"),
             silence_seconds=silence_seconds,
@@ -82,10 +81,10 @@ class AgentPool(HostPool):
                     self._give_up(host, number, "a call did not return")
 
 
-def check_agent(config: Config, example: Prompt | None) -> None:
+def check_agent(spec: EpisodeSpec, example: Prompt | None) -> None:
     """Load the agent in a process of its own; fill in a command with a prompt's columns, if there
     is one. Raises ConfigError."""
-    with closing(AgentPool(config, {})) as pool:
+    with closing(AgentPool(spec, {})) as pool:
         pool.loaded()
     if example is not None:
-        fill_in(config.rollout.agent_words, row_of(example))
+        fill_in(spec.agent_words, row_of(example))

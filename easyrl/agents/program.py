@@ -17,12 +17,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import EpisodeSpec
 from easyrl.devices import LOOPBACK
 from easyrl.formatting import require
 from easyrl.rewards.loading import accepted_arguments
@@ -39,13 +40,13 @@ Value = tuple[float | None, dict[str, float]]
 class Agent:
     """The agent of a process: call it with the arguments of an episode."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, episodes: EpisodeSpec) -> None:
         """Raises ConfigError for a function that cannot be loaded or asks for other arguments."""
-        spec = config.rollout.agent or ""
+        spec = episodes.agent or ""
         require("agents", KEY)
         for name in ("NO_PROXY", "no_proxy"):  # of this process and its commands
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
-        self.words = config.rollout.agent_words
+        self.words = episodes.agent_words
         self._openai: Any = None  # the client whose connections all episodes share
         if self.words:
             if shutil.which(self.words[0]) is None:
@@ -128,7 +129,7 @@ def _without_conversion(create: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def fill_in(words: list[str], row: Mapping[str, Any]) -> list[str]:
+def fill_in(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """Replace `{column}` in each word of a command. Raises ConfigError for an unknown column."""
     texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in row.items()}
     try:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from easyrl.config import AlgorithmConfig, Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.algorithm import LOSS_FORMS, LOSS_KEY
+from easyrl.config.spec import LossOptions
 from easyrl.user_code import load_function, module_of, user_traceback
 
 
@@ -74,7 +75,7 @@ class LossOutputs:
     """
 
 
-def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
+def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """Return the loss summed over a micro-batch.
 
         r_t = exp(logprobs_t - old_logprobs_t)                                      token
@@ -99,49 +100,49 @@ def policy_loss(inputs: LossInputs, config: Config) -> LossOutputs:
     7); truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
     You Off-Policy RL Training"; mask, TRL.
     """
-    algorithm = config.algorithm
     inputs = _zero_masked(inputs)
     mask, teacher = inputs.loss_mask, inputs.teacher
-    if teacher is not None and algorithm.teacher_divergence is None:
-        of_teacher = algorithm.teacher_weight * (teacher.logprobs - inputs.old_logprobs)
+    if teacher is not None and options.teacher_divergence is None:
+        of_teacher = options.teacher_weight * (teacher.logprobs - inputs.old_logprobs)
         inputs = replace(inputs, advantages=inputs.advantages + of_teacher)
     lengths = _sum_over_completion(mask.to(inputs.logprobs.dtype), inputs).clamp(min=1.0)
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    if algorithm.importance_sampling_level == "sequence":
+    if options.importance_sampling_level == "sequence":
         log_ratio = _sum_over_completion(log_ratio, inputs) / lengths
-    per_token, is_low, is_high = _surrogate(inputs, torch.exp(log_ratio), algorithm)
+    per_token, is_low, is_high = _surrogate(inputs, torch.exp(log_ratio), options)
     metrics = {
         "tokens": mask.sum(),
         "entropy": inputs.entropy.detach().sum(),
         "clipped_low": is_low.sum(),
         "clipped_high": is_high.sum(),
     }
-    if (correction := config.importance_sampling_correction) != "none":
-        cap = algorithm.importance_sampling_cap
+    if options.correction != "none":
+        cap = options.importance_sampling_cap
         with torch.no_grad():
             weights = torch.exp(inputs.old_logprobs - inputs.rollout_logprobs)
             is_over = weights > cap
-            weights = torch.where(is_over, cap if correction == "truncate" else 0.0, weights)
+            beyond = cap if options.correction == "truncate" else 0.0
+            weights = torch.where(is_over, beyond, weights)
         per_token = per_token * weights
         metrics["importance_sampling_ratio"] = (weights * mask).sum()
         metrics["importance_sampling_capped"] = (is_over & mask).sum()
-    if algorithm.beta > 0.0:
+    if options.beta > 0.0:
         assert inputs.ref_logprobs is not None
         kl = kl_k3(inputs.logprobs, inputs.ref_logprobs)
-        per_token = per_token + algorithm.beta * kl
+        per_token = per_token + options.beta * kl
         metrics["kl"] = kl.detach().sum()
-    if algorithm.entropy_coef != 0.0:
-        per_token = per_token - algorithm.entropy_coef * inputs.entropy
+    if options.entropy_coef != 0.0:
+        per_token = per_token - options.entropy_coef * inputs.entropy
     if teacher is not None:
-        if algorithm.teacher_divergence is not None:
-            per_token = per_token + algorithm.teacher_weight * teacher.divergence
+        if options.teacher_divergence is not None:
+            per_token = per_token + options.teacher_weight * teacher.divergence
         metrics |= teacher.metrics()
-    if algorithm.loss_type == "grpo":
+    if options.loss_type == "grpo":
         per_token = per_token / lengths
     return LossOutputs(per_token.sum(), metrics)
 
 
-def loss_denominator(config: Config, *, num_completions: int, num_tokens: int) -> float:
+def loss_denominator(options: LossOptions, *, num_completions: int, num_tokens: int) -> float:
     """Return the divisor of an update's gradient, which is summed over its micro-batches.
 
     `num_completions` counts all completions of the update's groups, `num_tokens` their unmasked
@@ -155,42 +156,47 @@ def loss_denominator(config: Config, *, num_completions: int, num_tokens: int) -
 
     A loss of the user's own: num_completions, unless its file has a function `loss_denominator`.
     """
-    if config.algorithm.loss_type in ("dapo", "cispo"):
+    if options.loss_type in ("dapo", "cispo"):
         return float(max(1, num_tokens))
-    if config.algorithm.loss_type == "dr_grpo":
-        return float(num_completions * config.rollout.max_completion_length)
+    if options.loss_type == "dr_grpo":
+        return float(num_completions * options.max_completion_length)
     return float(num_completions)
 
 
 class Loss(NamedTuple):
     """The functions of `algorithm.loss_type`."""
 
-    policy_loss: Callable[[LossInputs, Config], LossOutputs]
-    loss_denominator: Callable[..., float]
+    policy_loss: Callable[[LossInputs, LossOptions], LossOutputs]
+    loss_denominator: Callable[..., float]  # (options, *, num_completions, num_tokens)
     metrics: Collection[str]  # names of the metrics that `policy_loss` returns
 
 
-def load_loss(config: Config) -> Loss:
+def load_loss(options: LossOptions) -> Loss:
     """Return the built-in loss, or load and try the user's. Raises ConfigError if it fails."""
-    tiny = _zero_masked(_tiny_inputs(config))
-    if not config.algorithm.has_own_loss:
-        return Loss(policy_loss, loss_denominator, policy_loss(tiny, config).metrics.keys())
-    spec = config.algorithm.loss_type
+    tiny = _zero_masked(_tiny_inputs(options))
+    if not options.is_own:
+        return Loss(policy_loss, loss_denominator, policy_loss(tiny, options).metrics.keys())
+    spec = options.loss_type
     loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
-    num_arguments = max(1, len(inspect.signature(loss).parameters))  # inputs and config, or inputs
-    denominator = getattr(module_of(spec), "loss_denominator", loss_denominator)
+    settings = _settings_for(loss, 1, options)
+    divisor_of: Callable[..., Any]
+    divisor_of = getattr(module_of(spec), "loss_denominator", loss_denominator)
+    divisor_settings = _settings_for(divisor_of, 0, options)
 
-    def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
+    def own_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
         inputs = _zero_masked(inputs)
-        outputs = loss(*(inputs, config)[:num_arguments])
+        outputs = loss(inputs, *settings)
         metrics = {name: value.detach() for name, value in outputs.metrics.items()}
         metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
         metrics |= inputs.teacher.metrics() if inputs.teacher is not None else {}
         return LossOutputs(outputs.loss, metrics)
 
+    def denominator(options: LossOptions, **counts: int) -> float:
+        return float(divisor_of(*divisor_settings, **counts))
+
     try:
-        outputs = loss(*(tiny, config)[:num_arguments])
-        divisor = float(denominator(config, num_completions=2, num_tokens=5))
+        outputs = loss(tiny, *settings)
+        divisor = denominator(options, num_completions=2, num_tokens=5)
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error
     tensors = [outputs.loss, *outputs.metrics.values()] if isinstance(outputs, LossOutputs) else []
@@ -202,22 +208,32 @@ def load_loss(config: Config) -> Loss:
             "metrics, all scalar tensors, and a positive loss_denominator, got "
             f"{outputs!r:.200} and {divisor}"
         )
-    return Loss(own_loss, denominator, own_loss(tiny, config).metrics.keys())
+    return Loss(own_loss, denominator, own_loss(tiny, options).metrics.keys())
 
 
-def _tiny_inputs(config: Config) -> LossInputs:
+def _settings_for(function: Callable[..., Any], number: int, options: LossOptions) -> list[Any]:
+    """Return the settings that a function of the user's gets as argument `number`: all of the run's
+    (`config`), or if the parameter is called `options` the loss's, as the built-in functions do.
+    Empty if it has no such parameter."""
+    parameters = [*inspect.signature(function).parameters]
+    if len(parameters) <= number:
+        return []
+    return [options if parameters[number] == "options" else options.config]
+
+
+def _tiny_inputs(options: LossOptions) -> LossInputs:
     """Two completions of three tokens, one of them masked, as a loss gets them."""
-    values, algorithm = torch.arange(6) / -10.0, config.algorithm
+    values = torch.arange(6) / -10.0
     logprobs, teacher = values.clone().requires_grad_(), None
-    if algorithm.teacher is not None:
-        divergence = -(values if algorithm.teacher_divergence is None else logprobs)
+    if options.has_teacher:
+        divergence = -(values if options.teacher_divergence is None else logprobs)
         teacher = TeacherScores(values, divergence, -values, values < 0)
     return LossInputs(
         logprobs=logprobs,
         old_logprobs=values,
         rollout_logprobs=values,
-        ref_logprobs=values if config.algorithm.beta > 0.0 else None,
-        entropy=(-values).requires_grad_(config.algorithm.entropy_coef > 0.0),
+        ref_logprobs=values if options.beta > 0.0 else None,
+        entropy=(-values).requires_grad_(options.entropy_coef > 0.0),
         advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]),
         loss_mask=torch.arange(6) < 5,
         completion_of_token=torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -238,17 +254,17 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def _surrogate(
-    inputs: LossInputs, ratio: Tensor, algorithm: AlgorithmConfig
+    inputs: LossInputs, ratio: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `s_t` [K] of `policy_loss`, and which tokens are clipped below and above [K] bool.
     Masked tokens have advantage 0: they are not counted."""
-    advantages, epsilon_high = inputs.advantages, algorithm.resolved_epsilon_high
-    if algorithm.loss_type == "cispo":
+    advantages, epsilon_high = inputs.advantages, options.epsilon_high
+    if options.loss_type == "cispo":
         is_above = ratio.detach() > epsilon_high
         weight = ratio.detach().clamp(max=epsilon_high)
         per_token = -weight * advantages * inputs.logprobs
         return per_token, torch.zeros_like(is_above), is_above & (advantages != 0)
-    lower, upper = 1.0 - algorithm.epsilon, 1.0 + epsilon_high
+    lower, upper = 1.0 - options.epsilon, 1.0 + epsilon_high
     per_token = -torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
     return per_token, (ratio < lower) & (advantages < 0), (ratio > upper) & (advantages > 0)
 

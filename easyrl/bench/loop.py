@@ -17,9 +17,11 @@ from transformers import GenerationConfig
 
 from easyrl import devices
 from easyrl.bench.harness import QWEN3_06B, Row, record, write_model_and_prompts
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError, load_config
+from easyrl.config.spec import RunSpec
 from easyrl.model.files import DTYPE_BYTES, read_model_files
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test_part import SMALL, random_model
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -60,7 +62,7 @@ def run(
     """One row per model (`model`: only this one of SIZES). `words` win over what is set here.
     `both_busy` is a lower bound: it is exact if something is busy all the time."""
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
-    placement = resolve_placement(load_config(None, flags, words))
+    placement = resolve_placement(resolve(load_config(None, flags, words)))
     on_cpu = placement.train.kind == "cpu"
     flags |= {
         **{key: values[on_cpu] for key, values in SETTINGS.items()},
@@ -80,7 +82,10 @@ def _measure(
     size: Mapping[str, Any], flags: Mapping[str, Any], words: Sequence[str], iterations: int
 ) -> Row:
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-        flags = {**flags, **write_inputs(Path(folder), size, load_config(None, flags, words))}
+        flags = {
+            **flags,
+            **write_inputs(Path(folder), size, resolve(load_config(None, flags, words))),
+        }
         runs = {
             schedule: record(
                 schedule, {**flags, "runtime.schedule": schedule}, words, iterations=iterations
@@ -88,21 +93,21 @@ def _measure(
             for schedule in ("sync", "periodic")
         }
         num_weights = read_model_files(f"{folder}/model").num_weights or 0
-        config = load_config(None, flags, words)
-    placement, sync, periodic = resolve_placement(config), runs["sync"], runs["periodic"]
+        spec = resolve(load_config(None, flags, words))
+    placement, sync, periodic = resolve_placement(spec), runs["sync"], runs["periodic"]
     device = mfu = None
     if placement.train.kind != "cpu":
         device = devices.device_label(placement.accelerator, placement.train.indices[0])
         peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in device), None)
-        if peak is not None and config.model.dtype == "bfloat16":
-            flops = training_flops(size, num_weights, config, sync["completion_tokens"])
+        if peak is not None and spec.model.dtype == "bfloat16":
+            flops = training_flops(size, num_weights, spec, sync["completion_tokens"])
             mfu = flops / sync["train_seconds"] / (peak * placement.train.count)
     iteration, infer, train, weights = (
         periodic[f"{name}_seconds"] for name in ("iteration", "infer", "train", "weights")
     )
-    weight_bytes = DTYPE_BYTES[config.model.dtype] * num_weights
+    weight_bytes = DTYPE_BYTES[spec.model.dtype] * num_weights
     return {
-        "dtype": config.model.dtype,
+        "dtype": spec.model.dtype,
         "infer_devices": str(placement.infer),
         "train_devices": str(placement.train),
         "device": device,
@@ -115,25 +120,25 @@ def _measure(
     }
 
 
-def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def write_inputs(folder: Path, size: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
     """Prompts, and completions on average, get half the maximum length of a completion."""
-    length, vocab_size = config.rollout.max_completion_length // 2, size["vocab_size"]
+    length, vocab_size = spec.limits.max_completion_length // 2, size["vocab_size"]
     model = random_model(size)
     ends = list(range(vocab_size - max(1, vocab_size // length), vocab_size))
     model.generation_config = GenerationConfig(eos_token_id=ends)  # type: ignore[no-untyped-call]
-    num_prompts, dtype = config.train.prompts_per_iteration, config.model.dtype
+    num_prompts, dtype = spec.schedule.prompts_per_iteration, spec.model.dtype
     return write_model_and_prompts(folder, model, dtype, num_prompts, length)
 
 
 def training_flops(
-    size: Mapping[str, Any], num_weights: int, config: Config, num_tokens: float
+    size: Mapping[str, Any], num_weights: int, spec: RunSpec, num_tokens: float
 ) -> float:
     """Floating-point operations that forward and backward of an iteration need (no recomputation):
     6 per weight and token, and those of attention. `num_tokens`: of all completions, taken as
     equally long; a group shares its prompt. The tied head reads completions only."""
     head_weights = size["hidden_size"] * size["vocab_size"]
-    num_prompts, prompt_length = config.train.prompts_per_iteration, config.data.max_prompt_length
-    length = num_tokens / (num_prompts * config.rollout.num_generations)
+    num_prompts, prompt_length = spec.schedule.prompts_per_iteration, spec.limits.max_prompt_length
+    length = num_tokens / (num_prompts * spec.schedule.num_generations)
     pairs = num_prompts * prompt_length**2 / 2 + num_tokens * (prompt_length + length / 2)
     width = size["num_attention_heads"] * size["head_dim"]
     return float(

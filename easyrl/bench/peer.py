@@ -25,6 +25,7 @@ from easyrl.devices import accelerator, visible_environment
 from easyrl.formatting import require
 from easyrl.processes import die_with_parent, num_cores
 from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test_part import random_model
 from easyrl.runtime.supervisor import WorkerFailure, signals_as_interrupts
 
@@ -104,7 +105,9 @@ def run(
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     config = load_config(None, flags)
     is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
-    placement = None if is_ray else resolve_placement(config)  # else a cluster would be started
+    placement = (
+        None if is_ray else resolve_placement(resolve(config))
+    )  # else a cluster would be started
     if placement is None or placement.infer.kind != placement.train.kind:
         raise ConfigError(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "

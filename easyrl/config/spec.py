@@ -11,7 +11,7 @@ settings: a field has its key's name and meaning unless a comment says something
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from easyrl.config import Config
 from easyrl.config.algorithm import LOSS_TYPES, POLICY
@@ -44,6 +44,18 @@ class ModelSpec:
     attention: AttentionMode
     lora: LoraConfig
     chat_template: str | None  # instead of the tokenizer's own
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        model = config.model
+        return cls(
+            path=model.path,
+            dtype=model.dtype,
+            trust_remote_code=model.trust_remote_code,
+            attention=model.attention,
+            lora=model.lora,
+            chat_template=config.data.chat_template,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +303,7 @@ class RunSpec:
     code: Mapping[str, Sequence[str]]
     """Entries that may be functions or classes of the user's, by their keys, as
     {"reward.functions": ["mine.py:length"], "rollout.tools": []}."""
+    trackers: tuple[str, ...]  # `output.log_to`
 
     @property
     def for_rollout(self) -> RolloutSpec:

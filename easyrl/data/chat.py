@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError, DataConfig
 from easyrl.types import Messages
 
 MAX_CHECKED = 20_000
@@ -154,7 +154,7 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 def check_prompts(
     examples: Mapping[str, str | Messages],
     tokenizer: Any,
-    config: Config,
+    data: DataConfig,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> set[str]:
     """Check prompts, and return the locations of those that are too long, which are skipped.
@@ -162,7 +162,6 @@ def check_prompts(
     `examples`: prompts by their location, such as `data.jsonl:3`. `tools`: descriptions that all
     prompts have. Raises ConfigError for other unusable prompts.
     """
-    data = config.data
     is_chat = not isinstance(next(iter(examples.values())), str)
     template = getattr(tokenizer, "chat_template", None)
     if is_chat and not template:

@@ -21,10 +21,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
+from easyrl.config import ConfigError, DataConfig
 from easyrl.config.algorithm import TEACHER_PROMPT_KEY
 from easyrl.config.hints import did_you_mean, similar_file
-from easyrl.config.section import PROMPT_FORM
+from easyrl.config.spec import DataSpec
 from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
@@ -52,12 +52,12 @@ MAX_FILES_NAMED = 9  # in an error
 ID_DIGITS = 16
 
 
-def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
+def open_prompts(spec: DataSpec, *, is_trained: bool = True) -> PromptStream:
     """Open `data.dataset`. Raises ConfigError where it cannot be used.
 
     `is_trained`: False opens the held-out problems alone, if the data set is a preset on the hub.
     """
-    data = config.data
+    data = spec.options
     names = data.datasets
     if data.preset is not None and all(named_preset(name, data) for name in names):
         raise ConfigError(
@@ -67,16 +67,16 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
     is_mixture = len(names) > 1
     opened = {}
     for number, name in enumerate(names):
-        dataset = _open(name, config, number, is_trained=is_trained or is_mixture)
-        opened[name] = _with_teacher(dataset, config, number)
+        dataset = _open(name, spec, number, is_trained=is_trained or is_mixture)
+        opened[name] = _with_teacher(dataset, spec, number)
     stream = PromptStream(opened, data.weights or [1.0] * len(names))
     stream.examples()  # raises ConfigError for a row without a prompt
     return stream
 
 
-def _with_teacher(dataset: DataSet, config: Config, number: int) -> DataSet:
+def _with_teacher(dataset: DataSet, spec: DataSpec, number: int) -> DataSet:
     """Add the prompts of `algorithm.teacher_prompt`, a template or a column, if it is set."""
-    given = config.algorithm.teacher_prompt
+    given = spec.teacher_prompt
     if given is None:
         return dataset
     is_template = "{" in given
@@ -85,24 +85,23 @@ def _with_teacher(dataset: DataSet, config: Config, number: int) -> DataSet:
         "prompt_column": None if is_template else given,
         "chat": dataset.form.is_chat,
     }
-    data = config.data.model_copy(update=own)
+    data = spec.options.model_copy(update=own)
     form = RowForm(data, None, number=number, key=TEACHER_PROMPT_KEY)
     return replace(dataset, teacher_form=form)
 
 
-def _open(name: str, config: Config, number: int, *, is_trained: bool) -> DataSet:
+def _open(name: str, spec: DataSpec, number: int, *, is_trained: bool) -> DataSet:
     """Open data set `number` of a mixture, or the only one."""
-    rollout = config.rollout
-    environments = rollout.environments if rollout.has_environments else ()
-    form = RowForm(config.data, preset_of(name, config.data), environments, number)
-    seed = config.runtime.seed if config.data.shuffle else None
-    preset = named_preset(name, config.data)
+    data = spec.options
+    form = RowForm(data, preset_of(name, data), spec.environments, number)
+    seed = spec.seed if data.shuffle else None
+    preset = named_preset(name, data)
     if preset is None:
         return _open_rows(name, form, seed)
     if preset.task:
         kept = preset.task.held_out_rows()
         held_out = DataSet(f"{name}, held out", kept, form) if kept else None
-        rows = partial(preset.task.train_row, config.runtime.seed)
+        rows = partial(preset.task.train_row, spec.seed)
         return DataSet(name, rows, form, held_out=held_out)
     assert preset.held_out is not None
     if is_trained and preset.rows is None:
@@ -266,25 +265,9 @@ def _csv_rows(lines: Iterable[str]) -> Iterator[NumberedRow]:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
 
 
-def with_eval_data(config: Config) -> Config:
-    """Return the config with `data` set to the evaluated problems, in the data's own order. A
-    preset that `eval.dataset` names has its own prompts; others have those of `data`."""
-    changes: dict[str, Any] = {"data.shuffle": False, TEACHER_PROMPT_KEY: None}
-    if config.eval.dataset is not None:
-        changes |= {"data.dataset": config.eval.dataset, "data.weights": None, "data.options": {}}
-        if isinstance(config.data.columns, list):
-            own = dict(zip(config.data.datasets, config.data.columns, strict=True))
-            changes["data.columns"] = [own.get(config.eval.dataset, {})]
-        if config.eval.dataset in PRESETS:
-            defaults = by_name(Config().model_dump(include={"data"}))
-            changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}
-    return change_config(config, changes)
-
-
-def problems_of(stream: PromptStream, config: Config) -> dict[str, Prompt]:
+def problems_of(stream: PromptStream, data: DataConfig) -> dict[str, Prompt]:
     """Return at most `data.num_held_out` problems, by their locations: the held-out ones if there
     are any, else every row. Raises ConfigError if there are none."""
-    data = config.data
     if data.num_held_out == 0:
         raise ConfigError("data.num_held_out: expected 1 or more problems to evaluate, got 0")
     held_out = stream.held_out()[: data.num_held_out]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from easyrl.config import Config, ConfigError, DataConfig, change_config
+from easyrl.config import ConfigError, DataConfig
 from easyrl.config.data import REASONING_GYM
 from easyrl.data import tasks
 from easyrl.data.reasoning_gym import ReasoningGym
@@ -133,13 +133,3 @@ def default_reward(data: DataConfig) -> str | None:
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
     preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
     return preset.sampling if preset else {}
-
-
-def with_long_problems(config: Config) -> Config:
-    """Return the config with a `data.max_prompt_length` for a preset's longest problems, unless it
-    is set. A micro-batch, which an evaluation does not have, need not hold them."""
-    longest = eval_sampling(config.data).get("max_prompt_length")
-    if longest is None or "max_prompt_length" in config.data.model_fields_set:
-        return config
-    changes = {"data.max_prompt_length": longest, "train.max_tokens_per_micro_batch": None}
-    return change_config(config, changes)

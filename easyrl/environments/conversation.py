@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import EpisodeSpec
 from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt
 from easyrl.environments.loading import Interface
 from easyrl.environments.tool_calls.calls import (
@@ -81,7 +82,7 @@ class Conversations:
 
     def __init__(
         self,
-        config: Config,
+        spec: EpisodeSpec,
         tokenizer: Any,
         interface: Interface,
         end_tokens: Collection[int],
@@ -94,8 +95,8 @@ class Conversations:
             raise ConfigError(f"rollout.environment: {NO_CHAT_TEMPLATE}")
         self._tokenizer = tokenizer
         self._schemas: Schemas = interface.schemas
-        self._variables = dict(config.data.chat_template_kwargs)
-        self._format: str = config.rollout.tool_format
+        self._variables = dict(spec.chat_template_kwargs)
+        self._format: str = spec.tool_format
         self._ends = {token: tokenizer.decode([token]) for token in sorted(end_tokens)}
         """Texts of the tokens that end an answer."""
         self._writes_text = False  # the template takes arguments as JSON in a text

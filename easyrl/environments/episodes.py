@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from easyrl.config import Config
+from easyrl.config.spec import EpisodeSpec
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts
 from easyrl.environments.conversation import Conversations
@@ -29,7 +29,6 @@ from easyrl.environments.host_pool import FAILURES, HostLost
 from easyrl.environments.pool import EnvironmentPool, name_of, row_of
 from easyrl.environments.tool_calls.calls import Calls, ToolCall
 from easyrl.rewards.functions import GroupLost, RewardError
-from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call
 from easyrl.types import Completion, Messages, Prompt
 
@@ -62,9 +61,9 @@ class _Group:
 class EnvironmentEpisodes(Episodes):
     """The open groups of a rollout worker with environments."""
 
-    def __init__(self, config: Config, pool: EnvironmentPool, *, max_open_groups: int) -> None:
+    def __init__(self, spec: EpisodeSpec, pool: EnvironmentPool, *, max_open_groups: int) -> None:
         """`pool`: of the environments; `max_open_groups`: generated at a time."""
-        self._config, self._max_open = config, max_open_groups
+        self._spec, self._max_open = spec, max_open_groups
         self.pool = pool
         self._queue: deque[tuple[Key, Prompt, int]] = deque()
         self._groups: dict[Key, _Group] = {}
@@ -77,7 +76,7 @@ class EnvironmentEpisodes(Episodes):
         self._engine = engine
         self._interfaces, self._reward_functions = self.pool.loaded()
         self._conversations = {
-            name: Conversations(self._config, tokenizer, interface, engine.end_tokens)
+            name: Conversations(self._spec, tokenizer, interface, engine.end_tokens)
             for name, interface in self._interfaces.items()
         }
 
@@ -106,7 +105,7 @@ class EnvironmentEpisodes(Episodes):
             self._send(turn)
         self.pool.poll()
         is_barrier = not self._engine.can_step and not self._is_waiting()
-        if is_barrier or not self._config.runtime.deterministic:
+        if is_barrier or not self._spec.is_deterministic:
             self._hand_over()
             while self._queue and self._num_open < self._max_open:
                 self._num_open += 1
@@ -121,7 +120,7 @@ class EnvironmentEpisodes(Episodes):
 
     def _start(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         name = name_of(prompt, self._interfaces)
-        seeds = np.random.SeedSequence((self._config.runtime.seed, *key))
+        seeds = np.random.SeedSequence((self._spec.seed, *key))
         drawn = [int(seed) for seed in seeds.generate_state(num_generations, np.uint32)]
         resets = self.pool.start(key, name, row_of(prompt, name), drawn)
         messages = with_observation(prompt.content, None)
@@ -156,8 +155,8 @@ class EnvironmentEpisodes(Episodes):
         )
 
     def _check_lengths(self, longest: int, num_common: int) -> None:
-        most = self._config.data.max_prompt_length
-        most_own = self._config.rollout.max_completion_length
+        most = self._spec.limits.max_prompt_length
+        most_own = self._spec.limits.max_completion_length
         if longest > most or longest - num_common >= most_own:
             raise ValueError(
                 f"expected a prompt of at most {most} tokens with the observation "
@@ -210,7 +209,7 @@ class EnvironmentEpisodes(Episodes):
             acted = Acted(*future.result())
         except FAILURES as error:
             # In deterministic runs the result must not depend on time.
-            if self._config.runtime.deterministic or not isinstance(error, TimeoutError):
+            if self._spec.is_deterministic or not isinstance(error, TimeoutError):
                 self._break(group, error)
                 self._end(turn, episode, "error")
                 return
@@ -228,8 +227,8 @@ class EnvironmentEpisodes(Episodes):
         if acted.is_done:
             self._end(turn, episode, "done")
             return
-        limit = self._config.rollout.episode_timeout_seconds
-        if episode.num_turns >= self._config.rollout.max_turns:
+        limit = self._spec.episode_timeout_seconds
+        if episode.num_turns >= self._spec.max_turns:
             self._end(turn, episode, "max_turns")
         elif limit is not None and time.monotonic() - group.started > limit:
             self._end(turn, episode, "time")
@@ -248,10 +247,10 @@ class EnvironmentEpisodes(Episodes):
 
     def _break(self, group: _Group, error: Exception) -> None:
         """Give a group up; raise RewardError if that is to end the run (`reward.on_error`)."""
-        is_slow = isinstance(error, TimeoutError) and not self._config.runtime.deterministic
+        is_slow = isinstance(error, TimeoutError) and not self._spec.is_deterministic
         is_lost = is_slow or isinstance(error, GroupLost)
         group.error = (GroupLost if is_lost else HostLost)(f"rollout.environment: {error}")
-        if self._config.reward.on_error == "stop" and not is_lost:
+        if self._spec.rewards.options.on_error == "stop" and not is_lost:
             prompt = f"{group.prompt.content!r:.200}"
             raise RewardError(f"{group.error}\nfor the prompt {prompt}")
 
@@ -271,7 +270,7 @@ class EnvironmentEpisodes(Episodes):
         if error := self._groups[key].error:
             future: Future[Any] = Future()
             future.set_exception(error)
-            return range(len(reward_specs(self._config))), future
+            return range(len(self._spec.rewards.functions)), future
         if not (functions := self._reward_functions):
             return None
         return functions, self.pool.judge(key, call._replace(functions=functions))

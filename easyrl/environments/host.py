@@ -29,7 +29,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import EpisodeSpec
 from easyrl.environments.loading import Environment, Interfaces, load_environments
 from easyrl.environments.tool_calls.calls import BadCall, Calls, ToolCall
 from easyrl.processes import maybe_sleep, set_name
@@ -58,8 +59,8 @@ class Host:
 
     num_threads: int  # most calls that run at a time; 1: they run in the main thread
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, spec: EpisodeSpec) -> None:
+        self._spec = spec
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -126,10 +127,9 @@ class _Episode:
 class EnvironmentHost(Host):
     """Holds the environments of episodes, and calls their methods and tools."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        is_deterministic = config.runtime.deterministic
-        self.num_threads = 1 if is_deterministic else config.rollout.concurrent_calls
+    def __init__(self, spec: EpisodeSpec) -> None:
+        super().__init__(spec)
+        self.num_threads = spec.num_threads
         self._environments: Mapping[str, Environment] = {}
         self._groups: dict[Key, dict[int, _Episode]] = {}
         self._spare: dict[str, list[Any]] = {}  # instances that no episode uses, by environment
@@ -137,7 +137,7 @@ class EnvironmentHost(Host):
     def load(self, is_first: bool = False) -> Loaded:
         """Load environments and reward functions. Only the first process describes the tools:
         transformers, which does it, imports torch."""
-        self._environments = load_environments(self._config, with_schemas=is_first)
+        self._environments = load_environments(self._spec, with_schemas=is_first)
         interfaces: dict[str, Any] = {}
         for name, environment in self._environments.items():
             interfaces[name] = environment.interface
@@ -160,7 +160,7 @@ class EnvironmentHost(Host):
         methods = {method: getattr(instance, method) for method in environment.methods}
         episode.environment = instance
         episode.tools = {**environment.tools, **methods}
-        if self._config.runtime.deterministic:
+        if self._spec.is_deterministic:
             episode.random_states = RandomStates.of_seed(seed)
         if "seed" in inspect.signature(instance.reset).parameters:
             row = {"seed": seed, **row}
@@ -240,12 +240,12 @@ def _random_numbers_of(episode: _Episode) -> Iterator[None]:
 
 
 def serve(
-    connection: Connection, make_host: type[Host], config: Config, sources: Mapping[str, str]
+    connection: Connection, make_host: type[Host], spec: EpisodeSpec, sources: Mapping[str, str]
 ) -> None:
     """Run a host process: answer requests until the rollout worker ends it."""
-    worker.start(config, sources)
+    worker.start(spec.rewards, sources)
     set_name(PROCESS_NAME)
-    host = make_host(config)
+    host = make_host(spec)
     sending = threading.Lock()
 
     def send(number: int, kind: str, value: Any = None) -> None:

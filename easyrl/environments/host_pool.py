@@ -27,7 +27,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import EpisodeSpec
 from easyrl.environments.host import Host, Key, Request, serve
 from easyrl.processes import send_all
 from easyrl.rewards.functions import GroupLost
@@ -100,7 +101,7 @@ class HostPool:
 
     def __init__(
         self,
-        config: Config,
+        spec: EpisodeSpec,
         sources: Mapping[str, str],
         *,
         call_limit: TimeLimit,
@@ -111,7 +112,7 @@ class HostPool:
         have no limit of their own. `silence_seconds`: a process that starts none of its calls for
         so long is killed. So is one that reports nothing for so long after a call took too long,
         unless it is normal that calls run without a limit (`has_endless_calls`)."""
-        self._config = config
+        self._spec = spec
         self._sources = sources
         self._call_limit = call_limit
         self._silence_seconds = silence_seconds
@@ -127,7 +128,7 @@ class HostPool:
         try:
             return self.wait_for(self._loading)
         except FAILURES as error:
-            raise ConfigError(f"{self._config.rollout.acts}: cannot be loaded: {error}") from None
+            raise ConfigError(f"{self._spec.key}: cannot be loaded: {error}") from None
 
     def wait_for(self, future: Future[Any]) -> Any:
         """Return the result of a call when it is there."""
@@ -169,7 +170,7 @@ class HostPool:
         usable = [host for host in self._hosts if not host.is_stuck]
         if usable:
             emptiest = min(usable, key=lambda host: len(self._keys_of(host)))
-            is_full = len(usable) >= self._config.rollout.environment_workers
+            is_full = len(usable) >= self._spec.num_processes
             if is_full or not self._keys_of(emptiest):
                 return emptiest
         return self._spawn()
@@ -261,7 +262,7 @@ class HostPool:
     def _on_other_result(self, call: _Call) -> None:
         """Give up a group whose calls, repeated after a kill, do not do again what they did."""
         if call.key is not None:
-            kind = HostLost if self._config.runtime.deterministic else GroupLost
+            kind = HostLost if self._spec.is_deterministic else GroupLost
             reason = "its process was killed, and repeated calls had other results"
             self._lose(call.key, kind(reason))
 
@@ -291,7 +292,7 @@ class HostPool:
         own_end, host_end = self._context.Pipe()
         process = self._context.Process(
             target=serve,
-            args=(host_end, self.host_class, self._config, self._sources),
+            args=(host_end, self.host_class, self._spec, self._sources),
             daemon=True,
         )
         process.start()

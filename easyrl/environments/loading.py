@@ -11,8 +11,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.hints import did_you_mean
+from easyrl.config.spec import EpisodeSpec
 from easyrl.user_code import load_function, user_traceback
 
 KEY = "rollout.environment (--environment)"
@@ -43,15 +44,17 @@ class Environment(NamedTuple):
     interface: Interface
 
 
-def load_environments(config: Config, *, with_schemas: bool) -> dict[str, Environment]:
+def load_environments(spec: EpisodeSpec, *, with_schemas: bool) -> dict[str, Environment]:
     """Load all environments and tools by name. Makes one instance of each environment.
     `with_schemas`: of the tools; transformers, which makes them, imports torch."""
     tools, schemas = {}, []
-    for tool in config.rollout.tools:
+    for tool in spec.tools:
         function = tools[tool.rpartition(":")[2]] = load_function(tool, TOOLS_KEY)
         schemas += [_schema(TOOLS_KEY, tool, function)] if with_schemas else []
-    specs = config.rollout.environments
-    return {name: _load(specs[name], tools, schemas, with_schemas) for name in specs}
+    return {
+        name: _load(environment, tools, schemas, with_schemas)
+        for name, environment in spec.environments.items()
+    }
 
 
 def _load(

@@ -5,13 +5,13 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import EpisodeSpec
 from easyrl.data.streams import ENVIRONMENT_COLUMN
 from easyrl.environments.host import EnvironmentHost, Key, Loaded
 from easyrl.environments.host_pool import FAILURES, HostPool, TimeLimit
 from easyrl.environments.loading import KEY, Interface, Interfaces
 from easyrl.environments.tool_calls.calls import Calls
-from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call
 from easyrl.types import Prompt
 
@@ -20,10 +20,10 @@ class EnvironmentPool(HostPool):
     host_class = EnvironmentHost
     repeats_calls = True
 
-    def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
-        seconds = config.rollout.tool_timeout_seconds
+    def __init__(self, spec: EpisodeSpec, sources: Mapping[str, str]) -> None:
+        seconds = spec.tool_timeout_seconds
         limit = TimeLimit(seconds, "rollout.tool_timeout_seconds")
-        super().__init__(config, sources, call_limit=limit, silence_seconds=seconds)
+        super().__init__(spec, sources, call_limit=limit, silence_seconds=seconds)
 
     def loaded(self) -> Loaded:
         """Wait until all is loaded. Raises ConfigError."""
@@ -49,27 +49,26 @@ class EnvironmentPool(HostPool):
     def judge(self, key: Key, call: Call) -> Future[Any]:
         """Score a group by functions that need its environments. The result has the fields of
         `Scored`."""
-        own_seconds = self._config.reward.timeout_seconds
-        if own_seconds:
-            limit = TimeLimit(own_seconds, "reward.timeout_seconds")
-        else:
-            limit = TimeLimit(self._config.runtime.timeout_seconds, "runtime.timeout_seconds")
+        rewards = self._spec.rewards
+        is_own = rewards.options.timeout_seconds is not None
+        key_of_limit = "reward.timeout_seconds" if is_own else "runtime.timeout_seconds"
+        limit = TimeLimit(rewards.timeout_seconds, key_of_limit)
         return self._call(key, "judge", call, limit=limit)
 
 
-def check_environments(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:
+def check_environments(spec: EpisodeSpec, example: Prompt | None) -> tuple[Interfaces, list[str]]:
     """Load all environments in a process of their own, and reset that of a prompt, if there is one
     (`reward.check`). Return their interfaces, and warnings. Raises ConfigError."""
-    with closing(EnvironmentPool(config, {})) as pool:
+    with closing(EnvironmentPool(spec, {})) as pool:
         interfaces = pool.loaded().interfaces
-        if config.reward.check and example is not None:
+        if spec.rewards.options.check and example is not None:
             name = name_of(example, interfaces)
             (observation,) = pool.start((0,), name, row_of(example, name), [0])
             try:
                 pool.wait_for(observation)
             except FAILURES as error:
                 raise ConfigError(f"{KEY}: reset failed on the first row:\n{error}") from None
-    is_used = "environment" in reward_specs(config)
+    is_used = "environment" in spec.rewards.functions
     has_reward = any(each.has_reward for each in interfaces.values())
     if is_used and not has_reward:
         raise ConfigError(

@@ -1,11 +1,10 @@
 """Completions of one turn: nobody acts, and the engine's groups are complete."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from easyrl.config import Config
 from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts
@@ -15,8 +14,8 @@ from easyrl.types import Completion, Prompt
 
 
 class SingleTurns(Episodes):
-    def __init__(self, config: Config) -> None:
-        self._chat_template_kwargs = config.data.chat_template_kwargs
+    def __init__(self, chat_template_kwargs: Mapping[str, Any]) -> None:
+        self._chat_template_kwargs = chat_template_kwargs
         self._prompts: dict[Key, Prompt] = {}
 
     def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:

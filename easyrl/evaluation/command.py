@@ -21,8 +21,9 @@ from easyrl.config import Config, ConfigError, by_name, change_config, keys_mark
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.section import COMPARED, PROMPT_FORM
-from easyrl.data.datasets import identity_of, open_prompts, problem_ids, problems_of, with_eval_data
-from easyrl.data.presets import PRESETS, eval_sampling, with_long_problems
+from easyrl.config.spec import RunSpec
+from easyrl.data.datasets import identity_of, open_prompts, problem_ids, problems_of
+from easyrl.data.presets import PRESETS, eval_sampling
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
@@ -30,7 +31,6 @@ from easyrl.formatting import counted
 from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.model.files import ModelFiles, check_positions, model_size, read_model_files
 from easyrl.observe.text import say
-from easyrl.rewards.loading import reward_specs, reward_weights
 from easyrl.runtime import preflight, supervisor
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launcher import make_launcher
@@ -39,7 +39,7 @@ from easyrl.runtime.memory_estimate import check_memory, estimate_memory
 from easyrl.runtime.memory_fit import fits
 from easyrl.runtime.metrics import no_program_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
-from easyrl.runtime.resolve import resolve
+from easyrl.runtime.resolve import resolve, with_eval_data, with_long_problems
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite, sample_values
 from easyrl.types import Prompt
@@ -50,7 +50,7 @@ NUM_FIRST_SAMPLES = 32  # completions after which `no_program_warning` is asked 
 @dataclass(frozen=True, slots=True)
 class Plan:
     config: Config  # section `data` names the problems
-    worker_config: Config  # section `rollout` has the evaluation's number of samples and length
+    spec: RunSpec  # of the workers, with the evaluation's number of samples and length
     source: ModelSource
     problems: Mapping[str, Prompt]  # by id
     num_skipped: int  # problems whose prompts are too long (`data.long_prompts=skip`)
@@ -64,8 +64,8 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     source = find_model(config.model.path, base)
     config = with_long_problems(with_eval_data(config))
     files = read_model_files(source.base)
-    stream = open_prompts(config, is_trained=False)
-    problems = problems_of(stream, config)
+    stream = open_prompts(resolve(config).data, is_trained=False)
+    problems = problems_of(stream, config.data)
     sampling = SamplingChoice.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
     # Rewards depend on the number and length of completions.
     changes = {
@@ -73,10 +73,10 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
         "rollout.max_completion_length": sampling.max_completion_length,
         "train.max_tokens_per_micro_batch": None,
     }
-    sampled = change_config(config, changes)
-    check_positions(sampled, files, section="eval")
+    spec = replace(resolve(change_config(config, changes)), sampling=sampling)
+    check_positions(spec.limits, files, section="eval")
     example = next(iter(problems.values()))
-    interfaces, warnings = preflight.check_functions(sampled, example, is_trained=False)
+    interfaces, warnings = preflight.check_functions(spec, example, is_trained=False)
     with suppress(ConfigError):  # of a run of another version
         run = run_of(config.model.path)
         trained = {*run.data.datasets} & {*config.data.datasets} - {*PRESETS} if run else None
@@ -84,20 +84,20 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
             warnings.append("note: the model's run trained on rows of this data set (--dataset)")
     for warning in warnings:
         say(warning)
-    with_base = change_config(config, {"model.path": source.base})
+    with_base = replace(spec, model=replace(spec.model, path=source.base))
     prompts = preflight.short_problems(with_base, problems, interfaces, source.tokenizer)
-    placement = place_evaluation(config, len(prompts), sampling.num_samples)
-    placement = _fit_memory(sampled, placement, files, sampling.num_samples)
+    placement = place_evaluation(spec, len(prompts), sampling.num_samples)
+    placement = _fit_memory(spec, placement, files, sampling.num_samples)
     num_skipped = len(problems) - len(prompts)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))
-    values, digests = by_name(config.model_dump(mode="json")), preflight.identify_code(config)
+    values, digests = by_name(config.model_dump(mode="json")), preflight.identify_code(spec)
     settings = {
         "model": source.path,
         "model_identity": source.identity(),
         "dataset": config.data.shown,
         "dataset_identity": identity_of(list(by_id)),
-        "reward_functions": reward_specs(config),
-        "reward_weights": reward_weights(config),
+        "reward_functions": spec.rewards.functions,
+        "reward_weights": spec.rewards.weights,
         "correct_reward": config.eval.correct_reward,
         **asdict(sampling),
         "engine": placement.engine.name,
@@ -106,11 +106,11 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     }
     home = json.dumps(f"{config.output.dir}/")[:-1]  # inputs of Python, in a folder that may move
     settings = json.loads(json.dumps(settings).replace(home, '"'))
-    return Plan(config, sampled, source, by_id, num_skipped, sampling, placement, settings)
+    return Plan(config, spec, source, by_id, num_skipped, sampling, placement, settings)
 
 
 def _fit_memory(
-    config: Config, placement: Placement, files: ModelFiles, num_samples: int
+    spec: RunSpec, placement: Placement, files: ModelFiles, num_samples: int
 ) -> Placement:
     """Halve the number of problems in flight until the estimate fits, unless the user chose it.
     Raises ConfigError if nothing fits. (vLLM's cache has a fixed size on an accelerator.)"""
@@ -121,11 +121,11 @@ def _fit_memory(
     while True:
         num_problems = placement.max_concurrent_groups
         # A config has groups of two or more: one sample each of two problems is such a group.
-        num_groups = -(-num_problems * num_samples // config.rollout.num_generations)
+        num_groups = -(-num_problems * num_samples // spec.schedule.num_generations)
         counted = replace(placement, max_concurrent_groups=num_groups)
-        is_fixed = num_problems == 1 or config.rollout.max_concurrent_groups is not None
-        if is_fixed or fits(config, counted, model):
-            check_memory(estimate_memory(resolve(config), counted, model))
+        is_fixed = num_problems == 1 or spec.engine.max_concurrent_groups is not None
+        if is_fixed or fits(spec, counted, model):
+            check_memory(estimate_memory(spec, counted, model))
             return placement
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
 
@@ -199,22 +199,22 @@ def answers_of_workers(
 ) -> Generator[tuple[float, events.PromptEvaluated]]:
     """Start rollout workers on the model folder `model`; yield their answers as they arrive, each
     with the seconds since all workers were ready."""
-    config, placement = change_config(plan.worker_config, {"model.path": model}), plan.placement
+    spec = replace(plan.spec, model=replace(plan.spec.model, path=model))
+    placement = plan.placement
     num_samples = plan.sampling.num_samples
-    launcher = make_launcher(config, placement, view.observe)
+    launcher = make_launcher(spec, placement, folder.path, view.observe)
     with launcher, supervisor.Supervisor() as watching:
         fleet = Fleet(
-            config,
+            spec,
             placement,
             watching,
             launcher,
             log_of=lambda worker: folder.path / "logs" / f"{worker}.log",
             notify=view.observe,
-            sampling=plan.sampling,
         )
         fleet.wait_until_ready()
         began = time.monotonic()
-        ledger = ledger_of_evaluation(config, placement, 0, prompts, num_samples=num_samples)
+        ledger = ledger_of_evaluation(spec.schedule, placement, 0, prompts, num_samples=num_samples)
         for answer in fleet.answers(ledger):
             yield time.monotonic() - began, answer
 

@@ -12,13 +12,13 @@ from typing import Any
 from easyrl.agents.endpoint import Endpoint, Request
 from easyrl.agents.episodes import AgentEpisodes, Episode, Group
 from easyrl.config import Config, ConfigError
-from easyrl.config.rollout import SamplingChoice
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.export import find_model
 from easyrl.model.files import tokenizer_of
 from easyrl.model.loading import load_policy
 from easyrl.observe.text import say
 from easyrl.runtime.placement import device_name, place_evaluation
+from easyrl.runtime.resolve import episodes_of, resolve
 from easyrl.types import Prompt
 from easyrl.workers.rollout import sampling_settings
 
@@ -46,24 +46,25 @@ class _Requests(AgentEpisodes):
 
 def serve(config: Config, port: int) -> None:
     """Serve a config's model on one of `devices.infer` until interrupted. Raises ConfigError."""
-    source, choice = find_model(config.model.path), SamplingChoice.of_training(config.rollout)
-    endpoint = Endpoint(config, choice, port)
+    source, spec = find_model(config.model.path), resolve(config)
+    episodes = episodes_of(config, spec.rewards)
+    endpoint = Endpoint(episodes, spec.sampling, port)
     endpoint.takes_any_key = True
-    placement, trust = place_evaluation(config, NUM_ROWS, 1), config.model.trust_remote_code
+    placement, trust = place_evaluation(spec, NUM_ROWS, 1), spec.model.trust_remote_code
     device = device_name(placement.accelerator, placement.indices_of("rollout", 0)[:1])
     with TemporaryDirectory() as scratch:
         path = source.make(Path(scratch) / "model", trust=trust)
-        policy = load_policy(path, device, trust_remote_code=trust, dtype=config.model.dtype)
-        tokenizer = tokenizer_of(config, path)
+        policy = load_policy(path, device, trust_remote_code=trust, dtype=spec.model.dtype)
+        tokenizer = tokenizer_of(spec.model, path)
     if policy.no_packing_reason is not None:
-        raise ConfigError(f"model.path: '{config.model.path}': {policy.no_packing_reason}")
+        raise ConfigError(f"model.path: '{spec.model.path}': {policy.no_packing_reason}")
     policy.stop_at(tokenizer.eos_token_id)
-    sampling = sampling_settings(config, choice, has_branches=True)
+    sampling = sampling_settings(spec.engine, spec.limits, spec.sampling, has_branches=True)
     engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=tokenizer)
     no_agents: Any = SimpleNamespace(report=say, connections=(), poll=int, loaded=int)
-    requests = _Requests(config, no_agents, endpoint, max_open_groups=0)
+    requests = _Requests(episodes, no_agents, endpoint, max_open_groups=0)
     requests.bind(engine, tokenizer, NUM_ROWS)
-    say(f"serving {config.model.path}: OPENAI_BASE_URL={endpoint.url} OPENAI_API_KEY=any")
+    say(f"serving {spec.model.path}: OPENAI_BASE_URL={endpoint.url} OPENAI_API_KEY=any")
     while True:
         if engine.can_step:
             requests.take(engine.step())

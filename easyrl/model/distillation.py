@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from easyrl.algorithm.losses import TeacherScores
-from easyrl.config import Config
-from easyrl.config.algorithm import POLICY
+from easyrl.config.spec import TeacherSpec
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import LEAST_LOGPROB, block_sums, shifted_scores
@@ -37,18 +36,18 @@ from easyrl.model.sharding import TrainRanks
 class Teacher(nn.Module):
     """A frozen model, sharded as the policy is; or the policy itself, which the caller runs."""
 
-    def __init__(self, teacher: Policy, config: Config, ranks: TrainRanks) -> None:
+    def __init__(self, teacher: Policy, spec: TeacherSpec, ranks: TrainRanks) -> None:
         super().__init__()
         self.policy = teacher
-        self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
-        if config.algorithm.teacher == POLICY:
+        self._spec = spec
+        if spec.path is None:
             return
         teacher.model.requires_grad_(False)
         self.model = teacher.model
         if ranks.mesh is not None:
             own = copy.copy(ranks)  # whose parts are the teacher's
             own.keeps_gathered = False
-            own.shard(self, teacher.blocks, dtype=getattr(torch, config.model.dtype), offload=False)
+            own.shard(self, teacher.blocks, dtype=getattr(torch, spec.dtype), offload=False)
             teacher.device = ranks.device
 
     @torch.no_grad()
@@ -62,14 +61,14 @@ class Teacher(nn.Module):
         size = min(policy.vocabulary_size, self.policy.vocabulary_size)
         chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
         num_rows = max(1, chunk_bytes // (2 * 4 * size))
-        weight = self._algorithm.teacher_divergence
+        weight = self._spec.divergence
         has_gradient = weight is not None and torch.is_grad_enabled()
 
         def compare(rows: Tensor, of_teacher: Tensor, chosen: Tensor) -> TeacherScores:
             with torch.no_grad():
                 logits = self.policy.head(of_teacher)[:, :size]
-                teacher = log_distribution(logits, self._temperature)
-            student = log_distribution(policy.head(rows)[:, :size], self._temperature)
+                teacher = log_distribution(logits, self._spec.temperature)
+            student = log_distribution(policy.head(rows)[:, :size], self._spec.temperature)
             return TeacherScores(
                 teacher.gather(1, chosen.unsqueeze(1)).squeeze(1),
                 divergence(student, teacher, 1.0 if weight is None else weight),

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.model import DType
+from easyrl.config.spec import ModelSpec
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model, resolve_model
 from easyrl.formatting import install_command
 from easyrl.model import files
@@ -88,7 +89,7 @@ def export_checkpoint(
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"
         )
-    tokenizer = files.tokenizer_of(config)
+    tokenizer = files.tokenizer_of(ModelSpec.of(config))
     trained = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
     policy = load_policy(model.path, trust_remote_code=trust, dtype=trained)
     if model.lora.rank is not None:

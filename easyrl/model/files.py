@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import ModelSpec, TokenLimits
 from easyrl.data.hub import FORMS, KEY, loadable_model, model_config_from_hub, resolve_model
 from easyrl.model.mixers import elements_per_token, unsupported_layer
 
@@ -145,14 +146,14 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
     return longest
 
 
-def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:
+def check_positions(limits: TokenLimits, model: ModelFiles, *, section: str = "rollout") -> None:
     """Raise ConfigError if sequences may be longer than the model's positions."""
     positions = max_positions(model.config)
-    if positions is not None and config.max_sequence_length > positions:
+    if positions is not None and limits.max_sequence_length > positions:
         raise ConfigError(
             f"data.max_prompt_length + {section}.max_completion_length: expected at most "
             f"{positions} (by the config.json of {model.path}), got "
-            f"{config.data.max_prompt_length} + {config.rollout.max_completion_length}"
+            f"{limits.max_prompt_length} + {limits.max_completion_length}"
         )
 
 
@@ -230,12 +231,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     return load_part(AutoTokenizer, "tokenizer", path, trust_remote_code=trust_remote_code)
 
 
-def tokenizer_of(config: Config, path: str = "") -> Any:
-    """Load the tokenizer of `path` (by default `model.path`), with `data.chat_template`."""
-    model, template = config.model, config.data.chat_template
+def tokenizer_of(model: ModelSpec, path: str = "") -> Any:
+    """Load the tokenizer of `path` (by default the model's), with `data.chat_template`."""
     tokenizer = load_tokenizer(path or model.path, trust_remote_code=model.trust_remote_code)
-    if template is not None:
-        tokenizer.chat_template = template
+    if model.chat_template is not None:
+        tokenizer.chat_template = model.chat_template
     return tokenizer
 
 
@@ -255,8 +255,8 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     )
 
 
-def model_config_of(config: Config) -> Any:
-    return load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def model_config_of(model: ModelSpec) -> Any:
+    return load_model_config(model.path, trust_remote_code=model.trust_remote_code)
 
 
 def load_part(auto_class: Any, what: str, path: str, key: str = KEY, **options: Any) -> Any:

@@ -7,7 +7,8 @@ Each rollout worker has one process for all of them (`rewards.pool`), which alon
 from collections.abc import Sequence
 from typing import Any
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import RewardSpec
 from easyrl.devices import CONTEXT_BYTES, TORCH_BYTES, accelerator
 from easyrl.model.files import (
     DTYPE_BYTES,
@@ -17,7 +18,7 @@ from easyrl.model.files import (
     read_model_files,
 )
 from easyrl.processes import MemoryNeed
-from easyrl.rewards.loading import KEY, reward_models
+from easyrl.rewards.loading import KEY
 from easyrl.types import Messages, Prompt
 
 LABEL_KEY, DEVICE_KEY = "reward.model_label", "reward.model_device"
@@ -25,23 +26,23 @@ CLASSIFIER = "ForSequenceClassification"
 _loaded: dict[str, tuple[Any, Any]] = {}
 
 
-def check_reward_models(config: Config, example: Prompt | None) -> None:
+def check_reward_models(rewards: RewardSpec, example: Prompt | None) -> None:
     """Check what can be known of the reward models without their weights. Raises ConfigError."""
-    paths, label = reward_models(config), config.reward.model_label
-    if not paths and (label, config.reward.model_device) != (None, "cpu"):
+    paths, label = rewards.models, rewards.options.model_label
+    if not paths and (label, rewards.options.model_device) != (None, "cpu"):
         raise ConfigError(f"{LABEL_KEY}, {DEVICE_KEY}: expected a reward model in {KEY}, got none")
     for path in paths:
         names = read_model_files(path, KEY).config.get("architectures") or ["none"]
         if not all(name.endswith(CLASSIFIER) for name in names):
             expected = f"expected a model with the architecture ...{CLASSIFIER} (config.json)"
             raise ConfigError(f"{KEY}: {expected}, got {', '.join(names)} in '{path}'")
-        labels = _load(config, path, "AutoConfig", "configuration").id2label
+        labels = _load(rewards, path, "AutoConfig", "configuration").id2label
         if len(labels) > 1 and (label is None or label >= len(labels)):
             raise ConfigError(
                 f"{LABEL_KEY}: expected which of the labels of '{path}' is the score, 0 to "
                 f"{len(labels) - 1} ({labels}), got {label}"
             )
-        tokenizer = _load(config, path, "AutoTokenizer", "tokenizer")
+        tokenizer = _load(rewards, path, "AutoTokenizer", "tokenizer")
         is_chat = example is not None and not isinstance(example.content, str)
         if is_chat and not tokenizer.chat_template:
             raise ConfigError(
@@ -51,7 +52,7 @@ def check_reward_models(config: Config, example: Prompt | None) -> None:
 
 
 def score(
-    config: Config,
+    rewards: RewardSpec,
     path: str,
     /,
     prompts: Sequence[str | Messages],
@@ -63,7 +64,7 @@ def score(
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    model, tokenizer = _loaded.get(path) or _load_model(config, path)
+    model, tokenizer = _loaded.get(path) or _load_model(rewards, path)
     rows = [
         torch.tensor(_encode(tokenizer, prompt, completion))
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -71,7 +72,7 @@ def score(
     longest, most = max(map(len, rows), default=0), max_positions(model.config.to_dict())
     if most is not None and longest > most:
         raise ValueError(f"expected at most {most} tokens of prompt and completion, got {longest}")
-    label = config.reward.model_label if model.config.num_labels > 1 else 0
+    label = rewards.options.model_label if model.config.num_labels > 1 else 0
     padding, device, scores = model.config.pad_token_id, model.device, []
     # transformers finds the last token of a padded row by the pad token.
     batches = [rows] * bool(rows) if padding is not None else [[row] for row in rows]
@@ -96,19 +97,20 @@ def _encode(tokenizer: Any, prompt: str | Messages, completion: str | Messages) 
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _load_model(config: Config, path: str) -> tuple[Any, Any]:
+def _load_model(rewards: RewardSpec, path: str) -> tuple[Any, Any]:
     """Load model and tokenizer onto the device, which is the only one that this process sees."""
     import torch
 
-    if config.runtime.deterministic:  # how sums are split between threads changes their bits
+    if rewards.is_deterministic:  # how sums are split between threads changes their bits
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
-    is_on_cpu = config.reward.model_device == "cpu"
+    is_on_cpu = rewards.options.model_device == "cpu"
     device = "cpu" if is_on_cpu else accelerator(is_asked=True)[0]
     if device == "cpu" and not is_on_cpu:
         raise ConfigError(f"{DEVICE_KEY}: torch cannot use the device in a process of its own")
-    tokenizer = _load(config, path, "AutoTokenizer", "tokenizer")
-    model = _load(config, path, f"AutoModel{CLASSIFIER}", "model", dtype="auto").to(device).eval()
+    tokenizer = _load(rewards, path, "AutoTokenizer", "tokenizer")
+    model = _load(rewards, path, f"AutoModel{CLASSIFIER}", "model", dtype="auto")
+    model = model.to(device).eval()
     padding = model.config.pad_token_id
     if padding is None or padding < 0:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -116,10 +118,10 @@ def _load_model(config: Config, path: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load(config: Config, path: str, auto_class: str, what: str, **options: Any) -> Any:
+def _load(rewards: RewardSpec, path: str, auto_class: str, what: str, **options: Any) -> Any:
     import transformers
 
-    options["trust_remote_code"] = config.model.trust_remote_code
+    options["trust_remote_code"] = rewards.trust_remote_code
     return load_part(getattr(transformers, auto_class), what, path, KEY, **options)
 
 

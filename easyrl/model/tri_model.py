@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from easyrl import devices
 from easyrl.algorithm.losses import TeacherScores
-from easyrl.config import Config
-from easyrl.config.algorithm import POLICY
+from easyrl.config.spec import TrainSpec
 from easyrl.model.distillation import Teacher
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs
@@ -56,27 +55,29 @@ class _Outputs(NamedTuple):
 
 class TriModel:
     def __init__(
-        self, policy: Policy, config: Config, ranks: TrainRanks, teacher: Policy | None
+        self, policy: Policy, spec: TrainSpec, ranks: TrainRanks, teacher: Policy | None
     ) -> None:
         """Reference and old policy start as copies of `policy`, which is sharded over `ranks`, as
         `teacher` is."""
-        train, algorithm = config.train, config.algorithm
+        kept_on_host = spec.optimizer.offload
         self.policy = policy
         self._ranks = ranks
-        own = policy if algorithm.teacher == POLICY else teacher
-        self._teacher = None if own is None else Teacher(own, config, ranks)
-        self._forward = _Forward(policy, self._teacher, config)
+        self._teacher: Teacher | None = None
+        if spec.teacher is not None:
+            own = policy if teacher is None else teacher
+            self._teacher = Teacher(own, spec.teacher, ranks)
+        self._forward = _Forward(policy, self._teacher, spec)
         if ranks.mesh is not None:
-            dtype, offload = getattr(torch, config.model.dtype), "optimizer" in train.offload
+            dtype, offload = getattr(torch, spec.model.dtype), "optimizer" in kept_on_host
             ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
             policy.device = ranks.device
         self.old: OtherWeights | None = None
         """The policy before the iteration's first update; None: there is one update."""
-        if train.updates_per_iteration > 1:
-            self.old = OtherWeights(policy, offload="old" in train.offload)
+        if spec.batches.updates_per_iteration > 1:
+            self.old = OtherWeights(policy, offload="old" in kept_on_host)
         self._reference: OtherWeights | Adapter | None = None
-        if algorithm.beta > 0.0:
-            offload = "reference" in train.offload
+        if spec.loss.beta > 0.0:
+            offload = "reference" in kept_on_host
             self._reference = policy.adapter or OtherWeights(policy, offload=offload)
 
     def logprobs(self, batch: MicroBatch, *, policy_is_old: bool) -> TokenScores:
@@ -144,7 +145,7 @@ class TriModel:
 class _Forward(nn.Module):
     """Micro-batch -> log-probabilities [K] and entropies [K], as one module to shard."""
 
-    def __init__(self, policy: Policy, teacher: Teacher | None, config: Config) -> None:
+    def __init__(self, policy: Policy, teacher: Teacher | None, spec: TrainSpec) -> None:
         super().__init__()
         self.model = policy.model
         self._policy = policy
@@ -152,8 +153,8 @@ class _Forward(nn.Module):
         self._logprobs = partial(
             chunked_token_logprobs,
             policy,
-            temperature=config.rollout.temperature,
-            entropy_gradient=config.algorithm.entropy_coef > 0.0,
+            temperature=spec.temperature,
+            entropy_gradient=spec.loss.entropy_coef > 0.0,
         )
 
     def forward(

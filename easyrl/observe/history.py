@@ -23,6 +23,7 @@ from easyrl.observe.samples import SAMPLES, Line, folded
 from easyrl.observe.state import RunState
 from easyrl.observe.trace import FILE_NAME
 from easyrl.runtime.metrics import overlap, summarize
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import SavedState
 from easyrl.runtime.run_folder import from_1, is_locked
 from easyrl.runtime.supervisor import SIGNALLED
@@ -80,10 +81,11 @@ class History:
             return {}
         newest = max(self.series(ACCURACY)[0], default=0)
         ends = {"before": self.lines.get(0, {}), "after": self.lines[newest] if newest else {}}
-        config = change_config(self.config, {"train.iterations": len(lines)})
+        spec = resolve(change_config(self.config, {"train.iterations": len(lines)}))
         num_devices = max(1, count_devices(self.devices.values()))
         state = SavedState(num_iterations=len(lines))
-        summary = summarize(lines, config, state, num_devices=num_devices)
+        names = spec.rewards.names
+        summary = summarize(lines, spec.schedule, names, state, num_devices=num_devices)
         summary |= {f"accuracy_{when}": line.get(ACCURACY) for when, line in ends.items()}
         summary |= {f"error_{when}": line.get(ERROR) for when, line in ends.items()}
         summary |= {f"held_out_reward_{w}": line.get("eval/reward") for w, line in ends.items()}

@@ -12,7 +12,7 @@ from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, Checkpoint
 from easyrl.observe.history import History, read_history
-from easyrl.rewards.loading import reward_specs
+from easyrl.runtime.resolve import resolve
 
 RESULTS = ("reward", "held-out accuracy")
 
@@ -43,7 +43,7 @@ def model_card(run: History, title: str) -> str:
         tags=["easyrl", "reinforcement-learning"],
     )
     facts = {"data": ", ".join(map(_short, data))}
-    facts["reward functions"] = ", ".join(map(_short, reward_specs(run.config)))
+    facts["reward functions"] = ", ".join(map(_short, resolve(run.config).rewards.functions))
     facts |= {name: results[name] for name in RESULTS if name in results}
     done = f"({counted(run.num_done, 'iteration')}) with EasyRL {__version__}"
     text = f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\n"

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from easyrl.config import Config, ConfigError, RewardConfig
+from easyrl.config import ConfigError, RewardConfig
+from easyrl.config.spec import RewardSpec
 from easyrl.data.values import is_missing
 from easyrl.processes import allow_long_integers
 from easyrl.rewards import sandbox
@@ -108,10 +109,9 @@ def program_of(text: str) -> str:
     return text if program is None else program
 
 
-def check_code(config: Config, columns: Mapping[str, Any]) -> None:
+def check_code(rewards: RewardSpec, columns: Mapping[str, Any]) -> None:
     """Check the time limits, the first row and the sandbox before a run. Raises ConfigError."""
-    reward = config.reward
-    limit = reward.timeout_seconds or config.runtime.timeout_seconds
+    reward, limit = rewards.options, rewards.timeout_seconds
     if reward.code_timeout_seconds >= limit:
         raise ConfigError(
             f"reward.code_timeout_seconds: expected less than {limit:g}, the limit of a call "

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from easyrl.config import Config, ConfigError, JudgeConfig
+from easyrl.config import ConfigError, JudgeConfig, RewardConfig
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.data.values import is_missing
 from easyrl.types import Messages, Prompt, text_of
@@ -551,13 +551,13 @@ def read_template(settings: JudgeConfig) -> dict[str, str]:
         raise ConfigError(f"reward.judge.template: cannot be read: {error}") from None
 
 
-def check_judge(config: Config, example: Prompt) -> list[str]:
+def check_judge(reward: RewardConfig, example: Prompt) -> list[str]:
     """Ask the judge once before a run (`reward.check`); return a warning if there is no score.
     Raises ConfigError for a template, a key or a server with which a run would fail."""
-    judge = Judge(config.reward.judge)
+    judge = Judge(reward.judge)
     texts = ["This is a dummy completion."]
     (question,) = judge.questions(example.content, texts, example.columns)
-    if not config.reward.check:
+    if not reward.check:
         return []
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
@@ -567,7 +567,7 @@ def check_judge(config: Config, example: Prompt) -> list[str]:
             raise ConfigError(f"reward.judge.url: {error}") from None
         return [f"warning: reward.judge: {error}"]
     except TimeoutError:
-        return [f"warning: {config.reward.judge.url} has not answered in {CHECK_SECONDS:g} s"]
+        return [f"warning: {reward.judge.url} has not answered in {CHECK_SECONDS:g} s"]
     except OSError as error:
         raise ConfigError(f"reward.judge: no cache folder (XDG_CACHE_HOME): {error}") from None
     return []

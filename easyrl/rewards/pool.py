@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import RewardSpec
 from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards import loading
 from easyrl.rewards.functions import GroupLost, RewardError
@@ -56,25 +57,23 @@ class RewardPool:
 
     def __init__(
         self,
-        config: Config,
-        sources: Mapping[str, str] | None = None,
+        rewards: RewardSpec,
+        sources: Mapping[str, str],
         report: Callable[[str], None] = lambda text: None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`sources`: of the user's files, by default as they are now (`loading.read_sources`).
+        """`sources`: of the user's files (`loading.read_sources`).
         `report` is called when lost reward processes are replaced. `environment`: variables that
         show the process of the reward models its device."""
-        self._config, self._report = config, report
+        self._rewards, self._report = rewards, report
         self._environment = environment or {}
-        self._sources = loading.read_sources(config) if sources is None else sources
-        self._names = loading.reward_names(config)
-        specs = loading.reward_specs(config)
+        self._sources = sources
+        specs = rewards.functions
         self._per_completion = [n for n, each in enumerate(specs) if each in loading.PER_COMPLETION]
         self._models = [n for n, spec in enumerate(specs) if loading.is_model(spec)]
         self._judges = [n for n, spec in enumerate(specs) if spec == "judge"]
         others = {*self._per_completion, *self._models, *self._judges}
         self._fast = [n for n in range(len(specs)) if n not in others]
-        self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -132,14 +131,15 @@ class RewardPool:
             self._wake_fd = -1
 
     def _start_pools(self) -> None:
-        config, models = self._config, self._models
+        rewards, models = self._rewards, self._models
         self._pools: list[ProcessPool] = []
-        if len(models) < len(self._names):
-            self._pools = [_open_pool(config.reward.num_workers, config, self._sources)]
+        if len(models) < len(rewards.functions):
+            num_workers = rewards.options.num_workers
+            self._pools = [_open_pool(num_workers, rewards, self._sources)]
             self._pools[0].schedule(int)  # pebble starts the processes with the first task
         if models:
-            specs = [loading.reward_specs(config)[number] for number in models]
-            self._pools.append(_open_pool(1, config, self._sources, specs, self._environment))
+            specs = [rewards.functions[number] for number in models]
+            self._pools.append(_open_pool(1, rewards, self._sources, specs, self._environment))
             loads = Call("", [], [], {}, functions=models)  # no completions, and no timeout
             self._pools[-1].schedule(run_call, (loads,))
 
@@ -157,9 +157,9 @@ class RewardPool:
 
     def _schedule(self, call: Call) -> Future[Any]:
         pool = self._pools[-1 if call.functions[0] in self._models else 0]
-        limit: float | None = self._timeout_seconds
+        limit: float | None = self._rewards.timeout_seconds
         if call.functions[0] in self._judges:  # its retries and their timeouts bound it
-            limit = self._config.reward.timeout_seconds
+            limit = self._rewards.options.timeout_seconds
         future: Future[Any] = Future()
         try:
             future = pool.schedule(run_call, (call,), timeout=limit)
@@ -174,7 +174,7 @@ class RewardPool:
 
     def _collect(self, tasks: Sequence[_Task]) -> Scored:
         num_completions = max(task.completions.stop for task in tasks)
-        group = Scored([[0.0] * num_completions for _ in self._names], [], {}, {})
+        group = Scored([[0.0] * num_completions for _ in self._rewards.names], [], {}, {})
         for task in tasks:
             result = self._result_of(task)
             # A call that did not return has no scores: they stay 0.
@@ -186,7 +186,7 @@ class RewardPool:
         for index, values in enumerate(zip(*group.scores, strict=True)):
             if set(values) == {None}:
                 group.scores[0][index] = 0.0
-                names = ", ".join(self._names)
+                names = ", ".join(self._rewards.names)
                 group.errors.append(
                     f"reward ({names}): every function returned None for completion {index}: "
                     "does the row lack an answer? (reward.on_error=zero takes 0)"
@@ -195,9 +195,9 @@ class RewardPool:
             return group
         prompt = f"for the prompt {tasks[0].call.prompt!r:.200}"
         errors = [f"{error}\n{prompt}" for error in dict.fromkeys(group.errors)]
-        if self._config.reward.on_error == "stop":
+        if self._rewards.options.on_error == "stop":
             raise RewardError(errors[0])
-        is_skipped = self._config.reward.on_error == "skip_group"
+        is_skipped = self._rewards.options.on_error == "skip_group"
         return group._replace(scores=[] if is_skipped else group.scores, errors=errors)
 
     def _result_of(self, task: _Task) -> Scored:
@@ -205,8 +205,9 @@ class RewardPool:
             case None:
                 return Scored(*task.future.result())
             case TimeoutError():
-                problem = f"took longer than {self._timeout_seconds:g} s (reward.timeout_seconds)"
-            case GroupLost() as error if self._config.reward.on_error == "stop":
+                limit = self._rewards.timeout_seconds
+                problem = f"took longer than {limit:g} s (reward.timeout_seconds)"
+            case GroupLost() as error if self._rewards.options.on_error == "stop":
                 self._report(f"{error}; its group's rewards are 0")
                 return Scored([], [], {}, {})
             case ProcessExpired(exitcode=code):
@@ -216,24 +217,25 @@ class RewardPool:
                 problem = f"ended its process ({how}); reward.on_error decides what follows"
             case error:  # a function cannot be loaded, or a result cannot be pickled
                 problem = f"failed: {error}"
-        names = ", ".join(self._names[index] for index in task.call.functions)
+        names = ", ".join(self._rewards.names[index] for index in task.call.functions)
         return Scored([], [f"reward ({names}) {problem}"], {}, {})
 
 
-def try_rewards(config: Config, example: Prompt | None) -> list[str]:
+def try_rewards(rewards: RewardSpec, example: Prompt | None) -> list[str]:
     """Check the reward functions on a prompt before a run starts; return warnings. Without a
     prompt, the user's functions, which have a process of their own, are only loaded. Raises
     ConfigError for one that cannot be loaded, lacks a column, or takes or returns another form."""
-    specs = loading.reward_specs(config)
-    known = {*loading.BUILT_IN, *loading.reward_models(config)}  # models are checked elsewhere
+    loading.check_given(rewards)
+    specs = rewards.functions
+    known = {*loading.BUILT_IN, *rewards.models}  # models are checked elsewhere
     own = [each for each in specs if each not in known and not each.startswith("easyrl.")]
     warnings = []
     if example is not None:
-        loading.check_rewards(config, example, [spec for spec in specs if spec not in own])
-        warnings += check_judge(config, example) if "judge" in specs else []
+        loading.check_rewards(rewards, example, [spec for spec in specs if spec not in own])
+        warnings += check_judge(rewards.options, example) if "judge" in specs else []
     if not own:
         return warnings
-    pool = _open_pool(1, config, {}, own)
+    pool = _open_pool(1, rewards, {}, own)
     try:
         for spec in own:
             tried = pool.schedule(try_function, (spec, example), timeout=CHECK_SECONDS)

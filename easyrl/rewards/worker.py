@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from easyrl import user_code
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import RewardSpec
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import allow_long_integers, die_with_parent, maybe_sleep, set_name
 from easyrl.rewards import loading
@@ -93,7 +94,7 @@ class BoundedOutput(io.TextIOWrapper):
         return super().write(text)
 
 
-_config: Config
+_rewards: RewardSpec
 _functions: list[RewardFunction] = []
 _loop = asyncio.Runner()
 Await = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -101,7 +102,7 @@ Await = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def start(
-    config: Config,
+    rewards: RewardSpec,
     sources: Mapping[str, str],
     specs: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
@@ -109,8 +110,8 @@ def start(
     """Initialize a process of the pool. `sources`: of the user's files (`user_code.sources`);
     `specs`: the functions that it calls, if not all; `environment`: variables of the process of
     the reward models, whose memory is not limited (None: another process)."""
-    global _config  # noqa: PLW0603  one process, one run
-    _config = config
+    global _rewards  # noqa: PLW0603  one process, one run
+    _rewards = rewards
     os.environ.update(environment or {})  # before torch is imported
     user_code.sources.update(sources)
     # User code may start processes as in any program; they end with this one.
@@ -127,13 +128,14 @@ def start(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if config.reward.memory_limit_gib is not None and environment is None:
+    memory_limit_gib = rewards.options.memory_limit_gib
+    if memory_limit_gib is not None and environment is None:
         # Private writable memory; RLIMIT_AS would count what is only mapped, too.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         with contextlib.suppress(ValueError):  # the hard limit is lower
-            limit = int(config.reward.memory_limit_gib * 2**30)
+            limit = int(memory_limit_gib * 2**30)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    if "math" in (specs or loading.reward_specs(config)):
+    if "math" in (specs or rewards.functions):
         import math_verify  # noqa: F401  takes long: before the first call's timeout runs
 
 
@@ -143,9 +145,7 @@ def functions_with_environments() -> list[int]:
 
 def _loaded() -> list[RewardFunction]:
     if not _functions:  # here, since pebble does not report an initializer's error
-        _functions.extend(
-            loading.load_reward(spec, _config) for spec in loading.reward_specs(_config)
-        )
+        _functions.extend(loading.load_reward(spec, _rewards) for spec in _rewards.functions)
     return _functions
 
 
@@ -176,10 +176,10 @@ def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _l
             result.scores.append(_as_scores(returned, num_completions))
         except BaseException as error:  # SystemExit too: the process belongs to the rewards
             result.scores.append([0.0] * num_completions)
-            name = loading.reward_names(_config)[index]
+            name = _rewards.names[index]
             limit = ""
             if isinstance(error, MemoryError):
-                limit = f"\n(reward.memory_limit_gib is {_config.reward.memory_limit_gib})"
+                limit = f"\n(reward.memory_limit_gib is {_rewards.options.memory_limit_gib})"
             result.errors.append(f"reward '{name}' failed:\n{user_traceback(error)}{limit}")
     result.metrics.update({name: sum(values) / len(values) for name, values in logged.items()})
     return Scored(*json.loads(json.dumps(result)))  # the caller unpickles nothing of a user's
@@ -188,14 +188,14 @@ def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _l
 def try_function(spec: str, example: Prompt | None) -> str:
     """Load a function, check its columns, and call it on dummy completions (`reward.check`). Return
     a warning, empty if all is well. Raises ConfigError where a run would fail."""
-    function = loading.load_reward(spec, _config)
+    function = loading.load_reward(spec, _rewards)
     if example is None:
         return ""
-    loading.check_rewards(_config, example, [spec])
-    if not _config.reward.check or loading.needs_environments(function):
+    loading.check_rewards(_rewards, example, [spec])
+    if not _rewards.options.check or loading.needs_environments(function):
         return ""
     _functions[:] = [function]
-    content, num_dummies = example.content, min(8, _config.rollout.num_generations)
+    content, num_dummies = example.content, min(8, _rewards.num_generations)
     returned = _call_on_dummies(content, example, num_dummies)
     has_all = all(value is not None for value in example.columns.values())
     is_of_column = "left operand" in str(returned)  # `18 in completion`

@@ -45,7 +45,6 @@ from typing import Any
 from easyrl import events
 from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet, count_devices
-from easyrl.rewards.loading import reward_names
 from easyrl.runtime import metrics
 from easyrl.runtime.control import serving
 from easyrl.runtime.fleet import Fleet
@@ -73,10 +72,10 @@ class Controller:
     resumed: Resume | None = None
 
     def __post_init__(self) -> None:
-        self.config = self.checked.config
+        self.spec = self.checked.spec
         before = self.resumed.state if self.resumed is not None else SavedState()
         # The state after the newest complete iteration; `wall_seconds` is set when it is saved.
-        values = self.config.model_dump(mode="json")
+        values = self.checked.config.model_dump(mode="json")
         self.state = replace(before, config=values, identity=self.checked.identity)
         self._lines = self.folder.read_metrics()  # metrics of the iterations
         self._is_warned = False  # that the run may learn nothing
@@ -86,7 +85,7 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.balance = metrics.Balance(max_engines=self.config.train.prompts_per_iteration)
+        self.balance = metrics.Balance(max_engines=self.spec.schedule.prompts_per_iteration)
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
     def run(self) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class Controller:
             serving(self.folder.path, supervisor, self.notify, self._status, self._scale_by_hand),
         ):
             self.fleet = Fleet(
-                self.config,
+                self.spec,
                 self.checked.placement,
                 supervisor,
                 self.launcher,
@@ -119,7 +118,7 @@ class Controller:
                     accuracy_before=before["eval/accuracy"],
                     held_out_reward_before=before["eval/reward"],
                 )
-            for iteration in range(self.state.num_iterations, self.config.train.iterations):
+            for iteration in range(self.state.num_iterations, self.spec.schedule.iterations):
                 self._run_iteration(iteration)
                 if self._is_checkpoint_due():
                     self._save_boundary()
@@ -135,7 +134,13 @@ class Controller:
                 self._save_boundary()
             self._wait_for_checkpoint()
             raise
-        summary = metrics.summarize(self._lines, self.config, self.state, self._num_devices)
+        summary = metrics.summarize(
+            self._lines,
+            self.spec.schedule,
+            self.spec.rewards.names,
+            self.state,
+            self._num_devices,
+        )
         return {
             **summary,
             **{name: summary.get(name, 0) + value for name, value in self._judged.items()},
@@ -155,20 +160,20 @@ class Controller:
     def _status(self) -> dict[str, Any]:
         return {
             "iteration": self.state.num_iterations,
-            "num_iterations": self.config.train.iterations,
+            "num_iterations": self.spec.schedule.iterations,
             "waiting": self.balance.waiting(),
             "balanced_rollout_workers": self.balance.num_engines(),
             "workers": self.fleet.rows(),
         }
 
     def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:
-        if self.config.runtime.autoscale:
+        if self.spec.faults.autoscale:
             raise ConfigError("runtime.autoscale: expected false in a run that is scaled, got true")
         return self._scale(numbered(wanted, self.checked.placement))
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         before = self.fleet.infer_devices
-        check_scale(self.config, self.checked.placement, before, wanted, self.fleet.changing)
+        check_scale(self.spec, self.checked.placement, before, wanted, self.fleet.changing)
         self.fleet.scale(wanted)
         self.balance.clear()
         message = f"rollout workers on {wanted}, before on {before}"
@@ -178,7 +183,7 @@ class Controller:
     def _autoscale(self) -> None:
         """Change to the balanced number of rollout workers, once two iterations agree on it."""
         placement, balanced = self.checked.placement, self.balance.num_engines()
-        if not self.config.runtime.autoscale or self.fleet.num_refused > 0 or balanced is None:
+        if not self.spec.faults.autoscale or self.fleet.num_refused > 0 or balanced is None:
             return
         number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
         is_agreed, self._balanced = number == self._balanced, number
@@ -200,7 +205,7 @@ class Controller:
         self.notify(events.IterationStarted(started, iteration + 1))
         placement, prompts = self.checked.placement, self.checked.prompts
         first_index = self.state.next_prompt_index
-        ledger = ledger_of_iteration(self.config, placement, iteration, prompts, first_index)
+        ledger = ledger_of_iteration(self.spec.schedule, placement, iteration, prompts, first_index)
         weights_seconds = self._exchange_weights()
         self.fleet.ledger = ledger
         self.fleet.rank0.send(events.TrainIteration(iteration))
@@ -227,7 +232,7 @@ class Controller:
             raise self._stopping
 
     def _finish_iteration(self, ledger: Ledger, seconds: Mapping[str, float]) -> None:
-        expected, trained = self.config.train.prompts_per_iteration, ledger.trained
+        expected, trained = self.spec.schedule.prompts_per_iteration, ledger.trained
         assert trained is not None
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
@@ -239,8 +244,10 @@ class Controller:
             num_iterations=trained.iteration + 1,
             next_prompt_index=ledger.next_index,
         )
-        names, before = reward_names(self.config), self._lines[-1] if self._lines else {}
-        line = metrics.iteration_metrics(ledger, names, before, seconds, self._num_devices)
+        before = self._lines[-1] if self._lines else {}
+        line = metrics.iteration_metrics(
+            ledger, self.spec.rewards, before, seconds, self._num_devices
+        )
         line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
         line |= metrics.logged_metrics(ledger.reports, taken=line.keys())
@@ -252,10 +259,12 @@ class Controller:
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
         if len(self._lines) == 1:
             samples = metrics.samples_of(ledger.reports)
-            limit = self.config.rollout.max_completion_length
+            limit = self.spec.limits.max_completion_length
             if warning := metrics.no_program_warning(samples, limit):
                 self.notify(events.Note(warning))
-        warning = metrics.no_learning_warning(self._lines, self.config, self.folder.path)
+        warning = metrics.no_learning_warning(
+            self._lines, self.spec.batches, self.spec.limits, self.folder.path
+        )
         if warning and not self._is_warned:
             self._is_warned = True
             self.notify(events.Note(warning, is_lasting=True))
@@ -265,10 +274,10 @@ class Controller:
         self._exchange_weights()
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
-        ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
+        ledger = ledger_of_evaluation(self.spec.schedule, self.checked.placement, round_, held_out)
         answers = [*self.fleet.answers(ledger)]
         self._judged.update(metrics.judge_counts(answers))
-        correct_reward = self.config.eval.correct_reward
+        correct_reward = self.spec.schedule.correct_reward
         measured, num_problems = metrics.evaluation_metrics(answers, correct_reward)
         accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
         now, num_done, reward = time.monotonic(), self.state.num_iterations, measured["eval/reward"]
@@ -277,9 +286,9 @@ class Controller:
 
     def _evaluate_iteration(self) -> dict[str, float]:
         """The metrics of an evaluation, if one is due. A signal skips it, and ends the run."""
-        number, train = self.state.num_iterations, self.config.train
-        is_last = number == train.iterations
-        is_due = train.eval_every > 0 and (is_last or number % train.eval_every == 0)
+        number, schedule = self.state.num_iterations, self.spec.schedule
+        every, is_last = schedule.eval_every, number == schedule.iterations
+        is_due = every > 0 and (is_last or number % every == 0)
         if not is_due or self._stopping is not None:
             return {}
         try:
@@ -314,10 +323,11 @@ class Controller:
                     self.notify(events.Note(note))
 
     def _is_checkpoint_due(self) -> bool:
-        number, train = self.state.num_iterations, self.config.train
-        is_due = number == train.iterations or number % (train.save_every or math.inf) == 0
+        number, schedule = self.state.num_iterations, self.spec.schedule
+        every = schedule.save_every or math.inf
+        is_due = number == schedule.iterations or number % every == 0
         is_best = metrics.best_of(self._lines) is self._lines[-1]
-        return train.keep_checkpoints > 0 and (is_due or is_best)
+        return schedule.keep_checkpoints > 0 and (is_due or is_best)
 
     def _save_boundary(self) -> None:
         if self._is_writing:
@@ -336,7 +346,7 @@ class Controller:
             self.fleet.next_event()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
-        is_resumable = self.config.train.keep_checkpoints > 0 and self.state.num_iterations > 0
+        is_resumable = self.spec.schedule.keep_checkpoints > 0 and self.state.num_iterations > 0
         if self._stopping is not None or not is_resumable:
             raise interrupted
         self._stopping = interrupted

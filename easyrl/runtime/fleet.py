@@ -49,8 +49,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from easyrl import events
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet
+from easyrl.config.spec import RunSpec
 from easyrl.rewards.loading import read_sources
 from easyrl.runtime.launcher import Launcher
 from easyrl.runtime.ledger import Ledger
@@ -84,7 +85,7 @@ class Fleet:
 
     def __init__(
         self,
-        config: Config,
+        spec: RunSpec,
         placement: Placement,
         supervisor: Supervisor,
         launcher: Launcher,
@@ -94,19 +95,20 @@ class Fleet:
         **settings: Any,
     ) -> None:
         """Start the workers. `settings`: more of their `WorkerSettings`."""
-        self._config = config
+        self._spec = spec
         self._placement = placement
         self._supervisor = supervisor
         self._launcher = launcher
         self._log_of = log_of
         self._notify = notify
-        self._settings = {"store": launcher.store, "sources": read_sources(config), **settings}
+        sources = read_sources(spec.code, spec.rewards.options.judge)
+        self._settings = {"store": launcher.store, "sources": sources, **settings}
         board_size = placement.max_rollout_workers + placement.train.count
         self._board = make_idle_board(board_size) if placement.lends_cores else None
 
         # Events
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()  # not handled yet
-        self._watchdog = Watchdog(config.runtime.stall_seconds)
+        self._watchdog = Watchdog(spec.faults.stall_seconds)
         self._limits: dict[Worker, Limit] = {}
         self._needed: list[Worker] | None = None
         """Workers whose death ends the run, once it is stopping; None: all, if not replaceable."""
@@ -147,7 +149,7 @@ class Fleet:
         log_file = str(self._log_of(f"{role}-{number}"))
         core_sharing = self._core_sharing(role, number)
         others |= {"log_file": log_file, **self._settings, "core_sharing": core_sharing}
-        return worker_settings(self._config, self._placement, role, number, **others)
+        return worker_settings(self._spec, self._placement, role, number, **others)
 
     def _core_sharing(self, role: str, number: int) -> CoreSharing | None:
         """Return whose cores a worker may use while those workers only wait.
@@ -380,8 +382,8 @@ class Fleet:
 
     def _count_death(self, worker: Worker, lost: events.Lost) -> str:
         """Return how many of the allowed deaths there were. Raises WorkerFailure after too many."""
-        max_deaths = self._config.runtime.max_restarts
-        window = self._config.runtime.restart_window_seconds
+        max_deaths = self._spec.faults.max_restarts
+        window = self._spec.faults.restart_window_seconds
         now = time.monotonic()
         self._deaths.append(now)
         while self._deaths[0] < now - window:
@@ -421,7 +423,7 @@ class Fleet:
         exchange is in progress."""
         while True:
             able = self._in_state("ready", "working")
-            if self._config.runtime.deterministic and len(able) < len(self.rollout):
+            if self._spec.schedule.is_deterministic and len(able) < len(self.rollout):
                 able = []  # wait for the others
             if able and not self._exchange.awaited:
                 return able
@@ -484,7 +486,7 @@ class Fleet:
     def _limit_answers(self) -> None:
         """Limit the time in which the rollout workers must answer: rank 0 has sent all weights, or
         the exchange is cancelled."""
-        due = time.monotonic() + self._config.runtime.timeout_seconds
+        due = time.monotonic() + self._spec.faults.timeout_seconds
         limit = Limit(due, "was killed: it did not take part in a weight exchange")
         for worker in self._exchange.awaited.intersection(self.rollout):
             self._limits[worker] = limit
@@ -589,9 +591,9 @@ def owner_id_of(placement: Placement, role: str, number: int) -> int:
 
 
 def worker_settings(
-    config: Config, placement: Placement, role: str, number: int, **others: Any
+    spec: RunSpec, placement: Placement, role: str, number: int, **others: Any
 ) -> WorkerSettings:
-    """Return the settings of a worker; `others` has those that do not follow from config and
+    """Return the settings of a worker; `others` has those that do not follow from spec and
     placement."""
     is_rollout = role == "rollout"
     devices = placement.infer if is_rollout else placement.train
@@ -600,7 +602,9 @@ def worker_settings(
     return WorkerSettings(
         name=f"{role}-{number}",
         owner_id=owner_id_of(placement, role, number),
-        config=config,
+        spec=spec.for_rollout if is_rollout else spec.for_training,
+        timeout_seconds=spec.faults.timeout_seconds,
+        is_deterministic=spec.schedule.is_deterministic,
         device="cpu" if is_cpu else f"{placement.accelerator}:0",
         weights_cross_on_cpu=placement.weights_cross_on_cpu,
         num_threads=placement.num_threads,

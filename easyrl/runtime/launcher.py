@@ -11,14 +11,14 @@ What runs inside a worker's process is in `worker_process.py`.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol, Self
 
 from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.config import Config
+from easyrl.config.spec import RunSpec
 from easyrl.events import Observer
 from easyrl.runtime.local_launcher import LocalLauncher
 from easyrl.runtime.placement import Placement, ring_layout
-from easyrl.runtime.resolve import resolve
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.workers.settings import WorkerSettings
 
@@ -55,13 +55,14 @@ class Launcher(Protocol):
         ...
 
 
-def make_launcher(config: Config, placement: Placement, notify: Observer) -> Launcher:
-    """Return the launcher for this placement. A RayLauncher waits until the workers are placed."""
+def make_launcher(spec: RunSpec, placement: Placement, folder: Path, notify: Observer) -> Launcher:
+    """Return the launcher for this placement. A RayLauncher waits until the workers are placed, and
+    requires that their nodes see `folder`, that of the run."""
     if placement.is_ray:
         from easyrl.runtime.ray.ray_launcher import RayLauncher
 
-        return RayLauncher(config, placement, notify)
+        return RayLauncher(spec, placement, folder, notify)
 
     is_training = placement.train.count > 0
-    ring = RingBuffer(ring_layout(resolve(config), placement)) if is_training else None
+    ring = RingBuffer(ring_layout(spec, placement)) if is_training else None
     return LocalLauncher(placement, ring)

@@ -48,8 +48,8 @@ from functools import partial
 from typing import Literal
 
 from easyrl import events
-from easyrl.config import Config
 from easyrl.config.algorithm import REPLACEMENT_ROUNDS
+from easyrl.config.spec import ScheduleSpec
 from easyrl.data.streams import PromptStream
 from easyrl.runtime.placement import Placement
 from easyrl.types import IndexedPrompt, Prompt
@@ -84,7 +84,7 @@ class Group:
 
 @dataclass(eq=False)
 class Ledger:
-    config: Config
+    schedule: ScheduleSpec
     placement: Placement
     prompt_at: Callable[[int], Prompt]  # the stream of prompts
     make_command: Callable[[Sequence[IndexedPrompt], bool, Mapping[int, int]], events.Command]
@@ -99,7 +99,7 @@ class Ledger:
         placement = self.placement
         self._fixed_workers: list[str] = []
         """In deterministic mode, the workers among which each round is divided."""
-        if self.config.runtime.deterministic:
+        if self.schedule.is_deterministic:
             for number in range(placement.num_rollout_workers):
                 self._fixed_workers.append(f"rollout-{number}")
         self._max_open = self._max_open_groups()
@@ -116,7 +116,7 @@ class Ledger:
         # Half as many again as the engine has in flight, so that it never waits for a prompt.
         in_flight = self.placement.max_concurrent_groups
         num_groups = in_flight + max(1, in_flight // 2)
-        num_completions = num_groups * self.config.rollout.num_generations
+        num_completions = num_groups * self.schedule.num_generations
         return math.ceil(num_completions / self.num_samples)
 
     def _begin_round(self, group_indices: Sequence[int]) -> None:
@@ -285,24 +285,28 @@ class Ledger:
 
 
 def ledger_of_iteration(
-    config: Config, placement: Placement, iteration: int, prompts: PromptStream, first_index: int
+    schedule: ScheduleSpec,
+    placement: Placement,
+    iteration: int,
+    prompts: PromptStream,
+    first_index: int,
 ) -> Ledger:
     """Open the book of an iteration, whose first prompt in the stream has index `first_index`."""
     return Ledger(
-        config,
+        schedule,
         placement,
         prompts.prompt,
         partial(events.Generate, iteration),
         iteration=iteration,
         next_index=first_index,
-        num_groups=config.train.prompts_per_iteration,
-        num_samples=config.rollout.num_generations,
+        num_groups=schedule.prompts_per_iteration,
+        num_samples=schedule.num_generations,
         max_replacements=REPLACEMENT_ROUNDS,
     )
 
 
 def ledger_of_evaluation(
-    config: Config,
+    schedule: ScheduleSpec,
     placement: Placement,
     round_: int,
     problems: Sequence[Prompt],
@@ -318,7 +322,7 @@ def ledger_of_evaluation(
         return events.Evaluate(round_, [prompt for _, prompt in prompts], num_samples, known)
 
     return Ledger(
-        config,
+        schedule,
         placement,
         problems.__getitem__,
         make_command,

@@ -7,6 +7,7 @@ from typing import Any
 from easyrl import devices
 from easyrl.config import Config, change_config
 from easyrl.config.devices import range_words
+from easyrl.config.spec import RunSpec
 from easyrl.engines.sizes import GROUPS_KEY
 from easyrl.model.files import ModelSize
 from easyrl.runtime.memory_estimate import bytes_by_memory, estimate_memory
@@ -23,9 +24,9 @@ VLLM_SIZES = (1, 2, 4, 8)  # devices that one engine may span
 ROLLOUT_FRACTIONS = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2)  # of a shared device, the most usual ones first
 
 
-def fits(config: Config, placement: Placement, size: ModelSize) -> bool:
+def fits(spec: RunSpec, placement: Placement, size: ModelSize) -> bool:
     """Return whether the estimate leaves some headroom in every memory."""
-    parts = estimate_memory(resolve(config), placement, size)
+    parts = estimate_memory(spec, placement, size)
     for memory, needed_bytes in bytes_by_memory(parts).items():
         if needed_bytes > HEADROOM * memory.num_bytes:
             return False
@@ -48,7 +49,7 @@ def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> 
     reshard_choices = (False, True) if train.reshard == "auto" else (train.reshard,)
     for reshard, max_tokens in product(reshard_choices, token_choices):
         changed = change_config(config, {"train.reshard": reshard, TOKENS_KEY: max_tokens})
-        if fits(changed, placement, size):
+        if fits(resolve(changed), placement, size):
             return changed
     return config
 
@@ -100,7 +101,7 @@ def _candidates(
 def _is_enough(config: Config, placement: Placement, size: ModelSize, changes: Changes) -> bool:
     """Return whether the run fits with these changes, also of devices and engine."""
     try:
-        changed = change_config(config, changes)
+        changed = resolve(change_config(config, changes))
         return fits(changed, resolve_placement(changed, placement.assumed), size)
     except ValueError:  # these do not go together
         return False

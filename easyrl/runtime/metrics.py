@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl import events
-from easyrl.config import Config
+from easyrl.config.spec import BatchSpec, RewardSpec, ScheduleSpec, TokenLimits
 from easyrl.rewards import judge
 from easyrl.rewards.code_blocks import find_program
 from easyrl.rewards.functions import final_text
-from easyrl.rewards.loading import reward_names
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.resume import SavedState
 
@@ -35,7 +34,7 @@ TOLERANCE = 1e-6  # a reward this little below the bound is correct: rewards are
 
 def iteration_metrics(
     ledger: Ledger,
-    reward_names: Sequence[str],
+    rewards: RewardSpec,
     before: Mapping[str, Any],
     seconds: Mapping[str, float],
     num_devices: int,
@@ -51,13 +50,13 @@ def iteration_metrics(
     num_generated = int(lengths.sum())
     num_read = sum(group.num_prompt_tokens for group in groups)
     inserted = {}
-    if ledger.config.rollout.has_environments:
+    if rewards.acts is not None:
         num_inserted = sum(group.num_inserted_tokens for group in groups)
         inserted["completions/mean_inserted_length"] = num_inserted / lengths.size
     return {
         "iteration": trained.iteration + 1,
         "policy_version": trained.policy_version,
-        **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
+        **_reward_metrics([group for group in groups if not group.is_skipped], rewards.names),
         "groups_skipped": sum(group.is_skipped for group in groups),
         "groups_replaced": sum(group.is_rejected for group in groups),
         "groups_not_replaced": sum(g.is_unwanted and not g.is_rejected for g in groups),
@@ -144,14 +143,18 @@ COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_er
 
 
 def summarize(
-    lines: Sequence[Mapping[str, Any]], config: Config, state: SavedState, num_devices: int
+    lines: Sequence[Mapping[str, Any]],
+    schedule: ScheduleSpec,
+    reward_names: Sequence[str],
+    state: SavedState,
+    num_devices: int,
 ) -> dict[str, Any]:
     """Return what `summary.json` says about the iterations, whose metrics are `lines`."""
 
     def total(name: str) -> float:  # a metric may be missing in lines of an older version
         return sum(line.get(name) or 0 for line in lines)
 
-    num_averaged = LAST_ITERATIONS if config.train.iterations >= 2 * LAST_ITERATIONS else 1
+    num_averaged = LAST_ITERATIONS if schedule.iterations >= 2 * LAST_ITERATIONS else 1
 
     def ends(name: str) -> list[float | None]:
         """The means of the metric in the first and the last iterations."""
@@ -168,12 +171,12 @@ def summarize(
     num_sampled = tokens["num_completion_tokens"]
     best = best_of(lines)
     return {
-        "iterations": config.train.iterations,
-        "updates_per_iteration": config.train.updates_per_iteration,
+        "iterations": schedule.iterations,
+        "updates_per_iteration": schedule.updates_per_iteration,
         "policy_version": state.policy_version,
         "reward_first": reward_first,
         "reward_last": reward_last,
-        "rewards": {name: ends(f"rewards/{name}/mean") for name in reward_names(config)},
+        "rewards": {name: ends(f"rewards/{name}/mean") for name in reward_names},
         "tokens_per_second_per_device": num_sampled / seconds / num_devices if seconds else 0.0,
         "accuracy_before": state.accuracy_before,
         "held_out_reward_before": state.held_out_reward_before,
@@ -187,13 +190,15 @@ def summarize(
         "updates_not_finite": int(total("num_updates_not_finite")),
         **{name.removeprefix("num_"): number for name, number in tokens.items()},
         "generated_tokens": newest.get("num_generated_tokens", 0),
-        "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
+        "groups_trained": state.num_iterations * schedule.prompts_per_iteration,
         "groups_off_policy": 0,  # one such group ends the run (`GroupReader._accept`)
         "sampling_logp_difference_max": max(gaps, default=None),  # None: no group had a gradient
     }
 
 
-def no_learning_warning(lines: Sequence[Mapping[str, Any]], config: Config, folder: Path) -> str:
+def no_learning_warning(
+    lines: Sequence[Mapping[str, Any]], batches: BatchSpec, limits: TokenLimits, folder: Path
+) -> str:
     """Explain what keeps a run from learning, by its metrics; empty if nothing does."""
     newest = lines[-NO_LEARNING_ITERATIONS:]
     if len(newest) < NO_LEARNING_ITERATIONS or any(line["reward"] is None for line in newest):
@@ -202,13 +207,13 @@ def no_learning_warning(lines: Sequence[Mapping[str, Any]], config: Config, fold
     alike, cut_off = (min(line[name] for line in newest) for name in names)
     length = max(line["completions/mean_length"] for line in newest)
     found, causes = [], []
-    if alike >= EXTREME_SHARE and not config.algorithm.trains_zero_advantages:
+    if alike >= EXTREME_SHARE and not batches.keeps_zero_advantages:
         found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
         causes.append("the problems are too easy or too hard for the model")
         causes.append("the reward does not find the answers (their form, the data's columns)")
         causes.append("a group's completions are alike (rollout.temperature)")
     if cut_off >= EXTREME_SHARE:
-        limit = config.rollout.max_completion_length
+        limit = limits.max_completion_length
         found.append(f"{cut_off:.0%} of the completions are cut off after {limit} tokens")
         causes.append("rollout.max_completion_length is too low")
         causes.append("the model does not end its answers (data.chat, rollout.stop)")

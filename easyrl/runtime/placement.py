@@ -9,13 +9,13 @@ from typing import Literal
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet
+from easyrl.config.model import DType
 from easyrl.config.rollout import MAX_BRANCHES
-from easyrl.config.spec import RunSpec
+from easyrl.config.spec import EngineSpec, RunSpec
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
-from easyrl.rewards.loading import reward_models
 
 ROWS_OF_EVALUATION = 128  # sequences in flight per engine in an evaluation
 
@@ -111,13 +111,13 @@ class Machine:
     assumed: devices.AssumedDevices | None = None
 
 
-def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = None) -> Placement:
+def resolve_placement(spec: RunSpec, assumed: devices.AssumedDevices | None = None) -> Placement:
     """Choose devices, threads, cores and engine. `assumed`: the accelerators to plan for, instead
     of this machine's or a Ray cluster's. Raises ConfigError for missing devices."""
-    infer, train, spare = config.devices.sets
-    kept = [*_reward_device(config), *([] if spare is None else [spare])]
+    infer, train, spare = spec.devices.sets
+    kept = [*_reward_device(spec), *([] if spare is None else [spare])]
     if assumed is None:
-        machine = _find_machine(config, [infer, train, *kept])
+        machine = _find_machine(spec, [infer, train, *kept])
     else:
         machine = Machine(assumed.kind, assumed.count, assumed=assumed)
         wanted = [each for each in (infer, train, spare) if each is not None]
@@ -128,14 +128,14 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
     infer = infer or _default("infer", machine.count, train, kept)
     train = train or _default("train", machine.count, infer, kept)
     check_disjoint(infer, train)
-    most_train = config.train.prompts_per_iteration // config.train.updates_per_iteration
+    most_train = spec.batches.groups_per_update
     if train.count > most_train:
         raise ConfigError(
             f"devices.train (--train-devices): expected at most {most_train} devices "
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
-    placement = _place(config, infer, train, machine)
-    most = config.devices.max_rollout_workers
+    placement = _place(spec, infer, train, machine)
+    most = spec.devices.max_rollout_workers
     if most is not None and most < placement.num_rollout_workers:
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
@@ -149,14 +149,14 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
     return replace(placement, max_rollout_workers=most)
 
 
-def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
+def place_evaluation(spec: RunSpec, num_prompts: int, num_samples: int) -> Placement:
     """The placement of an evaluation: engines only, by default one on each accelerator."""
-    infer, _, _ = config.devices.sets
-    kept, trained = _reward_device(config), DeviceSet("accelerator", ())  # nothing is trained
-    machine = _find_machine(config, [infer, *kept])
+    infer, _, _ = spec.devices.sets
+    kept, trained = _reward_device(spec), DeviceSet("accelerator", ())  # nothing is trained
+    machine = _find_machine(spec, [infer, *kept])
     infer = infer or _default("infer", machine.count, trained, kept)
-    placement = _place(config, infer, DeviceSet("cpu", ()), machine)
-    most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
+    placement = _place(spec, infer, DeviceSet("cpu", ()), machine)
+    most = spec.engine.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
     return replace(placement, max_concurrent_groups=min(most, per_engine))
 
@@ -172,16 +172,16 @@ def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
         )
 
 
-def _find_machine(config: Config, used: Sequence[DeviceSet | None]) -> Machine:
+def _find_machine(spec: RunSpec, used: Sequence[DeviceSet | None]) -> Machine:
     """Connect to the Ray cluster if devices of one are wanted, else look at this machine, without
     torch if only CPUs are used."""
     kinds = {None if each is None else each.kind for each in used}
     wanted = [each for each in used if each is not None]
     if not any(each.is_ray for each in wanted):
-        if config.devices.ray_address is not None:
+        if spec.devices.ray_address is not None:
             raise ConfigError(
                 "devices.ray_address (--ray-address): expected ray: devices with it "
-                f"(--infer-devices ray:1), or null, got '{config.devices.ray_address}'"
+                f"(--infer-devices ray:1), or null, got '{spec.devices.ray_address}'"
             )
         if kinds == {"cpu"}:
             return Machine("cpu", 0)
@@ -193,7 +193,7 @@ def _find_machine(config: Config, used: Sequence[DeviceSet | None]) -> Machine:
         )
     from easyrl.runtime.ray.cluster import connect
 
-    machine = connect(config, sum(each.count for each in wanted) + 1)
+    machine = connect(spec.devices.ray_address, sum(each.count for each in wanted) + 1)
     if wanted[0].kind == "accelerator" and machine.kind == "cpu":
         raise ConfigError("devices: expected ray:cpu:N, as there are no accelerators, got ray:N")
     return machine
@@ -215,38 +215,40 @@ def _behind(devices: DeviceSet, first: int) -> DeviceSet:
     return replace(devices, indices=tuple(first + index for index in devices.indices))
 
 
-def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine) -> Placement:
+def _place(spec: RunSpec, infer: DeviceSet, train: DeviceSet, machine: Machine) -> Placement:
     kind = machine.kind
     for key, wanted in (("infer", infer), ("train", train)):
         _check_exist(f"devices.{key} (--{key}-devices)", wanted, kind, machine.count)
-    for wanted in (of_rewards := _reward_device(config)):
+    for wanted in (of_rewards := _reward_device(spec)):
         _check_exist("reward.model_device", wanted, kind, machine.count)
     is_planned = machine.assumed is not None
-    engine = choose_engine(config, infer, accelerator=kind, is_planned=is_planned)
+    engine = choose_engine(
+        spec.engine, spec.model.dtype, infer, accelerator=kind, is_planned=is_planned
+    )
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
     is_on_cpu = infer.kind == train.kind == "cpu"
-    has_own_cores = config.devices.threads is None and is_on_cpu and not machine.cluster
+    has_own_cores = spec.devices.threads is None and is_on_cpu and not machine.cluster
     num_threads = max(1, num_cores() // num_workers)
     if machine.cluster:
         # The most with which all workers fit the nodes.
         count, nodes = max(num_workers, 0 if is_on_cpu else machine.count), machine.node_cpus
         most = range(max(nodes, default=1), 0, -1)
         num_threads = next((n for n in most if sum(c // n for c in nodes) >= count), 1)
-    can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
+    can_lend = has_own_cores and train.count > 0 and not spec.schedule.is_deterministic
     lends_cores = can_lend and num_workers <= num_cores()
     borrows = lends_cores and engine.name == "embedded"
     # Generating and training in turn is faster on one device, and vLLM queues what does not fit.
     starts_all = engine.name == "vllm" and not is_on_cpu and infer == train
-    most_groups = max_concurrent_groups(config, num_engines, borrows=borrows, starts_all=starts_all)
+    most_groups = max_concurrent_groups(spec, num_engines, borrows=borrows, starts_all=starts_all)
     return Placement(
         infer=infer,
         train=train,
         accelerator=kind,
-        num_threads=config.devices.threads or num_threads,
+        num_threads=spec.devices.threads or num_threads,
         max_concurrent_groups=most_groups,
         engine=engine,
-        infer_memory_fraction=config.rollout.memory_fraction or 0.5,
+        infer_memory_fraction=spec.engine.memory_fraction or 0.5,
         has_own_cores=has_own_cores,
         lends_cores=lends_cores,
         max_rollout_workers=num_engines,
@@ -257,11 +259,11 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, machine: Machine)
     )
 
 
-def _reward_device(config: Config) -> list[DeviceSet]:
-    index = config.reward.model_device
-    if index == "cpu" or not reward_models(config):
+def _reward_device(spec: RunSpec) -> list[DeviceSet]:
+    index = spec.rewards.options.model_device
+    if index == "cpu" or not spec.rewards.models:
         return []
-    if any(each is not None and each.is_ray for each in config.devices.sets):
+    if any(each is not None and each.is_ray for each in spec.devices.sets):
         raise ConfigError(f"reward.model_device: expected cpu with ray: devices, got {index}")
     return [DeviceSet("accelerator", (index,))]
 
@@ -300,7 +302,7 @@ def first_engines(number: int, placement: Placement) -> DeviceSet:
 
 
 def check_scale(
-    config: Config,
+    spec: RunSpec,
     placement: Placement,
     current: DeviceSet,
     wanted: DeviceSet,
@@ -308,7 +310,7 @@ def check_scale(
 ) -> None:
     """Check that the engines of a live run on devices `current` can be changed to `wanted`. Raises
     ConfigError. `changing`: workers that are starting or leaving."""
-    if config.runtime.deterministic:
+    if spec.schedule.is_deterministic:
         raise ConfigError(
             "runtime.deterministic: expected false in a run whose engines change, got true"
         )
@@ -350,16 +352,21 @@ def _check_engines(
 
 
 def choose_engine(
-    config: Config, infer: DeviceSet, *, accelerator: str = "", is_planned: bool = False
+    spec: EngineSpec,
+    dtype: DType,
+    infer: DeviceSet,
+    *,
+    accelerator: str = "",
+    is_planned: bool = False,
 ) -> EngineChoice:
     """Choose the engine for devices `infer`, in torch of the kind `accelerator` if not the CPU.
     `is_planned`: vLLM need not be installed. Raises ConfigError for an engine that cannot run."""
-    wanted, size = config.rollout.engine, config.rollout.tensor_parallel_size
+    wanted, size = spec.name, spec.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator
-    reason = unsupported_reason(kind, config.model.dtype)
+    reason = unsupported_reason(kind, dtype)
     if is_planned and wanted == "vllm":
         reason = None
-    if config.runtime.deterministic and not (kind == "cpu" and size == 1):
+    if spec.is_deterministic and not (kind == "cpu" and size == 1):
         reason = "runtime.deterministic=true needs it, except on CPUs without tensor parallelism"
     if wanted == "vllm" and reason is not None:
         raise ConfigError(f"rollout.engine: expected embedded, because {reason}, got vllm")
@@ -427,14 +434,15 @@ def describe(placement: Placement, found: Mapping[str, str] | None = None) -> st
 
 
 def max_concurrent_groups(
-    config: Config, num_engines: int, *, borrows: bool = False, starts_all: bool = False
+    spec: RunSpec, num_engines: int, *, borrows: bool = False, starts_all: bool = False
 ) -> int:
     """Return the groups in flight per engine: enough for an efficient engine, few enough that
     groups finish one by one, more if it `borrows` cores; at most its share of the prompts."""
-    per_engine = -(-config.train.prompts_per_iteration // num_engines)
-    if config.rollout.max_concurrent_groups is not None:
-        return min(config.rollout.max_concurrent_groups, per_engine)
-    is_sync = config.runtime.schedule == "sync" and not config.runtime.deterministic
+    schedule, most = spec.schedule, spec.engine.max_concurrent_groups
+    per_engine = -(-schedule.prompts_per_iteration // num_engines)
+    if most is not None:
+        return min(most, per_engine)
+    is_sync = schedule.schedule == "sync" and not schedule.is_deterministic
     if is_sync or starts_all:  # no trainer waits for the first group
         return per_engine
     return max(min(per_engine, 16), per_engine // (2 if borrows else 4))

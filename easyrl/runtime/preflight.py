@@ -9,7 +9,7 @@ Each stage has a typed result: `Measured`, `PromptStream`, `Interfaces`, `Placem
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from easyrl import devices
 from easyrl.agents.pool import check_agent
 from easyrl.config import Config, ConfigError, change_config, to_arguments
-from easyrl.config.algorithm import POLICY, TEACHER_KEY, TEACHER_PROMPT_KEY
+from easyrl.config.algorithm import TEACHER_KEY, TEACHER_PROMPT_KEY
+from easyrl.config.spec import ModelSpec, OptimizerSpec, RewardSpec, RunSpec
 from easyrl.data import datasets
 from easyrl.data.chat import check_prompts, render_prompt
 from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable, describe_model
@@ -47,13 +48,11 @@ from easyrl.rewards.loading import (
     BUILT_IN,
     check_rewards,
     digest_code,
-    reward_models,
-    reward_specs,
 )
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory_estimate, memory_fit
 from easyrl.runtime.placement import Placement, describe, resolve_placement
-from easyrl.runtime.resolve import resolve
+from easyrl.runtime.resolve import resolve, with_eval_data
 from easyrl.runtime.resume import Resume, check_resumed, differing, start_from
 from easyrl.runtime.run_folder import folder_of, is_unstarted, refuse_existing
 from easyrl.types import Messages, Prompt
@@ -74,6 +73,7 @@ class Measured(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Preflight:
     config: Config  # with what fits the memory
+    spec: RunSpec  # the same, resolved
     prompts: PromptStream  # without those that `data.long_prompts` skips
     num_prompts_skipped: int
     placement: Placement
@@ -85,30 +85,36 @@ class Preflight:
     warnings: Sequence[str]
 
 
+def with_config(checked: Preflight, config: Config) -> Preflight:
+    return replace(checked, config=config, spec=resolve(config))
+
+
 def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "") -> Preflight:
     """Resolve and check a run. Raises ConfigError, with the key to change, if it cannot start.
     `tokenizer`: the model's tokenizer, where it is not in `model.path`."""
     if resume is None:
         refuse_existing(folder_of(config))
-    _check_teacher(config)
-    model = measure_model(config)
-    prompts = datasets.open_prompts(config)
-    interfaces, warnings = check_functions(config, prompts.prompt(0))
-    warnings += _check_mixture(config, prompts)
-    placement = resolve_placement(config)  # imports torch where it must look for accelerators
-    check_compiler(config, placement)
-    loaded = load_prompt_tokenizer(config, prompts.examples(), tokenizer)
-    too_long = too_long_prompts(config, prompts.examples(), interfaces, loaded)
+    spec = resolve(config)
+    _check_teacher(spec)
+    model = measure_model(spec)
+    prompts = datasets.open_prompts(spec.data)
+    interfaces, warnings = check_functions(spec, prompts.prompt(0))
+    warnings += _check_mixture(spec.rewards, prompts)
+    placement = resolve_placement(spec)  # imports torch where it must look for accelerators
+    check_compiler(spec, placement)
+    loaded = load_prompt_tokenizer(spec, prompts.examples(), tokenizer)
+    too_long = too_long_prompts(spec, prompts.examples(), interfaces, loaded)
     skipped = {location.removesuffix(TEACHER_SUFFIX) for location in too_long}
     prompts = prompts.without(skipped)
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
-    notes = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
-    check_engine(config, placement, model.size)
-    warnings += [*of_eval, *choice_warnings(config, placement)]
+    notes = describe_prompts(spec, prompts, interfaces, loaded, len(held_out))
+    check_engine(spec, placement, model.size)
+    warnings += [*of_eval, *choice_warnings(spec, placement)]
     config = memory_fit.use_memory(config, placement, model.size)
+    spec = resolve(config)
     try:
         warnings += memory_estimate.check_memory(
-            memory_estimate.estimate_memory(resolve(config), placement, model.size)
+            memory_estimate.estimate_memory(spec, placement, model.size)
         )
     except ConfigError as error:
         raise ConfigError(f"{error}{_what_fits(config, placement, model.size)}") from None
@@ -121,10 +127,10 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
         "eval.dataset": datasets.identity_of(datasets.problem_ids(held_out)),
-        **identify_code(config),
+        **identify_code(spec),
     }
-    if config.algorithm.teacher_path is not None:
-        identity[TEACHER_KEY] = fingerprint(config.algorithm.teacher_path)
+    if spec.teacher is not None and spec.teacher.path is not None:
+        identity[TEACHER_KEY] = fingerprint(spec.teacher.path)
     if resume and (changed := differing(resume.state.identity, identity)):
         raise ConfigError(
             f"{', '.join(changed)}: the files have changed since the run in '{resume.folder}' "
@@ -132,6 +138,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         )
     return Preflight(
         config,
+        spec,
         prompts,
         len(skipped),
         placement,
@@ -156,20 +163,22 @@ def make_plan(
 ) -> Plan:
     """Plan a run for what this machine has, or for `assumed` accelerators. Nothing is started, and
     no weights are read. Raises ConfigError for devices that are missing."""
-    placement = resolve_placement(config, assumed)
+    spec = resolve(config)
+    placement = resolve_placement(spec, assumed)
     lines = [describe(placement), *never_run(placement), ""]
-    warnings, size = choice_warnings(config, placement), None
+    warnings, size = choice_warnings(spec, placement), None
     is_refused, is_tight, described = False, False, describe_model(config.model.path)
     try:
         given, source = start_from(config, is_resumed=is_resumed)
-        config, model = given, measure_model(given, is_whole=False)
+        config, spec = given, resolve(given)
+        model = measure_model(spec, is_whole=False)
         tokenizer = source.tokenizer if source else ""
-        size, described = model.size, describe_weights(model, config)
+        size, described = model.size, describe_weights(model, spec.model)
         if source is not None:
             has_new_adapter = config.model.lora.rank is not None
             about_source = source.describe(has_new_adapter=has_new_adapter)
             lines = [about_source, *lines] if about_source else lines
-        check_engine(config, placement, size)
+        check_engine(spec, placement, size)
         config = memory_fit.use_memory(config, placement, size)
         parts = memory_estimate.estimate_memory(resolve(config), placement, size)
         if size is None:
@@ -197,122 +206,126 @@ def check_inputs(config: Config, tokenizer: str = "") -> list[str]:
     """Make the checks of a start that need no weights, and describe the prompts; with warnings.
     Data or a tokenizer on a hub that cannot be reached is not checked. `tokenizer`: as of
     `check_run`. Raises ConfigError."""
+    spec = resolve(config)
     try:
-        _check_teacher(config)
-        prompts = datasets.open_prompts(config)
-        interfaces, warnings = check_functions(config, prompts.prompt(0))
-        warnings += _check_mixture(config, prompts)
+        _check_teacher(spec)
+        prompts = datasets.open_prompts(spec.data)
+        interfaces, warnings = check_functions(spec, prompts.prompt(0))
+        warnings += _check_mixture(spec.rewards, prompts)
         held_out, of_eval = _held_out(config, prompts, None)
         warnings += of_eval
         first = {"first prompt (a start checks all)": prompts.prompt(0).content}
         try:
-            loaded = load_prompt_tokenizer(config, first, tokenizer)
+            loaded = load_prompt_tokenizer(spec, first, tokenizer)
             if loaded is not None and len(loaded) < 2:  # transformers makes an empty one
                 raise ConfigError("the model's folder has no tokenizer")
         except ConfigError as error:  # in a plan the model need not be here
-            return [_describe_rate(config), f"first prompt: not shown: {error}", *warnings]
+            return [_describe_rate(spec.optimizer), f"first prompt: not shown: {error}", *warnings]
         is_checked = config.data.long_prompts == "stop" and config.rollout.agent is None
         if loaded is not None and is_checked:
-            check_prompts(first, loaded, config, _longest_tools(interfaces))
-        about = describe_prompts(config, prompts, interfaces, loaded, len(held_out))
+            check_prompts(first, loaded, config.data, _longest_tools(interfaces))
+        about = describe_prompts(spec, prompts, interfaces, loaded, len(held_out))
         return [*about, *warnings]
     except HubUnreachable as error:
-        return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
+        return [*check_functions(spec, None)[1], f"warning: not checked: {error}"]
 
 
-def measure_model(config: Config, *, is_whole: bool = True) -> Measured:
+def measure_model(spec: RunSpec, *, is_whole: bool = True) -> Measured:
     """Measure `model.path`. A model that is not downloaded yet is counted by its configuration, and
     unless `is_whole`, weights and tokenizer of a folder may be missing. Raises ConfigError, also
     for too few positions, or LoRA without layers for it."""
-    lora, num_trained, about_lora = config.model.lora, None, ""
-    files = read_model_files(config.model.path, is_whole=is_whole)
-    check_positions(config, files)
+    lora, num_trained, about_lora = spec.model.lora, None, ""
+    files = read_model_files(spec.model.path, is_whole=is_whole)
+    check_positions(spec.limits, files)
     found, num_weights = files.config, files.num_weights
     if lora.rank is not None or num_weights is None:
-        full = model_config_of(config)
-        model = meta_model(full, trust_remote_code=config.model.trust_remote_code)
+        full = model_config_of(spec.model)
+        model = meta_model(full, trust_remote_code=spec.model.trust_remote_code)
         if num_weights is None:
             num_weights = sum(weight.numel() for weight in model.parameters())
             found = full.to_dict()
     if lora.rank is not None:
         from easyrl.model.lora import check_lora, describe_lora
 
-        num_trained = check_lora(lora, config.model.path, model)
-        about_lora = describe_lora(lora, config.model.path, model)
+        num_trained = check_lora(lora, spec.model.path, model)
+        about_lora = describe_lora(lora, spec.model.path, model)
     return Measured(files, num_trained, model_size(found, num_weights, num_trained), about_lora)
 
 
-def describe_weights(model: Measured, config: Config) -> str:
+def describe_weights(model: Measured, spec: ModelSpec) -> str:
     total, trained = model.files.num_weights, model.num_trained
-    text = describe_model(config.model.path)
+    text = describe_model(spec.path)
     if trained is None:
         return text if total is None else f"{text}, {total:,} weights, all trained"
     share = "" if total is None else f" of {total + trained:,} ({trained / (total + trained):.1%})"
-    text += f"; LoRA of rank {config.model.lora.rank} trains {trained:,}{share}, base frozen"
+    text += f"; LoRA of rank {spec.lora.rank} trains {trained:,}{share}, base frozen"
     return f"{text}\n{model.about_lora}"
 
 
 def check_functions(
-    config: Config, example: Prompt | None, *, is_trained: bool = True
+    spec: RunSpec, example: Prompt | None, *, is_trained: bool = True
 ) -> tuple[Interfaces, list[str]]:
     """Load the user's loss, rewards and environments, and try them on a prompt, if there is one;
     with warnings. `is_trained`: not by `easyrl eval`, which needs no loss."""
     interfaces: Interfaces = {}
     warnings: list[str] = []
-    if config.rollout.agent is not None:
-        check_agent(config, example)
-    elif config.rollout.has_environments:
-        interfaces, warnings = check_environments(config, example)
-    check_reward_models(config, example)
-    warnings = try_rewards(config, example) + warnings
-    if is_trained and config.algorithm.has_own_loss:
+    if spec.episodes is not None and spec.episodes.agent is not None:
+        check_agent(spec.episodes, example)
+    elif spec.episodes is not None:
+        interfaces, warnings = check_environments(spec.episodes, example)
+    check_reward_models(spec.rewards, example)
+    warnings = try_rewards(spec.rewards, example) + warnings
+    if is_trained and spec.loss.is_own:
         from easyrl.algorithm.losses import load_loss
 
-        load_loss(config)
-    for name in config.output.log_to if is_trained else ():
+        load_loss(spec.loss)
+    for name in spec.trackers if is_trained else ():
         require(name, f"output.log_to: '{name}'")
     return interfaces, warnings
 
 
-def _check_mixture(config: Config, prompts: PromptStream) -> list[str]:
+def _check_mixture(rewards: RewardSpec, prompts: PromptStream) -> list[str]:
     """Try the rewards on every source of a mixture; return warnings. They get None for columns that
     a source lacks, but a built-in one that is alone must have its column. Raises ConfigError."""
-    specs, warnings, tried = reward_specs(config), list[str](), prompts.prompt(0)
+    specs, warnings, tried = rewards.functions, list[str](), prompts.prompt(0)
     for name, own, example in prompts.first_of_each():
         try:
             if (example.content, example.columns) != (tried.content, tried.columns):
-                warnings += [f"{each} ('{name}')" for each in try_rewards(config, example)]
+                warnings += [f"{each} ('{name}')" for each in try_rewards(rewards, example)]
             if len(specs) == 1 and specs[0] in BUILT_IN:
-                check_rewards(config, own)
+                check_rewards(rewards, own)
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
     return warnings
 
 
-def identify_code(config: Config) -> dict[str, str]:
+def identify_code(spec: RunSpec) -> dict[str, str]:
     """Digests of the user's files, and of the reward models, by the keys that name them."""
-    digests, key = digest_code(config), "reward.functions"
-    digests[key] = " ".join([digests[key], *map(fingerprint, reward_models(config))]).strip()
+    digests, key = digest_code(spec.code, spec.rewards.options.judge), "reward.functions"
+    digests[key] = " ".join([digests[key], *map(fingerprint, spec.rewards.models)]).strip()
     return digests
 
 
-def _check_teacher(config: Config) -> None:
+def _check_teacher(spec: RunSpec) -> None:
     """Raise ConfigError for a teacher that cannot score the policy's completions, and for a run
     without rewards that needs them."""
-    algorithm = config.algorithm
-    if config.reward.is_none and (algorithm.teacher is None or algorithm.dynamic_sampling):
-        other = "algorithm.dynamic_sampling=false" if algorithm.teacher else TEACHER_KEY
+    teacher = spec.teacher
+    if spec.rewards.is_none and (teacher is None or spec.advantages.dynamic_sampling):
+        other = TEACHER_KEY if teacher is None else "algorithm.dynamic_sampling=false"
         raise ConfigError(f"reward.functions: expected a reward (--reward) or {other}, got none")
-    if algorithm.teacher == POLICY and algorithm.teacher_prompt is None:
+    if teacher is None:
+        return
+    if teacher.path is None and not teacher.has_own_prompt:
         raise ConfigError(
             f"{TEACHER_PROMPT_KEY}: expected a column or a template, without which the policy "
             "agrees with itself (algorithm.teacher=policy), got null"
         )
-    path = algorithm.teacher_path
+    path = teacher.path
     if path is None:
         return
-    check_positions(config, teacher := read_model_files(path, TEACHER_KEY))
-    trusts, paths = config.model.trust_remote_code, (config.model.path, path)
+    its_files = read_model_files(path, TEACHER_KEY)
+    check_positions(spec.limits, its_files)
+    trusts, paths = spec.model.trust_remote_code, (spec.model.path, path)
     mine, others = (load_tokenizer(each, trust_remote_code=trusts).get_vocab() for each in paths)
     if unlike := mine.items() ^ others.items():
         token, number = min(unlike, key=itemgetter(1))
@@ -320,7 +333,7 @@ def _check_teacher(config: Config) -> None:
             f"{TEACHER_KEY}: expected the policy's tokens, as it scores them, got '{path}', which "
             f"differs in token {number} ({token!r} in one of them); use a model of the same family"
         )
-    files = read_model_files(config.model.path), teacher
+    files = read_model_files(spec.model.path), its_files
     sizes = [(of.config.get("text_config") or of.config).get("vocab_size", 0) for of in files]
     if sizes[0] > sizes[1]:  # a sampled token might be padding that the teacher lacks
         expected = f"expected a vocabulary of at least {sizes[0]} with its padding, as the policy's"
@@ -342,9 +355,9 @@ def never_run(placement: Placement) -> list[str]:
     return [text] * bool(found)
 
 
-def check_compiler(config: Config, placement: Placement) -> None:
+def check_compiler(spec: RunSpec, placement: Placement) -> None:
     """Raise ConfigError if kernels are to be compiled for GPUs without a C compiler."""
-    uses_kernels = config.train.compile or config.model.dtype != "float32"
+    uses_kernels = spec.optimizer.compile or spec.model.dtype != "float32"
     is_on_gpu = placement.train.kind == "accelerator" and uses_kernels
     is_on_gpu |= placement.infer.kind == "accelerator" and placement.engine.name == "vllm"
     is_on_gpu &= placement.accelerator != devices.ASCEND and not placement.is_ray
@@ -379,38 +392,39 @@ def _what_fits(config: Config, placement: Placement, size: ModelSize | None) -> 
     return f"; this fits, by estimate: {shlex.join(words)}"
 
 
-def check_engine(config: Config, placement: Placement, size: ModelSize | None) -> None:
+def check_engine(spec: RunSpec, placement: Placement, size: ModelSize | None) -> None:
     """Raise ConfigError for a model that the engine would refuse once it has started."""
-    path, is_vllm = config.model.path, placement.engine.name == "vllm"
+    path, is_vllm = spec.model.path, placement.engine.name == "vllm"
     if size is not None and is_vllm and not size.is_in_vllm:
         raise ConfigError(
             f"rollout.engine: expected embedded, because vLLM names weights of '{path}' otherwise "
             "than transformers, so it cannot receive updates, got vllm"
         )
-    if size is not None and not (is_vllm or size.is_batched) and config.rollout.has_environments:
+    is_served = is_vllm or size is None or size.is_batched
+    if spec.episodes is not None and not is_served:
         raise ConfigError(
-            f"{config.rollout.acts}: expected a model that the embedded engine or vLLM can serve, "
+            f"{spec.episodes.key}: expected a model that the embedded engine or vLLM can serve, "
             f"got '{path}', which has layers without attention to all tokens or a window"
         )
 
 
-def choice_warnings(config: Config, placement: Placement) -> list[str]:
+def choice_warnings(spec: RunSpec, placement: Placement) -> list[str]:
     """Warn of settings that are allowed and rarely meant, and of slow devices."""
-    texts, top_k, top_p = [], config.rollout.top_k, config.rollout.top_p
+    texts, top_k, top_p = [], spec.sampling.top_k, spec.sampling.top_p
     if (top_k, top_p) != (0, 1.0):
         given = f"rollout.top_k={top_k}, rollout.top_p={top_p}"
         biased = "are not sampled from the trained distribution, so the gradient is biased"
         texts.append(f"with {given} completions {biased}")
-    is_demo = config.model.path in BUILT_IN_MODELS
-    if placement.train.kind == "accelerator" and config.model.dtype == "float32" and not is_demo:
+    is_demo = spec.model.path in BUILT_IN_MODELS
+    if placement.train.kind == "accelerator" and spec.model.dtype == "float32" and not is_demo:
         text = "in float32 accelerators take twice the memory and several times as long"
         texts.append(f"{text}: model.dtype=bfloat16")
     on_cpu = placement.train.kind == "cpu" and not placement.assumed
-    if on_cpu and config.devices.infer is None and (reason := devices.unusable_reason()):
+    if on_cpu and spec.devices.infer is None and (reason := devices.unusable_reason()):
         texts.append(f"the CPU is used, since torch cannot use the GPUs: {reason}")
     infer, train = placement.infer.count, placement.train.count
     if max(infer, train) >= LOPSIDED * min(infer, train):
-        default = " by default" if config.devices.infer is config.devices.train is None else ""
+        default = " by default" if spec.devices.infer is spec.devices.train is None else ""
         text = f"{counted(infer, 'device')} for generation and {train} for training{default} is "
         text += "lopsided"
         advice = f"a short run, then easyrl plan RUN --devices {infer + train}"
@@ -440,61 +454,65 @@ def _held_out(
         ignored = "warning: data.num_held_out is ignored: the data has none (set eval.dataset)"
         return [], [ignored] if config.data.num_held_out else []
     if config.eval.dataset is None:
-        return list(datasets.problems_of(prompts, config).values()), []
-    other = datasets.with_eval_data(config)
+        return list(datasets.problems_of(prompts, config.data).values()), []
+    other = with_eval_data(config)
+    spec = resolve(other)
     try:
-        problems = datasets.problems_of(datasets.open_prompts(other, is_trained=False), other)
+        stream = datasets.open_prompts(spec.data, is_trained=False)
+        problems = datasets.problems_of(stream, other.data)
     except ConfigError as error:
         raise type(error)(str(error).replace("data.dataset (--dataset)", "eval.dataset")) from None
-    warnings = try_rewards(config, next(iter(problems.values())))
+    warnings = try_rewards(resolve(config).rewards, next(iter(problems.values())))
     if interfaces is None:
         return list(problems.values()), warnings
-    return short_problems(other, problems, interfaces, tokenizer), warnings
+    return short_problems(spec, problems, interfaces, tokenizer), warnings
 
 
 def short_problems(
-    config: Config, problems: Mapping[str, Prompt], interfaces: Interfaces, tokenizer: str
+    spec: RunSpec, problems: Mapping[str, Prompt], interfaces: Interfaces, tokenizer: str
 ) -> list[Prompt]:
     examples = {location: problem.content for location, problem in problems.items()}
-    loaded = load_prompt_tokenizer(config, examples, tokenizer)
-    skipped = too_long_prompts(config, examples, interfaces, loaded)
+    loaded = load_prompt_tokenizer(spec, examples, tokenizer)
+    skipped = too_long_prompts(spec, examples, interfaces, loaded)
     return [problem for location, problem in problems.items() if location not in skipped]
 
 
 def load_prompt_tokenizer(
-    config: Config, examples: Mapping[str, str | Messages], path: str = ""
+    spec: RunSpec, examples: Mapping[str, str | Messages], path: str = ""
 ) -> Any:
     """Load the tokenizer of `path` (by default the model's). None: every character is a token, as
     in the demo, which needs no transformers here."""
-    data, path = config.data, path or config.model.path
+    data, path = spec.data.options, path or spec.model.path
     is_demo = path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     if is_demo and not data.chat_template and not data.chat_template_kwargs:
         longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
             return None
-    return tokenizer_of(config, path)
+    return tokenizer_of(spec.model, path)
 
 
 def too_long_prompts(
-    config: Config,
+    spec: RunSpec,
     examples: Mapping[str, str | Messages],
     interfaces: Interfaces,
     tokenizer: Any,
 ) -> set[str]:
     """Check prompts by their locations as tokens of the model, the model's class on the way, and
     conversations with environments. Return the locations of those to skip."""
-    if tokenizer is None or config.rollout.agent is not None:  # it makes its own prompts
+    if tokenizer is None or spec.rewards.acts == "agent":  # it makes its own prompts
         return set()
-    model_config = model_config_of(config)
-    skipped = check_prompts(examples, tokenizer, config, _longest_tools(interfaces))
+    model_config = model_config_of(spec.model)
+    tools = _longest_tools(interfaces)
+    skipped = check_prompts(examples, tokenizer, spec.data.options, tools)
     for interface in interfaces.values():
-        end_tokens = {*load_eos_token_ids(config.model.path, model_config), tokenizer.eos_token_id}
-        Conversations(config, tokenizer, interface, end_tokens - {None})
+        assert spec.episodes is not None
+        end_tokens = {*load_eos_token_ids(spec.model.path, model_config), tokenizer.eos_token_id}
+        Conversations(spec.episodes, tokenizer, interface, end_tokens - {None})
     return skipped
 
 
 def describe_prompts(
-    config: Config,
+    spec: RunSpec,
     prompts: PromptStream,
     interfaces: Interfaces,
     tokenizer: Any,
@@ -502,21 +520,21 @@ def describe_prompts(
 ) -> list[str]:
     """Describe the rows, the learning rate, and the first prompt as the model sees it, with special
     tokens and tools; with a warning for tools that the template does not show."""
-    train, num_rows, content = config.train, prompts.epoch_length, prompts.prompt(0).content
+    schedule, num_rows, content = spec.schedule, prompts.epoch_length, prompts.prompt(0).content
     rows = "made as the run goes, for"
     if num_rows is not None:
-        epochs = train.iterations * train.prompts_per_iteration / num_rows
+        epochs = schedule.iterations * schedule.prompts_per_iteration / num_rows
         rows = f"{counted(num_rows, 'row')}, {epochs:.3g} epoch{'s' * (epochs != 1)} in"
-    size = f"{train.prompts_per_iteration} x {config.rollout.num_generations} completions"
-    rows = f"prompts: {rows} {counted(train.iterations, 'iteration')} of {size}"
+    size = f"{schedule.prompts_per_iteration} x {schedule.num_generations} completions"
+    rows = f"prompts: {rows} {counted(schedule.iterations, 'iteration')} of {size}"
     rows += f"; {counted(num_held_out, 'held-out problem')}"
-    rate = _describe_rate(config)
-    if config.rollout.agent is not None:
+    rate = _describe_rate(spec.optimizer)
+    if spec.rewards.acts == "agent":
         return [f"{rows}; the agent writes what the model sees", rate]
     ids: Sequence[Any] = str(content)
     text, tools = str(content), _longest_tools(interfaces)
     if tokenizer is not None:
-        variables = config.data.chat_template_kwargs | ({"tools": tools} if tools else {})
+        variables = spec.data.options.chat_template_kwargs | ({"tools": tools} if tools else {})
         ids = render_prompt(content, tokenizer, variables)
         text = tokenizer.decode(ids)
     lines = printable(shorten(text, SHOWN_CHARACTERS), keep="\n").split("\n")
@@ -528,15 +546,15 @@ def describe_prompts(
     if not isinstance(content, str) and content[-1]["role"] == "assistant":
         lines.append("note: prompts end with an assistant's message, which the model continues")
     is_for_chats = bool(tokenizer and tokenizer.chat_template)
-    if is_for_chats and isinstance(content, str) and config.data.chat is None:
+    if is_for_chats and isinstance(content, str) and spec.data.options.chat is None:
         lines.append("warning: prompts are plain text; data.chat=true makes chats for this model")
     return [rows, rate, *lines]
 
 
-def _describe_rate(config: Config) -> str:
-    warmup = counted(config.train.warmup_iterations, "iteration")
-    schedule = f"{config.train.lr_scheduler_type}, {warmup} of warm-up"
-    return f"learning rate: {config.learning_rate:g} ({schedule})"
+def _describe_rate(optimizer: OptimizerSpec) -> str:
+    warmup = counted(optimizer.warmup_iterations, "iteration")
+    schedule = f"{optimizer.lr_scheduler_type}, {warmup} of warm-up"
+    return f"learning rate: {optimizer.learning_rate:g} ({schedule})"
 
 
 def _longest_tools(interfaces: Interfaces) -> list[Any]:

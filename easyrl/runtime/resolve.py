@@ -6,11 +6,12 @@ What depends on it is in the `Placement`. Nothing is loaded, and no file is read
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from easyrl.config import Config
-from easyrl.config.algorithm import LOSS_KEY
+from easyrl.config import Config, by_name, change_config, keys_marked
+from easyrl.config.algorithm import LOSS_KEY, TEACHER_PROMPT_KEY
 from easyrl.config.rollout import RolloutConfig, SamplingChoice
+from easyrl.config.section import PROMPT_FORM
 from easyrl.config.spec import (
     AdvantageSpec,
     BatchSpec,
@@ -27,7 +28,7 @@ from easyrl.config.spec import (
     TeacherSpec,
     TokenLimits,
 )
-from easyrl.data.presets import default_reward
+from easyrl.data.presets import PRESETS, default_reward, eval_sampling
 from easyrl.rewards.loading import is_model
 
 
@@ -36,10 +37,10 @@ def resolve(config: Config) -> RunSpec:
     left to the checks."""
     rewards = _rewards(config)
     return RunSpec(
-        model=_model(config),
+        model=ModelSpec.of(config),
         data=_data(config),
         rewards=rewards,
-        episodes=_episodes(config, rewards),
+        episodes=episodes_of(config, rewards) if config.rollout.has_environments else None,
         limits=_limits(config),
         sampling=SamplingChoice.of_training(config.rollout),
         engine=_engine(config),
@@ -52,18 +53,7 @@ def resolve(config: Config) -> RunSpec:
         faults=_faults(config),
         devices=config.devices,
         code=_code(config, rewards),
-    )
-
-
-def _model(config: Config) -> ModelSpec:
-    model = config.model
-    return ModelSpec(
-        path=model.path,
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-        attention=model.attention,
-        lora=model.lora,
-        chat_template=config.data.chat_template,
+        trackers=tuple(config.output.log_to),
     )
 
 
@@ -149,10 +139,8 @@ def short_names(functions: Sequence[str]) -> list[str]:
 # -- generation -----------------------------------------------------------------------------------
 
 
-def _episodes(config: Config, rewards: RewardSpec) -> EpisodeSpec | None:
+def episodes_of(config: Config, rewards: RewardSpec) -> EpisodeSpec:
     rollout = config.rollout
-    if not rollout.has_environments:
-        return None
     return EpisodeSpec(
         key="rollout.environment" if rollout.agent is None else "rollout.agent",
         environments=rollout.environments,
@@ -306,3 +294,31 @@ def _code(config: Config, rewards: RewardSpec) -> dict[str, list[str]]:
         "rollout.agent": agents,
         LOSS_KEY: [config.algorithm.loss_type],
     }
+
+
+# -- evaluations ---------------------------------------------------------------------------------
+
+
+def with_eval_data(config: Config) -> Config:
+    """Return the config with `data` set to the evaluated problems, in the data's own order. A
+    preset that `eval.dataset` names has its own prompts; others have those of `data`."""
+    changes: dict[str, Any] = {"data.shuffle": False, TEACHER_PROMPT_KEY: None}
+    if config.eval.dataset is not None:
+        changes |= {"data.dataset": config.eval.dataset, "data.weights": None, "data.options": {}}
+        if isinstance(config.data.columns, list):
+            own = dict(zip(config.data.datasets, config.data.columns, strict=True))
+            changes["data.columns"] = [own.get(config.eval.dataset, {})]
+        if config.eval.dataset in PRESETS:
+            defaults = by_name(Config().model_dump(include={"data"}))
+            changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}
+    return change_config(config, changes)
+
+
+def with_long_problems(config: Config) -> Config:
+    """Return the config with a `data.max_prompt_length` for a preset's longest problems, unless it
+    is set. A micro-batch, which an evaluation does not have, need not hold them."""
+    longest = eval_sampling(config.data).get("max_prompt_length")
+    if longest is None or "max_prompt_length" in config.data.model_fields_set:
+        return config
+    changes = {"data.max_prompt_length": longest, "train.max_tokens_per_micro_batch": None}
+    return change_config(config, changes)

@@ -8,7 +8,6 @@
 Writes nothing and imports no torch.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Container, Mapping
@@ -33,8 +32,9 @@ from easyrl.model.checkpoint_files import (
     newest_checkpoint,
 )
 from easyrl.model.export import ModelSource, find_model, run_of
-from easyrl.rewards.loading import BUILT_IN, reward_specs, reward_weights
+from easyrl.rewards.loading import BUILT_IN
 from easyrl.runtime import run_folder
+from easyrl.runtime.resolve import resolve
 
 NAMES: dict[str, Container[str]] = {  # by keys that may name files: names that mean something else
     "data.dataset": PRESETS,
@@ -226,11 +226,12 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
 def _resolved(config: Config) -> dict[str, Any]:
     """All values by section and key, with the value that the run uses instead of null."""
     values = by_name(config.model_dump(mode="json"))
-    values["train.learning_rate"] = config.learning_rate
-    values["algorithm.epsilon_high"] = config.algorithm.resolved_epsilon_high
-    with contextlib.suppress(ConfigError):  # none is given
-        values |= {"reward.functions": reward_specs(config)}
-        values |= {"reward.weights": reward_weights(config)}
+    spec = resolve(config)
+    values["train.learning_rate"] = spec.optimizer.learning_rate
+    values["algorithm.epsilon_high"] = spec.loss.epsilon_high
+    if spec.rewards.functions:  # else none is given
+        values["reward.functions"] = list(spec.rewards.functions)
+        values["reward.weights"] = list(spec.rewards.weights)
     return values
 
 
@@ -281,7 +282,8 @@ def start_from(config: Config, *, is_resumed: bool = False) -> tuple[Config, Mod
     if source is not None:
         changes["model.path"], run = source.base, run_of(str(folder))
         if run is not None and run.model.lora.rank is None and config.model.lora.rank is None:
-            changes["train.learning_rate"] = config.train.learning_rate or run.learning_rate
+            given = config.train.learning_rate
+            changes["train.learning_rate"] = given or resolve(run).optimizer.learning_rate
         if run is not None and source.kind == "checkpoint" and config.data.chat_template is None:
             changes["data.chat_template"] = run.data.chat_template  # exported with the model
     is_resolved = is_resumed or source is not None

@@ -14,12 +14,11 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource
 from easyrl.model.files import fingerprint
-from easyrl.rewards.loading import reward_names, reward_weights
 from easyrl.runtime import run_folder, self_test, supervisor
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.placement import describe
-from easyrl.runtime.preflight import Preflight, check_run, describe_weights
+from easyrl.runtime.preflight import Preflight, check_run, describe_weights, with_config
 from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
 
 
@@ -44,7 +43,8 @@ def run(
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
     config, notes = self_test.before_run(checked.config, checked.placement, notify)
-    checked = replace(checked, config=config, warnings=[*checked.warnings, *notes])
+    checked = with_config(checked, config)
+    checked = replace(checked, warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
         has_new_adapter = config.model.lora.rank is not None
         about_source = source.describe(has_new_adapter=has_new_adapter)
@@ -53,8 +53,9 @@ def run(
         checked = _make_model(checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
         output = {"output.dir": str(run_folder.folder_of(checked.config).absolute())}
-        checked = replace(checked, config=change_config(checked.config, output))
-    with make_launcher(checked.config, checked.placement, notify) as launcher:
+        checked = with_config(checked, change_config(checked.config, output))
+    path = run_folder.folder_of(checked.config)
+    with make_launcher(checked.spec, checked.placement, path, notify) as launcher:
         folder = _open_folder(checked.config, resumed)
         controller = Controller(
             checked,
@@ -101,7 +102,7 @@ def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
         raise
     identity = {**checked.identity, "model.path": fingerprint(path)}
     config = change_config(config, {"model.path": path, "output.dir": str(folder)})
-    return replace(checked, config=config, identity=identity)
+    return replace(with_config(checked, config), identity=identity)
 
 
 def _train(controller: Controller) -> events.RunEnded:
@@ -130,7 +131,7 @@ def _train(controller: Controller) -> events.RunEnded:
 
 
 def _announce(controller: Controller) -> None:
-    config, checked, resumed = controller.config, controller.checked, controller.resumed
+    checked, resumed = controller.checked, controller.resumed
     found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
     notes, num_done = _notes(checked, resumed), controller.state.num_iterations
@@ -140,7 +141,7 @@ def _announce(controller: Controller) -> None:
         events.RunStarted(
             controller.started,
             controller.folder.path,
-            config,
+            checked.config,
             devices=found,
             description="\n".join([*notes, describe(checked.placement, found)]),
             num_iterations=num_done,
@@ -151,11 +152,11 @@ def _announce(controller: Controller) -> None:
 
 
 def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
-    config = checked.config
+    config, spec = checked.config, checked.spec
     notes = [] if resumed is None else [resumed.describe(config)]
-    weights = [f" x {each:g}" if each != 1 else "" for each in reward_weights(config)]
-    rewards = ", ".join(map(str.__add__, reward_names(config), weights))
-    notes.append(describe_weights(checked.model, config))
+    weights = [f" x {each:g}" if each != 1 else "" for each in spec.rewards.weights]
+    rewards = ", ".join(map(str.__add__, spec.rewards.names, weights))
+    notes.append(describe_weights(checked.model, spec.model))
     teacher = f"; teacher: {config.algorithm.teacher}" if config.algorithm.teacher else ""
     notes.append(f"data: {config.data.shown}; reward: {rewards}{teacher}")
     if checked.num_prompts_skipped:

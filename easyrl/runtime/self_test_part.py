@@ -22,8 +22,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from easyrl import devices, events
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
-from easyrl.config import Config, load_config
+from easyrl.config import load_config
 from easyrl.config.model import AttentionMode
+from easyrl.config.spec import RunSpec
 from easyrl.layout.row import Rollout, pack
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
@@ -32,6 +33,7 @@ from easyrl.model.sharding import gathered
 from easyrl.processes import environment_of_children, pin
 from easyrl.runtime.fleet import worker_settings
 from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import Supervisor
 from easyrl.runtime.worker_process import run_worker, with_environment
@@ -150,9 +152,9 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
 def check_weights(infer: str, train: str) -> None:
     """Send a random model from a trainer to engines that hold zeros; compare every bit."""
     flags = {"devices.infer": infer, "devices.train": train, "rollout.engine": "embedded"}
-    config = load_config(None, flags)
+    spec = resolve(load_config(None, flags))
     with Supervisor() as supervisor:
-        call = start_members(supervisor, config, resolve_placement(config), SMALL)
+        call = start_members(supervisor, spec, resolve_placement(spec), SMALL)
         call("update")
         if len(set(call("digest"))) > 1:
             raise RuntimeError("an engine's weights differ from those sent")
@@ -160,7 +162,7 @@ def check_weights(infer: str, train: str) -> None:
 
 def start_members(
     supervisor: Supervisor,
-    config: Config,
+    spec: RunSpec,
     placement: Placement,
     size: Mapping[str, Any],
     module: str = "easyrl.runtime.self_test_part",  # here `__name__` may be `__main__`
@@ -171,7 +173,7 @@ def start_members(
     names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
     workers = []
     for rank, (role, number) in enumerate(names):
-        settings = worker_settings(config, placement, role, number, store=store, log_file=None)
+        settings = worker_settings(spec, placement, role, number, store=store, log_file=None)
         settings = with_environment(settings)
         member = (module, "Member", settings, settings.weight_endpoint(rank, len(names)), size)
         with environment_of_children(settings.environment):
@@ -202,7 +204,7 @@ class Member:
     def __post_init__(self) -> None:
         pin(self.settings.cores)
         self._version = 0
-        self.dtype: torch.dtype = getattr(torch, self.settings.config.model.dtype)  # of the engines
+        self.dtype: torch.dtype = getattr(torch, self.settings.spec.model.dtype)  # of the engines
         device = torch.device(self.settings.device)
         with device, torch.no_grad():
             model = random_model(self.size)

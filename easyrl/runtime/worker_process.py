@@ -101,7 +101,7 @@ def with_environment(settings: WorkerSettings) -> WorkerSettings:
         variables |= vllm_platforms.environment(kind)
     elif kind == "cpu":
         variables |= spin_environment()
-    if settings.config.runtime.deterministic:
+    if settings.is_deterministic:
         variables |= devices.DETERMINISTIC_ENVIRONMENT
     return replace(settings, environment=variables)
 
@@ -128,5 +128,5 @@ def _set_up_environment(settings: WorkerSettings) -> None:
         devices.serve_store(settings.listener)
     if settings.memory_fraction is not None and not _is_vllm(settings):  # vLLM has its own limit
         devices.limit_memory(torch.device(settings.device), settings.memory_fraction)
-    if settings.config.runtime.deterministic:
+    if settings.is_deterministic:
         torch.use_deterministic_algorithms(True)

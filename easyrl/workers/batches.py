@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 
 from easyrl.channels.ring_buffer import Lease, RingPort
-from easyrl.config import Config
+from easyrl.config.spec import BatchSpec
 from easyrl.layout.row import EMPTY, Rollout, pack, split_group
 from easyrl.types import MicroBatch, RolloutGroup
 
@@ -49,22 +49,20 @@ class GroupReader:
     leave a group twice: the late duplicate is dropped and counted."""
 
     def __init__(
-        self, config: Config, port: RingPort, expected: tuple[int, int], wait: Callable[[], None]
+        self, spec: BatchSpec, port: RingPort, expected: tuple[int, int], wait: Callable[[], None]
     ) -> None:
         """`expected`: the iteration, and the policy version that was broadcast at its start.
         `wait` returns when the ring may hold another group."""
-        train = config.train
-        self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
+        self.groups_per_update = spec.groups_per_update
         self.num_slots = port.ring.layout.num_slots
         self.num_duplicates = 0  # groups dropped
         self.completion_tokens = 0  # sampled ones of the groups handed out
         self.inserted_tokens = 0  # in the completions of these groups
-        self._config, self._port = config, port
+        self._spec, self._port = spec, port
         self._expected = expected
-        self._previous = expected[0] - 1, expected[1] - train.updates_per_iteration
+        self._previous = expected[0] - 1, expected[1] - spec.updates_per_iteration
         self._previously_taken = {*np.flatnonzero(port.ring.taken == self._previous[0]).tolist()}
         self._wait_for_group = wait
-        self._waits_for_all = config.runtime.schedule == "sync"
         self._prompts: dict[int, int] = {}  # of the groups that have arrived, by group index
         self._arrived: dict[int, Lease] = {}  # those not handed out, in order of arrival
 
@@ -78,7 +76,7 @@ class GroupReader:
                 else:
                     self.num_duplicates += 1
                     lease.release()
-            elif wait or self._waits_for_all:
+            elif wait or self._spec.waits_for_all:
                 self._wait_for_group()
             else:
                 return None
@@ -101,9 +99,10 @@ class GroupReader:
             raise RuntimeError(f"expected groups 0 to {num_groups - 1} once each, got {got}")
 
     def _available(self, update: int) -> int | None:
-        if self._waits_for_all and len(self._prompts) < self._config.train.prompts_per_iteration:
+        has_all = len(self._prompts) == self._spec.prompts_per_iteration
+        if self._spec.waits_for_all and not has_all:
             return None
-        if self._config.runtime.deterministic:
+        if self._spec.is_deterministic:
             return self.num_read if self.num_read in self._arrived else None
         of_update = (i for i in self._arrived if i // self.groups_per_update == update)
         return next(of_update, None)
@@ -121,7 +120,7 @@ class GroupReader:
             )
         if self._prompts.get(index) == group.prompt_index:
             return False
-        if index in self._prompts or not 0 <= index < self._config.train.prompts_per_iteration:
+        if index in self._prompts or not 0 <= index < self._spec.prompts_per_iteration:
             raise RuntimeError(
                 f"group {index} (prompt {group.prompt_index}) has arrived with another "
                 f"prompt in iteration {group.iteration + 1}, or is not one of its groups"
@@ -132,13 +131,13 @@ class GroupReader:
 
 
 def micro_steps(
-    config: Config, reader: GroupReader, *, num_ranks: int, shares_prompts: bool
+    spec: BatchSpec, reader: GroupReader, *, num_ranks: int, shares_prompts: bool
 ) -> Iterator[Sequence[MicroBatch | UpdateEnd]]:
     """Yield what each rank gets: for each update the micro-batches of its micro-steps, then its
     UpdateEnd. Raises RuntimeError for a group that is off-policy or not due."""
-    max_tokens = config.max_tokens_per_micro_batch
-    waits_until_full = config.runtime.deterministic
-    mask_truncated = config.algorithm.mask_truncated_completions
+    max_tokens = spec.max_tokens
+    waits_until_full = spec.is_deterministic
+    mask_truncated = spec.mask_truncated_completions
     new_rows = partial(Rows, max_tokens, shares_prompts=shares_prompts)
 
     def packed(rows: Rows, complete: list[Lease]) -> list[MicroBatch]:
@@ -149,7 +148,7 @@ def micro_steps(
             lease.release()
         return step
 
-    for update in range(config.train.updates_per_iteration):
+    for update in range(spec.updates_per_iteration):
         num_left, num_loss_tokens = reader.groups_per_update, 0
         rows, leases = new_rows(), list[Lease]()
         while num_left:
@@ -165,7 +164,7 @@ def micro_steps(
                 for rollout in split_group(
                     lease.group,
                     mask_truncated=mask_truncated,
-                    keep_zero_advantages=config.algorithm.trains_zero_advantages,
+                    keep_zero_advantages=spec.keeps_zero_advantages,
                 ):
                     if not rows.add(rollout, max_rows=num_ranks):
                         yield packed(rows, leases[:-1])

@@ -15,8 +15,8 @@ from torch.distributed import ReduceOp
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, load_loss
-from easyrl.config import Config, ConfigError
-from easyrl.config.train import TrainConfig
+from easyrl.config import ConfigError
+from easyrl.config.spec import OptimizerSpec, TrainSpec
 from easyrl.layout.row import EMPTY
 from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
@@ -45,26 +45,31 @@ class Learner:
     def __init__(
         self,
         policy: Policy,
-        config: Config,
+        spec: TrainSpec,
         ranks: TrainRanks | None = None,
         teacher: Policy | None = None,
     ) -> None:
         """The policy is sharded over `ranks`, and becomes the reference if there is one."""
         self.policy = policy
         self.ranks = ranks or TrainRanks()
-        self.ranks.keeps_gathered = config.train.reshard is False and self.ranks.mesh is not None
+        is_gathered_once = spec.optimizer.reshard is False
+        self.ranks.keeps_gathered = is_gathered_once and self.ranks.mesh is not None
         self.policy_version = 0  # number of optimizer updates, dropped ones included
-        self.config = config
-        if config.train.compile:
+        self._spec = spec
+        if spec.optimizer.compile:
             policy.compile()
-        if config.train.activation_checkpointing:
+        if spec.optimizer.activation_checkpointing:
             policy.checkpoint_activations()
-        self.tri_model = TriModel(policy, config, self.ranks, teacher)
+        self.tri_model = TriModel(policy, spec, self.ranks, teacher)
         self._parameters = policy.trained_parameters()
         self.optimizer = torch.optim.AdamW(
-            self._parameters, config.learning_rate, ADAM_BETAS, weight_decay=0.0, fused=True
+            self._parameters,
+            spec.optimizer.learning_rate,
+            ADAM_BETAS,
+            weight_decay=0.0,
+            fused=True,
         )
-        self._functions = load_loss(config)
+        self._functions = load_loss(spec.loss)
         summed = {*self._functions.metrics, "logp_difference"}
         self._means = {mean: name for mean, name in MEANS.items() if name in summed}
         own = sorted(summed - {"tokens", *MEANS.values()})
@@ -97,10 +102,10 @@ class Learner:
         """Run forward and backward. Raises ConfigError if a layer cannot be compiled."""
         try:
             inputs = self._loss_inputs(batch)
-            outputs = self._functions.policy_loss(inputs, self.config)
+            outputs = self._functions.policy_loss(inputs, self._spec.loss)
             outputs.loss.backward()  # type: ignore[no-untyped-call]
         except torch._dynamo.exc.TorchDynamoException as error:
-            if not self.config.train.compile:
+            if not self._spec.optimizer.compile:
                 raise
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
@@ -132,20 +137,20 @@ class Learner:
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
         """Step the optimizer with the gradient; drop and count one that is not finite."""
-        train = self.config.train
+        optimizer = self._spec.optimizer
         self.tri_model.finish_gradients(EMPTY)
         denominator = self._functions.loss_denominator(
-            self.config, num_completions=num_completions, num_tokens=num_tokens
+            self._spec.loss, num_completions=num_completions, num_tokens=num_tokens
         )
         gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
         own_norm = float(torch.nn.utils.get_total_norm(gradients))
         square, loss = self.ranks.reduce([own_norm * own_norm, float(self._loss)])
         norm, loss = math.sqrt(square) / denominator, loss / denominator
         is_finite = math.isfinite(norm) and math.isfinite(loss)
-        learning_rate = self.config.learning_rate * learning_rate_factor(self._iteration, train)
+        learning_rate = optimizer.learning_rate * learning_rate_factor(self._iteration, optimizer)
         if is_finite:
             # Normalise and clip in one pass; the factor is that of torch's clip_grad_norm_.
-            factor = min(1.0, train.max_grad_norm / (norm + 1e-6)) / denominator
+            factor = min(1.0, optimizer.max_grad_norm / (norm + 1e-6)) / denominator
             for gradient in gradients:
                 gradient.mul_(factor)
             for group in self.optimizer.param_groups:
@@ -184,16 +189,16 @@ class Learner:
                 own_part(parameter.grad).zero_()
 
 
-def learning_rate_factor(iteration: int, train: TrainConfig) -> float:
+def learning_rate_factor(iteration: int, optimizer: OptimizerSpec) -> float:
     """Return the factor of the peak learning rate in `iteration` (from 0). Warm-up rises linearly
     to 1 in iteration `warmup_iterations`; `linear` and `cosine` then fall to 0 just after the
     end."""
-    warmup = train.warmup_iterations
+    warmup = optimizer.warmup_iterations
     if iteration < warmup:
         return (iteration + 1) / (warmup + 1)
-    progress = (iteration - warmup) / max(1, train.iterations - warmup)
-    if train.lr_scheduler_type == "constant":
+    progress = (iteration - warmup) / max(1, optimizer.iterations - warmup)
+    if optimizer.lr_scheduler_type == "constant":
         return 1.0
-    if train.lr_scheduler_type == "linear":
+    if optimizer.lr_scheduler_type == "linear":
         return 1.0 - progress
     return 0.5 * (1.0 + math.cos(math.pi * progress))

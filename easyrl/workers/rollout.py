@@ -22,8 +22,9 @@ import numpy as np
 from easyrl import events
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.rollout import SamplingChoice
+from easyrl.config.spec import EngineSpec, RolloutSpec, TokenLimits
 from easyrl.data.chat import render_prompt
 from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
@@ -37,7 +38,6 @@ from easyrl.layout.row import group_tree
 from easyrl.model.files import tokenizer_of
 from easyrl.model.loading import load_policy
 from easyrl.processes import maybe_sleep, pin
-from easyrl.rewards.loading import reward_names, reward_weights
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
 from easyrl.rewards.worker import Call, Scored, TrainerState
 from easyrl.types import (
@@ -80,9 +80,10 @@ class RolloutWorker:
     ) -> None:
         """`port` is None in an evaluation, which has no ring."""
         self.settings = settings
-        self.config: Config = settings.config
+        assert isinstance(settings.spec, RolloutSpec)
+        self.spec = settings.spec
         self.port = port
-        self.sampling = settings.sampling or SamplingChoice.of_training(self.config.rollout)
+        self.sampling = self.spec.sampling
         self.control = control
         self.timeline = Timeline(control.send, settings.clock_offset_seconds)
 
@@ -91,7 +92,7 @@ class RolloutWorker:
 
         # It starts meanwhile.
         of_models = settings.reward_environment
-        self.reward_pool = RewardPool(self.config, settings.sources, report, of_models)
+        self.reward_pool = RewardPool(self.spec.rewards, settings.sources or {}, report, of_models)
         self.episodes = self._make_episodes(report)
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after these processes: they may run on any core
@@ -116,28 +117,31 @@ class RolloutWorker:
 
     def _make_episodes(self, report: Callable[[str], None]) -> Episodes:
         """Start the processes of environments or an agent, if there are any."""
-        rollout = self.config.rollout
-        if not rollout.has_environments:
-            return SingleTurns(self.config)
+        spec = self.spec.episodes
+        if spec is None:
+            return SingleTurns(self.spec.chat_template_kwargs)
         sources = self.settings.sources or {}
         most = self.settings.max_concurrent_groups
-        if rollout.agent is None:
-            environments = EnvironmentPool(self.config, sources)
+        if spec.agent is None:
+            environments = EnvironmentPool(spec, sources)
             environments.report = report
-            return EnvironmentEpisodes(self.config, environments, max_open_groups=most)
+            return EnvironmentEpisodes(spec, environments, max_open_groups=most)
         from easyrl.agents.endpoint import Endpoint  # of the extra `agents`
         from easyrl.agents.episodes import AgentEpisodes
         from easyrl.agents.pool import AgentPool
 
-        agents = AgentPool(self.config, sources)
+        agents = AgentPool(spec, sources)
         agents.report = report
-        endpoint = Endpoint(self.config, self.sampling)
-        return AgentEpisodes(self.config, agents, endpoint, max_open_groups=most)
+        endpoint = Endpoint(spec, self.sampling)
+        return AgentEpisodes(spec, agents, endpoint, max_open_groups=most)
 
     def _load(self) -> tuple[Any, Engine]:
-        model, tokenizer = self.config.model, tokenizer_of(self.config)
-        has_branches = self.config.rollout.agent is not None
-        sampling = sampling_settings(self.config, self.sampling, has_branches=has_branches)
+        spec, model = self.spec, self.spec.model
+        tokenizer = tokenizer_of(model)
+        has_branches = spec.episodes is not None and spec.episodes.agent is not None
+        sampling = sampling_settings(
+            spec.engine, spec.limits, self.sampling, has_branches=has_branches
+        )
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
         trusted, device = model.trust_remote_code, self.settings.device
@@ -145,9 +149,9 @@ class RolloutWorker:
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
         if policy.no_packing_reason is not None:  # the train worker reports it
-            if self.config.rollout.has_environments:
+            if spec.episodes is not None:
                 raise ConfigError(
-                    f"{self.config.rollout.acts}: expected a model that the embedded engine or "
+                    f"{spec.episodes.key}: expected a model that the embedded engine or "
                     f"vLLM can serve, got {model.path}: {policy.no_packing_reason}"
                 )
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
@@ -158,19 +162,19 @@ class RolloutWorker:
         from easyrl.engines.vllm.engine import VllmEngine
 
         self.control.send(events.Starting("starting vLLM"))
-        settings, own_fraction = self.settings, self.config.rollout.memory_fraction or 0.9
+        settings, spec = self.settings, self.spec.engine
         return VllmEngine(
-            self.config.model,
+            self.spec.model,
             sampling,
             device=settings.device,
             stop_at=tokenizer.eos_token_id,
             max_concurrent_groups=settings.max_concurrent_groups,
             num_generations=self.sampling.num_samples,
-            memory_fraction=settings.memory_fraction or own_fraction,
+            memory_fraction=settings.memory_fraction or spec.memory_fraction or 0.9,
             is_device_shared=settings.memory_fraction is not None,
-            tensor_parallel_size=self.config.rollout.tensor_parallel_size,
+            tensor_parallel_size=spec.tensor_parallel_size,
             log_file=settings.log_file,
-            is_deterministic=self.config.runtime.deterministic,
+            is_deterministic=spec.is_deterministic,
             number=settings.owner_id,
         )
 
@@ -226,7 +230,7 @@ class RolloutWorker:
                 if iteration != self._iteration:
                     self._iteration, self._busy_seconds = iteration, 0.0
                 self._is_last_round = is_last_round  # rounds do not overlap
-                num_generations = self.config.rollout.num_generations
+                num_generations = self.sampling.num_samples
                 self._submit(TRAIN, iteration, prompts, num_generations, known)
             case events.Evaluate(round_, prompts, num_samples, known):
                 self._submit(EVALUATE, round_, list(enumerate(prompts)), num_samples, known)
@@ -275,7 +279,7 @@ class RolloutWorker:
             self.episodes.submit(key, prompt, num_generations)
 
     def _render(self, content: str | Messages) -> list[int]:
-        return render_prompt(content, self.tokenizer, self.config.data.chat_template_kwargs)
+        return render_prompt(content, self.tokenizer, self.spec.chat_template_kwargs)
 
     def _generate(self) -> None:
         started = self.timeline.begin("generate")
@@ -309,10 +313,8 @@ class RolloutWorker:
         group.prompt_ids, group.completions = request.prompt_ids, completions
         group.text, group.texts = _as_text(content), [_as_text(each) for each in answers]
         group.scoring_started = time.monotonic()
-        train = self.config.train
-        num_updates = train.iterations * train.updates_per_iteration
         ids = [each.token_ids[each.is_sampled].tolist() for each in completions]
-        state = TrainerState(self.policy_version, num_updates)
+        state = TrainerState(self.policy_version, self.spec.num_updates)
         call = Call(content, answers, ids, group.prompt.columns, state)
         elsewhere = self.episodes.judge(key, call)
         self.reward_pool.submit(key, call, elsewhere)
@@ -325,7 +327,7 @@ class RolloutWorker:
         scored = scored._replace(metrics=scored.metrics | metrics)
         rewards = np.full(len(group.texts), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
-            rewards = weighted_sum(scored.scores, reward_weights(self.config))
+            rewards = weighted_sum(scored.scores, self.spec.rewards.weights)
         if kind == TRAIN:
             self._deliver(number, group, scored, rewards)
             return
@@ -343,15 +345,15 @@ class RolloutWorker:
     def _deliver(self, iteration: int, own: _Group, scored: Scored, rewards: Float32) -> None:
         """Put a scored group into the outbox, or reject an unwanted one: another prompt replaces
         it. In the last round none is rejected: completions count in the loss's denominator."""
-        algorithm, completions = self.config.algorithm, own.completions
+        how, completions = self.spec.advantages, own.completions
         is_skipped = not scored.scores
         trained_rewards = np.zeros_like(rewards) if is_skipped else rewards
         has_equal_rewards = bool((trained_rewards == trained_rewards[0]).all())
-        is_unwanted = is_skipped or (algorithm.dynamic_sampling and has_equal_rewards)
+        is_unwanted = is_skipped or (how.dynamic_sampling and has_equal_rewards)
         is_rejected = is_unwanted and not self._is_last_round
         content = own.prompt.teacher_content
         of_teacher = [] if content is None else self._render(content)
-        if len(of_teacher) > (longest := self.config.data.max_prompt_length):
+        if len(of_teacher) > (longest := self.spec.limits.max_prompt_length):
             raise ConfigError(
                 f"data.max_prompt_length: expected prompts of the teacher of at most {longest} "
                 f"tokens, got {len(of_teacher)} in prompt {own.prompt.index}"
@@ -370,15 +372,15 @@ class RolloutWorker:
             loss_mask=np.concatenate([completion.is_sampled for completion in completions]),
             rewards=trained_rewards,
             advantages=group_advantages(
-                trained_rewards * (not self.config.reward.is_none),
-                algorithm.scale_rewards,
-                algorithm.advantage_estimator,
+                trained_rewards * how.has_rewards,
+                how.scale,
+                how.estimator,
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
             node_lengths=tree.lengths.astype(np.int32),
             node_parents=tree.parents.astype(np.int32),
         )
-        kept = self.config.output.samples
+        kept = self.spec.num_samples_kept
         is_sample = (kept is None or own.index < kept) and not is_rejected
         samples = self._samples(own, scored, rewards, group.advantages, is_kept=is_sample)
         report = events.GroupScored(
@@ -413,7 +415,7 @@ class RolloutWorker:
     ) -> list[events.Sample]:
         """Return the completions of a group as samples.jsonl keeps them, with all tokens of prompt
         and completion as texts. Where it keeps none: the first completion, without these."""
-        names = reward_names(self.config)
+        names = self.spec.rewards.names
         scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
         decode = self.tokenizer.decode
         prompt = decode(group.prompt_ids) if is_kept else ""
@@ -451,10 +453,10 @@ class RolloutWorker:
 
 
 def sampling_settings(
-    config: Config, choice: SamplingChoice, *, has_branches: bool
+    engine: EngineSpec, limits: TokenLimits, choice: SamplingChoice, *, has_branches: bool
 ) -> SamplingSettings:
     """Return the settings of an engine. `has_branches`: prompts may have what others sampled."""
-    longest, most = config.data.max_prompt_length, choice.max_completion_length
+    longest, most = limits.max_prompt_length, choice.max_completion_length
     return SamplingSettings(
         max_prompt_length=longest + most * has_branches,
         max_completion_length=most,
@@ -462,8 +464,8 @@ def sampling_settings(
         temperature=choice.temperature,
         top_k=choice.top_k,
         top_p=choice.top_p,
-        stop=config.rollout.stop,
-        seed=config.runtime.seed,
+        stop=engine.stop,
+        seed=engine.seed,
     )
 
 

@@ -8,8 +8,7 @@ from multiprocessing.connection import Connection
 from socket import socket
 from typing import TYPE_CHECKING, Literal
 
-from easyrl.config import Config
-from easyrl.config.rollout import SamplingChoice
+from easyrl.config.spec import RolloutSpec, TrainSpec
 from easyrl.devices import LOOPBACK
 from easyrl.workers.core_sharing import CoreSharing
 
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
 class WorkerSettings:
     name: str  # rollout-0, train-0, …
     owner_id: int  # the worker's number in the ring
-    config: Config
+    spec: RolloutSpec | TrainSpec
+    timeout_seconds: float  # of the weight transfer's steps (`runtime.timeout_seconds`)
+    is_deterministic: bool
     device: str  # torch's name in the worker, which sees no other: cpu, or a kind with number 0
     weights_cross_on_cpu: bool  # the weight channel's process group is on the CPU in any case
     num_threads: int
@@ -38,7 +39,6 @@ class WorkerSettings:
     rank: int = 0  # of a train worker
     num_train_ranks: int = 1
     engine: Literal["embedded", "vllm"] = "embedded"  # of the rollout workers
-    sampling: SamplingChoice | None = None  # None: as in section `rollout`, for training
     pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
@@ -58,6 +58,6 @@ class WorkerSettings:
             worker=self.name,
             device="cpu" if self.weights_cross_on_cpu else self.device,
             shared_device=None if self.memory_fraction is None else self.device,
-            timeout_seconds=self.config.runtime.timeout_seconds,
+            timeout_seconds=self.timeout_seconds,
             generation=generation,
         )

@@ -29,8 +29,9 @@ from torch import Tensor
 from easyrl import devices, events, user_code
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
-from easyrl.config import INPUTS, Config
+from easyrl.config import INPUTS
 from easyrl.config.model import DType
+from easyrl.config.spec import TrainSpec
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
 from easyrl.model.loading import load_policy
@@ -57,7 +58,8 @@ class TrainWorker:
     ) -> None:
         """Rank 0 alone uses `port`."""
         self.settings = settings
-        self.config: Config = settings.config
+        assert isinstance(settings.spec, TrainSpec)
+        self.spec = settings.spec
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
@@ -70,7 +72,7 @@ class TrainWorker:
         self.is_first_rank = settings.rank == 0
         user_code.sources.update(settings.sources or {})
         self.ranks = self._join_ranks()
-        keep = self.config.train.keep_checkpoints
+        keep = self.spec.keep_checkpoints
         self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
         self._state_before_updates: tuple[int, dict[str, Tensor]] | None = None
         """Policy version and state, kept while updates move the policy away from them."""
@@ -89,8 +91,9 @@ class TrainWorker:
             self.control.send(events.Starting("waiting for the other train workers"))
         else:
             # A single rank is sharded only to gather weights layer by layer.
-            is_offloaded = "optimizer" in self.config.train.offload and self.device.type != "cpu"
-            if self.config.model.dtype == "float32" and not is_offloaded:
+            is_on_host = "optimizer" in self.spec.optimizer.offload
+            is_offloaded = is_on_host and self.device.type != "cpu"
+            if self.spec.model.dtype == "float32" and not is_offloaded:
                 return TrainRanks()
         return TrainRanks.join(
             settings.store,
@@ -98,11 +101,11 @@ class TrainWorker:
             size=settings.num_train_ranks,
             device=self.device,
             # While rank 0 waits for a rollout worker, the others wait for rank 0.
-            timeout_seconds=2.0 * self.config.runtime.timeout_seconds,
+            timeout_seconds=2.0 * settings.timeout_seconds,
         )
 
     def _load(self) -> Learner:
-        settings, model = self.settings, self.config.model
+        settings, model = self.settings, self.spec.model
         self.control.send(events.Starting("loading the model"))
         policy = self._load_policy(model.path, "float32" if self.ranks.mesh is None else None)
         if policy.no_packing_reason is not None:
@@ -111,17 +114,17 @@ class TrainWorker:
             note = f"model.attention: {policy.no_packing_reason}, {repeated}; {one_by_one}"
             self._report(events.Note(note))
         teacher = None
-        if (path := self.config.algorithm.teacher_path) is not None:
+        if self.spec.teacher is not None and self.spec.teacher.path is not None:
             self.control.send(events.Starting("loading the teacher"))
-            teacher = self._load_policy(path, model.dtype)
+            teacher = self._load_policy(self.spec.teacher.path, model.dtype)
             policy.shares_prompts = policy.shares_prompts and teacher.shares_prompts
         if model.lora.rank is not None:
-            policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
+            policy.add_adapter(model.lora, path=model.path, seed=self.spec.seed)
         if settings.core_sharing is not None:
             # A micro-batch may take seconds: the engine's cores are used as soon as it is idle.
             policy.before_each_block(self.cores.use_available)
-        learner = Learner(policy, self.config, self.ranks, teacher)
-        if self.config.train.compile:
+        learner = Learner(policy, self.spec, self.ranks, teacher)
+        if self.spec.optimizer.compile:
             self._report(events.Note("train.compile: the first iterations take longer"))
         if settings.checkpoint is not None:
             learner.restore(Path(settings.checkpoint), settings.policy_version)
@@ -131,8 +134,8 @@ class TrainWorker:
         policy = load_policy(
             path,
             self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
-            trust_remote_code=self.config.model.trust_remote_code,
-            attention=self.config.model.attention,
+            trust_remote_code=self.spec.model.trust_remote_code,
+            attention=self.spec.model.attention,
             dtype=dtype,
         )
         policy.kernels.report = lambda text: self._report(events.Note(text))
@@ -244,7 +247,7 @@ class TrainWorker:
         policy, merge = self.learner.policy, self.settings.engine == "vllm"
         weights = policy.weights(only_trained=only_trained, merge=merge)
         # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.
-        dtype = None if policy.adapter else getattr(torch, self.config.model.dtype)
+        dtype = None if policy.adapter else getattr(torch, self.spec.model.dtype)
 
         def gather(weight: Tensor, dtype: torch.dtype) -> Tensor:
             self.cores.use_available()  # engines load by now
@@ -289,10 +292,10 @@ class TrainWorker:
             self._temporary_channel = None
 
     def _train_iteration(self, iteration: int) -> None:
-        version, train = self.learner.policy_version, self.config.train
+        version = self.learner.policy_version
         self._iteration_version = version
         # `Halt` may drop later updates; the checkpoint then needs the state before the first one.
-        if train.updates_per_iteration > 1 and train.keep_checkpoints > 0:
+        if self.spec.batches.updates_per_iteration > 1 and self.spec.keep_checkpoints > 0:
             _, earlier = self._state_before_updates or (0, {})
             self._state_before_updates = version, self.learner.state(earlier)
         try:
@@ -308,10 +311,9 @@ class TrainWorker:
         if self.is_first_rank:
             assert self.port is not None
             expected = iteration, self.learner.policy_version
-            reader = GroupReader(self.config, self.port, expected, self._wait_for_group)
-        train = self.config.train
-        num_groups = train.prompts_per_iteration // train.updates_per_iteration
-        num_completions = num_groups * self.config.rollout.num_generations
+            reader = GroupReader(self.spec.batches, self.port, expected, self._wait_for_group)
+        batches = self.spec.batches
+        num_completions = batches.groups_per_update * batches.num_generations
         busy_seconds = 0.0
         self.learner.begin_iteration(iteration)
         for batch in self._received() if reader is None else self._dispatched(reader):
@@ -347,7 +349,8 @@ class TrainWorker:
         Commands are obeyed while no rank has begun the next micro-step or the optimizer's step."""
         num_ranks = self.settings.num_train_ranks
         shares_prompts = self.learner.policy.shares_prompts
-        steps = micro_steps(self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts)
+        batches = self.spec.batches
+        steps = micro_steps(batches, reader, num_ranks=num_ranks, shares_prompts=shares_prompts)
         for own, *others in steps:
             self._check_commands()
             for pipe, message in zip(self.settings.pipes, others, strict=True):
@@ -356,7 +359,7 @@ class TrainWorker:
 
     def _received(self) -> Iterator[MicroBatch | UpdateEnd]:
         """Other ranks: receive micro-batches and ends of updates."""
-        num_left = self.config.train.updates_per_iteration
+        num_left = self.spec.batches.updates_per_iteration
         while num_left:
             message = self._receive()
             if isinstance(message, MicroBatch | UpdateEnd):
@@ -393,7 +396,7 @@ class TrainWorker:
     def _describe_base(self, adapter: Path) -> None:
         """Say in a saved adapter's card that it fits only the model that this run has made, where
         the run started from another adapter."""
-        base = Path(self.config.model.path)
+        base = Path(self.spec.model.path)
         if base.parent.name != INPUTS:
             return
         with (adapter / "README.md").open("a", encoding="utf-8") as card:
@@ -405,7 +408,7 @@ class TrainWorker:
 
     def _save(self, folder: Path) -> events.ModelSaved:
         policy, is_writer = self.learner.policy, self.is_first_rank
-        tokenizer = tokenizer_of(self.config)
+        tokenizer = tokenizer_of(self.spec.model)
         if policy.adapter is not None:
             with replace_folder(folder.with_name(ADAPTER), is_writer=is_writer) as new:
                 policy.adapter.save(new, is_writer=is_writer)

@@ -49,7 +49,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from easyrl import devices
 from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
-from easyrl.config.model import ModelConfig
+from easyrl.config.spec import ModelSpec
 from easyrl.data.hub import loadable_model
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
@@ -91,7 +91,7 @@ class _Sequence:
 class VllmEngine(Engine):
     def __init__(
         self,
-        model: ModelConfig,
+        model: ModelSpec,
         sampling: SamplingSettings,
         *,
         device: str,

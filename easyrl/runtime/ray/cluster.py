@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from easyrl import __version__
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.devices import RAY_RESOURCES
 from easyrl.engines.vllm.platforms import package_version
 from easyrl.formatting import counted, require
@@ -29,16 +29,17 @@ CONNECT_SECONDS = 10.0
 POLL_SECONDS = 1.0
 
 
-def connect(config: Config, num_workers: int) -> Machine:
-    """Connect to the cluster, or start one on this machine for `num_workers`, and return what it
-    has. Raises ConfigError without Ray, or without a cluster at the address."""
+def connect(given_address: str | None, num_workers: int) -> Machine:
+    """Connect to the cluster at `devices.ray_address`, or start one on this machine for
+    `num_workers`, and return what it has. Raises ConfigError without Ray, or without a cluster at
+    the address."""
     require("ray", "devices: a device set of Ray (ray:)")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # or a lost node is 20 lines of output
     import ray
     from ray.exceptions import RayError
 
     if not ray.is_initialized():
-        address = config.devices.ray_address or os.environ.get("RAY_ADDRESS")
+        address = given_address or os.environ.get("RAY_ADDRESS")
         address = None if address in ("", "auto") else address
         if address not in (None, "local"):
             _check_reachable(address)

@@ -31,14 +31,14 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from easyrl.channels.ring_buffer import RingLayout
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
+from easyrl.config.spec import RunSpec
 from easyrl.devices import RAY_RESOURCES
 from easyrl.events import Command, Failed, Note, Observer
 from easyrl.runtime.placement import Placement, device_name, ring_layout
 from easyrl.runtime.ray import cluster
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
-from easyrl.runtime.resolve import resolve
-from easyrl.runtime.run_folder import folder_of, resume_hint
+from easyrl.runtime.run_folder import resume_hint
 from easyrl.runtime.supervisor import FAILED, PENDING, Supervisor, Worker, WorkerFailure
 from easyrl.workers.settings import WorkerSettings
 
@@ -116,11 +116,11 @@ class RemoteProcess:
 class RayLauncher:
     """Start workers as children of Ray actors."""
 
-    def __init__(self, config: Config, placement: Placement, notify: Observer) -> None:
+    def __init__(self, spec: RunSpec, placement: Placement, folder: Path, notify: Observer) -> None:
         """Place the workers. Raises ConfigError without room for all, or if a node does not fit."""
-        self._config, self._placement = config, placement
-        self._timeout_seconds = config.runtime.timeout_seconds
-        self._folder = folder_of(config).absolute()
+        self._spec, self._placement = spec, placement
+        self._timeout_seconds = spec.faults.timeout_seconds
+        self._folder = folder.absolute()
         self._layout: RingLayout | None = None
         self._group: PlacementGroup | None = None
         self._every: list[Host] = []
@@ -161,7 +161,7 @@ class RayLauncher:
 
     def _place_all(self) -> None:
         if number := self._placement.train.count:
-            self._layout = ring_layout(resolve(self._config), self._placement)
+            self._layout = ring_layout(self._spec, self._placement)
             bundles = [self._bundle("train")] * number
             group = self._group = cluster.reserve(bundles, self._timeout_seconds)
             strategies = [PlacementGroupSchedulingStrategy(group, n) for n in range(number)]
@@ -227,7 +227,7 @@ class RayLauncher:
                 ray.kill(host)
 
     def _describe(self, host: Host, role: str) -> Any:
-        model = Path(self._config.model.path)
+        model = Path(self._spec.model.path)
         paths = [str(model.absolute())] if model.exists() else []
         # Train workers write checkpoints and the model, rollout workers only logs.
         needs_folder, own = role == "train", cluster.versions()
