@@ -17,6 +17,7 @@ from easyrl.types import Completion
 def iteration_line(before, **reported):
     """Metrics of an iteration with a trained group and a rejected one, in a run with tools."""
     rewards = resolve(load_config(None, {"rollout.environment": "guess"})).rewards
+    rewards = replace(rewards, names=())  # no scores by function
     rejected = events.GroupScored(
         1, 0, 0, [1.0, 1.0], [], [2, 4], 0, 1.0, num_inserted_tokens=1, num_prompt_tokens=10
     )
