@@ -8,7 +8,8 @@ import time
 import pytest
 from reward_pools import call, finished
 
-from easyrl.rewards import ConfigError, judge, load_config, loading
+from easyrl.config import ConfigError, load_config
+from easyrl.rewards import judge, loading
 from easyrl.rewards.pool import RewardPool, try_rewards
 from easyrl.rewards.worker import Call
 from easyrl.runtime.resolve import resolve
