@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
 if TYPE_CHECKING:
-    from easyrl.config import Config
+    from easyrl.config.spec import RunSpec
     from easyrl.types import IndexedPrompt, Prompt
 
 
@@ -306,7 +306,9 @@ class RunStarted(Event):
 
     started: float  # when the command began
     folder: Path
-    config: Config
+    spec: RunSpec
+    settings: Mapping[str, Any]
+    """The config as it is dumped, by section: {"train": {"iterations": 60, …}, …}."""
     devices: Mapping[str, str]
     """Worker -> device, rollout workers first: {"rollout-0": "cpu", "train-0": "cpu"}."""
     description: str  # the placement as text, several lines

@@ -159,6 +159,6 @@ if __name__ == "__main__":
     from easyrl.cli import main
     from easyrl.runtime import self_test
 
-    self_test.before_run = lambda config, *_: (config, [])  # type: ignore[assignment]
+    self_test.before_run = lambda *_: ({}, [])  # type: ignore[assignment]
     sys.argv[1:] = ["grpo", *sys.argv[1:]]
     main()

@@ -8,6 +8,7 @@ from easyrl.config import load_config
 from easyrl.events import Activity, FromWorker, GroupScored, Sample, Span, UnderWay
 from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
+from easyrl.runtime.resolve import resolve
 
 HOSTILE = "[red]no markup[/red] \x1b[2J\x07 \u202ereversed 日本"
 METRICS = {
@@ -66,7 +67,18 @@ def active(worker, *spans, **more):
 def run_started(folder, num_rollout=1):
     config = load_config(None, {"train.iterations": 4, "train.prompts_per_iteration": 8})
     names = [*(f"rollout-{n}" for n in range(num_rollout)), "train-0"]
-    return events.RunStarted(100.0, folder, config, dict.fromkeys(names, "cpu"), "two workers")
+    return events.RunStarted(
+        100.0,
+        folder,
+        resolve(config),
+        config.model_dump(mode="json"),
+        dict.fromkeys(names, "cpu"),
+        "two workers",
+    )
+
+
+def with_config(started, config):
+    return replace(started, spec=resolve(config), settings=config.model_dump(mode="json"))
 
 
 def run_events(folder, config=None):
@@ -84,7 +96,7 @@ def run_events(folder, config=None):
     second |= {"rewards/right/mean": 0.75, "rewards/right/std": 0.1}
     second |= {f"rewards/other-{n}/mean": 0.5 for n in range(5)}
     return [
-        replace(started, config=config or started.config),
+        with_config(started, config) if config else started,
         FromWorker("rollout-0", 101.0, events.Starting("importing torch")),
         FromWorker("train-0", 101.0, events.Starting("importing torch")),
         FromWorker("train-0", 103.0, events.Ready()),

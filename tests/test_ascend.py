@@ -39,6 +39,7 @@ PLACE = """
 import json, os
 from easyrl.config import load_config
 from easyrl.runtime.placement import device_names, resolve_placement
+from easyrl.runtime.resolve import resolve
 
 def place(infer, train):
     config = load_config(None, {"devices.infer": infer, "devices.train": train})

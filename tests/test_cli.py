@@ -59,7 +59,7 @@ def test_help_is_quick_and_neither_it_nor_a_runs_controller_imports_torch(tmp_pa
         "from easyrl.runtime import controller, preflight, run, supervisor\n"
         "devices.DEVICE_NODES, devices.CUDA_DRIVER = pathlib.Path('none'), 'libnone.so'\n"
         f"config = load_config(words=[{f'output.dir={tmp_path}/run'!r}])\n"
-        f"make_observers(config, live=False)\npreflight.check_run(config)\n{unwanted}"
+        f"make_observers(live=False)\npreflight.check_run(config)\n{unwanted}"
     )
     assert python("-c", program) == "[]\n"
 

@@ -213,7 +213,7 @@ def given_in_python(tmp_path, rows):
     """The columns of rows that a Python program gives."""
     values = {"data.dataset": rows}
     with Inputs(values).stored(load_config(None, values), tmp_path / "run") as config:
-        stream = open_prompts(config)
+        stream = open_prompts(resolve(config).data)
         return [stream.prompt(index).columns for index in range(stream.epoch_length)]
 
 

@@ -8,6 +8,7 @@ import yaml
 from easyrl.config import load_config
 from easyrl.observe.history import History
 from easyrl.observe.model_card import model_card
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.run_folder import read_lines
 from runs import easyrl, summary_of
 
@@ -41,7 +42,7 @@ def test_a_card_names_the_hubs_sources_and_hides_local_folders():
         ]
     )
     lines = {n + 1: {"reward": n / 10, "eval/accuracy": None} for n in range(10)}
-    card = model_card(History(Path(), config, lines=lines), "sums")
+    card = model_card(History(Path(), resolve(config), {}, lines=lines), "sums")
     _, metadata, text = card.split("---\n", 2)
     found = yaml.safe_load(metadata)
     assert found["base_model"] == "Qwen/Qwen3-0.6B"

@@ -21,6 +21,7 @@ from easyrl.cli.grpo import grpo
 from easyrl.config import Config
 from easyrl.observe.observers import make_observers
 from easyrl.observe.text import say_rich
+from easyrl.runtime.resolve import resolve
 from own_processes import WAIT_SECONDS
 from runs import descendants, lines_of, start_process, wait_for_line
 from tool_models import call, chat_model
@@ -229,14 +230,15 @@ def test_a_notebook_shows_one_output_that_is_updated(monkeypatch):
     display = Mock(HTML=str)  # stands for `IPython.display`
     for name in ("IPython", "IPython.display"):
         monkeypatch.setitem(sys.modules, name, display)
-    make_observers(Config(), live=False)
+    make_observers(live=False)
     assert not display.display.called, "no notebook"
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("easyrl.observe.view.REFRESHES_PER_SECOND", 1e9)
     of_rich = Mock()  # Rich would add an output of its own for each picture
     monkeypatch.setattr("rich.jupyter.display", of_rich)
-    *_, view = make_observers(Config(), live=False)
-    view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
+    *_, view = make_observers(live=False)
+    devices = {"rollout-0": "cpu", "train-0": "cpu"}
+    view(events.RunStarted(0.0, Path("run"), resolve(Config()), {}, devices, ""))
     view(events.FromWorker("train-0", 1.0, events.Starting("loading the model")))
     view(events.RunEnded(1, ""))
     display.display.assert_called_once()

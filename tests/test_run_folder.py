@@ -10,7 +10,7 @@ import pytest
 
 from easyrl import events
 from easyrl.api.calls import Run
-from easyrl.config import ConfigError, load_config
+from easyrl.config import ConfigError, load_config, to_commented_yaml
 from easyrl.observe.lines import PlainLines
 from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
@@ -19,9 +19,7 @@ from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, rea
 from easyrl.runtime.supervisor import FAILED
 from runs import SMALL
 
-
-def config_for(folder):
-    return load_config(None, {"output.dir": str(folder)}, SMALL)
+CONFIG = to_commented_yaml(load_config(words=SMALL))
 
 
 def finished(iteration):
@@ -30,7 +28,7 @@ def finished(iteration):
 
 
 def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path):
-    folder = RunFolder(config_for(tmp_path / "run"))
+    folder = RunFolder(tmp_path / "run", CONFIG)
     for iteration in (1, 2, 3):
         folder.observe(finished(iteration))
     file = folder.path / "metrics.jsonl"
@@ -49,7 +47,8 @@ def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path):
 
 def test_an_error_is_short_on_the_screen_and_complete_in_the_log(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(Controller, "run", Mock(side_effect=KeyError("lost")))
-    assert run(config_for(tmp_path / "run"), [PlainLines()]).exit_code == FAILED
+    config = load_config(None, {"output.dir": str(tmp_path / "run")}, SMALL)
+    assert run(config, [PlainLines()]).exit_code == FAILED
     log = tmp_path / "run" / "logs" / "easyrl.log"
     shown = f"easyrl: KeyError: 'lost'\n(the full traceback is in {log})\n"
     shown += "to start again (there is no checkpoint): easyrl grpo --config"
@@ -59,7 +58,7 @@ def test_an_error_is_short_on_the_screen_and_complete_in_the_log(tmp_path, monke
 
 def test_disk_that_is_full_for_a_moment_loses_no_line(tmp_path, monkeypatch):
     """As when a checkpoint that does not fit fills the disk, until it is removed."""
-    folder = RunFolder(config_for(tmp_path / "run"))
+    folder = RunFolder(tmp_path / "run", CONFIG)
 
     def write_to_full_disk(file, content):
         outcomes = iter([7, *[OSError(errno.ENOSPC, "No space left")] * num_failures])
@@ -94,7 +93,7 @@ def scored(iteration):
 def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, num_lost, first):
     """After a power failure bytes may be missing that were written before the checkpoint. The files
     of a run that version 0.2 began count from 0 to their end."""
-    folder = RunFolder(config_for(tmp_path / "run"))
+    folder = RunFolder(tmp_path / "run", CONFIG)
     folder._first = first
     sizes, path = {}, folder.path
     for iteration in (1, 2):
@@ -106,7 +105,7 @@ def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, n
     if num_lost:
         sizes["metrics.jsonl"] = (path / "metrics.jsonl").stat().st_size
         os.truncate(path / "metrics.jsonl", sizes["metrics.jsonl"] - num_lost)
-    folder = RunFolder(config_for(path), lock_folder(path), sizes)
+    folder = RunFolder(path, CONFIG, lock_folder(path), sizes)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert [line["iteration"] for line in read_lines(path / name)] == [first]
     assert not (path / "summary.json").exists()
@@ -116,7 +115,7 @@ def test_resumed_folder_is_cut_back_to_whole_lines_of_its_checkpoint(tmp_path, n
 
 
 def test_folder_belongs_to_one_user_and_one_writer(tmp_path):
-    folder = RunFolder(config_for(tmp_path / "runs" / "run"))
+    folder = RunFolder(tmp_path / "runs" / "run", CONFIG)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     with pytest.raises(ConfigError, match="still running"):
         lock_folder(folder.path)

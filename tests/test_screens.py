@@ -13,12 +13,13 @@ import pytest
 from rich.console import Console
 
 from easyrl import __version__, cli, events
-from easyrl.config import load_config, to_commented_yaml
+from easyrl.config import Config, load_config, to_commented_yaml
 from easyrl.observe.lines import PlainLines, end_table, print_end
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.text import say_rich
 from easyrl.observe.view import render
 from easyrl.observe.watch import watch
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.run_folder import sample_line
 from golden_files import check_golden
 from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state_of, write_trace
@@ -38,7 +39,7 @@ def folder(tmp_path, monkeypatch):
     run = Path("run")
     (run / "logs").mkdir(parents=True)
     stream = run_events(run)
-    (run / "config.yaml").write_text(to_commented_yaml(stream[0].config))
+    (run / "config.yaml").write_text(to_commented_yaml(Config(**stream[0].settings)))
     write_trace(stream)
     return run
 
@@ -121,7 +122,7 @@ ENDS = {
 def test_end_table(capsys):
     shown, start = "", run_started(Path("run"))
     for name, (devices, more) in ENDS.items():
-        run = replace(start, config=load_config(), devices=devices)
+        run = replace(start, spec=resolve(load_config()), devices=devices)
         say_rich(end_table(run, {**SUMMARY, **more}))
         shown += f"-- {name}\n{capsys.readouterr().out}"
     check_golden("end_table", shown)

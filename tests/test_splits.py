@@ -7,13 +7,16 @@ import pytest
 
 from easyrl.bench.plan import Measured, Split, flags_of, measure, predict_splits
 from easyrl.config import ConfigError, load_config
+from easyrl.runtime.resolve import resolve
 from runs import easyrl, lines_of
 
 
 def run_of(*words, devices=("cpu", "cpu")):
     """Measured with one engine and one trainer: 1 s for the weights, 1 s that nothing explains."""
     seconds = {"seconds": 8.0, "generating": 6.0, "training": 2.0, "weights": 1.0}
-    return Measured(load_config(None, {}, words), devices, 1, 1, num_tokens=800.0, **seconds)
+    return Measured(
+        resolve(load_config(None, {}, words)), devices, 1, 1, num_tokens=800.0, **seconds
+    )
 
 
 def test_the_slower_side_decides_what_a_split_takes():

@@ -14,7 +14,9 @@ from easyrl.observe import trackers
 from easyrl.observe.observers import make_observers
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.trackers import Trackers
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.run_folder import read_lines
+from run_events import with_config
 
 
 @pytest.fixture
@@ -29,13 +31,14 @@ def track(folder, kind="wandb", num_iterations=0):
     """A tracked run that has started: a function for its next events, and all notes."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     config = load_config(None, {}, [f"output.log_to=[{kind}]"])
+    spec, settings = resolve(config), config.model_dump(mode="json")
     tracker = Trackers()
     notes = []
 
     def notify(event):
         notes.extend(filter(None, [tracker(event)]))
 
-    notify(events.RunStarted(0.0, folder, config, {}, "", num_iterations=num_iterations))
+    notify(events.RunStarted(0.0, folder, spec, settings, {}, "", num_iterations=num_iterations))
     return notify, notes
 
 
@@ -57,10 +60,10 @@ def test_tensorboard_gets_what_metrics_jsonl_gets(finished_run, tmp_path):
     folder = tmp_path / "run"
     (folder / "logs").mkdir(parents=True)
     config = load_config(None, {}, ["output.log_to=[tensorboard]"])
-    notify = events.combine_observers(make_observers(config, live=False))
+    notify = events.combine_observers(make_observers(config.output.log_to, live=False))
     for event in RunFiles(finished_run.folder).read():
         is_start = isinstance(event, events.RunStarted)
-        notify(replace(event, folder=folder, config=config) if is_start else event)
+        notify(replace(with_config(event, config), folder=folder) if is_start else event)
     lines, values = read_lines(finished_run.folder / "metrics.jsonl"), scalars(folder)
     rewards = [(line["iteration"], pytest.approx(line["reward"], rel=1e-6)) for line in lines]
     assert values["reward"] == rewards

@@ -147,11 +147,11 @@ def train(
             config = config_file_of(resume, config, output, dataset, reward, environment, agent)
             options["output.dir"] = resumed = config.parent
         resolved, inputs = _resolve(config, options, settings)
-        folder = run_folder.folder_of(resolved)
+        folder = run_folder.folder_of(resolved.output.dir, resolved.data.datasets)
         if inputs and (not run_folder.is_unstarted(folder) or run_folder.is_locked(folder)):
             run_folder.refuse_existing(folder, but_inputs=False)
         with inputs.stored(resolved, folder) as stored:
-            *others, view = make_observers(stored, live=False)
+            *others, view = make_observers(stored.output.log_to, live=False)
 
             def observe(event: events.Event) -> events.Note | None:
                 if isinstance(event, events.RunEnded) and event.exit_code:  # an exception says why
@@ -193,7 +193,7 @@ def evaluate(
     with _call():
         settings = settings_to_evaluate(options, config) | settings
         resolved, inputs = _resolve(config, options, settings)
-        folder = run_folder.folder_of(resolved, "eval-")
+        folder = run_folder.folder_of(resolved.output.dir, resolved.data.datasets, "eval-")
         if inputs and folder.exists() and not (folder / "settings.json").is_file():
             raise ConfigError(f"output.dir (output): '{folder}' exists, and is no evaluation")
         quiet = contextlib.nullcontext() if progress else contextlib.redirect_stdout(io.StringIO())

@@ -9,15 +9,16 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet
+from easyrl.config.spec import RunSpec
 from easyrl.observe.history import read_history
 
 
 class Measured(NamedTuple):
     """A run: medians over the iterations of its newest command, but the first, which warms up."""
 
-    config: Config
+    spec: RunSpec
     devices: Sequence[str]  # of the workers, engines first
     engines: int
     trainers: int
@@ -56,15 +57,15 @@ def measure(folder: Path) -> Measured:
     num_tokens = median(line["tokens_per_second"] * line["iteration_seconds"] for line in lines)
     engines = sum(worker.startswith("rollout") for worker in run.devices)
     counts = engines, len(run.devices) - engines, num_tokens
-    return Measured(run.config, [*run.devices.values()], *counts, *seconds)
+    return Measured(run.spec, [*run.devices.values()], *counts, *seconds)
 
 
 def predict_splits(run: Measured, num_devices: int) -> list[Split]:
     """Predict all splits of so many devices. Raises ConfigError if there is none."""
-    config, size = run.config, run.config.rollout.tensor_parallel_size
-    num_prompts = config.train.prompts_per_iteration
-    most = num_prompts // config.train.updates_per_iteration
-    both = max if config.runtime.schedule == "periodic" else lambda *sides: sum(sides)
+    schedule, size = run.spec.schedule, run.spec.engine.tensor_parallel_size
+    num_prompts = schedule.prompts_per_iteration
+    most = num_prompts // schedule.updates_per_iteration
+    both = max if schedule.schedule == "periodic" else lambda *sides: sum(sides)
     rest = max(0.0, run.seconds - both(run.generating, run.training) - run.weights)
     splits = []
     for engines in range(1, (num_devices - 1) // size + 1):
@@ -92,7 +93,7 @@ def to_text(run: Measured, splits: Sequence[Split]) -> str:
         f"iteration {run.seconds:.3g}",
         "engines trainers  tokens/s  idle: engines trainers",
     ]
-    if run.devices[0] == run.devices[-1] and run.config.devices.threads is None:
+    if run.devices[0] == run.devices[-1] and run.spec.devices.threads is None:
         lines.insert(1, "workers shared cores or a device: on their own they are faster")
     row = "{:7}{:9}{:10,.0f}{:15.0%}{:9.0%}"
     return "\n".join([*lines, *(row.format(*split) for split in splits)])
@@ -100,7 +101,7 @@ def to_text(run: Measured, splits: Sequence[Split]) -> str:
 
 def flags_of(run: Measured, split: Split) -> str:
     """Return the options for the split, with devices of the kind that was measured."""
-    name, num_infer = run.devices[0], split.engines * run.config.rollout.tensor_parallel_size
+    name, num_infer = run.devices[0], split.engines * run.spec.engine.tensor_parallel_size
     devices = DeviceSet("cpu" if name.endswith("cpu") else "accelerator", (), is_ray="/" in name)
     infer = replace(devices, indices=tuple(range(num_infer)))
     train = replace(devices, indices=tuple(range(num_infer, num_infer + split.trainers)))

@@ -83,7 +83,7 @@ def grpo(
     from easyrl.observe.observers import make_observers
     from easyrl.runtime.run import run
 
-    return run(resolved, make_observers(resolved, live=not no_live), resume).exit_code
+    return run(resolved, make_observers(resolved.output.log_to, live=not no_live), resume).exit_code
 
 
 def _print_plan(

@@ -17,7 +17,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from easyrl import __version__, events
-from easyrl.config import Config, ConfigError, by_name, change_config, keys_marked
+from easyrl.config import (
+    Config,
+    ConfigError,
+    by_name,
+    change_config,
+    keys_marked,
+    to_commented_yaml,
+)
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.section import COMPARED, PROMPT_FORM
@@ -41,7 +48,7 @@ from easyrl.runtime.metrics import no_program_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resolve import resolve, with_eval_data, with_long_problems
 from easyrl.runtime.resume import with_absolute_paths
-from easyrl.runtime.run_folder import finite, sample_values
+from easyrl.runtime.run_folder import finite, folder_of, sample_values
 from easyrl.types import Prompt
 
 NUM_FIRST_SAMPLES = 32  # completions after which `no_program_warning` is asked for
@@ -138,7 +145,9 @@ def evaluate(
     with supervisor.signals_as_interrupts():
         compared = None if other is None else read_evaluation(other)
         plan = check_evaluation(with_absolute_paths(config), base)
-        with closing(EvalFolder(plan.config, plan.settings)) as folder:
+        output, datasets = plan.config.output.dir, plan.config.data.datasets
+        path = folder_of(output, datasets, "eval-")
+        with closing(EvalFolder(path, to_commented_yaml(plan.config), plan.settings)) as folder:
             answers, num = folder.answers, len(plan.problems)
             for difference in [] if other is None else differing_settings(other, plan.settings):
                 say(f"warning: not the same evaluation: {difference}")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from easyrl.config import Config, ConfigError, to_commented_yaml
+from easyrl.config import ConfigError
 from easyrl.evaluation.figures import Answers, Lines
 from easyrl.runtime import run_folder
 from easyrl.runtime.resume import differing
@@ -30,9 +30,10 @@ MAY_DIFFER = ("model", "dataset", "engine", "runtime.seed")
 class EvalFolder:
     """A folder, locked until `close`, with the answers so far by problem."""
 
-    def __init__(self, config: Config, settings: Mapping[str, Any]) -> None:
-        """Create the folder, or continue in it. Raises ConfigError if it has other settings."""
-        self.path = run_folder.folder_of(config, "eval-")
+    def __init__(self, path: Path, config_yaml: str, settings: Mapping[str, Any]) -> None:
+        """Create the folder, with this config, or continue in it. Raises ConfigError if it has
+        other settings."""
+        self.path = path
         try:
             self.path.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
             # Without the problem that was being written when the evaluation was killed.
@@ -41,7 +42,7 @@ class EvalFolder:
             self._lock = run_folder.lock_folder(self.path)
             replace_file(self.path / SAMPLES, "".join(map(_as_text, self.answers.values())))
             replace_file(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
-            replace_file(self.path / "config.yaml", to_commented_yaml(config))
+            replace_file(self.path / "config.yaml", config_yaml)
             (self.path / "logs").mkdir(exist_ok=True)
             for left_over in self.path.glob(f"{MODEL}*"):
                 shutil.rmtree(left_over, ignore_errors=True)

@@ -8,13 +8,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config, ConfigError, change_config, load_config
+from easyrl.config import ConfigError, by_name, load_config
 from easyrl.config.devices import count_devices
+from easyrl.config.spec import RunSpec
 from easyrl.events import Event
 from easyrl.formatting import counted, printable
 from easyrl.observe.lines import result_rows
@@ -37,7 +38,9 @@ SAMPLED_ITERATIONS = 10
 @dataclass(slots=True)
 class History:
     folder: Path
-    config: Config
+    spec: RunSpec
+    settings: Mapping[str, Any]
+    """Values by the full names of their keys: {"train.iterations": 60, …}."""
     name: str = ""  # differs from the names of the other runs
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Number of iterations trained -> metrics. The accuracy before training is at 0, alone."""
@@ -58,7 +61,7 @@ class History:
     @property
     def status(self) -> str:
         end = self.state.ended
-        done = f"{self.num_done} of {self.config.train.iterations} iterations"
+        done = f"{self.num_done} of {self.spec.schedule.iterations} iterations"
         if self.summary:
             return f"finished, {done}"
         if is_locked(self.folder):
@@ -81,15 +84,15 @@ class History:
             return {}
         newest = max(self.series(ACCURACY)[0], default=0)
         ends = {"before": self.lines.get(0, {}), "after": self.lines[newest] if newest else {}}
-        spec = resolve(change_config(self.config, {"train.iterations": len(lines)}))
+        schedule = replace(self.spec.schedule, iterations=len(lines))
         num_devices = max(1, count_devices(self.devices.values()))
         state = SavedState(num_iterations=len(lines))
-        names = spec.rewards.names
-        summary = summarize(lines, spec.schedule, names, state, num_devices=num_devices)
+        names = self.spec.rewards.names
+        summary = summarize(lines, schedule, names, state, num_devices=num_devices)
         summary |= {f"accuracy_{when}": line.get(ACCURACY) for when, line in ends.items()}
         summary |= {f"error_{when}": line.get(ERROR) for when, line in ends.items()}
         summary |= {f"held_out_reward_{w}": line.get("eval/reward") for w, line in ends.items()}
-        return dict(result_rows(summary | dict(self.summary), self.config, self.devices))
+        return dict(result_rows(summary | dict(self.summary), self.spec, self.devices))
 
     def _apply(self, event: Event) -> None:
         is_resumed = self.state.run is not None
@@ -117,7 +120,8 @@ def read_history(folder: Path) -> History:
     if not file.is_file() or not any((folder / name).is_file() for name in (METRICS, FILE_NAME)):
         files = f"config.yaml and {METRICS} or {FILE_NAME}"
         raise ConfigError(f"'{folder}': expected a run's folder, with {files}")
-    run = History(folder, load_config(file))
+    config = load_config(file)
+    run = History(folder, resolve(config), by_name(config.model_dump(mode="json")))
     with contextlib.suppress(ValueError):  # no trace, or one of an older version
         for event in RunFiles(folder).read():
             run._apply(event)

@@ -6,6 +6,7 @@ Used without a terminal and with --no-live; the table also follows the live view
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from shlex import quote
 from typing import Any
@@ -15,7 +16,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from easyrl import events
-from easyrl.config import Config
+from easyrl.config.rollout import SamplingChoice
+from easyrl.config.spec import RunSpec
 from easyrl.events import Event, FromWorker
 from easyrl.formatting import EXTRAS, counted, printable, shorten
 from easyrl.model.checkpoint_files import CHECKPOINTS
@@ -51,14 +53,15 @@ class PlainLines:
                 about = f"the run continues (reward.on_error); all errors: {file}"
                 say_once(self._shown, "errors", f"{error}\n{about}")
             case FromWorker(_, _, events.CheckpointSaved(version, seconds, num_bytes, "")):
-                iteration = version // self._run.config.train.updates_per_iteration
+                iteration = version // self._run.spec.schedule.updates_per_iteration
                 path = self._run.folder / CHECKPOINTS / str(version)
                 size = f"{num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s"
                 say(f"checkpoint of iteration {iteration}: {path} ({size})")
             case events.EvaluationStarted(_, num_prompts):
                 say(f"evaluating {counted(num_prompts, 'held-out problem')}")
             case events.Evaluated(_, accuracy, num_prompts, error, num_iterations, reward):
-                how = f"{counted(num_prompts, 'problem')}, {training_sampling(self._run.config)}"
+                sampling = training_sampling(self._run.spec.sampling)
+                how = f"{counted(num_prompts, 'problem')}, {sampling}"
                 trained = counted(num_iterations, "iteration")
                 value = with_error(accuracy, error) + mean_reward(accuracy, reward)
                 say(f"held-out accuracy {value} ({how}) after {trained}")
@@ -79,7 +82,7 @@ class PlainLines:
         num_inserted = metrics.get("completions/mean_inserted_length")
         inserted = "" if num_inserted is None else f"inserted {num_inserted:.1f}  "
         say(
-            f"iteration {number}/{self._run.config.train.iterations}  "
+            f"iteration {number}/{self._run.spec.schedule.iterations}  "
             f"reward {shown(metrics['reward'], '.3f')}  "
             f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}  "
             f"length {metrics['completions/mean_length']:.1f}  {inserted}"
@@ -119,8 +122,9 @@ def sampling_text(about: Mapping[str, Any]) -> str:
     return text + (f", top_k {about['top_k']}" if about["top_k"] else "")
 
 
-def training_sampling(config: Config) -> str:
-    return sampling_text({**dict(config.rollout), "num_samples": 1})
+def training_sampling(sampling: SamplingChoice) -> str:
+    """Describe how a run samples the answers to its held-out problems."""
+    return sampling_text(asdict(replace(sampling, num_samples=1)))
 
 
 def print_end(exit_code: int, message: str) -> None:
@@ -134,28 +138,28 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
     """Return what a finished run reached, at what speed, and the next commands."""
     columns = Column(style="dim", no_wrap=True), Column(overflow="fold")
     table = Table(*columns, show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, value in result_rows(summary, run.config, run.devices):
+    for name, value in result_rows(summary, run.spec, run.devices):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(run.folder)))
-    folder, train = quote(str(run.folder)), run.config.train
+    folder, schedule = quote(str(run.folder)), run.spec.schedule
     commands = [f"easyrl samples {folder}"]
     if find_spec(EXTRAS["report"]) is not None:
         commands.append(f"easyrl report {folder}")
-    if train.keep_checkpoints:
-        commands.append(f"easyrl grpo --resume {folder} --iterations {2 * train.iterations}")
+    if schedule.keep_checkpoints:
+        commands.append(f"easyrl grpo --resume {folder} --iterations {2 * schedule.iterations}")
     lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]
     return Group(Text("finished", "bold green"), table, Text("next commands", "dim"), *lines)
 
 
 def result_rows(
-    summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
+    summary: Mapping[str, Any], spec: RunSpec, devices: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield names and results. `summary`: as `summary.json`, or without what only the end gives."""
     whens = ("before", "after")
     if summary["accuracy_after"] is not None:
         pairs = [(summary[f"accuracy_{when}"], summary.get(f"error_{when}")) for when in whens]
         values = " → ".join(with_error(*pair) for pair in pairs)
-        yield "held-out accuracy", f"{values} ({training_sampling(config)})"
+        yield "held-out accuracy", f"{values} ({training_sampling(spec.sampling)})"
         rewards = [summary.get(f"held_out_reward_{when}") for when in whens]
         if any(map(mean_reward, (summary[f"accuracy_{when}"] for when in whens), rewards)):
             yield "  mean reward", " → ".join(shown(each, ".3f") for each in rewards)
@@ -181,7 +185,7 @@ def result_rows(
         speed = f"{tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
         whole = f", {tokens / wall_seconds:,.0f} with start-up" if wall_seconds else ""
         yield "tokens/s", speed + whole
-        yield from _balance(summary, config, devices)
+        yield from _balance(summary, spec.schedule.schedule, devices)
     if (updates := summary["updates_per_iteration"]) > 1:
         yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
     if (calls := summary.get("judge_calls")) is not None:
@@ -203,7 +207,7 @@ def result_rows(
 
 
 def _balance(
-    summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
+    summary: Mapping[str, Any], schedule: str, devices: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """The overlap, and what raises a low one; how busy each side was, if they differ much."""
     seconds = summary["iteration_seconds"]
@@ -214,7 +218,7 @@ def _balance(
     both = ("generating", "training") if infer < train else ("training", "generating")
     text = f"{summary['overlap']:.0%} of {both[0]} ran while {both[1]}"
     is_low = summary["overlap"] < LOW_OVERLAP and min(infer, train) >= SMALL_SHARE
-    if is_low and config.runtime.schedule == "periodic" and not is_shared:
+    if is_low and schedule == "periodic" and not is_shared:
         text += "; a higher train.prompts_per_iteration raises it"
     yield "overlap", text
     if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:

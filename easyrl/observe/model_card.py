@@ -12,7 +12,6 @@ from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, Checkpoint
 from easyrl.observe.history import History, read_history
-from easyrl.runtime.resolve import resolve
 
 RESULTS = ("reward", "held-out accuracy")
 
@@ -32,7 +31,7 @@ def card_of(checkpoint: Checkpoint, name: str) -> str | None:
 
 def model_card(run: History, title: str) -> str:
     """The README.md of a model, without the folders of the user's files."""
-    data, path, results = run.config.data.datasets, run.config.model.path, run.results()
+    data, path, results = run.spec.rewards.datasets, run.spec.model.path, run.results()
     rows = [PRESETS[name].rows if name in PRESETS else name for name in data]
     on_hub = [name.partition(":")[0] for name in rows if name and re.fullmatch(HUB_ID, name)]
     metadata = ModelCardData(
@@ -43,7 +42,7 @@ def model_card(run: History, title: str) -> str:
         tags=["easyrl", "reinforcement-learning"],
     )
     facts = {"data": ", ".join(map(_short, data))}
-    facts["reward functions"] = ", ".join(map(_short, resolve(run.config).rewards.functions))
+    facts["reward functions"] = ", ".join(map(_short, run.spec.rewards.functions))
     facts |= {name: results[name] for name in RESULTS if name in results}
     done = f"({counted(run.num_done, 'iteration')}) with EasyRL {__version__}"
     text = f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\n"

@@ -2,11 +2,11 @@
 
 import contextlib
 import traceback
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from easyrl import events
-from easyrl.config import Config
 from easyrl.events import Event, Note, Observer
 from easyrl.observe.lines import PlainLines
 from easyrl.observe.text import is_live_terminal
@@ -15,10 +15,10 @@ from easyrl.observe.trackers import Trackers
 from easyrl.observe.view import LiveView, NotebookView
 
 
-def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
-    """Return trackers, the trace, and the live view, or plain lines if standard output is neither
-    a terminal nor a notebook."""
-    trackers: list[Observer] = [Trackers()] if config.output.log_to else []
+def make_observers(tracked_by: Sequence[str] = (), *, live: bool = True) -> list[Observer]:
+    """Return trackers (`output.log_to`), the trace, and the live view, or plain lines if standard
+    output is neither a terminal nor a notebook."""
+    trackers: list[Observer] = [Trackers()] if tracked_by else []
     views: list[Observer] = [PlainLines()]
     if live and is_live_terminal():
         views.insert(0, LiveView())

@@ -1,14 +1,14 @@
 """The page of `easyrl report`: one HTML file with tables, figures and samples of runs."""
 
 import json
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from easyrl import __version__
-from easyrl.config import KEYS, Config
+from easyrl.config import KEYS, Config, by_name
 from easyrl.observe import plots
 from easyrl.observe.history import History, worst_to_best
 from easyrl.observe.samples import Line, branches_of, columns_of
@@ -39,7 +39,7 @@ def to_page(runs: Sequence[History]) -> str:
             title: plots.to_svg(plots.draw_curves(runs, {key: title}, SIZE), title, f"f{number}")
             for number, (key, title) in enumerate(plots.titles_of(runs).items())
         },
-        settings=_settings([run.config for run in runs]),
+        settings=_settings([run.settings for run in runs]),
         timelines=[
             plots.to_svg(plots.draw_timeline(run), f"Timeline of {run.name}", f"t{number}")
             for number, run in enumerate(runs)
@@ -52,21 +52,20 @@ def to_page(runs: Sequence[History]) -> str:
 def _overview(run: History) -> dict[str, str]:
     devices = ", ".join(f"{name}: {device}" for name, device in run.devices.items())
     return {
-        "model": run.config.model.path,
-        "data": run.config.data.shown,
+        "model": run.spec.model.path,
+        "data": run.spec.data.options.shown,
         "devices": devices or "unknown",
         **run.results(),
     }
 
 
-def _settings(configs: Sequence[Config]) -> list[tuple[str, str, list[str]]]:
+def _settings(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[str]]]:
     """Key, default and the runs' values, of each setting that differs from its default."""
     rows = []
+    defaults = by_name(Config().model_dump(mode="json"))
     for key in KEYS:
-        default, *values = (
-            json.dumps(attrgetter(key)(config), ensure_ascii=False)
-            for config in (Config(), *configs)
-        )
+        default = json.dumps(defaults[key], ensure_ascii=False)
+        values = [json.dumps(settings[key], ensure_ascii=False) for settings in runs]
         if set(values) != {default} and key != "output.dir":
             rows.append((key, default, values))
     return rows

@@ -13,6 +13,7 @@ from easyrl import events
 from easyrl.config import ConfigError, load_config
 from easyrl.events import Event
 from easyrl.observe.trace import FILE_NAME, FIRST, decode
+from easyrl.runtime.resolve import resolve
 
 
 class GrowingFile:
@@ -75,8 +76,9 @@ class RunFiles:
         for line in self._trace.read():
             event = line.get("args") if isinstance(line, dict) and "ts" in line else None
             if isinstance(event, events.RunStarted):
-                self.config = load_config(self.folder / "config.yaml")  # of the newest command
-                event = replace(event, folder=self.folder, config=self.config)
+                config = load_config(self.folder / "config.yaml")  # of the newest command
+                settings = config.model_dump(mode="json")
+                event = replace(event, folder=self.folder, spec=resolve(config), settings=settings)
                 self._clock = line["ts"] / 1e6 - event.started
             if isinstance(event, Event):
                 yield event

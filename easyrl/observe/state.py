@@ -170,7 +170,7 @@ class RunState:
         mean = self.mean_iteration_seconds
         if mean is None or self.run is None:
             return None
-        num_left = self.run.config.train.iterations - self.num_done
+        num_left = self.run.spec.schedule.iterations - self.num_done
         since = 0.0 if self.iteration_started is None else now - self.iteration_started
         return max(0.0, num_left * mean - min(since, mean))
 

@@ -33,7 +33,10 @@ SPANS: Mapping[type[Message], tuple[str, str]] = {
     events.RunFinished: ("saving", "E"),
 }
 """Begin and end of the controller's spans. Other events are instants."""
-LARGE = ["folder", "config", "earlier", "rewards_by_function", "columns", "samples", "raw"]
+LARGE = [
+    *("folder", "spec", "settings", "earlier"),
+    *("rewards_by_function", "columns", "samples", "raw"),
+]
 """Fields that are null in the file: they are large, or in other files."""
 FIRST = "first_iteration"
 """In RunStarted: the number of a run's first iteration. Version 0.2 counted from 0 and lacks it."""
@@ -65,8 +68,14 @@ def encode(value: Any) -> Any:
 
 def decode(fields: dict[str, Any]) -> Any:
     """Turn an encoded message back into a message. Raises TypeError for one of another version."""
-    kind, others = getattr(events, str(fields.get("type")), None), ("type", FIRST)
-    return fields if kind is None else kind(**{k: v for k, v in fields.items() if k not in others})
+    kind = getattr(events, str(fields.get("type")), None)
+    if kind is None:
+        return fields
+    values = {name: value for name, value in fields.items() if name not in ("type", FIRST)}
+    if kind is events.RunStarted and "config" in values:  # written before runs had a spec
+        del values["config"]
+        values |= {"spec": None, "settings": None}
+    return kind(**values)
 
 
 class TraceWriter:

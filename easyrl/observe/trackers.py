@@ -88,11 +88,11 @@ class Trackers:
 
     def __call__(self, event: Event) -> Note | None:
         match event:
-            case events.RunStarted(config=config):
+            case events.RunStarted(spec=spec, settings=settings):
                 self._num_iterations = event.num_iterations
-                for name in config.output.log_to:
+                for name in spec.trackers:
                     try:
-                        self._trackers[name] = TRACKERS[name](event, config.model_dump(mode="json"))
+                        self._trackers[name] = TRACKERS[name](event, settings)
                     except (Exception, SystemExit) as failure:
                         self._disable(name, repr(failure))
                 self._thread.start()

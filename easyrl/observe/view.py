@@ -203,9 +203,9 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 
 def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[RenderableType]:
-    config, devices = run.config, run.devices.values()
+    spec, devices = run.spec, run.devices.values()
     num_devices = count_devices(devices)
-    what = f"  {config.model.path} on {config.data.shown} · "
+    what = f"  {spec.model.path} on {spec.data.options.shown} · "
     what += f"{counted(num_devices, 'device')} ({', '.join(dict.fromkeys(devices))})"
     yield _line(("EasyRL", "bold"), printable(what))
     yield _progress(state, run, now)
@@ -218,8 +218,8 @@ def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[Ren
 
 
 def _progress(state: RunState, run: events.RunStarted, now: float) -> RenderableType:
-    train, right, style = run.config.train, clock(now - run.started), "bold"
-    done, total = state.num_done, train.iterations
+    right, style = clock(now - run.started), "bold"
+    done, total = state.num_done, run.spec.schedule.iterations
     if state.ended is not None:
         is_finished = state.ended.exit_code == 0
         text = f"{'finished' if is_finished else 'ended'} after {done}/{total} iterations"
@@ -233,7 +233,7 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
         text = "starting the workers"
     else:
         text = f"iteration {min(done + 1, total)}/{total}"
-        text += f"  groups {state.num_groups}/{train.prompts_per_iteration}"
+        text += f"  groups {state.num_groups}/{run.spec.schedule.prompts_per_iteration}"
         left = state.seconds_left(now)
         right += f"  ETA {clock(left)}" if left is not None else "  ETA -:--"
     columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)

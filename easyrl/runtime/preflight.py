@@ -92,8 +92,9 @@ def with_config(checked: Preflight, config: Config) -> Preflight:
 def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "") -> Preflight:
     """Resolve and check a run. Raises ConfigError, with the key to change, if it cannot start.
     `tokenizer`: the model's tokenizer, where it is not in `model.path`."""
+    folder = folder_of(config.output.dir, config.data.datasets)
     if resume is None:
-        refuse_existing(folder_of(config))
+        refuse_existing(folder)
     spec = resolve(config)
     _check_teacher(spec)
     model = measure_model(spec)
@@ -122,7 +123,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     is_small = resume is not None or model.num_trained is not None
     num_kept = config.train.keep_checkpoints
     num_kept += num_kept > 0 and config.train.eval_every > 0  # the best one
-    check_disk(folder_of(config), model.files, 0 if is_small else num_kept)
+    check_disk(folder, model.files, 0 if is_small else num_kept)
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
@@ -188,10 +189,11 @@ def make_plan(
         is_tight = True  # if the next line raises
         tight = memory_estimate.check_memory(parts)
         is_tight, warnings = bool(tight), warnings + tight
+        folder = folder_of(given.output.dir, given.data.datasets)
         if is_resumed:
-            check_resumed(given, folder_of(given))
-        elif given.runtime.resume == "never" and not is_unstarted(folder_of(given)):
-            refuse_existing(folder_of(given))
+            check_resumed(given, folder)
+        elif given.runtime.resume == "never" and not is_unstarted(folder):
+            refuse_existing(folder)
         # Last: what is known of the memory is shown first.
         warnings += check_inputs(config, tokenizer)
     except ConfigError as refused:

@@ -116,7 +116,7 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     `folder` (`--resume`) has no complete checkpoint, is in use, or has other settings."""
     is_auto = folder is None
     if folder is None:
-        folder = run_folder.folder_of(config)
+        folder = run_folder.folder_of(config.output.dir, config.data.datasets)
         is_wanted = config.runtime.resume == "auto" or run_folder.is_unstarted(folder)
         if not is_wanted or not _is_begun(folder):
             return None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from easyrl import events
-from easyrl.config import INPUTS, Config, change_config
+from easyrl.config import INPUTS, Config, change_config, to_commented_yaml
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource
@@ -42,8 +42,8 @@ def run(
         return end
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
-    config, notes = self_test.before_run(checked.config, checked.placement, notify)
-    checked = with_config(checked, config)
+    changes, notes = self_test.before_run(checked.placement, notify)
+    checked = with_config(checked, change_config(checked.config, changes))
     checked = replace(checked, warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
         has_new_adapter = config.model.lora.rank is not None
@@ -52,11 +52,11 @@ def run(
             checked = replace(checked, warnings=[about_source, *checked.warnings])
         checked = _make_model(checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
-        output = {"output.dir": str(run_folder.folder_of(checked.config).absolute())}
+        output = {"output.dir": str(_folder_of(checked.config).absolute())}
         checked = with_config(checked, change_config(checked.config, output))
-    path = run_folder.folder_of(checked.config)
+    path = _folder_of(checked.config)
     with make_launcher(checked.spec, checked.placement, path, notify) as launcher:
-        folder = _open_folder(checked.config, resumed)
+        folder = _open_folder(path, checked.config, resumed)
         controller = Controller(
             checked,
             folder=folder,
@@ -73,12 +73,17 @@ def run(
         return end
 
 
-def _open_folder(config: Config, resumed: Resume | None) -> run_folder.RunFolder:
+def _folder_of(config: Config) -> Path:
+    return run_folder.folder_of(config.output.dir, config.data.datasets)
+
+
+def _open_folder(path: Path, config: Config, resumed: Resume | None) -> run_folder.RunFolder:
+    text = to_commented_yaml(config)
     if resumed is None:
-        return run_folder.RunFolder(config)
-    folder = run_folder.RunFolder(config, resumed.lock, resumed.state.file_sizes)
-    for path in resumed.damaged:
-        set_aside(path)
+        return run_folder.RunFolder(path, text)
+    folder = run_folder.RunFolder(path, text, resumed.lock, resumed.state.file_sizes)
+    for checkpoint in resumed.damaged:
+        set_aside(checkpoint)
     for each in (folder.path, folder.checkpoints):
         discard_unfinished(each)
     return folder
@@ -87,7 +92,7 @@ def _open_folder(config: Config, resumed: Resume | None) -> run_folder.RunFolder
 def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
     """Write the model of a checkpoint or an adapter into the new run's folder."""
     config = checked.config
-    folder = run_folder.folder_of(config).absolute()
+    folder = _folder_of(config).absolute()
     is_new = not folder.exists()
     try:
         folder.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
@@ -141,7 +146,8 @@ def _announce(controller: Controller) -> None:
         events.RunStarted(
             controller.started,
             controller.folder.path,
-            checked.config,
+            checked.spec,
+            checked.config.model_dump(mode="json"),
             devices=found,
             description="\n".join([*notes, describe(checked.placement, found)]),
             num_iterations=num_done,

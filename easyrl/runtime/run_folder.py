@@ -23,7 +23,7 @@ from shlex import quote
 from typing import IO, Any
 
 from easyrl import __version__, events
-from easyrl.config import INPUTS, Config, ConfigError, to_commented_yaml
+from easyrl.config import INPUTS, ConfigError
 from easyrl.events import Event
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in, unfinished_name
 from easyrl.processes import allow_long_integers
@@ -46,11 +46,16 @@ class RunFolder:
     """The folder of one run. It is locked until `close`."""
 
     def __init__(
-        self, config: Config, lock: int | None = None, sizes: Mapping[str, int] | None = None
+        self,
+        path: Path,
+        config_yaml: str,
+        lock: int | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
-        """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
-        files back to `sizes` (in bytes). Raises ConfigError if it cannot be created or written."""
-        self.path = folder_of(config)
+        """Create the folder, with this config; or open that of a resumed run, locked by `lock`, and
+        cut its growing files back to `sizes` (in bytes). Raises ConfigError if it cannot be created
+        or written."""
+        self.path = path
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"  # the final one, a Hugging Face folder
         is_new = not self.path.exists()
@@ -61,7 +66,7 @@ class RunFolder:
                 lock = lock_folder(self.path)
             self._lock = lock
             (self.path / "logs").mkdir(exist_ok=True)
-            replace_file(self.path / "config.yaml", to_commented_yaml(config))
+            replace_file(self.path / "config.yaml", config_yaml)
             for name in self.file_sizes():
                 file, size = self.path / name, (sizes or {}).get(name, 0)
                 # To a line's end: after a power failure the file may be shorter than that.
@@ -214,11 +219,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def folder_of(config: Config, kind: str = "") -> Path:
-    """Return the path of the run folder: output.dir, or a new name with `kind` in it."""
-    if config.output.dir:
-        return Path(config.output.dir).expanduser()
-    task = "+".join(Path(name).stem for name in config.data.datasets)
+def folder_of(output_dir: str | None, datasets: Sequence[str], kind: str = "") -> Path:
+    """Return the path of the run folder: `output.dir`, or a new name with the data sets' names and
+    `kind` in it."""
+    if output_dir:
+        return Path(output_dir).expanduser()
+    task = "+".join(Path(name).stem for name in datasets)
     path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}{task}")
     return Path(free_name(path)) if path.exists() else path
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from easyrl import DISTRIBUTION, devices, events
-from easyrl.config import Config, change_config
 from easyrl.config.devices import range_words
 from easyrl.engines.vllm.platforms import package_version, unsupported_reason, vllm_version
 from easyrl.runtime.placement import Placement
@@ -39,12 +38,11 @@ class Result(NamedTuple):
     safe: str  # a setting or environment variable, KEY=VALUE, with which it passes
 
 
-def before_run(
-    config: Config, placement: Placement, notify: events.Observer
-) -> tuple[Config, list[str]]:
-    """Test a run's accelerators, unless they have passed. Return what it uses, and warnings."""
+def before_run(placement: Placement, notify: events.Observer) -> tuple[dict[str, str], list[str]]:
+    """Test a run's accelerators, unless they have passed. Return the settings to change, by their
+    keys, and warnings."""
     if not placement.accelerators or placement.is_ray:
-        return config, []
+        return {}, []
     indices = sorted({*placement.spare, *placement.accelerators})
     try:
         text = _cache_file(placement.accelerator, indices).read_text()
@@ -52,17 +50,18 @@ def before_run(
     except (OSError, RuntimeError, ValueError, TypeError):
         notify(events.Note("testing the devices, once: about 20 seconds (easyrl doctor --test)"))
         results = list(check_devices(placement.accelerator, indices))
+    changes: dict[str, str] = {}
     warnings = []
     for part, _, error, safe in results:
         key, _, value = safe.partition("=")
         if "." in key:
-            config = change_config(config, {key: value})
+            changes[key] = value
         elif key:
             os.environ[key] = value
         if error:
             remedy = f"used instead: {safe}" if safe else "use other devices"
             warnings.append(f"warning: self-test, {part}: {error}; {remedy}")
-    return config, warnings
+    return changes, warnings
 
 
 def check_all() -> Iterator[Result]:
