@@ -1,8 +1,11 @@
-"""The user's agent: a function or a command, called in the processes of environments (`host`).
+"""The user's agent: a function or a command, called in the processes of `pool`.
 
-solve(row, client, base_url, api_key) -> number | {name: number} | None
-a command: {column} of its words is replaced; OPENAI_BASE_URL and OPENAI_API_KEY lead to the
-endpoint; its reward is in EASYRL_REWARD_FILE or in the last line of its output
+A function is called as `solve(row, client, base_url, api_key)`, with those of these arguments that
+it takes. It returns a number, {name: number}, or None.
+
+In the words of a command `{column}` is replaced by the row's value. It finds the endpoint in
+OPENAI_BASE_URL and OPENAI_API_KEY, and writes its reward to EASYRL_REWARD_FILE or as the last line
+of its output.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
@@ -33,8 +36,14 @@ KEY = "rollout.agent (--agent)"
 FORMS = 'file.py:function, package.module:function, or a command, as in "python run.py {column}"'
 MODEL = "policy"  # name of the model at the endpoint; requests may have any
 LIBC = ctypes.CDLL(None)
-Value = tuple[float | None, dict[str, float]]
-"""An episode's reward, if there is one, and the named ones that it is the sum of."""
+PR_SET_PDEATHSIG = 1  # option of prctl
+
+
+class Value(NamedTuple):
+    """The reward of an episode."""
+
+    total: float | None  # None: the agent gives no reward
+    parts: dict[str, float]  # named rewards, whose sum is `total`; {} if they have no names
 
 
 class Agent:
@@ -45,21 +54,23 @@ class Agent:
         spec = episodes.agent or ""
         require("agents", KEY)
         for name in ("NO_PROXY", "no_proxy"):  # of this process and its commands
-            os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
-        self.words = episodes.agent_words
+            hosts = [host for host in (os.environ.get(name), LOOPBACK) if host]
+            os.environ[name] = ",".join(hosts)
+        self.words = episodes.agent_words  # of a command; (): it is a function
         self._openai: Any = None  # the client whose connections all episodes share
         if self.words:
             if shutil.which(self.words[0]) is None:
                 raise ConfigError(f"{KEY}: expected {FORMS}, got {spec!r}: no such program")
             return
         self._solve = load_function(spec, KEY, FORMS)
+        signature = inspect.signature(self._solve)
         given = dict.fromkeys(("row", "client", "base_url", "api_key"))
         try:
-            inspect.signature(self._solve).bind(**accepted_arguments(self._solve, given))
+            signature.bind(**accepted_arguments(self._solve, given))
         except TypeError as error:
             raise ConfigError(f"{KEY}: '{spec}': {error}; it gets {', '.join(given)}") from None
-        self._kind = ""
-        if "client" in inspect.signature(self._solve).parameters:
+        self._kind = ""  # class of the client; "": the function takes none
+        if "client" in signature.parameters:
             self._kind = "AsyncOpenAI" if inspect.iscoroutinefunction(self._solve) else "OpenAI"
 
     def run(
@@ -80,35 +91,44 @@ class Agent:
     def _client(self, base_url: str, api_key: str) -> Any:
         import openai  # takes long
 
-        where = {"base_url": base_url, "api_key": api_key}
+        endpoint = {"base_url": base_url, "api_key": api_key}
         if self._openai is None or self._openai.is_closed():
-            self._openai = getattr(openai, self._kind)(**where, timeout=None, max_retries=0)
-        client = self._openai.with_options(**where)
+            client_class = getattr(openai, self._kind)
+            self._openai = client_class(**endpoint, timeout=None, max_retries=0)
+        client = self._openai.with_options(**endpoint)
         completions = client.chat.completions
         completions.create = _without_conversion(completions.create)
         return client
 
     def _execute(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
-        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
         with tempfile.TemporaryDirectory() as folder:
-            reward, output = (Path(folder) / name for name in ("reward", "output"))
-            with output.open("wb") as stdout:
+            reward_file = Path(folder) / "reward"
+            output_file = Path(folder) / "output"
+            variables = {
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_KEY": api_key,
+                "OPENAI_MODEL": MODEL,
+                "EASYRL_REWARD_FILE": str(reward_file),
+            }
+            end_with_parent = functools.partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+            with output_file.open("wb") as output:
                 process = subprocess.Popen(
                     fill_in(self.words, row),
                     stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    env={**os.environ, **own, "EASYRL_REWARD_FILE": str(reward)},
+                    stdout=output,
+                    env={**os.environ, **variables},
                     start_new_session=True,
-                    # PR_SET_PDEATHSIG: it ends with its thread of the host.
-                    preexec_fn=functools.partial(LIBC.prctl, 1, signal.SIGKILL),  # noqa: PLW1509
+                    preexec_fn=end_with_parent,  # noqa: PLW1509  it ends with its thread here
                 )
             code = process.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it has left
             if code:
                 raise RuntimeError(f"'{self.words[0]}' ended with code {code}")
-            text = reward.read_text("utf-8") if reward.exists() else ""
-            text = text or output.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
+            text = reward_file.read_text("utf-8") if reward_file.exists() else ""
+            if not text:
+                lines = output_file.read_text("utf-8", "replace").rstrip()
+                text = lines.rpartition("\n")[2]
         try:
             return as_value(json.loads(text.strip() or "null"))
         except ValueError as error:
@@ -131,7 +151,9 @@ def _without_conversion(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def fill_in(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """Replace `{column}` in each word of a command. Raises ConfigError for an unknown column."""
-    texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in row.items()}
+    texts: dict[str, str] = {}
+    for name, value in row.items():
+        texts[name] = value if isinstance(value, str) else json.dumps(value)
     try:
         return [Formatter().vformat(word, (), texts) for word in words]
     except (LookupError, ValueError, AttributeError) as error:
@@ -144,11 +166,20 @@ def fill_in(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
 def as_value(returned: Any) -> Value:
     """Convert what an agent returned. Raises ValueError."""
     if returned is None:
-        return None, {}
-    named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
-    are_finite = (hasattr(x, "__float__") and math.isfinite(x) for x in named.values())
-    if not (named and all(isinstance(name, str) for name in named) and all(are_finite)):
-        problem = "expected finite numbers by name, one number, or None"
-        raise ValueError(f"{problem}, got {returned!r:.80}")
-    numbers = {name: float(value) for name, value in named.items()}
-    return sum(numbers.values()), numbers if isinstance(returned, Mapping) else {}
+        return Value(None, {})
+    has_names = isinstance(returned, Mapping)
+    rewards: dict[Any, Any] = dict(returned) if has_names else {"": returned}
+    numbers: dict[str, float] = {}
+    for name, reward in rewards.items():
+        is_number = hasattr(reward, "__float__") and math.isfinite(reward)
+        if not (isinstance(name, str) and is_number):
+            raise _no_reward(returned)
+        numbers[name] = float(reward)
+    if not numbers:
+        raise _no_reward(returned)
+    return Value(sum(numbers.values()), numbers if has_names else {})
+
+
+def _no_reward(returned: Any) -> ValueError:
+    expected = "expected finite numbers by name, one number, or None"
+    return ValueError(f"{expected}, got {returned!r:.80}")

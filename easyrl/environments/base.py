@@ -89,3 +89,16 @@ class Episodes(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the processes of the user's code."""
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two sequences of tokens."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(index for index in range(length) if one[index] != other[index])
+
+
+def mean(numbers: Sequence[float]) -> float:
+    """Return the mean of the counts of a group's episodes."""
+    return sum(numbers) / len(numbers)

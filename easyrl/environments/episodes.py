@@ -7,27 +7,28 @@
 Groups are started as others end, so that few environments exist at a time.
 
 In deterministic runs answers are handed over at barriers: when no sequence can be continued and no
-call is pending, all answers are, in a fixed order. So what a step computes does not depend on how
-long a tool takes.
+call is open, all answers are handed over, in a fixed order. So what a step computes does not depend
+on how long a tool takes.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from easyrl.config.spec import EpisodeSpec
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
-from easyrl.environments.base import Episodes, GroupRecord, GroupTexts
+from easyrl.environments.base import Episodes, GroupRecord, GroupTexts, mean, num_common
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted, Key
 from easyrl.environments.host_pool import FAILURES, HostLost
 from easyrl.environments.pool import EnvironmentPool, name_of, row_of
-from easyrl.environments.tool_calls.calls import Calls, ToolCall
+from easyrl.environments.tool_calls.calls import UNKNOWN, Calls, ToolCall
 from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.worker import Call
 from easyrl.types import Completion, Messages, Prompt
@@ -46,16 +47,41 @@ class _Episode:
     ended_by: EndReason = "length"
 
 
+class _Waiting(NamedTuple):
+    """A turn that the environment answers."""
+
+    turn: Turn
+    future: Future[Any]  # with the fields of `Acted`
+
+
 @dataclass(slots=True)
 class _Group:
     prompt: Prompt
     environment: str  # its name
     episodes: list[_Episode]
-    resets: list[Future[Any]]
+    resets: list[Future[Any]]  # [] once the group is being generated
     started: float
     prompt_ids: list[int] = field(default_factory=list)  # of the first episode
-    pending: dict[int, tuple[Turn, Future[Any]]] = field(default_factory=dict)  # by episode
+    waiting: dict[int, _Waiting] = field(default_factory=dict)  # by episode
     error: Exception | None = None  # its environments cannot be used any more
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether its environments wait for the group to be generated."""
+        return bool(self.resets) and all(future.done() for future in self.resets)
+
+    @property
+    def has_open_calls(self) -> bool:
+        futures = [*self.resets, *(each.future for each in self.waiting.values())]
+        return not all(future.done() for future in futures)
+
+
+class _Submitted(NamedTuple):
+    """A group that has not been started."""
+
+    key: Key
+    prompt: Prompt
+    num_generations: int
 
 
 class EnvironmentEpisodes(Episodes):
@@ -63,98 +89,119 @@ class EnvironmentEpisodes(Episodes):
 
     def __init__(self, spec: EpisodeSpec, pool: EnvironmentPool, *, max_open_groups: int) -> None:
         """`pool`: of the environments; `max_open_groups`: generated at a time."""
-        self._spec, self._max_open = spec, max_open_groups
+        self._spec = spec
+        self._is_deterministic = spec.is_deterministic
+        self._max_open = max_open_groups
         self.pool = pool
-        self._queue: deque[tuple[Key, Prompt, int]] = deque()
+        self._queue: deque[_Submitted] = deque()
         self._groups: dict[Key, _Group] = {}
-        self._failed: list[FinishedGroup] = []
+        self._failed: list[FinishedGroup] = []  # at their start
         self._num_open = 0  # groups that are being generated
 
     def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
-        """Use this engine, which keeps a row for each sequence, once the environments are loaded.
-        Raises ConfigError."""
         self._engine = engine
-        self._interfaces, self._reward_functions = self.pool.loaded()
-        self._conversations = {
-            name: Conversations(self._spec, tokenizer, interface, engine.end_tokens)
-            for name, interface in self._interfaces.items()
-        }
+        loaded = self.pool.loaded()
+        self._interfaces = loaded.interfaces
+        self._reward_functions = loaded.reward_functions
+        self._conversations: dict[str, Conversations] = {}
+        for name, interface in self._interfaces.items():
+            conversations = Conversations(self._spec, tokenizer, interface, engine.end_tokens)
+            self._conversations[name] = conversations
 
     @property
     def has_work(self) -> bool:
         return bool(self._queue or self._groups)
 
     @property
-    def wakers(self) -> list[Any]:
-        """Readable when `advance` has something to do."""
-        return list(self.pool.connections)
+    def wakers(self) -> Sequence[Connection | int]:
+        return self.pool.connections
 
     def close(self) -> None:
         self.pool.close()
 
     def take(self, finished: list[FinishedGroup]) -> list[FinishedGroup]:
-        """Take what the engine has finished; return the groups among it."""
         return finished
 
     def submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
-        self._queue.append((key, prompt, num_generations))
+        self._queue.append(_Submitted(key, prompt, num_generations))
 
     def advance(self) -> list[FinishedGroup]:
         """Start groups, exchange turns and answers; return groups that failed at their start."""
         for turn in self._engine.take_turns():
             self._send(turn)
         self.pool.poll()
-        is_barrier = not self._engine.can_step and not self._is_waiting()
-        if is_barrier or not self._spec.is_deterministic:
+        has_open_calls = any(group.has_open_calls for group in self._groups.values())
+        is_barrier = not self._engine.can_step and not has_open_calls
+        if is_barrier or not self._is_deterministic:
             self._hand_over()
             while self._queue and self._num_open < self._max_open:
                 self._num_open += 1
-                self._start(*self._queue.popleft())
-        failed, self._failed = self._failed, []
+                self._start(self._queue.popleft())
+        failed = self._failed
+        self._failed = []
         return failed
 
-    def _is_waiting(self) -> bool:
-        futures = [future for group in self._groups.values() for future in group.resets]
-        futures += [f for group in self._groups.values() for _, f in group.pending.values()]
-        return not all(future.done() for future in futures)
+    # -- the start of a group ---------------------------------------------------------------------
 
-    def _start(self, key: Key, prompt: Prompt, num_generations: int) -> None:
+    def _start(self, submitted: _Submitted) -> None:
+        """Reset the environments of a group."""
+        key = submitted.key
+        prompt = submitted.prompt
         name = name_of(prompt, self._interfaces)
-        seeds = np.random.SeedSequence((self._spec.seed, *key))
-        drawn = [int(seed) for seed in seeds.generate_state(num_generations, np.uint32)]
-        resets = self.pool.start(key, name, row_of(prompt, name), drawn)
+        sequence = np.random.SeedSequence((self._spec.seed, *key))
+        seeds = sequence.generate_state(submitted.num_generations, np.uint32).tolist()
+        resets = self.pool.start(key, name, row_of(prompt, name), seeds)
         messages = with_observation(prompt.content, None)
-        episodes = [_Episode(messages) for _ in drawn]
+        episodes = [_Episode(messages) for _ in seeds]
         self._groups[key] = _Group(prompt, name, episodes, resets, time.monotonic())
 
     def _begin(self, key: Key, group: _Group) -> None:
-        resets, group.resets = group.resets, []
+        """Give a group to the engine, with the observations of its environments."""
+        resets = group.resets
+        group.resets = []
         try:
-            observations = [future.result() for future in resets]
-            ids = []
-            for episode, observation in zip(group.episodes, observations, strict=True):
-                episode.prompt = with_observation(group.prompt.content, observation)
-                ids.append(self._conversations[group.environment].prompt_ids(episode.prompt))
-            num_common = common_length(ids)
-            self._check_lengths(max(map(len, ids)), num_common)
+            prompts = self._prompts_of(group, [future.result() for future in resets])
+            num_common = common_length(prompts)
+            self._check_lengths(prompts, num_common)
         except (*FAILURES, ValueError) as error:
             self._break(group, error)
-            end = np.array([min(self._engine.end_tokens)], dtype=np.int32)
-            zero, nothing = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.bool_)
-            request = GroupRequest(key, end.tolist(), len(resets))
-            completions = [Completion(end, zero, "stop", nothing) for _ in resets]
-            self._failed.append((request, completions))
+            self._failed.append(self._failed_group(key, len(resets)))
             return
-        own = [each[num_common:] for each in ids]
+        own = [ids[num_common:] for ids in prompts]
         for episode, tokens in zip(group.episodes, own, strict=True):
             episode.num_read = len(tokens)
-        group.prompt_ids, common = ids[0], ids[0][:num_common]
-        first_tokens = own if any(own) else None
-        self._engine.submit(
-            GroupRequest(key, common, len(ids), has_turns=True, first_tokens=first_tokens)
+        group.prompt_ids = prompts[0]
+        request = GroupRequest(
+            key,
+            prompts[0][:num_common],
+            len(prompts),
+            has_turns=True,
+            first_tokens=own if any(own) else None,
         )
+        self._engine.submit(request)
 
-    def _check_lengths(self, longest: int, num_common: int) -> None:
+    def _prompts_of(self, group: _Group, observations: list[str | None]) -> list[list[int]]:
+        """Return the tokens of each episode's prompt. Raises ConfigError."""
+        conversations = self._conversations[group.environment]
+        prompts: list[list[int]] = []
+        for episode, observation in zip(group.episodes, observations, strict=True):
+            episode.prompt = with_observation(group.prompt.content, observation)
+            prompts.append(conversations.prompt_ids(episode.prompt))
+        return prompts
+
+    def _failed_group(self, key: Key, num_generations: int) -> FinishedGroup:
+        """Return a group whose completions are an end token that was not sampled."""
+        end = min(self._engine.end_tokens)
+        completion = Completion(
+            np.array([end], dtype=np.int32),
+            np.zeros(1, dtype=np.float32),
+            "stop",
+            np.zeros(1, dtype=np.bool_),
+        )
+        return GroupRequest(key, [end], num_generations), [completion] * num_generations
+
+    def _check_lengths(self, prompts: list[list[int]], num_common: int) -> None:
+        longest = max(len(ids) for ids in prompts)
         most = self._spec.limits.max_prompt_length
         most_own = self._spec.limits.max_completion_length
         if longest > most or longest - num_common >= most_own:
@@ -164,7 +211,10 @@ class EnvironmentEpisodes(Episodes):
                 f"(rollout.max_completion_length), got {longest} and {longest - num_common}"
             )
 
+    # -- turns ------------------------------------------------------------------------------------
+
     def _send(self, turn: Turn) -> None:
+        """Give a turn to its environment, or end the episode."""
         group = self._groups[turn.key]
         episode = group.episodes[turn.sample_index]
         interface = self._interfaces[group.environment]
@@ -174,72 +224,75 @@ class EnvironmentEpisodes(Episodes):
         elif interface.is_game or calls:
             action = episode.messages[-1]["content"] if interface.is_game else calls
             future = self.pool.act(turn.key, turn.sample_index, action)
-            group.pending[turn.sample_index] = turn, future
+            group.waiting[turn.sample_index] = _Waiting(turn, future)
         else:
             self._end(turn, episode, "answer")
 
     def _read(self, group: _Group, episode: _Episode, token_ids: list[int]) -> Calls:
         """Append a turn to the episode's messages; return its calls."""
         conversations = self._conversations[group.environment]
-        text, calls, _ = conversations.read_turn(token_ids, group.prompt_ids)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        read = [call for call in calls if isinstance(call, ToolCall)]
-        if read:
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in read
-            ]
+        turn = conversations.read_turn(token_ids, group.prompt_ids)
+        message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+        shown_calls: list[dict[str, Any]] = []
+        for call in turn.calls:
+            if isinstance(call, ToolCall):
+                function = {"name": call.name, "arguments": call.arguments}
+                shown_calls.append({"type": "function", "function": function})
+        if shown_calls:
+            message["tool_calls"] = shown_calls
         episode.messages.append(message)
         episode.num_turns += 1
         episode.num_read += len(token_ids)
-        return calls
+        return turn.calls
 
     def _hand_over(self) -> None:
+        """Begin groups whose environments are reset; give answers to the engine."""
         for key, group in list(self._groups.items()):
-            if group.resets and all(future.done() for future in group.resets):
+            if group.is_reset:
                 self._begin(key, group)
-            for index in sorted(group.pending):
-                turn, future = group.pending[index]
+            for index in sorted(group.waiting):
+                turn, future = group.waiting[index]
                 if future.done():
-                    del group.pending[index]
+                    del group.waiting[index]
                     self._answer(group, group.episodes[index], turn, future)
 
     def _answer(self, group: _Group, episode: _Episode, turn: Turn, future: Future[Any]) -> None:
+        """Continue an episode with what its environment answers, or end it."""
         try:
             acted = Acted(*future.result())
         except FAILURES as error:
             # In deterministic runs the result must not depend on time.
-            if self._spec.is_deterministic or not isinstance(error, TimeoutError):
+            is_slow = isinstance(error, TimeoutError) and not self._is_deterministic
+            if not is_slow:
                 self._break(group, error)
                 self._end(turn, episode, "error")
                 return
             if self._interfaces[group.environment].is_game:
                 self._end(turn, episode, "time")
                 return
-            calls = episode.messages[-1].get("tool_calls", ())
-            names = [call["function"]["name"] for call in calls] or ["unknown"]
-            result = str({"error": str(error)})
-            messages = [{"role": "tool", "name": name, "content": result} for name in names]
-            acted = Acted(messages, False, len(names), len(names))
+            acted = _failed_calls(episode.messages[-1], error)
         episode.messages += acted.messages
         episode.num_calls += acted.num_calls
         episode.num_errors += acted.num_errors
+        limit = self._spec.episode_timeout_seconds
         if acted.is_done:
             self._end(turn, episode, "done")
-            return
-        limit = self._spec.episode_timeout_seconds
-        if episode.num_turns >= self._spec.max_turns:
+        elif episode.num_turns >= self._spec.max_turns:
             self._end(turn, episode, "max_turns")
         elif limit is not None and time.monotonic() - group.started > limit:
             self._end(turn, episode, "time")
         else:
-            conversations = self._conversations[group.environment]
-            suffix = conversations.suffix(acted.messages, int(turn.token_ids[-1]))
-            if len(suffix) >= turn.num_left:
-                self._end(turn, episode, "length")
-            else:
-                episode.num_read += len(suffix)
-                self._engine.resume(turn, suffix)
+            self._resume(group, episode, turn, acted.messages)
+
+    def _resume(self, group: _Group, episode: _Episode, turn: Turn, messages: Messages) -> None:
+        """Insert messages behind a turn, and let the model go on."""
+        conversations = self._conversations[group.environment]
+        suffix = conversations.suffix(messages, int(turn.token_ids[-1]))
+        if len(suffix) >= turn.num_left:
+            self._end(turn, episode, "length")
+        else:
+            episode.num_read += len(suffix)
+            self._engine.resume(turn, suffix)
 
     def _end(self, turn: Turn, episode: _Episode, reason: EndReason) -> None:
         episode.ended_by = reason
@@ -247,65 +300,89 @@ class EnvironmentEpisodes(Episodes):
 
     def _break(self, group: _Group, error: Exception) -> None:
         """Give a group up; raise RewardError if that is to end the run (`reward.on_error`)."""
-        is_slow = isinstance(error, TimeoutError) and not self._spec.is_deterministic
+        is_slow = isinstance(error, TimeoutError) and not self._is_deterministic
         is_lost = is_slow or isinstance(error, GroupLost)
-        group.error = (GroupLost if is_lost else HostLost)(f"rollout.environment: {error}")
+        kind = GroupLost if is_lost else HostLost
+        group.error = kind(f"rollout.environment: {error}")
         if self._spec.rewards.options.on_error == "stop" and not is_lost:
             prompt = f"{group.prompt.content!r:.200}"
             raise RewardError(f"{group.error}\nfor the prompt {prompt}")
 
+    # -- finished groups --------------------------------------------------------------------------
+
     def finish(self, key: Key, completions: list[Completion]) -> GroupTexts:
-        """Return the prompt, and the messages of each episode after it."""
-        own = self._groups[key]
+        group = self._groups[key]
         self._num_open -= 1
-        for episode, completion in zip(own.episodes, completions, strict=True):
-            rest = completion.token_ids[episode.num_read :].tolist()
-            if rest and not own.error:
-                self._read(own, episode, rest)
-        answers = [episode.messages for episode in own.episodes]
-        return GroupTexts(own.episodes[0].prompt, answers)
+        for episode, completion in zip(group.episodes, completions, strict=True):
+            last_turn = completion.token_ids[episode.num_read :].tolist()
+            if last_turn and not group.error:
+                self._read(group, episode, last_turn)
+        answers = [episode.messages for episode in group.episodes]
+        return GroupTexts(group.episodes[0].prompt, answers)
 
     def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Any]] | None:
         """Score a group by the functions that need environments; if it is broken, none can."""
-        if error := self._groups[key].error:
+        error = self._groups[key].error
+        if error is not None:
             future: Future[Any] = Future()
             future.set_exception(error)
             return range(len(self._spec.rewards.functions)), future
-        if not (functions := self._reward_functions):
+        functions = self._reward_functions
+        if not functions:
             return None
         return functions, self.pool.judge(key, call._replace(functions=functions))
 
     def forget(self, key: Key) -> GroupRecord:
-        """End a group; return its metrics, and columns [G] that samples.jsonl shows."""
         self.pool.forget(key)
         episodes = self._groups.pop(key).episodes
-        means = {
-            "episodes/turns": [episode.num_turns for episode in episodes],
-            "tools/calls": [episode.num_calls for episode in episodes],
-            "tools/errors": [episode.num_errors for episode in episodes],
+        metrics = {
+            "episodes/turns": mean([episode.num_turns for episode in episodes]),
+            "tools/calls": mean([episode.num_calls for episode in episodes]),
+            "tools/errors": mean([episode.num_errors for episode in episodes]),
         }
         columns: dict[str, list[Any]] = {
-            "messages": [[*episode.prompt, *episode.messages] for episode in episodes],
+            "messages": [episode.prompt + episode.messages for episode in episodes],
             "ended_by": [episode.ended_by for episode in episodes],
         }
-        metrics = {name: sum(of_all) / len(of_all) for name, of_all in means.items()}
         return GroupRecord(metrics, columns)
+
+
+def _failed_calls(answer: Mapping[str, Any], error: Exception) -> Acted:
+    """Return an error as the result of every call of an answer."""
+    names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
+    if not names:
+        names = [UNKNOWN]  # of a call that cannot be read
+    result = str({"error": str(error)})
+    messages: Messages = []
+    for name in names:
+        messages.append({"role": "tool", "name": name, "content": result})
+    return Acted(messages, False, num_calls=len(names), num_errors=len(names))
 
 
 def with_observation(content: str | Messages, observation: str | None) -> Messages:
     """Return a prompt as messages, with the observation at the end of its last user message."""
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
+    messages: Messages = []
+    if isinstance(content, str):
+        messages.append({"role": "user", "content": content})
+    else:
+        messages += content
     if not observation:
         return messages
     if not messages or messages[-1]["role"] != "user":
-        return [*messages, {"role": "user", "content": observation}]
-    last = {**messages[-1], "content": f"{messages[-1]['content']}{observation}"}
-    return [*messages[:-1], last]
+        messages.append({"role": "user", "content": observation})
+    else:
+        last = messages.pop()
+        messages.append({**last, "content": f"{last['content']}{observation}"})
+    return messages
 
 
-def common_length(sequences: Sequence[list[int]]) -> int:
-    """Length of the longest common prefix that leaves each a token, unless all are equal."""
-    lengths = [*map(len, sequences)]
-    columns = enumerate(zip(*sequences, strict=False))
-    common = next((n for n, tokens in columns if len({*tokens}) > 1), min(lengths))
-    return common if common == max(lengths) else min(common, min(lengths) - 1)
+def common_length(sequences: Sequence[Sequence[int]]) -> int:
+    """Return the length of the longest common prefix that leaves each sequence a token, unless all
+    are equal."""
+    first = sequences[0]
+    common = min(num_common(first, other) for other in sequences)
+    shortest = min(len(sequence) for sequence in sequences)
+    longest = max(len(sequence) for sequence in sequences)
+    if common == longest:  # all are equal
+        return common
+    return min(common, shortest - 1)

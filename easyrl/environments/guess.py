@@ -13,7 +13,9 @@ class Guess:
     """
 
     def reset(self, secret: int, **_: Any) -> str | None:
-        self.secret, self.num_guesses, self.is_found = secret, 0, False
+        self.secret = secret
+        self.num_guesses = 0
+        self.is_found = False
         return None
 
     def step(self, text: str) -> tuple[str, bool]:
@@ -24,7 +26,10 @@ class Guess:
         self.is_found = guess == self.secret
         if self.is_found:
             return "yes", True
-        return ("higher" if self.secret > guess else "lower"), self.num_guesses >= MAX_GUESSES
+        answer = "higher" if self.secret > guess else "lower"
+        return answer, self.num_guesses >= MAX_GUESSES
 
     def get_reward(self) -> float:
-        return float(self.is_found) * (1.0 - (self.num_guesses - 1) / MAX_GUESSES)
+        if not self.is_found:
+            return 0.0
+        return 1.0 - (self.num_guesses - 1) / MAX_GUESSES

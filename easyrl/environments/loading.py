@@ -47,14 +47,17 @@ class Environment(NamedTuple):
 def load_environments(spec: EpisodeSpec, *, with_schemas: bool) -> dict[str, Environment]:
     """Load all environments and tools by name. Makes one instance of each environment.
     `with_schemas`: of the tools; transformers, which makes them, imports torch."""
-    tools, schemas = {}, []
+    tools: dict[str, Callable[..., Any]] = {}
+    schemas: list[dict[str, Any]] = []
     for tool in spec.tools:
-        function = tools[tool.rpartition(":")[2]] = load_function(tool, TOOLS_KEY)
-        schemas += [_schema(TOOLS_KEY, tool, function)] if with_schemas else []
-    return {
-        name: _load(environment, tools, schemas, with_schemas)
-        for name, environment in spec.environments.items()
-    }
+        function = load_function(tool, TOOLS_KEY)
+        tools[tool.rpartition(":")[2]] = function
+        if with_schemas:
+            schemas.append(_schema(TOOLS_KEY, tool, function))
+    found: dict[str, Environment] = {}
+    for name, environment in spec.environments.items():
+        found[name] = _load(environment, tools, schemas, with_schemas)
+    return found
 
 
 def _load(
@@ -75,22 +78,31 @@ def _load(
         ) from error
     if not callable(getattr(instance, "reset", None)):
         raise ConfigError(f"{KEY}: expected '{spec}' to have a method reset")
-    methods = tuple(  # as in TRL: class methods, too, but no static ones
-        name
-        for name, value in inspect.getmembers_static(type(instance))
-        if (inspect.isfunction(value) or isinstance(value, classmethod))
-        and not (name.startswith("_") or name in NOT_TOOLS)
-    )
+    methods = _methods_of(type(instance))
     step = getattr(instance, "step", None)
-    is_game = callable(step) and {*methods} <= {"step"} and _is_of_game(step)
+    is_game = callable(step) and set(methods) <= {"step"} and _is_of_game(step)
     if is_game and tools:
         raise ConfigError(f"{TOOLS_KEY}: expected none beside '{spec}', a game without tools")
     if is_game:
         methods = ()
-    described = methods if with_schemas else ()
-    own = [_schema(KEY, f"{spec}.{name}", getattr(instance, name)) for name in described]
-    interface = Interface(schemas + own, is_game, callable(getattr(instance, "get_reward", None)))
+    all_schemas = list(schemas)
+    if with_schemas:
+        for name in methods:
+            all_schemas.append(_schema(KEY, f"{spec}.{name}", getattr(instance, name)))
+    has_reward = callable(getattr(instance, "get_reward", None))
+    interface = Interface(all_schemas, is_game, has_reward)
     return Environment(make, instance, tools, methods, interface)
+
+
+def _methods_of(environment: type) -> tuple[str, ...]:
+    """Return the names of public methods that are tools. As in TRL class methods are among them,
+    but no static ones."""
+    found: list[str] = []
+    for name, value in inspect.getmembers_static(environment):
+        is_method = inspect.isfunction(value) or isinstance(value, classmethod)
+        if is_method and not name.startswith("_") and name not in NOT_TOOLS:
+            found.append(name)
+    return tuple(found)
 
 
 def _is_of_game(step: Callable[..., Any]) -> bool:

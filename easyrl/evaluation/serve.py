@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from easyrl.agents.endpoint import Endpoint, Request
-from easyrl.agents.episodes import AgentEpisodes, Episode, Group
+from easyrl.agents.episodes import AgentEpisodes
+from easyrl.agents.sequences import Episode, Group
 from easyrl.config import Config, ConfigError
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.export import find_model
