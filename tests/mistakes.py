@@ -79,6 +79,9 @@ def write_files(folder):
     for name, change in (BROKEN_MODELS | OTHER_MODELS | REWARD_MODELS).items():
         shutil.copytree(TINY, folder / name)
         change(folder / name)
+    shutil.copytree(TINY.parent / "tiny_guess", folder / "chunked")
+    chunked = ["chunked_attention"] * 4  # which no engine of ours serves with several groups
+    change_json("config.json", layer_types=chunked)(folder / "chunked")
     for name, states in RUNS.items():
         make_run(folder / name, states)
     locks.append(lock_folder(folder / "run_in_use"))
@@ -238,7 +241,10 @@ MISTAKES = {
     "grpo --reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
     # the ring, memory, the disk
     "grpo rollout.num_generations=100000 train.prompts_per_iteration=4000": "rollout.ring_slots",
-    "grpo train.keep_checkpoints=100000000": "train.keep_checkpoints",
+    **{
+        f"{command} train.keep_checkpoints=100000000": "train.keep_checkpoints"
+        for command in ("grpo", "grpo --dry-run")
+    },
     "grpo --output FOLDER/taken": "--output",
     # resuming
     "grpo --no-live --resume FOLDER/nowhere": "--resume",
@@ -250,6 +256,13 @@ MISTAKES = {
     "grpo --no-live --resume FOLDER/run_whole --iterations 9": "train.iterations",
     "grpo --resume FOLDER/run_whole --output elsewhere": "--output",
     "grpo --resume FOLDER/run_whole/checkpoints/99": "--resume): expected a checkpoint (",
+    # the engine
+    **{
+        f"{command} --model FOLDER/chunked --dataset guess --environment guess": (
+            "rollout.environment: expected a model that the embedded engine or vLLM can serve"
+        )
+        for command in ("grpo", "grpo --dry-run", "eval")
+    },
     # reward models
     **{
         f"{command} --reward FOLDER/two_labels": "expected which of the labels of"

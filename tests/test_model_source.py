@@ -162,7 +162,7 @@ def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path):
     assert len(check_evaluation(config).problems) == 1
     assert any("<ask>1+1=" in line for line in make_plan(config).text.splitlines())
     config, started = start_from(config)
-    assert started == source and check_run(config, None, source.tokenizer).num_prompts_skipped == 0
+    assert started == source and check_run(config, None, source).num_prompts_skipped == 0
     with pytest.raises(ConfigError, match=r"--base.*100 tokens"):
         source.make(tmp_path / "made")  # its embedding is missing
     file, embeddings = folder / "adapter_model.safetensors", torch.randn(104, 128)

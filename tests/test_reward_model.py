@@ -17,9 +17,10 @@ from easyrl.model import reward_model
 from easyrl.model.files import read_model_files
 from easyrl.rewards.pool import RewardPool
 from easyrl.rewards.worker import Call
+from easyrl.runtime.checks.engine import measure_model
+from easyrl.runtime.checks.functions import identify_code
 from easyrl.runtime.memory_estimate import estimate_memory, memories_of
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.preflight import identify_code, measure_model
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.types import Prompt
@@ -161,7 +162,7 @@ def test_memory_is_counted_on_a_device_of_its_own_or_with_what_else_is_there(mod
         flags = {"reward.functions": [path, str(models / "two")]}
         spec = resolve(load_config(None, flags, ["reward.model_label=0", *words]))
         placement = resolve_placement(spec, gpus)
-        size = measure_model(spec).size
+        size = measure_model(spec.model).size
         parts = estimate_memory(spec, placement, size)
         of_models = [part for part in parts if part.process.startswith("reward models")]
         found = {part.need.what: part for part in of_models}

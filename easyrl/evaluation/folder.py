@@ -21,8 +21,11 @@ from easyrl.runtime import run_folder
 from easyrl.runtime.resume import differing
 from easyrl.runtime.run_folder import replace_file
 
-SETTINGS, SAMPLES, MODEL = "settings.json", "samples.jsonl", ".model-"
+SETTINGS = "settings.json"
+SAMPLES = "samples.jsonl"
+MODEL = ".model-"  # begins the name of the folder with a converted model
 KEY = "output.dir (--output)"
+KIND = "eval-"  # in the name of a new folder
 MAY_DIFFER = ("model", "dataset", "engine", "runtime.seed")
 """Settings that begin so may differ without a warning in two evaluations that are compared."""
 
@@ -36,9 +39,7 @@ class EvalFolder:
         self.path = path
         try:
             self.path.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
-            # Without the problem that was being written when the evaluation was killed.
-            found, whole = self._read(settings), settings["num_samples"]
-            self.answers = {key: lines for key, lines in found.items() if len(lines) == whole}
+            self.answers = self._complete_answers(settings)
             self._lock = run_folder.lock_folder(self.path)
             replace_file(self.path / SAMPLES, "".join(map(_as_text, self.answers.values())))
             replace_file(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
@@ -49,8 +50,20 @@ class EvalFolder:
         except OSError as error:
             raise ConfigError(f"{KEY}: cannot write '{self.path}': {error.strerror}") from None
 
+    def _complete_answers(self, settings: Mapping[str, Any]) -> dict[str, Lines]:
+        """Return the answers so far, without those of the problem that was being written when the
+        evaluation was killed."""
+        complete = {}
+        for problem, lines in self._read(settings).items():
+            if len(lines) == settings["num_samples"]:
+                complete[problem] = lines
+        return complete
+
     def _read(self, settings: Mapping[str, Any]) -> Answers:
-        if not any(self.path.iterdir()) or run_folder.has_only_inputs(self.path):
+        """Read the answers that are here. Raises ConfigError for another kind of folder, or other
+        settings than those that the answers were given with."""
+        is_new = not any(self.path.iterdir()) or run_folder.has_only_inputs(self.path)
+        if is_new:
             return {}
         file = self.path / SETTINGS
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -58,12 +71,15 @@ class EvalFolder:
             raise ConfigError(f"{KEY}: expected a new folder or an evaluation's, got '{self.path}'")
         answers = _by_problem(run_folder.read_lines(self.path / SAMPLES))
         old = json.loads(text)
-        if answers and (changed := differing(old, settings)):
-            lines = [f"{key}: expected {old[key]!r}, got {settings[key]!r}" for key in changed]
-            raise ConfigError(
+        changed = differing(old, settings)
+        if answers and changed:
+            lines = [
                 f"{KEY}: '{self.path}' has an evaluation with other settings; repeat its command, "
-                "or choose a new folder\n" + "\n".join(lines)
-            )
+                "or choose a new folder"
+            ]
+            for key in changed:
+                lines.append(f"{key}: expected {old[key]!r}, got {settings[key]!r}")
+            raise ConfigError("\n".join(lines))
         return answers
 
     def close(self) -> None:
@@ -92,7 +108,9 @@ def _by_problem(lines: Lines) -> Answers:
 
 def read_evaluation(path: Path) -> Answers:
     """Read the answers of an evaluation by problem. Raises ConfigError if there are none."""
-    lines = run_folder.read_lines(path / SAMPLES) if (path / SETTINGS).is_file() else []
+    lines = []
+    if (path / SETTINGS).is_file():
+        lines = run_folder.read_lines(path / SAMPLES)
     if not lines or "problem" not in lines[0]:
         expected = "expected the folder of an evaluation with answers"
         raise ConfigError(f"compare (--compare): {expected}, got '{path}'")
@@ -102,5 +120,8 @@ def read_evaluation(path: Path) -> Answers:
 def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Describe how prompts, sampling and rewards of the evaluation at `path` differ."""
     old = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
-    keys = [key for key in differing(old, settings) if not key.startswith(MAY_DIFFER)]
-    return [f"{key}: {settings[key]} here, {old[key]} there" for key in keys]
+    texts = []
+    for key in differing(old, settings):
+        if not key.startswith(MAY_DIFFER):
+            texts.append(f"{key}: {settings[key]} here, {old[key]} there")
+    return texts

@@ -32,8 +32,9 @@ class _Requests(AgentEpisodes):
     _numbers = count()
 
     def _accept(self, request: Request) -> None:
-        request.key, prompt = str(number := next(self._numbers)), Prompt(0, "", {})
-        group = Group((number,), prompt, 1, started=time.monotonic())
+        number = next(self._numbers)
+        request.key = str(number)
+        group = Group((number,), Prompt(0, "", {}), 1, started=time.monotonic())
         self._episodes[request.key] = Episode(group, 0, request.key, Future())
         super()._accept(request)
 
@@ -47,11 +48,13 @@ class _Requests(AgentEpisodes):
 
 def serve(config: Config, port: int) -> None:
     """Serve a config's model on one of `devices.infer` until interrupted. Raises ConfigError."""
-    source, spec = find_model(config.model.path), resolve(config)
+    source = find_model(config.model.path)
+    spec = resolve(config)
     episodes = episodes_of(config, spec.rewards)
     endpoint = Endpoint(episodes, spec.sampling, port)
     endpoint.takes_any_key = True
-    placement, trust = place_evaluation(spec, NUM_ROWS, 1), spec.model.trust_remote_code
+    placement = place_evaluation(spec, NUM_ROWS, 1)
+    trust = spec.model.trust_remote_code
     device = device_name(placement.accelerator, placement.indices_of("rollout", 0)[:1])
     with TemporaryDirectory() as scratch:
         path = source.make(Path(scratch) / "model", trust=trust)

@@ -1,5 +1,6 @@
 """Output of `easyrl eval`: progress while problems are answered, then tables of the results."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from easyrl.observe.text import clock, is_live_terminal, safe, say, say_once, sa
 from easyrl.runtime.metrics import is_correct, mean_and_error
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
+LIVE_SECONDS = 1.0  # between two updates of the bar
+LINE_SECONDS = 5.0  # between two lines
 
 
 class EvalView:
@@ -30,8 +33,11 @@ class EvalView:
         self._next_report = 0.0
 
     def start(self, about: Named, folder: Path, placement: str, total: int, num_done: int) -> None:
+        """Print what is evaluated. `about`: its settings; `num_done`: problems that are answered
+        already, of `total`."""
         self._correct_reward = about["correct_reward"]
-        self._total, self._num_before = total, num_done
+        self._total = total
+        self._num_before = num_done
         self.bar.add_task("", total=total, completed=num_done, figures="")
         say(
             f"evaluation of {about['model']} on {about['dataset']}: {counted(total, 'problem')}, "
@@ -51,61 +57,101 @@ class EvalView:
                 say(safe(text))
 
     def show_progress(self, seconds: float, answers: Answers, num_tokens: int) -> None:
-        """`answers`: all so far; `seconds`, `num_tokens`: of the answers of this command."""
+        """Show the figures of all `answers` so far. `seconds`, `num_tokens`: of the answers of this
+        command."""
         num_left = self._total - len(answers)
-        if seconds < self._next_report and num_left:
+        is_due = seconds >= self._next_report or num_left == 0
+        if not is_due:
             return
-        self._next_report = seconds + (1.0 if self._is_live else 5.0)
+        self._next_report = seconds + (LIVE_SECONDS if self._is_live else LINE_SECONDS)
+        accuracy = error = math.nan
+        reward = None
         rewards = rewards_of(answers.values())  # [N, S]
-        correct = is_correct(rewards, self._correct_reward).mean(axis=1) if len(rewards) else []
-        accuracy, error = mean_and_error(correct)
-        mean = mean_reward(accuracy, float(rewards.mean()) if len(rewards) else None)
-        speed = f"{num_tokens / max(1e-9, seconds):,.0f} tokens/s"
-        remaining = clock(num_left * seconds / (len(answers) - self._num_before))
-        figures = f"accuracy {with_error(accuracy, error)}{mean}  {speed}  ETA {remaining}"
+        if len(rewards):
+            correct = is_correct(rewards, self._correct_reward)
+            accuracy, error = mean_and_error(correct.mean(axis=1))
+            reward = float(rewards.mean())
+        speed = num_tokens / max(1e-9, seconds)
+        num_answered = len(answers) - self._num_before
+        remaining = clock(num_left * seconds / num_answered)
+        figures = (
+            f"accuracy {with_error(accuracy, error)}{mean_reward(accuracy, reward)}  "
+            f"{speed:,.0f} tokens/s  ETA {remaining}"
+        )
         self.bar.update(self.bar.task_ids[0], completed=len(answers), figures=figures)
         if not self._is_live:
             say(f"{len(answers)}/{self._total}  {figures}")
 
 
 def show_results(folder: Path, results: Named) -> None:
+    """Print the content of `eval.json`."""
     table = _grid("", "")
-    table.add_row("accuracy", with_error(results["accuracy"], results["standard_error"]))
+    table.add_row("accuracy", _with_error(results, "accuracy", "standard_error"))
     if results["accuracy"] is not None:
-        values = results["pass_at_k"]
-        ks = [k for k in values if int(k).bit_count() == 1 or k == list(values)[-1]]
-        table.add_row("pass@k", "  ".join(f"{k}: {values[k]:.3f}" for k in ks))
-        reward = with_error(results["reward"], results["reward_standard_error"])
-        means = [f"{name}: {mean:.3f}" for name, mean in results["rewards"].items()]
-        table.add_row("mean reward", Text("  ".join([reward, *means])))
-    problems = f"{results['num_problems']}, {sampling_text(results)}"
-    if results["num_skipped"]:
-        problems += f"; {results['num_skipped']} more with a failed reward call"
-    if results["num_too_long"]:
-        problems += f"; {results['num_too_long']} more skipped as too long"
-    table.add_row("problems", problems)
-    length = f"{results['mean_completion_length']:.1f} tokens"
-    if results["inserted_tokens"]:
-        length += f" sampled and {results['mean_inserted_length']:.1f} inserted"
-    table.add_row("mean length", f"{length}, {results['truncated_share']:.1%} truncated")
-    if (speed := results["tokens_per_second"]) is not None:  # None: nothing was left to answer
-        table.add_row("speed", f"{speed:,.0f} tokens/s for {results['wall_seconds']:.1f} s")
+        table.add_row("pass@k", _pass_text(results["pass_at_k"]))
+        means = [_with_error(results, "reward", "reward_standard_error")]
+        for name, mean in results["rewards"].items():
+            means.append(f"{name}: {mean:.3f}")
+        table.add_row("mean reward", Text("  ".join(means)))
+    table.add_row("problems", _problems_text(results))
+    table.add_row("mean length", _length_text(results))
+    speed = results["tokens_per_second"]
+    if speed is not None:  # None: nothing was left to answer
+        seconds = results["wall_seconds"]
+        table.add_row("speed", f"{speed:,.0f} tokens/s for {seconds:.1f} s")
     say_rich(table)
     say_rich(Text(f"in {folder}: eval.json, samples.jsonl", style="dim"))
+
+
+def _with_error(figures: Named, name: str, error: str, sign: str = "") -> str:
+    return with_error(figures[name], figures[error], sign=sign)
+
+
+def _length_text(results: Named) -> str:
+    sampled = results["mean_completion_length"]
+    inserted = results["mean_inserted_length"]
+    truncated = results["truncated_share"]
+    text = f"{sampled:.1f} tokens"
+    if results["inserted_tokens"]:
+        text += f" sampled and {inserted:.1f} inserted"
+    return f"{text}, {truncated:.1%} truncated"
+
+
+def _pass_text(pass_at_k: Mapping[str, float]) -> str:
+    """Return pass@k for powers of two, and for the largest k."""
+    *_, largest = pass_at_k
+    shown = []
+    for k, value in pass_at_k.items():
+        is_power_of_two = int(k).bit_count() == 1
+        if is_power_of_two or k == largest:
+            shown.append(f"{k}: {value:.3f}")
+    return "  ".join(shown)
+
+
+def _problems_text(results: Named) -> str:
+    text = f"{results['num_problems']}, {sampling_text(results)}"
+    if results["num_skipped"]:
+        text += f"; {results['num_skipped']} more with a failed reward call"
+    if results["num_too_long"]:
+        text += f"; {results['num_too_long']} more skipped as too long"
+    return text
 
 
 def show_comparison(figures: Named, other: str, file: Path) -> None:
     """Print the figures of `figures.compare`; `file` lists the problems."""
     table = _grid("", "this one", other)
-    num = counted(figures["num_problems"], "common problem")
-    for title, name in ((f"accuracy on {num}", "accuracy"), ("mean reward", "reward")):
-        both = (name, f"other_{name}")
-        values = [with_error(figures[key], figures[f"{key}_standard_error"]) for key in both]
-        table.add_row(title, *values)
+    num_common = counted(figures["num_problems"], "common problem")
+    titles = {"accuracy": f"accuracy on {num_common}", "reward": "mean reward"}
+    for name, title in titles.items():
+        own = _with_error(figures, name, f"{name}_standard_error")
+        others = _with_error(figures, f"other_{name}", f"other_{name}_standard_error")
+        table.add_row(title, own, others)
     table.add_row("better on", str(figures["num_better"]), str(figures["num_worse"]))
     say_rich(table)
-    difference = with_error(figures["difference"], figures["standard_error"], sign="+")
-    say(f"difference {difference}, p = {figures['p_value']:.3g} ({figures['test']})")
+    difference = _with_error(figures, "difference", "standard_error", sign="+")
+    p_value = figures["p_value"]
+    test = figures["test"]
+    say(f"difference {difference}, p = {p_value:.3g} ({test})")
     say_rich(Text(f"all problems: {file}", style="dim"))
 
 

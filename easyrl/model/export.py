@@ -153,6 +153,15 @@ class ModelSource:
             export_checkpoint(Path(self.path), folder, trust=trust, verify=False, dtype="trained")
         return str(folder)
 
+    def made_bytes(self, num_weights: int) -> int:
+        """Return the size of the weights that `make` writes, of a model with so many elements."""
+        if self.kind == "model":
+            return 0
+        run = run_of(self.path) if self.kind == "checkpoint" else None
+        is_lora = run is not None and run.model.lora.rank is not None
+        dtype = run.model.dtype if run is not None and is_lora else "float32"
+        return files.DTYPE_BYTES[dtype] * num_weights
+
     def _merge(self, folder: Path) -> None:
         """Write the base model with the adapter merged, in float32, and the tokenizer."""
         import torch

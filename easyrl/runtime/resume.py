@@ -10,12 +10,12 @@ Writes nothing and imports no torch.
 
 import json
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from shlex import join, quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import Config, by_name, change_config, keys_marked, load_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY, LOSS_TYPES, POLICY, TEACHER_KEY
@@ -45,6 +45,8 @@ NAMES: dict[str, Container[str]] = {  # by keys that may name files: names that 
     TEACHER_KEY: (POLICY,),
 }
 
+EXPECTED_CHANGES = ("train.iterations", "output.dir", "runtime.resume")  # not worth a remark
+
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
@@ -54,7 +56,7 @@ class SavedState:
     num_iterations: int = 0  # completed iterations
     config: Mapping[str, Any] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Fingerprints of the model, the data and the held-out problems (`preflight`)."""
+    """Fingerprints of the model, the data and the held-out problems (`preflight.check_run`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
     held_out_reward_before: float | None = None
@@ -76,17 +78,21 @@ class Resume:
 
     def describe(self, config: Config) -> str:
         """Return what the run resumes from, what it skips and which settings have changed."""
-        total = counted(config.train.iterations, "iteration")
-        done = f"{self.state.num_iterations} of {total} done"
-        lines = [f"resumed from the newest complete checkpoint, {self.checkpoint}: {done}"]
         if self.checkpoint is None:
             lines = [f"started again in {self.folder}: the run there has no checkpoint"]
-        lines += [f"{why} (renamed: {path.name}{DAMAGED})" for path, why in self.damaged.items()]
+        else:
+            total = counted(config.train.iterations, "iteration")
+            done = f"{self.state.num_iterations} of {total} done"
+            lines = [f"resumed from the newest complete checkpoint, {self.checkpoint}: {done}"]
+        for path, reason in self.damaged.items():
+            lines.append(f"{reason} (renamed: {path.name}{DAMAGED})")
         if self.state.config:
-            before, now = _resolved(load_config(None, self.state.config)), _resolved(config)
+            before = _resolved(load_config(None, self.state.config))
+            now = _resolved(config)
             for key in differing(before, now):
-                if key not in ("train.iterations", "output.dir", "runtime.resume"):
-                    old, new = map(json.dumps, (before[key], now[key]))
+                if key not in EXPECTED_CHANGES:
+                    old = json.dumps(before[key])
+                    new = json.dumps(now[key])
                     lines.append(f"changed: {key} {old} -> {new}")
         return "\n".join(lines)
 
@@ -114,33 +120,43 @@ def config_file_of(path: str | os.PathLike[str], *given: object) -> Path:
 def find_resume(config: Config, folder: Path | None) -> Resume | None:
     """Find what to resume from; None if a new run starts in a new folder. Raises ConfigError if
     `folder` (`--resume`) has no complete checkpoint, is in use, or has other settings."""
-    is_auto = folder is None
+    is_asked = folder is not None
     if folder is None:
         folder = run_folder.folder_of(config.output.dir, config.data.datasets)
-        is_wanted = config.runtime.resume == "auto" or run_folder.is_unstarted(folder)
-        if not is_wanted or not _is_begun(folder):
+        if not resumes_by_itself(config, folder):
             return None
     lock = run_folder.lock_folder(folder)
     try:
-        is_finished = _is_finished(folder, config)
-        checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
-        path, state = None, SavedState()
-        if checkpoint is not None:
-            path, state = checkpoint.path, _state_of(checkpoint)
-            _check_settings(config, state, path)
-        is_lost = damaged or not is_auto or (folder / "summary.json").exists()
-        if path is None and not is_finished and is_lost:
-            reasons = "".join(f"\n{why}" for why in damaged.values())
-            why = "" if damaged else " (train.save_every, train.keep_checkpoints)"
-            raise ConfigError(
-                f"--resume, runtime.resume: '{folder}' has no whole checkpoint{why}{reasons}\n"
-                f"to start again: easyrl grpo --config {quote(str(folder / 'config.yaml'))} "
-                f"--output {quote(run_folder.free_name(folder))}"
-            )
+        return _find_resume(config, folder, lock, is_asked=is_asked)
     except BaseException:
         os.close(lock)
         raise
-    return Resume(folder, lock, path, state, damaged, is_finished)
+
+
+def _find_resume(config: Config, folder: Path, lock: int, *, is_asked: bool) -> Resume:
+    """Find the newest complete checkpoint in a locked folder. `is_asked`: by `--resume`."""
+    is_finished = _is_finished(folder, config)
+    checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
+    if checkpoint is not None:
+        state = _state_of(checkpoint)
+        _check_settings(config, state, checkpoint.path)
+        return Resume(folder, lock, checkpoint.path, state, damaged, is_finished)
+    has_results = damaged or (folder / "summary.json").exists()
+    if not is_finished and (is_asked or has_results):
+        reasons = "".join(f"\n{reason}" for reason in damaged.values())
+        keys = "" if damaged else " (train.save_every, train.keep_checkpoints)"
+        raise ConfigError(
+            f"--resume, runtime.resume: '{folder}' has no whole checkpoint{keys}{reasons}\n"
+            f"to start again: easyrl grpo --config {quote(str(folder / 'config.yaml'))} "
+            f"--output {quote(run_folder.free_name(folder))}"
+        )
+    return Resume(folder, lock, None, SavedState(), damaged, is_finished)
+
+
+def resumes_by_itself(config: Config, folder: Path) -> bool:
+    """Return whether a run with this folder resumes in it without `--resume`."""
+    is_wanted = config.runtime.resume == "auto" or run_folder.is_unstarted(folder)
+    return is_wanted and _is_begun(folder)
 
 
 def check_resumed(config: Config, folder: Path) -> None:
@@ -177,20 +193,24 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
-    before, now = by_name(state.config), by_name(config.model_dump(mode="json"))
-    changed = [key for key in differing(before, now) if key not in keys_marked(MAY_CHANGE)]
+    before = by_name(state.config)
+    now = by_name(config.model_dump(mode="json"))
+    may_change = keys_marked(MAY_CHANGE)
+    changed = [key for key in differing(before, now) if key not in may_change]
     if changed:
         run = load_config(None, state.config)
-        used, given = _resolved(run), _resolved(config)
-        line = "{}: expected {} as in the run, got {}".format
-        problems = [line(key, json.dumps(used[key]), json.dumps(given[key])) for key in changed]
-        raise ConfigError(
-            f"'{path}' is a checkpoint of a run with other settings:\n"
-            + "\n".join(problems)
-            + "\nthese cannot change on resuming (docs/settings.md marks those that can)\n"
+        used = _resolved(run)
+        given = _resolved(config)
+        lines = [f"'{path}' is a checkpoint of a run with other settings:"]
+        for key in changed:
+            expected = json.dumps(used[key])
+            lines.append(f"{key}: expected {expected} as in the run, got {json.dumps(given[key])}")
+        lines += [
+            "these cannot change on resuming (docs/settings.md marks those that can)",
             "to train it with other settings, start a new run from the checkpoint: "
-            + _new_run(config, run, path)
-        )
+            + _new_run(config, run, path),
+        ]
+        raise ConfigError("\n".join(lines))
     if config.train.iterations < state.num_iterations:
         raise ConfigError(
             f"train.iterations (--iterations): expected the run's total, at least "
@@ -202,29 +222,47 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     """Return the settings of an evaluation that come before the `given` ones: without a config
     `file` those of the run whose model it is, data, rewards, environment, sampling and data type.
     Not those that a data set or rewards replace: a preset is asked and scored in its own way."""
-    path, dataset = given.get("model.path"), given.get("data.dataset")
-    settings = {} if dataset is None else {"eval.dataset": None}  # of the run or the file
-    run = run_of(os.fspath(path)) if file is None and isinstance(path, str | os.PathLike) else None
+    settings: dict[str, Any] = {}
+    if given.get("data.dataset") is not None:
+        settings["eval.dataset"] = None  # of the run or the file
+    path = given.get("model.path")
+    run = None
+    if file is None and isinstance(path, str | os.PathLike):
+        run = run_of(os.fspath(path))
     if run is None:
         return settings
     of_run = by_name(run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"}))
-    given_anew = {"rollout.engine", "rollout.tensor_parallel_size"}
-    of_answers = ("eval.", "reward.judge.")
-    given_anew |= {key for key in keys_marked(MAY_CHANGE) if not key.startswith(of_answers)}
-    if dataset is not None:
-        given_anew |= {"data.dataset", "data.options", "data.weights", "data.num_held_out"}
-        given_anew |= {"data.columns"} if isinstance(run.data.columns, list) else set()
-        if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
-            given_anew |= {key for key in of_run if key.startswith(("data.", "reward.", "eval."))}
-            given_anew |= {"rollout.environment", "rollout.tools", "rollout.agent"}
-    if "reward.functions" in given:
-        given_anew |= {"eval.correct_reward", *(key for key in of_run if key.startswith("reward."))}
-    kept = {key: value for key, value in of_run.items() if key not in given_anew}
+    replaced = _replaced_settings(given, run, of_run)
+    kept = {key: value for key, value in of_run.items() if key not in replaced}
     return {"model.dtype": run.model.dtype, **kept, **settings}
 
 
+def _replaced_settings(
+    given: Mapping[str, Any], run: Config, of_run: Mapping[str, Any]
+) -> Collection[str]:
+    """Return the run's settings that an evaluation with the `given` ones does not take."""
+    replaced = {"rollout.engine", "rollout.tensor_parallel_size"}
+    for key in keys_marked(MAY_CHANGE):
+        if not key.startswith(("eval.", "reward.judge.")):  # these decide the answers
+            replaced.add(key)
+    dataset = given.get("data.dataset")
+    if dataset is not None:
+        replaced |= {"data.dataset", "data.options", "data.weights", "data.num_held_out"}
+        if isinstance(run.data.columns, list):  # of each data set of a mixture
+            replaced.add("data.columns")
+        is_preset = isinstance(dataset, str) and dataset in PRESETS
+        if is_preset and dataset not in run.data.datasets:
+            sections = ("data.", "reward.", "eval.")
+            replaced.update(key for key in of_run if key.startswith(sections))
+            replaced |= {"rollout.environment", "rollout.tools", "rollout.agent"}
+    if "reward.functions" in given:
+        replaced.add("eval.correct_reward")
+        replaced.update(key for key in of_run if key.startswith("reward."))
+    return replaced
+
+
 def _resolved(config: Config) -> dict[str, Any]:
-    """All values by section and key, with the value that the run uses instead of null."""
+    """Return all values by section and key, with the value that the run uses instead of null."""
     values = by_name(config.model_dump(mode="json"))
     spec = resolve(config)
     values["train.learning_rate"] = spec.optimizer.learning_rate
@@ -236,7 +274,7 @@ def _resolved(config: Config) -> dict[str, Any]:
 
 
 def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
-    """The command that trains from the checkpoint with the settings of `config`."""
+    """Return the command that trains from the checkpoint with the settings of `config`."""
     folder = checkpoint.parent.parent
     changes: dict[str, Any] = {"output.dir": run_folder.free_name(folder)}
     if config.runtime.seed == run.runtime.seed:
@@ -244,7 +282,8 @@ def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
     if config.model.path == run.model.path:
         changes["model.path"] = str(checkpoint)
     file = folder / "config.yaml"
-    words = to_arguments(change_config(config, changes), load_config(file))
+    changed = change_config(config, changes)
+    words = to_arguments(changed, load_config(file))
     return join(["easyrl", "grpo", "--config", str(file), *words])
 
 
@@ -255,36 +294,58 @@ def with_absolute_paths(
     so that the run can be resumed from any folder; symbolic links are kept, as they may change. A
     folder wins over a built-in model of the same name, but not in the config of a resumed run,
     whose folders are absolute paths already."""
-    names, changes = NAMES | ({"model.path": BUILT_IN_MODELS} if is_resumed else {}), changes or {}
-
-    def absolute(value: Any, names: Container[str]) -> Any:
-        if isinstance(value, dict):
-            return {name: absolute(each, names) for name, each in value.items()}
-        if not isinstance(value, str):
-            return [absolute(each, names) for each in value] if value else value
-        file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
-        path = Path(file).expanduser()
-        # (`Path.exists` raises for a long name, as a command may be.)
-        is_path = os.path.exists(path) and value not in names  # noqa: PTH110
-        return f"{path.absolute()}{colon}{function}" if is_path else value
-
-    values = {key: changes.get(key, attrgetter(key)(config)) for key in keys_marked(NAMES_FILES)}
-    paths = {key: absolute(value, names.get(key, ())) for key, value in values.items()}
-    return change_config(config, {**changes, **paths})
+    names = dict(NAMES)
+    if is_resumed:
+        names["model.path"] = BUILT_IN_MODELS
+    changed = dict(changes or {})
+    for key in keys_marked(NAMES_FILES):
+        value = changed[key] if key in changed else attrgetter(key)(config)
+        changed[key] = _absolute(value, names.get(key, ()))
+    return change_config(config, changed)
 
 
-def start_from(config: Config, *, is_resumed: bool = False) -> tuple[Config, ModelSource | None]:
+def _absolute(value: Any, names: Container[str]) -> Any:
+    """Return the value of a key with absolute paths: a text, a list or a mapping of texts, or
+    None. `names` mean something else than a file."""
+    if isinstance(value, dict):
+        return {name: _absolute(each, names) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_absolute(each, names) for each in value]
+    if value is None:
+        return None
+    file, colon, function = value, "", ""
+    if ".py:" in value:  # "rewards.py:score"
+        file, colon, function = value.rpartition(":")
+    path = Path(file).expanduser()
+    # (`Path.exists` raises for a long name, as a command may be.)
+    if value in names or not os.path.exists(path):  # noqa: PTH110
+        return value
+    return f"{path.absolute()}{colon}{function}"
+
+
+class StartingPoint(NamedTuple):
+    """What a new run starts from."""
+
+    config: Config  # with absolute paths, and the model that the run's model is made from
+    source: ModelSource | None  # None: `model.path` is no folder of a model, or a resumed run's
+
+
+def start_from(config: Config, *, is_resumed: bool = False) -> StartingPoint:
     """Replace a run, a checkpoint or an adapter as `model.path` by its model, or the model that it
     was trained from, unless the config is that of a resumed run; and make paths absolute. The
     learning rate and a checkpoint's chat template are by default those of the run."""
-    folder, changes = Path(config.model.path).expanduser().absolute(), dict[str, Any]()
-    source = find_model(str(folder)) if folder.is_dir() and not is_resumed else None
-    if source is not None:
-        changes["model.path"], run = source.base, run_of(str(folder))
-        if run is not None and run.model.lora.rank is None and config.model.lora.rank is None:
+    folder = Path(config.model.path).expanduser().absolute()
+    if is_resumed or not folder.is_dir():
+        return StartingPoint(with_absolute_paths(config, is_resumed=is_resumed), None)
+    source = find_model(str(folder))
+    changes: dict[str, Any] = {"model.path": source.base}
+    run = run_of(str(folder))
+    if run is not None:
+        has_adapters = run.model.lora.rank is not None or config.model.lora.rank is not None
+        if not has_adapters:
             given = config.train.learning_rate
             changes["train.learning_rate"] = given or resolve(run).optimizer.learning_rate
-        if run is not None and source.kind == "checkpoint" and config.data.chat_template is None:
+        if source.kind == "checkpoint" and config.data.chat_template is None:
             changes["data.chat_template"] = run.data.chat_template  # exported with the model
-    is_resolved = is_resumed or source is not None
-    return with_absolute_paths(config, changes, is_resumed=is_resolved), source
+    # A built-in model that the source was trained from is meant by its name.
+    return StartingPoint(with_absolute_paths(config, changes, is_resumed=True), source)

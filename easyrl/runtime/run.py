@@ -15,10 +15,11 @@ from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource
 from easyrl.model.files import fingerprint
 from easyrl.runtime import run_folder, self_test, supervisor
+from easyrl.runtime.checks.engine import describe_weights
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launcher import make_launcher
 from easyrl.runtime.placement import describe
-from easyrl.runtime.preflight import Preflight, check_run, describe_weights, with_config
+from easyrl.runtime.preflight import Preflight, check_run, with_config
 from easyrl.runtime.resume import Resume, find_resume, start_from, with_absolute_paths
 
 
@@ -29,8 +30,10 @@ def run(
     """Train; return how the run ended. `resume`: run folder to resume. Observers get only notes
     before all checks have passed. Raises ConfigError, and Interrupted for a signal before the run
     has started."""
-    started, notify = time.monotonic(), events.combine_observers(observers)
-    config, source = with_absolute_paths(config, is_resumed=resume is not None), None
+    started = time.monotonic()
+    notify = events.combine_observers(observers)
+    config = with_absolute_paths(config, is_resumed=resume is not None)
+    source = None
     resumed = find_resume(config, resume)
     if resumed is None:
         config, source = start_from(config)
@@ -41,15 +44,11 @@ def run(
         notify(end)
         return end
     supervisor.start_resource_tracker()  # before the reward functions' processes start another one
-    checked = check_run(config, resumed, source.tokenizer if source else "")
+    checked = check_run(config, resumed, source)
     changes, notes = self_test.before_run(checked.placement, notify)
     checked = with_config(checked, change_config(checked.config, changes))
     checked = replace(checked, warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
-        has_new_adapter = config.model.lora.rank is not None
-        about_source = source.describe(has_new_adapter=has_new_adapter)
-        if about_source:
-            checked = replace(checked, warnings=[about_source, *checked.warnings])
         checked = _make_model(checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
         output = {"output.dir": str(_folder_of(checked.config).absolute())}
@@ -94,25 +93,30 @@ def _make_model(checked: Preflight, source: ModelSource) -> Preflight:
     config = checked.config
     folder = _folder_of(config).absolute()
     is_new = not folder.exists()
+    # The name shows in reports and model cards where the model comes from.
+    parts = Path(source.path).absolute().parts
+    name = parts[-1]
+    if source.kind == "checkpoint":  # RUN-checkpoints-10
+        name = "-".join(parts[-3:])
     try:
         folder.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
         (folder / INPUTS).mkdir(exist_ok=True)
-        # The name shows in reports and model cards where the model comes from.
-        is_checkpoint = source.kind == "checkpoint"
-        name = "-".join(Path(source.path).absolute().parts[-3 if is_checkpoint else -1 :])
         path = source.make(folder / INPUTS / name, trust=config.model.trust_remote_code)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    about_source = source.describe(has_new_adapter=config.model.lora.rank is not None)
+    warnings = [about_source, *checked.warnings] if about_source else checked.warnings
     identity = {**checked.identity, "model.path": fingerprint(path)}
     config = change_config(config, {"model.path": path, "output.dir": str(folder)})
-    return replace(with_config(checked, config), identity=identity)
+    return replace(with_config(checked, config), identity=identity, warnings=warnings)
 
 
 def _train(controller: Controller) -> events.RunEnded:
     """Run, and return how the run ended. No worker is left then."""
-    folder, code = controller.folder, supervisor.FAILED
+    folder = controller.folder
+    code = supervisor.FAILED
     try:
         _announce(controller)
         summary = controller.run()
@@ -124,24 +128,26 @@ def _train(controller: Controller) -> events.RunEnded:
         code = supervisor.SIGNALLED + interrupted.signum
         message = f"stopped by {interrupted}; the run folder is {folder.path}"
     except supervisor.WorkerFailure as failure:
-        code = supervisor.USER_ERROR if failure.is_user_error else code
+        if failure.is_user_error:
+            code = supervisor.USER_ERROR
         message = str(failure)
     except run_folder.RunFolderLost as lost:
         message = str(lost)
     except Exception as error:
-        cause, log = traceback.format_exception_only(error)[-1].strip(), folder.log_of("easyrl")
         run_folder.write_log(folder.path, traceback.format_exc())
-        message = f"{cause}\n(the full traceback is in {log})"
+        cause = traceback.format_exception_only(error)[-1].strip()
+        message = f"{cause}\n(the full traceback is in {folder.log_of('easyrl')})"
     return events.RunEnded(code, message + run_folder.resume_hint(folder.path))
 
 
 def _announce(controller: Controller) -> None:
-    checked, resumed = controller.checked, controller.resumed
+    """Notify observers that the run starts or resumes, with its metrics so far."""
+    checked = controller.checked
     found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
-    notes, num_done = _notes(checked, resumed), controller.state.num_iterations
-    measured = [(line["iteration"], line.get("eval/accuracy")) for line in lines]
-    measured.insert(0, (0, controller.state.accuracy_before))
+    accuracies = [(0, controller.state.accuracy_before)]
+    accuracies += [(line["iteration"], line.get("eval/accuracy")) for line in lines]
+    notes = _notes(checked, controller.resumed)
     controller.notify(
         events.RunStarted(
             controller.started,
@@ -150,22 +156,26 @@ def _announce(controller: Controller) -> None:
             checked.config.model_dump(mode="json"),
             devices=found,
             description="\n".join([*notes, describe(checked.placement, found)]),
-            num_iterations=num_done,
+            num_iterations=controller.state.num_iterations,
             earlier=lines,
-            accuracies=[(number, value) for number, value in measured if value is not None],
+            accuracies=[(number, value) for number, value in accuracies if value is not None],
         )
     )
 
 
 def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
-    config, spec = checked.config, checked.spec
+    """Describe model, data, rewards and prompts of the run, and what the checks warn of."""
+    config = checked.config
+    spec = checked.spec
     notes = [] if resumed is None else [resumed.describe(config)]
-    weights = [f" x {each:g}" if each != 1 else "" for each in spec.rewards.weights]
-    rewards = ", ".join(map(str.__add__, spec.rewards.names, weights))
     notes.append(describe_weights(checked.model, spec.model))
-    teacher = f"; teacher: {config.algorithm.teacher}" if config.algorithm.teacher else ""
-    notes.append(f"data: {config.data.shown}; reward: {rewards}{teacher}")
+    rewards = []
+    for name, weight in zip(spec.rewards.names, spec.rewards.weights, strict=True):
+        rewards.append(name if weight == 1 else f"{name} x {weight:g}")
+    teacher = "" if spec.teacher is None else f"; teacher: {spec.teacher.shown}"
+    notes.append(f"data: {config.data.shown}; reward: {', '.join(rewards)}{teacher}")
     if checked.num_prompts_skipped:
-        skipped, left = checked.num_prompts_skipped, checked.prompts.epoch_length
+        skipped = checked.num_prompts_skipped
+        left = checked.prompts.epoch_length
         notes.append(f"prompts skipped: {skipped} (data.max_prompt_length), left: {left}")
     return [*notes, *checked.about_prompts, *checked.warnings]

@@ -1,0 +1,99 @@
+"""The model, measured without its weights, and whether the engine can serve it."""
+
+from typing import NamedTuple
+
+from easyrl.config import ConfigError
+from easyrl.config.spec import ModelSpec, RunSpec
+from easyrl.data.hub import describe_model
+from easyrl.model.files import (
+    ModelFiles,
+    ModelSize,
+    check_positions,
+    load_model_config,
+    meta_model,
+    model_size,
+    read_model_files,
+)
+from easyrl.runtime.placement import Placement
+
+
+class MeasuredModel(NamedTuple):
+    files: ModelFiles
+    num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
+    size: ModelSize | None  # None: its configuration does not have the usual names
+    about_lora: str = ""  # which layers are adapted, and which stay frozen
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all weights, also of a model that is not downloaded; 0: unknown."""
+        if self.files.num_weights is not None:
+            return self.files.num_weights
+        return 0 if self.size is None else self.size.num_weights
+
+
+def measure_model(spec: ModelSpec, *, is_whole: bool = True) -> MeasuredModel:
+    """Measure the model. One that is not downloaded yet is counted by its configuration, and unless
+    `is_whole`, weights and tokenizer of a folder may be missing. Raises ConfigError, also for LoRA
+    if the model has no layers for it."""
+    files = read_model_files(spec.path, is_whole=is_whole)
+    model_config = files.config
+    num_weights = files.num_weights
+    num_trained = None
+    about_lora = ""
+    if spec.lora.rank is not None or num_weights is None:
+        trusts = spec.trust_remote_code
+        full_config = load_model_config(spec.path, trust_remote_code=trusts)
+        model = meta_model(full_config, trust_remote_code=trusts)
+        if num_weights is None:
+            num_weights = sum(weight.numel() for weight in model.parameters())
+            model_config = full_config.to_dict()
+        if spec.lora.rank is not None:
+            from easyrl.model.lora import check_lora, describe_lora
+
+            num_trained = check_lora(spec.lora, spec.path, model)
+            about_lora = describe_lora(spec.lora, spec.path, model)
+    size = model_size(model_config, num_weights, num_trained)
+    return MeasuredModel(files, num_trained, size, about_lora)
+
+
+def describe_weights(model: MeasuredModel, spec: ModelSpec) -> str:
+    """Say how many weights the model has, and how many of them are trained."""
+    text = describe_model(spec.path)
+    total = model.files.num_weights
+    trained = model.num_trained
+    if trained is None:
+        return text if total is None else f"{text}, {total:,} weights, all trained"
+    share = ""
+    if total is not None:
+        whole = total + trained
+        share = f" of {whole:,} ({trained / whole:.1%})"
+    rank = spec.lora.rank
+    return f"{text}; LoRA of rank {rank} trains {trained:,}{share}, base frozen\n{model.about_lora}"
+
+
+def check_lengths(spec: RunSpec, lengths_section: str, model: MeasuredModel) -> None:
+    """Raise ConfigError if sequences may be longer than the model's positions."""
+    check_positions(spec.limits, model.files, section=lengths_section)
+
+
+def check_vllm_weights(placement: Placement, model: MeasuredModel) -> None:
+    """Raise ConfigError for a model whose updated weights vLLM would refuse. (An evaluation's
+    weights do not change.)"""
+    is_vllm = placement.engine.name == "vllm"
+    if is_vllm and model.size is not None and not model.size.is_in_vllm:
+        raise ConfigError(
+            "rollout.engine: expected embedded, because vLLM names weights of "
+            f"'{model.files.path}' otherwise than transformers, so it cannot receive updates, got "
+            "vllm"
+        )
+
+
+def check_episodes(spec: RunSpec, placement: Placement, model: MeasuredModel) -> None:
+    """Raise ConfigError if no engine can run the model's episodes, which need rows that wait."""
+    if spec.episodes is None or placement.engine.name == "vllm" or model.size is None:
+        return
+    if not model.size.is_batched:
+        raise ConfigError(
+            f"{spec.episodes.key}: expected a model that the embedded engine or vLLM can serve, "
+            f"got '{spec.model.path}', which has layers without attention to all tokens or a window"
+        )

@@ -1,0 +1,33 @@
+"""Checks of the run folder: nothing is overwritten, and a resumed run is the one that started."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from easyrl.config import Config, ConfigError
+from easyrl.runtime.resume import check_resumed, differing
+from easyrl.runtime.run_folder import refuse_existing
+
+
+def check_new(folder: Path, is_resumed: bool) -> None:
+    """Raise ConfigError if the folder of a new run exists."""
+    if not is_resumed:
+        refuse_existing(folder)
+
+
+def check_resumed_settings(config: Config, folder: Path, is_resumed: bool) -> None:
+    """Raise ConfigError if the settings do not fit the checkpoint that the run resumes from."""
+    if is_resumed:
+        check_resumed(config, folder)
+
+
+def check_unchanged_files(
+    folder: Path, saved_identity: Mapping[str, Any], identity: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if model, data or functions have changed since the run started."""
+    changed = differing(saved_identity, identity)
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)}: the files have changed since the run in '{folder}' started; "
+            "restore them, or start a new run (--output)"
+        )

@@ -1,0 +1,124 @@
+"""The list of checks: what each needs; a start, a plan and an evaluation give the same answer."""
+
+import functools
+import inspect
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from easyrl import devices
+from easyrl.config import ConfigError, load_config
+from easyrl.data.hub import resolve_model
+from easyrl.engines.vllm import platforms
+from easyrl.evaluation.command import check_evaluation
+from easyrl.runtime import memory_estimate
+from easyrl.runtime.checks import CHECKS, FACTS, Check, Checks, Stage
+from easyrl.runtime.preflight import check_run, make_plan
+from mistakes import make_run
+
+
+def test_a_check_gets_what_it_needs():
+    for check in CHECKS:
+        assert {*inspect.signature(check.function).parameters} == {*check.needs}, check
+    assert {fact for check in CHECKS for fact in check.needs} == FACTS.keys()
+
+
+def test_a_check_is_made_once_when_all_that_it_needs_is_known(monkeypatch):
+    calls = []
+
+    def note(config, disk):
+        calls.append((config, disk))
+        return ["a warning"]
+
+    check = Check(note, ("config", "disk"), frozenset({Stage.START}))
+    monkeypatch.setattr("easyrl.runtime.checks.CHECKS", [check])
+    checks = Checks(Stage.START)
+    checks.add(config=1)
+    assert calls == []
+    checks.add(disk=2)
+    checks.add(config=3)
+    assert calls == [(1, 2)] and checks.warnings == ["a warning"]
+    Checks(Stage.PLAN).add(config=1, disk=2)
+    assert len(calls) == 1
+
+
+def answers(config, *, is_evaluated=True):
+    """What a start, a plan and an evaluation say to a config, without the words around it."""
+    texts = []
+    for check in (check_run, check_evaluation) if is_evaluated else (check_run,):
+        with pytest.raises(ConfigError) as refused:
+            check(config)
+        texts.append(str(refused.value))
+    plan = make_plan(config)
+    assert not plan.would_start
+    _, _, text = plan.text.rpartition("a run would not start: ")
+    return [*texts, text]
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_is_the_same_error_before_a_start_and_in_a_plan(tmp_path):
+    config = load_config(words=[f"output.dir={tmp_path}/run"])
+    started, planned = answers(config, is_evaluated=False)
+    assert started == planned and started.startswith("output.dir (--output): model and check")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_an_evaluation_needs_the_disk_only_if_its_model_is_to_be_made(tmp_path):
+    words = [f"output.dir={tmp_path}/eval", "eval.max_completion_length=9"]
+    check_evaluation(load_config(words=words))
+    make_run(tmp_path / "run", {10: {}})
+    config = load_config(words=[*words, f"model.path={tmp_path}/run"])
+    with pytest.raises(ConfigError, match=r"^output\.dir \(--output\): the model takes 0\.00 GiB"):
+        check_evaluation(config)
+    config = load_config(words=[f"output.dir={tmp_path}/next", f"model.path={tmp_path}/run"])
+    assert "output.dir" in make_plan(config).text
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Two GPUs, vLLM, and no C compiler."""
+    monkeypatch.setattr(devices, "accelerator", lambda **_: ("cuda", 2))
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 2**36)
+    monkeypatch.setattr(devices, "memory_in_use", functools.cache(lambda *_: (0, "")))
+    monkeypatch.setattr(devices, "has_peer_access", lambda *_: True)
+    monkeypatch.setattr(devices, "has_c_compiler", lambda: False)
+    monkeypatch.setattr(memory_estimate, "available_memory_bytes", lambda: 2**40)
+    monkeypatch.setattr(platforms, "vllm_version", lambda: "0.32.0")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_missing_compiler_is_the_same_error_in_all_three(tmp_path):
+    words = [f"output.dir={tmp_path}/run", "devices.infer=0", "devices.train=1"]
+    config = load_config(words=[*words, "rollout.engine=vllm"])
+    assert len({*answers(config)}) == 1
+    assert answers(config)[0].startswith("devices: expected a C compiler")
+    # Other machines have compilers and disks of their own.
+    assumed = devices.parse_assumed("2x80GiB")
+    assert make_plan(config, assumed).would_start
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_plan_for_other_machines_does_not_look_at_this_disk(tmp_path):
+    model = f"model.path={resolve_model('tiny')}"
+    config = load_config(words=[f"output.dir={tmp_path}/run", model])
+    assert not make_plan(config).would_start
+    assert make_plan(config, devices.parse_assumed("80GiB")).would_start
+
+
+def test_the_plan_of_a_run_that_resumes_by_itself_checks_its_settings(tmp_path):
+    make_run(tmp_path / "run", {10: {}}, "runtime.resume=auto")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    words = ["runtime.resume=auto", f"output.dir={tmp_path}/run"]
+    assert make_plan(load_config(words=words)).would_start
+    plan = make_plan(load_config(words=[*words, "algorithm.beta=0.1"]))
+    assert not plan.would_start and "algorithm.beta" in plan.text
+    plan = make_plan(load_config(words=[words[0], f"output.dir={tmp_path}/taken"]))
+    assert not plan.would_start and "--output" in plan.text
