@@ -70,6 +70,7 @@ from easyrl.config import load_config
 from easyrl.runtime import worker_process
 from easyrl.runtime.resolve import resolve
 from easyrl.workers.settings import WorkerSettings
+from easyrl.runtime.resolve import resolve
 
 spec = resolve(load_config())
 settings = WorkerSettings(

@@ -105,9 +105,8 @@ def run(
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     config = load_config(None, flags)
     is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
-    placement = (
-        None if is_ray else resolve_placement(resolve(config))
-    )  # else a cluster would be started
+    # A cluster would be started.
+    placement = None if is_ray else resolve_placement(resolve(config))
     if placement is None or placement.infer.kind != placement.train.kind:
         raise ConfigError(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "

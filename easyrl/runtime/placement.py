@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
@@ -18,6 +18,9 @@ from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
 
 ROWS_OF_EVALUATION = 128  # sequences in flight per engine in an evaluation
+EFFICIENT_GROUPS = 16  # groups in flight with which an engine is efficient
+NO_DEVICES = DeviceSet("cpu", ())  # nothing trains
+NO_ACCELERATORS = DeviceSet("accelerator", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,12 @@ class Placement:
 
     @property
     def accelerators(self) -> list[int]:
-        sets = (self.infer, self.train)
-        return sorted({n for each in sets if each.kind == "accelerator" for n in each.indices})
+        """Device numbers of all workers that are not on the CPU."""
+        numbers = set[int]()
+        for used in (self.infer, self.train):
+            if used.kind == "accelerator":
+                numbers.update(used.indices)
+        return sorted(numbers)
 
     @property
     def reward_environment(self) -> dict[str, str]:
@@ -80,24 +87,34 @@ class Placement:
         return self.num_rollout_workers if role == "rollout" else self.train.count
 
     def indices_of(self, role: str, number: int) -> tuple[int, ...]:
-        """A worker's device numbers, as in the config; empty on the CPU."""
-        is_rollout = role == "rollout"
-        size = self.engine.tensor_parallel_size if is_rollout else 1
-        used = self.infer if is_rollout else self.train
-        return used.indices[number * size : (number + 1) * size] if used.kind != "cpu" else ()
+        """Return a worker's device numbers, as in the config; none on the CPU."""
+        used = self.train
+        size = 1
+        if role == "rollout":
+            used = self.infer
+            size = self.engine.tensor_parallel_size
+        if used.kind == "cpu":
+            return ()
+        return used.indices[number * size : (number + 1) * size]
 
     def memory_fraction(self, role: str) -> float | None:
-        """Fraction of its device's memory that a worker may take; None: the device is its own."""
-        part = self.infer_memory_fraction if role == "rollout" else 1.0 - self.infer_memory_fraction
-        return part if self.shares_device else None
+        """Return the fraction of its device's memory that a worker may take; None: the device is
+        its own."""
+        if not self.shares_device:
+            return None
+        of_rollout = self.infer_memory_fraction
+        return of_rollout if role == "rollout" else 1.0 - of_rollout
 
     def cores_of(self, role: str, number: int) -> tuple[int, ...]:
-        """The CPU cores of a worker; empty: it runs on any core, as one that was added later."""
+        """Return the CPU cores of a worker; none: it runs on any core, as one that was added
+        later."""
         if number >= self.num_workers(role) or not self.has_own_cores:
             return ()
-        first = 0 if role == "rollout" else self.num_rollout_workers
         cores = split_cores(self.num_rollout_workers + self.train.count)
-        return cores[first + number] if cores else ()
+        if not cores:
+            return ()
+        first = 0 if role == "rollout" else self.num_rollout_workers
+        return cores[first + number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +128,29 @@ class Machine:
     assumed: devices.AssumedDevices | None = None
 
 
+class DeviceSets(NamedTuple):
+    """Devices as in the config. None: the default, or no spare ones."""
+
+    infer: DeviceSet | None
+    train: DeviceSet | None
+    spare: DeviceSet | None
+
+    @property
+    def given(self) -> list[DeviceSet]:
+        return [each for each in self if each is not None]
+
+
 def resolve_placement(spec: RunSpec, assumed: devices.AssumedDevices | None = None) -> Placement:
     """Choose devices, threads, cores and engine. `assumed`: the accelerators to plan for, instead
     of this machine's or a Ray cluster's. Raises ConfigError for missing devices."""
-    infer, train, spare = spec.devices.sets
-    kept = [*_reward_device(spec), *([] if spare is None else [spare])]
-    if assumed is None:
-        machine = _find_machine(spec, [infer, train, *kept])
-    else:
-        machine = Machine(assumed.kind, assumed.count, assumed=assumed)
-        wanted = [each for each in (infer, train, spare) if each is not None]
-        if others := [each for each in wanted if each.is_ray or each.kind == "cpu"]:
-            raise ConfigError(f"--assume: expected devices like 0-3 with it, got '{others[0]}'")
+    sets = DeviceSets(*spec.devices.sets)
+    of_rewards = _reward_device(spec)
+    machine = _find_machine(spec, sets, of_rewards) if assumed is None else _assume(sets, assumed)
     if machine.cluster:
-        infer, train, spare = _on_cluster(infer, train, spare)
-    infer = infer or _default("infer", machine.count, train, kept)
-    train = train or _default("train", machine.count, infer, kept)
+        sets = _on_cluster(sets)
+    kept = [each for each in (of_rewards, sets.spare) if each is not None]
+    infer = sets.infer or _default("infer", machine.count, sets.train, kept)
+    train = sets.train or _default("train", machine.count, infer, kept)
     check_disjoint(infer, train)
     most_train = spec.batches.groups_per_update
     if train.count > most_train:
@@ -134,28 +158,43 @@ def resolve_placement(spec: RunSpec, assumed: devices.AssumedDevices | None = No
             f"devices.train (--train-devices): expected at most {most_train} devices "
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
-    placement = _place(spec, infer, train, machine)
+    placement = _place(spec, infer, train, of_rewards, machine)
     most = spec.devices.max_rollout_workers
     if most is not None and most < placement.num_rollout_workers:
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
-    if spare is not None:
-        if spare.kind == "cpu":
-            spare = _behind(spare, infer.count)
-        _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
-        placement = replace(placement, spare=spare.indices)
+    placement = _with_spare(placement, sets.spare)
     num_devices = infer.count + len(placement.spare)
-    most = most or num_devices // placement.engine.tensor_parallel_size
-    return replace(placement, max_rollout_workers=most)
+    num_that_fit = num_devices // placement.engine.tensor_parallel_size
+    return replace(placement, max_rollout_workers=most or num_that_fit)
+
+
+def _assume(sets: DeviceSets, assumed: devices.AssumedDevices) -> Machine:
+    for each in sets.given:
+        if each.is_ray or each.kind == "cpu":
+            raise ConfigError(f"--assume: expected devices like 0-3 with it, got '{each}'")
+    return Machine(assumed.kind, assumed.count, assumed=assumed)
+
+
+def _with_spare(placement: Placement, spare: DeviceSet | None) -> Placement:
+    if spare is None:
+        return placement
+    if spare.kind == "cpu":
+        spare = _behind(spare, placement.infer.count)
+    _check_engines("devices.spare (--spare-devices)", spare, placement, placement.infer)
+    return replace(placement, spare=spare.indices)
 
 
 def place_evaluation(spec: RunSpec, num_prompts: int, num_samples: int) -> Placement:
-    """The placement of an evaluation: engines only, by default one on each accelerator."""
-    infer, _, _ = spec.devices.sets
-    kept, trained = _reward_device(spec), DeviceSet("accelerator", ())  # nothing is trained
-    machine = _find_machine(spec, [infer, *kept])
-    infer = infer or _default("infer", machine.count, trained, kept)
-    placement = _place(spec, infer, DeviceSet("cpu", ()), machine)
+    """Choose the devices of an evaluation: engines only, by default one on each accelerator."""
+    sets = DeviceSets(spec.devices.sets[0], None, None)
+    of_rewards = _reward_device(spec)
+    machine = _find_machine(spec, sets, of_rewards, has_trainers=False)
+    infer = sets.infer
+    if infer is None:
+        kept = [] if of_rewards is None else [of_rewards]
+        infer = _default("infer", machine.count, NO_ACCELERATORS, kept)
+    placement = _place(spec, infer, NO_DEVICES, of_rewards, machine)
     most = spec.engine.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
     return replace(placement, max_concurrent_groups=min(most, per_engine))
@@ -172,71 +211,92 @@ def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
         )
 
 
-def _find_machine(spec: RunSpec, used: Sequence[DeviceSet | None]) -> Machine:
+def _find_machine(
+    spec: RunSpec, sets: DeviceSets, of_rewards: DeviceSet | None, *, has_trainers: bool = True
+) -> Machine:
     """Connect to the Ray cluster if devices of one are wanted, else look at this machine, without
     torch if only CPUs are used."""
-    kinds = {None if each is None else each.kind for each in used}
-    wanted = [each for each in used if each is not None]
-    if not any(each.is_ray for each in wanted):
-        if spec.devices.ray_address is not None:
-            raise ConfigError(
-                "devices.ray_address (--ray-address): expected ray: devices with it "
-                f"(--infer-devices ray:1), or null, got '{spec.devices.ray_address}'"
-            )
-        if kinds == {"cpu"}:
-            return Machine("cpu", 0)
-        return Machine(*devices.accelerator(is_asked="accelerator" in kinds))
-    if not all(each.is_ray and each.kind == wanted[0].kind for each in wanted):
+    wanted = sets.given
+    if of_rewards is not None:
+        wanted.append(of_rewards)
+    if any(each.is_ray for each in wanted):
+        return _find_cluster(spec, wanted)
+    if spec.devices.ray_address is not None:
+        raise ConfigError(
+            "devices.ray_address (--ray-address): expected ray: devices with it "
+            f"(--infer-devices ray:1), or null, got '{spec.devices.ray_address}'"
+        )
+    has_default = sets.infer is None or (has_trainers and sets.train is None)
+    kinds = {each.kind for each in wanted}
+    if kinds == {"cpu"} and not has_default:
+        return Machine("cpu", 0)
+    kind, count = devices.accelerator(is_asked="accelerator" in kinds)
+    return Machine(kind, count)
+
+
+def _find_cluster(spec: RunSpec, wanted: Sequence[DeviceSet]) -> Machine:
+    kind = wanted[0].kind
+    if not all(each.is_ray and each.kind == kind for each in wanted):
         raise ConfigError(
             "devices (--infer-devices, --train-devices, --spare-devices): expected all of one "
             f"kind with ray: devices, got {', '.join(map(str, wanted))}"
         )
     from easyrl.runtime.ray.cluster import connect
 
-    machine = connect(spec.devices.ray_address, sum(each.count for each in wanted) + 1)
-    if wanted[0].kind == "accelerator" and machine.kind == "cpu":
+    num_workers = sum(each.count for each in wanted) + 1
+    machine = connect(spec.devices.ray_address, num_workers)
+    if kind == "accelerator" and machine.kind == "cpu":
         raise ConfigError("devices: expected ray:cpu:N, as there are no accelerators, got ray:N")
     return machine
 
 
-def _on_cluster(
-    infer: DeviceSet | None, train: DeviceSet | None, spare: DeviceSet | None
-) -> tuple[DeviceSet, DeviceSet, DeviceSet | None]:
+def _on_cluster(sets: DeviceSets) -> DeviceSets:
     """Number a cluster's devices so that those of workers differ; a worker each by default."""
-    kind = next(each.kind for each in (infer, train, spare) if each is not None)
+    kind = sets.given[0].kind
     one = DeviceSet(kind, (0,), is_ray=True)
-    infer, train = infer or one, train or one
-    if kind == "cpu":
-        return infer, train, spare
-    return _behind(infer, train.count), train, spare and _behind(spare, train.count + infer.count)
+    infer = sets.infer or one
+    train = sets.train or one
+    spare = sets.spare
+    if kind == "accelerator":
+        infer = _behind(infer, train.count)
+        if spare is not None:
+            spare = _behind(spare, train.count + infer.count)
+    return DeviceSets(infer, train, spare)
 
 
 def _behind(devices: DeviceSet, first: int) -> DeviceSet:
     return replace(devices, indices=tuple(first + index for index in devices.indices))
 
 
-def _place(spec: RunSpec, infer: DeviceSet, train: DeviceSet, machine: Machine) -> Placement:
+def _place(
+    spec: RunSpec,
+    infer: DeviceSet,
+    train: DeviceSet,
+    of_rewards: DeviceSet | None,
+    machine: Machine,
+) -> Placement:
+    """Choose engine, threads, cores and groups in flight for these devices."""
     kind = machine.kind
     for key, wanted in (("infer", infer), ("train", train)):
         _check_exist(f"devices.{key} (--{key}-devices)", wanted, kind, machine.count)
-    for wanted in (of_rewards := _reward_device(spec)):
-        _check_exist("reward.model_device", wanted, kind, machine.count)
+    if of_rewards is not None:
+        _check_exist("reward.model_device", of_rewards, kind, machine.count)
     is_planned = machine.assumed is not None
     engine = choose_engine(
         spec.engine, spec.model.dtype, infer, accelerator=kind, is_planned=is_planned
     )
+
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
     is_on_cpu = infer.kind == train.kind == "cpu"
-    has_own_cores = spec.devices.threads is None and is_on_cpu and not machine.cluster
-    num_threads = max(1, num_cores() // num_workers)
     if machine.cluster:
-        # The most with which all workers fit the nodes.
-        count, nodes = max(num_workers, 0 if is_on_cpu else machine.count), machine.node_cpus
-        most = range(max(nodes, default=1), 0, -1)
-        num_threads = next((n for n in most if sum(c // n for c in nodes) >= count), 1)
+        num_threads = _threads_on_cluster(machine, num_workers, is_on_cpu=is_on_cpu)
+    else:
+        num_threads = max(1, num_cores() // num_workers)
+    has_own_cores = spec.devices.threads is None and is_on_cpu and not machine.cluster
     can_lend = has_own_cores and train.count > 0 and not spec.schedule.is_deterministic
     lends_cores = can_lend and num_workers <= num_cores()
+
     borrows = lends_cores and engine.name == "embedded"
     # Generating and training in turn is faster on one device, and vLLM queues what does not fit.
     starts_all = engine.name == "vllm" and not is_on_cpu and infer == train
@@ -255,17 +315,28 @@ def _place(spec: RunSpec, infer: DeviceSet, train: DeviceSet, machine: Machine) 
         num_accelerators=machine.count,
         cluster=machine.cluster,
         assumed=machine.assumed,
-        reward_index=of_rewards[0].indices[0] if of_rewards else None,
+        reward_index=None if of_rewards is None else of_rewards.indices[0],
     )
 
 
-def _reward_device(spec: RunSpec) -> list[DeviceSet]:
+def _threads_on_cluster(machine: Machine, num_workers: int, *, is_on_cpu: bool) -> int:
+    """Return the most threads with which all workers, or one per accelerator, fit the nodes."""
+    num_placed = num_workers if is_on_cpu else max(num_workers, machine.count)
+    for num_threads in range(max(machine.node_cpus, default=1), 1, -1):
+        num_that_fit = sum(num_cpus // num_threads for num_cpus in machine.node_cpus)
+        if num_that_fit >= num_placed:
+            return num_threads
+    return 1
+
+
+def _reward_device(spec: RunSpec) -> DeviceSet | None:
+    """Return the accelerator of the reward models, if they have one. Raises ConfigError."""
     index = spec.rewards.options.model_device
     if index == "cpu" or not spec.rewards.models:
-        return []
+        return None
     if any(each is not None and each.is_ray for each in spec.devices.sets):
         raise ConfigError(f"reward.model_device: expected cpu with ray: devices, got {index}")
-    return [DeviceSet("accelerator", (index,))]
+    return DeviceSet("accelerator", (index,))
 
 
 def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
@@ -290,8 +361,9 @@ def numbered(wanted: DeviceSet, placement: Placement) -> DeviceSet:
 
 
 def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]]:
+    """Split a device set into the devices of its engines."""
     size = placement.engine.tensor_parallel_size
-    return [devices.indices[at : at + size] for at in range(0, devices.count, size)]
+    return [devices.indices[first : first + size] for first in range(0, devices.count, size)]
 
 
 def first_engines(number: int, placement: Placement) -> DeviceSet:
@@ -317,7 +389,8 @@ def check_scale(
     if changing:
         names = ", ".join(changing)
         raise ConfigError(f"expected one change at a time, still starting or leaving: {names}")
-    key, before = "--infer-devices", engines_on(current, placement)
+    key = "--infer-devices"
+    before = engines_on(current, placement)
     _check_engines(key, wanted, placement, current, kept=before)
     num_workers = len({*before, *engines_on(wanted, placement)})
     if num_workers > placement.max_rollout_workers:
@@ -336,8 +409,6 @@ def _check_engines(
 ) -> None:
     """Check that engines on `wanted`, except those `kept`, can be added to those on `current`."""
     size = placement.engine.tensor_parallel_size
-    new = {i for engine in engines_on(wanted, placement) if engine not in kept for i in engine}
-    trained = placement.train.indices if placement.train.kind == "accelerator" else ()
     expected = ""
     if (wanted.kind, wanted.is_ray) != (current.kind, current.is_ray):
         expected = f"devices of the same kind as '{current}'"
@@ -345,8 +416,15 @@ def _check_engines(
         expected = f"a multiple of {size} devices (rollout.tensor_parallel_size)"
     elif wanted.kind == "accelerator":
         _check_exist(key, wanted, placement.accelerator, placement.num_accelerators)
-        if in_use := new & {*trained, *current.indices}:
-            expected = f"devices that are free for new engines, unlike {min(in_use)}"
+        new = set[int]()
+        for engine in engines_on(wanted, placement):
+            if engine not in kept:
+                new.update(engine)
+        used = set(current.indices)
+        if placement.train.kind == "accelerator":
+            used.update(placement.train.indices)
+        if new & used:
+            expected = f"devices that are free for new engines, unlike {min(new & used)}"
     if expected:
         raise ConfigError(f"{key}: expected {expected}, got '{wanted}'")
 
@@ -361,7 +439,8 @@ def choose_engine(
 ) -> EngineChoice:
     """Choose the engine for devices `infer`, in torch of the kind `accelerator` if not the CPU.
     `is_planned`: vLLM need not be installed. Raises ConfigError for an engine that cannot run."""
-    wanted, size = spec.name, spec.tensor_parallel_size
+    wanted = spec.name
+    size = spec.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator
     reason = unsupported_reason(kind, dtype)
     if is_planned and wanted == "vllm":
@@ -400,7 +479,7 @@ def ring_layout(spec: RunSpec, placement: Placement) -> RingLayout:
 
 
 def device_names(placement: Placement) -> dict[str, str]:
-    """Device names by worker, rollout workers first, with the numbers of the config: `cpu`,
+    """Return device names by worker, rollout workers first, with the numbers of the config: `cpu`,
     `cuda:3`, or `cuda:0,1` for an engine on two devices."""
     names = {}
     for role in ("rollout", "train"):
@@ -416,19 +495,25 @@ def device_name(accelerator: str, indices: Sequence[object]) -> str:
 
 def describe(placement: Placement, found: Mapping[str, str] | None = None) -> str:
     """Describe the placement in lines of text. `found`: `Launcher.devices`, once that is known."""
-    lines = [placement.cluster] if placement.cluster else []
+    lines = []
     threads = f", {placement.num_threads} CPU thread(s)"
     if placement.assumed is not None:
-        lines, threads = [f"assumed: {placement.assumed}, and enough memory of the host"], ""
+        lines.append(f"assumed: {placement.assumed}, and enough memory of the host")
+        threads = ""
+    elif placement.cluster:
+        lines.append(placement.cluster)
     for worker, name in (found or device_names(placement)).items():
-        device = name if found or not placement.is_ray else re.sub("[0-9]+", "?", name)
+        is_unknown = placement.is_ray and not found  # Ray chooses the devices
+        device = re.sub("[0-9]+", "?", name) if is_unknown else name
         lines.append(f"{worker}: {device}{threads}")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""
     lines.append(f"engine of the rollout workers: {placement.engine.name}{why}")
-    if (index := placement.reward_index) is not None:
+    index = placement.reward_index
+    if index is not None:
         lines.append(f"reward models: {device_name(placement.accelerator, [index])}")
-    if (fraction := placement.memory_fraction("rollout")) is not None:
+    fraction = placement.memory_fraction("rollout")
+    if fraction is not None:
         lines.append(f"shared accelerator: {fraction:.0%} of its memory for the rollout worker")
     return "\n".join(lines)
 
@@ -438,26 +523,31 @@ def max_concurrent_groups(
 ) -> int:
     """Return the groups in flight per engine: enough for an efficient engine, few enough that
     groups finish one by one, more if it `borrows` cores; at most its share of the prompts."""
-    schedule, most = spec.schedule, spec.engine.max_concurrent_groups
+    schedule = spec.schedule
     per_engine = -(-schedule.prompts_per_iteration // num_engines)
-    if most is not None:
-        return min(most, per_engine)
+    chosen = spec.engine.max_concurrent_groups
+    if chosen is not None:
+        return min(chosen, per_engine)
     is_sync = schedule.schedule == "sync" and not schedule.is_deterministic
     if is_sync or starts_all:  # no trainer waits for the first group
         return per_engine
-    return max(min(per_engine, 16), per_engine // (2 if borrows else 4))
+    part = per_engine // (2 if borrows else 4)
+    return max(min(per_engine, EFFICIENT_GROUPS), part)
 
 
 def _default(key: str, count: int, other: DeviceSet | None, kept: Sequence[DeviceSet]) -> DeviceSet:
-    """The default: one accelerator trains and the others generate, or one CPU worker each. `kept`:
-    devices for something else."""
+    """Return the default: one of `count` accelerators trains and the others generate, or one CPU
+    worker each. `other`: devices of the other side, if they are known. `kept`: devices for
+    something else."""
     if count == 0 or (other is not None and other.kind == "cpu"):
         return DeviceSet("cpu", (0,))
-    every, own = range(count), {index for each in kept for index in each.indices}
-    free = [n for n in every if n not in own and (other is None or n not in other.indices)]
-    free = free or [n for n in every if n not in own] or [*every]
+    own = {index for each in kept for index in each.indices}
+    not_kept = [index for index in range(count) if index not in own]
+    used = () if other is None else other.indices
+    free = [index for index in not_kept if index not in used]
+    free = free or not_kept or list(range(count))  # devices may have to be shared
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
-    return DeviceSet(
-        "accelerator", tuple(free if other is not None or len(free) == 1 else free[:-1])
-    )
+    if other is None and len(free) > 1:
+        free.pop()  # it trains
+    return DeviceSet("accelerator", tuple(free))
