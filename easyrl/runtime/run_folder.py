@@ -17,7 +17,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from shlex import quote
 from typing import IO, Any
@@ -30,9 +29,8 @@ from easyrl.processes import allow_long_integers
 
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
-UNFINISHED_CONFIG, UNFINISHED_SUMMARY = (
-    unfinished_name(Path(name)).name for name in ("config.yaml", "summary.json")
-)
+UNFINISHED_CONFIG = unfinished_name(Path("config.yaml")).name
+UNFINISHED_SUMMARY = unfinished_name(Path("summary.json")).name
 PRIVATE = 0o700  # mode of new run folders: prompts, completions and tracebacks concern nobody else
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
@@ -67,10 +65,7 @@ class RunFolder:
             self._lock = lock
             (self.path / "logs").mkdir(exist_ok=True)
             replace_file(self.path / "config.yaml", config_yaml)
-            for name in self.file_sizes():
-                file, size = self.path / name, (sizes or {}).get(name, 0)
-                # To a line's end: after a power failure the file may be shorter than that.
-                os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
+            self._cut_back(sizes or {})
             (self.path / "summary.json").unlink(missing_ok=True)
             self._first = first_iteration(self.path)
         except OSError as error:
@@ -83,13 +78,25 @@ class RunFolder:
                 f"got '{self.path}': {error.strerror}"
             ) from None
 
+    def _cut_back(self, sizes: Mapping[str, int]) -> None:
+        """Cut the growing files back to these sizes in bytes, 0 where there is none."""
+        for name in self.file_sizes():
+            file = self.path / name
+            # To a line's end: after a power failure the file may be shorter than that.
+            kept = file.read_bytes()[: sizes.get(name, 0)]
+            os.truncate(file, kept.rfind(b"\n") + 1)
+
     def close(self) -> None:
         os.close(self._lock)
 
     def file_sizes(self) -> dict[str, int]:
-        """Sizes of the growing files, in bytes; part of each checkpoint."""
-        files = {name: self.path / name for name in GROWING}
-        return {name: file.stat().st_size for name, file in files.items() if file.exists()}
+        """Return the sizes of the growing files, in bytes; part of each checkpoint."""
+        sizes = {}
+        for name in GROWING:
+            file = self.path / name
+            if file.exists():
+                sizes[name] = file.stat().st_size
+        return sizes
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return list(from_1(self.path, read_lines(self.path / "metrics.jsonl")))
@@ -146,7 +153,8 @@ class RunFolder:
 
 def write_log(folder: Path, text: str) -> None:
     """Add to the controller's log. If it cannot be written, the run continues."""
-    file, now = folder / "logs" / "easyrl.log", time.strftime("%Y-%m-%d %H:%M:%S")
+    file = folder / "logs" / "easyrl.log"
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
     with contextlib.suppress(OSError), file.open("a", errors="backslashreplace") as log:
         log.write(f"{now}  {text.rstrip()}\n")
 
@@ -160,10 +168,12 @@ def replace_file(file: Path, text: str) -> None:
 
 def write_whole(file: IO[bytes], content: bytes) -> None:
     """Write the content to an unbuffered file as a whole or not at all. Raises OSError."""
-    deadline, size = time.monotonic() + FULL_DISK_SECONDS, file.tell()
+    deadline = time.monotonic() + FULL_DISK_SECONDS
+    size = file.tell()
     while content:
         try:
-            content = content[file.write(content) :]
+            num_written = file.write(content)
+            content = content[num_written:]
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() > deadline:
                 file.truncate(size)
@@ -191,11 +201,12 @@ def sample_values(sample: events.Sample) -> dict[str, Any]:
 def first_iteration(folder: Path) -> int:
     """Return the number of the first iteration in the files of a run: 1, or 0 if version 0.2 began
     the run. It stays what it is when the run is resumed."""
-    for name in GROWING[:2]:
+    for name in ("metrics.jsonl", "samples.jsonl"):
         # Neither is there before the first iteration, and evaluations have no iterations.
-        ignored = contextlib.suppress(OSError, ValueError, LookupError, TypeError)
-        with ignored, (folder / name).open("rb") as file:
-            return int(json.loads(file.readline())["iteration"] > 0)
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            with (folder / name).open("rb") as file:
+                first_line = json.loads(file.readline())
+            return 1 if first_line["iteration"] > 0 else 0
     return 1
 
 
@@ -209,9 +220,12 @@ def from_1(folder: Path, lines: Iterable[Any]) -> Iterator[Any]:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read a .jsonl file, if it is there, without an incomplete last line. Raises ConfigError for a
     broken line."""
-    lines, content = [], file.read_bytes() if file.is_file() else b""
+    if not file.is_file():
+        return []
     allow_long_integers()  # of columns that reward functions have logged
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    *complete, _ = file.read_bytes().split(b"\n")
+    lines = []
+    for number, line in enumerate(complete, start=1):
         try:
             lines.append(json.loads(line))
         except ValueError as error:
@@ -224,8 +238,9 @@ def folder_of(output_dir: str | None, datasets: Sequence[str], kind: str = "") -
     `kind` in it."""
     if output_dir:
         return Path(output_dir).expanduser()
+    now = time.strftime("%Y%m%d-%H%M%S")
     task = "+".join(Path(name).stem for name in datasets)
-    path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}{task}")
+    path = Path("runs") / f"{now}-{kind}{task}"
     return Path(free_name(path)) if path.exists() else path
 
 
@@ -279,19 +294,26 @@ def refuse_existing(folder: Path, *, but_inputs: bool = True) -> None:
 
 def free_name(folder: Path) -> str:
     """Return a name for a run that follows the one in this folder: RUN-2, RUN-3, ..."""
-    names = (f"{folder}-{number}" for number in count(2))
-    return next(name for name in names if not Path(name).exists())
+    number = 2
+    while Path(f"{folder}-{number}").exists():
+        number += 1
+    return f"{folder}-{number}"
 
 
 def resume_hint(folder: Path) -> str:
+    """Return the command that continues the run in a folder, or starts it again."""
     if checkpoints_in(folder / CHECKPOINTS):
         return f"\nto resume: easyrl grpo --resume {quote(str(folder))}"
-    new = folder if is_unstarted(folder) else free_name(folder)
-    again = f"--config {quote(f'{folder}/config.yaml')} --output {quote(str(new))}"
-    return f"\nto start again (there is no checkpoint): easyrl grpo {again}"
+    config_file = f"{folder}/config.yaml"
+    output = str(folder) if is_unstarted(folder) else free_name(folder)
+    command = f"easyrl grpo --config {quote(config_file)} --output {quote(output)}"
+    return f"\nto start again (there is no checkpoint): {command}"
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
     """Replace numbers that are not finite by None: JSON has no NaN."""
-    bad = {key for key, n in line.items() if isinstance(n, float) and not math.isfinite(n)}
-    return {**line, **dict.fromkeys(bad)}
+    values = dict(line)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[key] = None
+    return values
