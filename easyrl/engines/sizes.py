@@ -84,8 +84,8 @@ def embedded_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
     ]
     if load.has_graphs:
         needs.append(MemoryNeed("CUDA graphs", step, GROUPS_KEY))
-    if model.is_batched and load.is_on_cpu and load.dtype == "float32":
-        # `engines.fused_decoder` keeps a copy in its own layout.
+    has_fused_decoder = model.is_batched and load.is_on_cpu and load.dtype == "float32"
+    if has_fused_decoder:  # it keeps a copy of the weights in its own layout
         needs.append(MemoryNeed("weights for decoding", FLOAT_BYTES * model.layer_weights))
     return needs
 
@@ -97,8 +97,9 @@ def cache_tokens(model: ModelSize, load: EngineLoad) -> int:
     row = row_cells(load.max_prompt_length, load.max_completion_length)
     # In training, the last completions of as many groups again may be in flight.
     num_prompts = min(load.num_started, 2 * load.num_prompts_started)
-    num_slots = padded(num_prompts, SLOT_STEP if load.has_graphs else 1)
-    return load.num_rows * row + num_slots * padded(load.longest_prompt)
+    if load.has_graphs:
+        num_prompts = padded(num_prompts, SLOT_STEP)
+    return load.num_rows * row + num_prompts * padded(load.longest_prompt)
 
 
 def logits_bytes(model: ModelSize, load: EngineLoad) -> int:

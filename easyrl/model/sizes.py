@@ -86,19 +86,25 @@ def layer_bytes(model: ModelSize, dtype: str) -> int:
     in float32.
     """
     dtype_bytes = DTYPE_BYTES[dtype]
-    heads = (model.num_heads + model.num_key_value_heads) * model.head_size
-    plain = dtype_bytes * (4 * model.width + 3 * heads + 4 * model.mlp_width)
-    per_normed = 0 if model.num_trained is not None else dtype_bytes
+    num_heads = model.num_heads + model.num_key_value_heads
+    heads = num_heads * model.head_size
+    plain = 4 * model.width + 3 * heads + 4 * model.mlp_width
+    normed = 2 * model.width + heads
+    per_normed = 0
+    if model.num_trained is None:
+        per_normed += dtype_bytes
     if dtype_bytes < FLOAT_BYTES:
         per_normed += FLOAT_BYTES
-    return plain + per_normed * (2 * model.width + heads)
+    return dtype_bytes * plain + per_normed * normed
 
 
 def head_bytes(model: ModelSize, batch: TrainedBatch, dtype: str, *, is_on_cpu: bool) -> int:
     """Return what the head allocates for the logits, which `logprobs` computes in chunks."""
     row = FLOAT_BYTES * model.vocabulary_size
-    num_chunks = -(-batch.num_targets * row // (CPU_CHUNK_BYTES if is_on_cpu else CHUNK_BYTES))
-    chunk = -(-batch.num_targets // num_chunks) * row
+    most_bytes = CPU_CHUNK_BYTES if is_on_cpu else CHUNK_BYTES
+    num_chunks = -(-batch.num_targets * row // most_bytes)
+    rows_per_chunk = -(-batch.num_targets // num_chunks)
+    chunk = rows_per_chunk * row
     gradient = DTYPE_BYTES[dtype]
     if num_chunks > 1:  # that of one chunk, and the sum
         gradient += FLOAT_BYTES
@@ -111,13 +117,16 @@ def gathered_bytes(model: ModelSize, dtype: str, *, drops_layers: bool) -> int:
     outer weights, the layer that computes and the next one, and the largest gradient, which is
     summed in float32; else all weights and gradients."""
     dtype_bytes = DTYPE_BYTES[dtype]
-    num_trained = model.num_weights if model.num_trained is None else model.num_trained
+    is_lora = model.num_trained is not None
     if not drops_layers:
+        num_trained = model.num_weights if model.num_trained is None else model.num_trained
         return dtype_bytes * model.num_weights + FLOAT_BYTES * num_trained
     outer = model.outer_weights
     layer = model.layer_weights // model.num_layers
-    largest = 0 if model.num_trained is not None else max(outer, layer)
-    return dtype_bytes * (outer + 2 * layer) + (dtype_bytes + FLOAT_BYTES) * largest
+    gathered = dtype_bytes * (outer + 2 * layer)
+    if is_lora:  # the gradients of adapters are small
+        return gathered
+    return gathered + (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
 
 
 def _trained_head(model: ModelSize) -> int:

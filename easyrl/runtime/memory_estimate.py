@@ -13,7 +13,7 @@ measured peaks: within 15 % on the CPU and 10 % on a pretended accelerator. No t
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -87,12 +87,15 @@ def memories_of(placement: Placement) -> Memories:
 
 
 def _worker_memory(placement: Placement, role: Role, host: Memory) -> Memory:
-    used = placement.infer if role == "rollout" else placement.train
+    used = placement.train
+    num_devices = 1
+    if role == "rollout":
+        used = placement.infer
+        num_devices = placement.engine.tensor_parallel_size
     if used.kind == "cpu":
         return host
     name = f"each of {placement.accelerator}:{range_words(used.indices)} ({role})"
     fraction = placement.memory_fraction(role) or 1.0
-    num_devices = placement.engine.tensor_parallel_size if role == "rollout" else 1
     return _free_memory(placement, name, used.indices, fraction * num_devices)
 
 
@@ -145,8 +148,13 @@ def _parts_of_workers(
     own_memory = memories.rollout if role == "rollout" else memories.train
     count = placement.num_workers(role)
     process = f"{role}-0 to {count - 1}, each" if count > 1 else f"{role}-0"
-    own = [Part(process, count, own_memory, need) for need in needs if not need.is_on_host]
-    on_host = [Part(process, count, memories.host, need) for need in needs if need.is_on_host]
+    own = []
+    on_host = []
+    for need in needs:
+        if need.is_on_host:
+            on_host.append(Part(process, count, memories.host, need))
+        else:
+            own.append(Part(process, count, own_memory, need))
     return own + on_host
 
 
@@ -245,11 +253,17 @@ def _parts_of_reward_models(spec: RunSpec, placement: Placement, memory: Memory)
     is_on_cpu = placement.reward_index is None
     num_tokens = spec.schedule.num_generations * spec.limits.max_sequence_length
     needs = reward_model_needs(spec.rewards.models, num_tokens=num_tokens, is_on_cpu=is_on_cpu)
-    if is_on_cpu:
-        process = f"reward models of {count} workers, each" if count > 1 else "reward models"
-        return [Part(process, count, memory, need) for need in needs]
-    together = [need._replace(num_bytes=count * need.num_bytes) for need in needs]
-    return [Part("reward models", 1, memory, need) for need in together]
+    process = "reward models"
+    if is_on_cpu and count > 1:
+        process = f"reward models of {count} workers, each"
+    parts = []
+    for need in needs:
+        if is_on_cpu:
+            parts.append(Part(process, count, memory, need))
+        else:
+            together = need._replace(num_bytes=count * need.num_bytes)
+            parts.append(Part(process, 1, memory, together))
+    return parts
 
 
 # -- what does not fit -----------------------------------------------------------------------------
@@ -295,12 +309,16 @@ def bytes_by_memory(parts: Iterable[Part]) -> Counter[Memory]:
 
 def find_shortages(parts: Sequence[Part]) -> list[Shortage]:
     """Find the memories that do not suffice, those that certainly do not first."""
-    shortages = []
     certain = [part for part in parts if part.need.is_certain]
-    for counted, is_certain in ((certain, True), (parts, False)):
-        for memory, needed_bytes in bytes_by_memory(counted).items():
-            if needed_bytes > memory.num_bytes:
-                shortages.append(Shortage(memory, needed_bytes, counted, is_certain))
+    of_certain = _find_shortages(certain, is_certain=True)
+    return of_certain + _find_shortages(parts, is_certain=False)
+
+
+def _find_shortages(parts: Sequence[Part], *, is_certain: bool) -> list[Shortage]:
+    shortages = []
+    for memory, needed_bytes in bytes_by_memory(parts).items():
+        if needed_bytes > memory.num_bytes:
+            shortages.append(Shortage(memory, needed_bytes, parts, is_certain))
     return shortages
 
 
@@ -319,30 +337,53 @@ def check_memory(parts: Sequence[Part]) -> list[str]:
 
 def memory_table(parts: Sequence[Part]) -> str:
     """List the parts of one worker of each role, then the sum in each memory."""
-    rows: list[tuple[str, int]] = []
-    for process, grouped in groupby(parts, key=lambda part: part.process):
-        own = list(grouped)
-        rows.append((process, sum(part.need.num_bytes for part in own)))
-        for part in own:
-            where = "" if part.memory == own[0].memory else ", cpu"
-            rows.append((f"  {part.need.what}{where}", part.need.num_bytes))
+    totals = _all_bytes(parts)
+    rows = [*_rows_of_processes(parts), *_rows_of_memories(totals)]
+    is_large = max(totals.values()) > 16 * GIB
+    lines = ["memory at the most, by estimate:"]
+    for row in rows:
+        text = f"{row.num_bytes / MIB:,.0f} MiB"
+        if is_large:
+            text = f"{row.num_bytes / GIB:,.1f} GiB"
+        lines.append(f"{row.label:<27}{text:>11}")
+    return "\n".join(lines)
 
+
+class _Row(NamedTuple):
+    label: str
+    num_bytes: int
+
+
+def _all_bytes(parts: Sequence[Part]) -> Counter[Memory]:
+    """Sum the parts in each memory, also those that are not required."""
     totals = bytes_by_memory(parts)
     for part in parts:
         if not part.need.is_required:
             totals[part.memory] += part.need.num_bytes
-    for memory in sorted(totals, key=lambda memory: memory.name == "cpu"):
-        rows.append((memory.name if memory.name != "cpu" else "all on cpu", totals[memory]))
-        if memory.num_bytes < math.inf:
-            rows.append(("  available", int(memory.num_bytes)))
+    return totals
 
-    is_large = max(totals.values()) > 16 * GIB
-    lines = ["memory at the most, by estimate:"]
-    for label, num_bytes in rows:
-        text = f"{num_bytes / GIB:,.1f} GiB" if is_large else f"{num_bytes / MIB:,.0f} MiB"
-        lines.append(f"{label:<27}{text:>11}")
-    return "\n".join(lines)
+
+def _rows_of_processes(parts: Sequence[Part]) -> Iterator[_Row]:
+    for process, grouped in groupby(parts, key=lambda part: part.process):
+        own = list(grouped)
+        yield _Row(process, sum(part.need.num_bytes for part in own))
+        first_memory = own[0].memory
+        for part in own:
+            where = "" if part.memory == first_memory else ", cpu"
+            yield _Row(f"  {part.need.what}{where}", part.need.num_bytes)
+
+
+def _rows_of_memories(totals: Mapping[Memory, int]) -> Iterator[_Row]:
+    """Yield the sum and what is available, of accelerators first."""
+    for memory in sorted(totals, key=lambda memory: memory.name == "cpu"):
+        name = "all on cpu" if memory.name == "cpu" else memory.name
+        yield _Row(name, totals[memory])
+        if memory.num_bytes < math.inf:
+            yield _Row("  available", int(memory.num_bytes))
 
 
 def in_gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:,.0f} MiB"
+    """Write bytes in GiB, or in MiB where that is less than 0.1."""
+    if num_bytes >= GIB / 10:
+        return f"{num_bytes / GIB:,.2f} GiB"
+    return f"{num_bytes / MIB:,.0f} MiB"
