@@ -198,6 +198,15 @@ def test_dates_and_times_of_a_parquet_file_are_text(kind, values, texts, tmp_pat
         assert {*stream.examples().values()} == {f"On {text}:" for text in texts}
 
 
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_numbers_of_any_width_are_those_that_were_written(kind, tmp_path):
+    answers = np.array([0.1, -2.5, np.nan, 7], dtype=kind)
+    make_frame({"prompt": ["q"] * 4, "answer": answers}).to_parquet(tmp_path / "data.parquet")
+    found = [columns["answer"] for _, columns in rows_of(tmp_path / "data.parquet")]
+    assert found == [0.1, -2.5, None, 7.0]
+    assert exact_match(["0.1"], [found[0]]) == [1] and exact_match(["7"], [found[3]]) == [1]
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch", "pandas", "arrow"])
 def test_the_format_of_a_saved_data_set_does_not_matter(kind, tmp_path):
     import datasets
@@ -217,7 +226,7 @@ def given_in_python(tmp_path, rows):
         return [stream.prompt(index).columns for index in range(stream.epoch_length)]
 
 
-@pytest.mark.parametrize("kind", ["rows", "records", "dataset", "torch"])
+@pytest.mark.parametrize("kind", ["rows", "records", "numpy", "dataset", "torch"])
 def test_dates_that_a_python_program_gives_are_text(kind, tmp_path):
     import datasets
 
@@ -227,8 +236,13 @@ def test_dates_that_a_python_program_gives_are_text(kind, tmp_path):
     if kind == "records":
         rows = make_frame({name: [row[name] for row in rows] for name in rows[0]})
         rows = rows.to_dict("records")
+    elif kind == "numpy":
+        for row in rows:
+            row["day"] = np.datetime64(row["day"], "ns")
+            row["time"] = (np.array(row["time"], dtype="datetime64[ns]")[0],)
     elif kind != "rows":
-        rows = datasets.Dataset.from_list(rows)
+        others = [{"prompt": "another", "day": times[0], "time": [times[0]]}]
+        rows = datasets.Dataset.from_list([*rows, *others]).select(range(2))
         rows = rows.with_format("torch", columns=["prompt"]) if kind == "torch" else rows
     first, second = given_in_python(tmp_path, rows)
     assert first == {"day": "2024-01-01", "time": ["2024-01-01T10:30:00"]}
@@ -286,6 +300,32 @@ def test_dates_in_json_lines_of_the_hub_keep_their_text(answers, texts, json_rep
     if isinstance(texts[0], str):
         assert exact_match([texts[0]], [found[0][0]]) == [1]
     assert opened("a/b").prompt(0).references() == opened(saved).prompt(0).references() != {}
+
+
+TIMES = [
+    (["2024-01-02 10:30:00", "2024-01-03 11:00:00"], True),
+    (["2024-01-02T10:30:00Z", "2024-01-03T11:00:00Z"], True),
+    ([["2024-01-02 10:30", "2024-01-03 11:00"], []], True),
+    (["2024-01-02", "2024-01-03"], False),
+    (["10:30", "11:00"], False),
+]
+
+
+@pytest.mark.parametrize(("answers", "is_told"), TIMES, ids=str)
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_answers_that_the_library_may_have_written_anew_are_named(
+    answers, is_told, is_saved, json_repository, tmp_path
+):
+    import datasets
+
+    file = json_repository(*({"prompt": "q", "solution": answer} for answer in answers))
+    if is_saved:
+        datasets.load_dataset("json", split="train").save_to_disk(str(tmp_path / "saved"))
+    name = tmp_path / "saved" if is_saved else "a/b"
+    found = opened(name, "data.columns={answer: solution}").warnings()
+    assert len(found) == is_told and all(f"'{name}'" in text for text in found)
+    assert not opened(name).warnings()  # no answer
+    assert not opened(file, "data.columns={answer: solution}").warnings()
 
 
 MIXED = [

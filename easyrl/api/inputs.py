@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from easyrl.config import INPUTS, Config, ConfigError, change_config
-from easyrl.data.tables import check_texts
+from easyrl.data.tables import Table
 from easyrl.data.values import plain_rows, with_none
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
 
@@ -71,10 +71,9 @@ class Inputs:
             )
         if is_dataset:
             try:
-                check_texts(rows)
+                rows = Table(rows)
             except ValueError as error:
                 raise ConfigError(f"{key}: {error}") from None
-            rows = rows.with_format(None)  # else its rows may be tensors or data frames
         given = []
         for number, row in enumerate(rows):
             try:

@@ -33,14 +33,7 @@ def read_messages(given: object, source: str) -> Messages:
     messages: Messages = []
     for number, message in enumerate(given):
         try:
-            if not isinstance(message, dict) or "role" not in message:
-                raise TypeError("expected a mapping with role and content")
-            content = message.get("content")
-            if content is None and message.get("tool_calls"):
-                content = ""
-            texts = {"role": _text(message.get("role")), "content": _text(content)}
-            copied = json.dumps(message | texts)
-            messages.append(json.loads(copied, object_hook=_without_none))
+            messages.append(_read_message(message))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: message {number} {message!r:.80}: {error}") from None
     if messages[-1].get("tool_calls"):
@@ -48,15 +41,34 @@ def read_messages(given: object, source: str) -> Messages:
     return messages
 
 
+def _read_message(message: Any) -> dict[str, Any]:
+    """Return a copy of one message. Raises TypeError or ValueError for another form."""
+    if not isinstance(message, dict) or "role" not in message:
+        raise TypeError("expected a mapping with role and content")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    texts = {
+        "role": _text(message["role"]),
+        "content": _text(content),
+    }
+    copied = json.dumps(message | texts)
+    read: dict[str, Any] = json.loads(copied, object_hook=_without_none)
+    return read
+
+
 def _text(content: Any) -> str:
     """Return the text of a content: a string, a part such as `{"type": "text", "text": "…"}`, or a
     list of these."""
+    if isinstance(content, str):
+        return content
     if isinstance(content, list):
         return "".join(map(_text, content))
-    part = content if isinstance(content, dict) else {"text": content}
-    if part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise ValueError(f"expected text, got {content!r:.80}")
-    return str(part["text"])
+    if isinstance(content, dict) and content.get("type") in TEXT_PARTS:
+        text = content.get("text")
+        if isinstance(text, str):
+            return text
+    raise ValueError(f"expected text, got {content!r:.80}")
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -118,11 +130,14 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     ids: list[int] = tokenizer(text)["input_ids"]
     # `ids` is begin tokens + `plain` + end tokens. Search from the end, so that an empty text has
     # the begin token.
-    for start in reversed(range(len(ids) - len(plain) + 1)):
-        if ids[start : start + len(plain)] == plain:
+    num_special = len(ids) - len(plain)
+    for start in range(num_special, -1, -1):
+        end = start + len(plain)
+        if ids[start:end] == plain:
             begin = ids[:start]
-            has_own = plain[:start] == begin
-            return plain if has_own else begin + plain
+            if plain[:start] == begin:  # the text has its own
+                return plain
+            return begin + plain
     return ids  # special tokens change how the text is divided
 
 
@@ -136,12 +151,13 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:
             special[token_id] = str(token)
-    names = set(special.values()) - {tokenizer.bos_token, tokenizer.eos_token}
+    names = set(special.values())
+    names -= {tokenizer.bos_token, tokenizer.eos_token}
     tags: set[str] = set()
     for name in names:
         closing = f"{name[:1]}/{name[1:]}"  # of `<think>`: `</think>`
         if closing in names:
-            tags.update((name, closing))
+            tags |= {name, closing}
     hidden = {token_id for token_id, name in special.items() if name not in tags}
 
     def decode(token_ids: Sequence[int]) -> str:

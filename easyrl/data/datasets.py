@@ -93,7 +93,12 @@ def _with_teacher(dataset: DataSet, spec: DataSpec, number: int) -> DataSet:
 def _open(name: str, spec: DataSpec, number: int, *, is_trained: bool) -> DataSet:
     """Open data set `number` of a mixture, or the only one."""
     data = spec.options
-    form = RowForm(data, preset_of(name, data), spec.environments, number)
+    form = RowForm(
+        data,
+        preset_of(name, data),
+        spec.environments,
+        number,
+    )
     seed = spec.seed if data.shuffle else None
     preset = named_preset(name, data)
     if preset is None:
@@ -115,21 +120,37 @@ def _open(name: str, spec: DataSpec, number: int, *, is_trained: bool) -> DataSe
 def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
     """Open a file, a folder or a data set on the hub."""
     path = Path(name).expanduser()
-    is_dict = (path / "dataset_dict.json").is_file()
-    if is_dict or (path / "state.json").is_file():
-        saved = str(path / "train" if is_dict else path)
-        table = _load(name, lambda datasets: datasets.load_from_disk(saved))
+    saved = _saved_folder(path)
+    if saved is not None:
+        table = _load(name, lambda datasets: datasets.load_from_disk(str(saved)))
         return DataSet(name, table, form, seed)
     if path.is_dir() or FILE.search(name):
         files = _files_of(path)
-        if files[0].suffix.lower() != ".parquet":
-            return _read_files(name, files, form, seed)
-        options = {"data_files": [glob.escape(str(file)) for file in files], "split": "train"}
-        table = _load(name, lambda datasets: datasets.load_dataset("parquet", **options))
-        return DataSet(name, table, form, seed)
+        is_parquet = files[0].suffix.lower() == ".parquet"
+        if is_parquet:
+            return DataSet(name, _open_parquet(name, files), form, seed)
+        return _read_files(name, files, form, seed)
     if re.fullmatch(HUB_ID, name) and not path.exists():
         return DataSet(name, open_hub(name), form, seed)
     raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{did_you_mean(name, PRESETS)}")
+
+
+def _saved_folder(path: Path) -> Path | None:
+    """Return the folder that `save_to_disk` has written the rows to; None if it has not."""
+    if (path / "dataset_dict.json").is_file():  # of several splits
+        return path / "train"
+    if (path / "state.json").is_file():
+        return path
+    return None
+
+
+def _open_parquet(name: str, files: Sequence[Path]) -> Table:
+    # Characters of patterns, such as [, are part of a name here.
+    options = {
+        "data_files": [glob.escape(str(file)) for file in files],
+        "split": "train",
+    }
+    return _load(name, lambda datasets: datasets.load_dataset("parquet", **options))
 
 
 def _read_files(name: str, files: Iterable[Path], form: RowForm, seed: int | None) -> DataSet:
@@ -152,13 +173,14 @@ def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ConfigError(f"{KEY}: there is no file '{path}'{similar_file(path)}")
     found = [each for each in sorted(path.glob("[!._]*")) if FILE.search(each.name)]
-    split_of = {}
+    of_split: dict[str, list[Path]] = {}
     for each in found:
         split = re.search(SPLIT_IN_NAME, each.name.lower())
-        split_of[each] = split[0] if split else ""
-    files = [each for each in found if split_of[each] == "train"] or found
-    kinds = {(split_of[each], each.suffix) for each in files}
-    if len(kinds) != 1:
+        of_split.setdefault(split[0] if split else "", []).append(each)
+    files = of_split.get("train", found)
+    is_one_split = len(of_split) == 1 or "train" in of_split
+    suffixes = {each.suffix for each in files}
+    if not is_one_split or len(suffixes) != 1:
         names = [each.name for each in found[:MAX_FILES_NAMED]]
         raise ConfigError(
             f"{KEY}: expected a folder of save_to_disk, or .parquet, .jsonl or .csv files of one "
@@ -248,17 +270,18 @@ def _csv_rows(lines: Iterable[str]) -> Iterator[NumberedRow]:
     reader = csv.DictReader(lines, restkey="", strict=True)
     try:
         names = reader.fieldnames or []
-        twice = [name for name in names if name and names.count(name) > 1]
-        if twice:
-            raise ValueError(f"{reader.line_num}: expected column '{twice[0]}' only once")
+        for name in names:
+            if name and names.count(name) > 1:
+                raise ValueError(f"{reader.line_num}: expected column '{name}' only once")
         for row in reader:
             surplus = row.pop("", "")
-            has_too_few = None in row.values()
+            texts = list(row.values())
+            has_too_few = None in texts
             has_too_many = isinstance(surplus, list) and any(surplus)
             if has_too_few or has_too_many:
                 raise ValueError(f"{reader.line_num}: expected as many values as in the header")
-            is_header = list(row) == list(row.values())
-            if any(row.values()) and not is_header:
+            is_header = texts == list(row)
+            if any(texts) and not is_header:
                 values = {name: text or None for name, text in row.items()}
                 yield NumberedRow(reader.line_num, values)
     except csv.Error as error:
@@ -270,22 +293,31 @@ def problems_of(stream: PromptStream, data: DataConfig) -> dict[str, Prompt]:
     are any, else every row. Raises ConfigError if there are none."""
     if data.num_held_out == 0:
         raise ConfigError("data.num_held_out: expected 1 or more problems to evaluate, got 0")
-    held_out = stream.held_out()[: data.num_held_out]
-    if held_out:
-        located = enumerate(held_out)
-        return {f"held-out problem {k} of '{data.shown}'": problem for k, problem in located}
+    problems = {}
+    for number, problem in enumerate(stream.held_out()[: data.num_held_out]):
+        problems[f"held-out problem {number} of '{data.shown}'"] = problem
+    if problems:
+        return problems
     if stream.epoch_length is None or len(data.datasets) > 1:
         raise ConfigError(
             "eval.dataset, data.dataset (--dataset): expected a data set with held-out problems, "
             f"or a single one with rows, got '{data.shown}'"
         )
-    chosen = islice(stream.examples(), data.num_held_out)
-    return {location: stream.prompt(row) for row, location in enumerate(chosen)}
+    locations = islice(stream.examples(), data.num_held_out)
+    for row, location in enumerate(locations):
+        problems[location] = stream.prompt(row)
+    return problems
 
 
 def identity_of(problems: Sequence[str]) -> str:
     """Digest the ids of a set of problems, in any order."""
-    return hashlib.sha256("\n".join(sorted(problems)).encode()).hexdigest()[:ID_DIGITS]
+    return _digest("\n".join(sorted(problems)))
+
+
+def _digest(text: str) -> str:
+    # JSON of a row may have half a surrogate pair.
+    content = text.encode(errors="backslashreplace")
+    return hashlib.sha256(content).hexdigest()[:ID_DIGITS]
 
 
 def problem_ids(problems: Sequence[Prompt]) -> list[str]:
@@ -295,8 +327,9 @@ def problem_ids(problems: Sequence[Prompt]) -> list[str]:
     ids = []
     for problem in problems:
         values = [problem.content, dict(problem.columns)]
-        row = json.dumps(values, sort_keys=True, default=content_of)
-        name = hashlib.sha256(row.encode(errors="backslashreplace")).hexdigest()[:ID_DIGITS]
+        name = _digest(json.dumps(values, sort_keys=True, default=content_of))
         seen[name] += 1
-        ids.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+        if seen[name] > 1:
+            name = f"{name}-{seen[name]}"
+        ids.append(name)
     return ids

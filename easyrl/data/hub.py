@@ -9,12 +9,16 @@ from easyrl.config import ConfigError
 from easyrl.config.hints import similar_file
 
 HUB_TIMEOUT_SECONDS = 5.0
+_BUILT_IN = Path(__file__).parent.parent / "model" / "built_in"
 BUILT_IN_MODELS = {
-    name: Path(__file__).parent.parent / "model" / "built_in" / name.replace("-", "_")
-    for name in ("tiny", "tiny-countdown", "tiny-guess")
+    "tiny": _BUILT_IN / "tiny",
+    "tiny-countdown": _BUILT_IN / "tiny_countdown",
+    "tiny-guess": _BUILT_IN / "tiny_guess",
 }
+"""Name of a model that the package has -> its folder."""
 KEY = "model.path (--model)"
-_last_answer: bool | None = None  # of `reach_hub`, in this process
+_last_answer: bool | None = None
+"""Last answer of `reach_hub` in this process; None: it was not asked."""
 FORMS = f"use {', '.join(BUILT_IN_MODELS)}, a Hugging Face model folder, or a hub id"
 
 
@@ -33,7 +37,10 @@ def loadable_model(path: str) -> str:
     """Return `resolve_model(path)`, or the hub's cached folder while the hub does not answer: its
     clients would retry for half a minute. Raises ConfigError if there is none."""
     path = resolve_model(path)
-    if Path(path).is_dir() or (reach_hub() if _last_answer is None else _last_answer):
+    if Path(path).is_dir():
+        return path
+    is_reachable = reach_hub() if _last_answer is None else _last_answer
+    if is_reachable:
         return path
     return str(model_config_from_hub(path).parent)
 
@@ -60,8 +67,11 @@ def model_config_from_hub(repository: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    is_reachable, endpoint = reach_hub(), os.environ.get("HF_ENDPOINT")
-    options: Any = {"endpoint": endpoint, "local_files_only": not is_reachable}
+    is_reachable = reach_hub()
+    options: Any = {
+        "endpoint": os.environ.get("HF_ENDPOINT"),
+        "local_files_only": not is_reachable,
+    }
     try:
         return Path(huggingface_hub.hf_hub_download(repository, "config.json", **options))
     except Exception as error:

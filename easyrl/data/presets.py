@@ -99,16 +99,23 @@ PRESETS: Mapping[str, Preset] = {
     ),
 }
 TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.rows]
+"""Presets that can be trained: the others have held-out problems only."""
+DEFAULT_HELD_OUT = 256
+"""Number of held-out problems of a task of reasoning-gym."""
 
 
 def named_preset(name: str, data: DataConfig) -> Preset | None:
     """Return the preset that a data set is; None for rows of the user's own."""
     if not name.startswith(REASONING_GYM):
         return PRESETS.get(name)
-    options, task = data.options, name.removeprefix(REASONING_GYM)
-    text = json.dumps(options.get(task, {}) if len(data.datasets) > 1 else options, sort_keys=True)
-    num_held_out = 256 if data.num_held_out is None else data.num_held_out
-    return Preset("reasoning_gym", task=ReasoningGym(task, text, num_held_out))
+    task = name.removeprefix(REASONING_GYM)
+    is_mixture = len(data.datasets) > 1
+    options = data.options.get(task, {}) if is_mixture else data.options
+    num_held_out = data.num_held_out
+    if num_held_out is None:
+        num_held_out = DEFAULT_HELD_OUT
+    generator = ReasoningGym(task, json.dumps(options, sort_keys=True), num_held_out)
+    return Preset("reasoning_gym", task=generator)
 
 
 def preset_of(name: str, data: DataConfig) -> Preset | None:
@@ -131,5 +138,8 @@ def default_reward(data: DataConfig) -> str | None:
 
 
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
-    preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
+    """Return how an evaluation of the data set samples; empty for mixtures and own rows."""
+    if not isinstance(data.dataset, str):
+        return {}
+    preset = preset_of(data.dataset, data)
     return preset.sampling if preset else {}

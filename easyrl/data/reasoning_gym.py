@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, lru_cache
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -26,25 +26,47 @@ from easyrl.config import ConfigError
 from easyrl.data.tasks import Task
 from easyrl.formatting import require
 
-SIZE = 10_000  # rows of the few tasks that make all of them at once
-REFUSED = {  # tasks whose scorer gives full marks to a wrong answer, whatever the question
+SIZE = 10_000
+"""Number of rows of the few tasks that make all of them at once."""
+MAX_INDEX = 2**31
+HELD_OUT = "held out"  # a source of problems
+HELD_OUT_BYTES = 64
+"""A problem is held out if the first byte of its hash is below this: a quarter of all."""
+REFUSED = {
     "coin_flip": "'0' where the answer is 0.25",  # it compares as many characters as both have
     "game_of_life_halting": "any text",  # it compares bool(text)
 }
-"""As of reasoning-gym 0.1.25. `tests/reasoning_gym_scores.py` looks at all tasks."""
+"""Tasks whose scorer gives full marks to a wrong answer, whatever the question: name -> answer. As
+of reasoning-gym 0.1.25. `tests/reasoning_gym_scores.py` looks at all tasks."""
 PROGRAM = "import sys; sys.path[:] = {}; from easyrl.data.reasoning_gym import serve; serve()"
 _lock = threading.Lock()  # of the generator's pipes
 
 
-def _take_levels(options: dict[str, Any]) -> tuple[int, int, int] | None:
-    """Take the first level of the library's curriculum, the last, and the rows of each. Raises
-    ConfigError."""
-    level, num_rows = options.pop("level", None), options.pop("rows_per_level", None)
+class Levels(NamedTuple):
+    """Levels of the library's curriculum, from 0."""
+
+    first: int
+    last: int
+    rows_per_level: int
+
+    def at(self, index: int) -> int:
+        """Return the level of training row `index`."""
+        return min(self.last, self.first + index // self.rows_per_level)
+
+
+def _take_levels(options: dict[str, Any]) -> Levels | None:
+    """Remove the keys `level` and `rows_per_level` from the options, and return what they say; None
+    if neither is there. Raises ConfigError."""
+    level = options.pop("level", None)
+    num_rows = options.pop("rows_per_level", None)
     if level is None and num_rows is None:
         return None
-    first, last = level if isinstance(level, list) and len(level) == 2 else (level, level)
-    levels = first, last, 1 if num_rows is None and level is last else num_rows
-    if any(type(n) is not int for n in levels) or not 0 <= first <= last or levels[2] < 1:
+    if isinstance(level, list) and len(level) == 2:
+        levels = Levels(level[0], level[1], num_rows)
+    else:
+        levels = Levels(level, level, 1 if num_rows is None else num_rows)
+    are_integers = all(type(number) is int for number in levels)
+    if not are_integers or not 0 <= levels.first <= levels.last or levels.rows_per_level < 1:
         expected = "{level: N}, or {level: [FIRST, LAST], rows_per_level: N}"
         raise ConfigError(f"data.options: expected {expected}, got {level} and {num_rows}")
     return levels
@@ -61,24 +83,29 @@ def _check_scorer(name: str, source: str) -> None:
 
 @cache
 def library_data(name: str, options: str, size: int = 1, level: int | None = None) -> Any:
-    """Return the library's data set of a task; `options` are JSON. `level`: by default the last one
-    that they name. Raises ConfigError."""
+    """Return the library's data set of a task. Raises ConfigError.
+
+    `options`: JSON. `level`: of the library's curriculum; by default the last one that the options
+    name.
+    """
     source = f"data.dataset (--dataset): 'reasoning_gym:{name}'"
     require("reasoning-gym", source)
-    from reasoning_gym.factory import DATASETS, create_curriculum, create_dataset, has_curriculum
+    from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
         near = ", ".join(get_close_matches(name, DATASETS, 3, 0))
         raise ConfigError(f"{source}: expected a task of reasoning-gym; the nearest are {near}")
     _check_scorer(name, source)
-    kinds = get_type_hints(config_class := DATASETS[name][1])
+    config_class = DATASETS[name][1]
+    kinds = get_type_hints(config_class)
     names = [key for key in kinds if key not in ("seed", "size")]
     given = json.loads(options)
     levels = _take_levels(given)
     for key, value in given.items():
         if key not in names:
             raise ConfigError(f"data.options: expected settings of {name} ({names}), got '{key}'")
-        try:  # the type of some defaults is not the one declared
+        try:
+            # The type of some defaults is not the one declared.
             kind = TypeAdapter(kinds[key] | type(getattr(config_class, key, None)))
             given[key] = kind.validate_json(json.dumps(value), strict=True)
         except ValidationError:
@@ -88,19 +115,31 @@ def library_data(name: str, options: str, size: int = 1, level: int | None = Non
         for part in given.get("datasets", []):
             _check_scorer(part.name, "data.options.datasets")
     if levels is not None:
-        if not has_curriculum(name):
-            raise ConfigError(f"data.options.level: expected none, as {name} has no levels")
-        curriculum = create_curriculum(name)
-        highest = max(len(each.levels) for each in curriculum.attributes.values()) - 1
-        if levels[1] > highest:
-            raise ConfigError(f"data.options.level: expected at most {highest}, got {levels[1]}")
-        curriculum.set_global_level(levels[1] if level is None else level)
-        of_level = vars(curriculum.generate_configuration())
-        given = {key: value for key, value in of_level.items() if key in names} | given
+        of_level = _settings_of_level(name, levels, level)
+        for key in names:
+            if key in of_level:
+                given.setdefault(key, of_level[key])
     try:
         return create_dataset(name, **given, seed=0, size=size)
     except Exception as error:  # of many types, for values that do not go together or are missing
         raise ConfigError(f"data.options: {name}: {error or repr(error)}") from None
+
+
+def _settings_of_level(name: str, levels: Levels, level: int | None) -> dict[str, Any]:
+    """Return the settings that the library's curriculum has for a level, by default the last one.
+    Raises ConfigError if the task does not have so many."""
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(name):
+        raise ConfigError(f"data.options.level: expected none, as {name} has no levels")
+    curriculum = create_curriculum(name)
+    num_levels = max(len(each.levels) for each in curriculum.attributes.values())
+    highest = num_levels - 1
+    if levels.last > highest:
+        raise ConfigError(f"data.options.level: expected at most {highest}, got {levels.last}")
+    curriculum.set_global_level(levels.last if level is None else level)
+    settings: dict[str, Any] = vars(curriculum.generate_configuration())
+    return settings
 
 
 @dataclass(frozen=True)
@@ -109,23 +148,29 @@ class ReasoningGym(Task):
     curriculum the level rises with the index of a training row; held-out ones have the last."""
 
     name: str
-    options: str  # JSON
-    num_held_out: int  # fewer, where there are not so many different ones
+    options: str  # `data.options` as JSON
+    num_held_out: int  # the task may have fewer different problems
 
     def train_row(self, seed: int, index: int) -> dict[str, Any]:
         return _generate(self, f"train {seed} {index}", 1)[0]
 
     def held_out_rows(self) -> list[dict[str, Any]]:
-        return _generate(self, "held out", self.num_held_out)
+        return _generate(self, HELD_OUT, self.num_held_out)
 
     def draw_rows(self, source: str, number: int) -> list[dict[str, Any]]:
-        """Draw different problems, in the generator; a quarter of all is held out."""
-        levels, level = _take_levels(json.loads(self.options)), None
-        if levels is not None and source != "held out":
-            level = min(levels[1], levels[0] + int(source.rpartition(" ")[2]) // levels[2])
-        rng, limit = random.Random(source), 2**31
+        """Draw different problems. Runs in the generator's process.
+
+        `source`: `held out`, or `train SEED INDEX`. It seeds the random numbers.
+        """
+        is_held_out = source == HELD_OUT
+        levels = _take_levels(json.loads(self.options))
+        level = None
+        if levels is not None and not is_held_out:
+            level = levels.at(int(source.rsplit(maxsplit=1)[-1]))
+        rng = random.Random(source)
+        limit = MAX_INDEX
         data = library_data(self.name, self.options, SIZE, level)
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}  # by question
         for _ in range(64 + 8 * number):
             if len(found) == number:
                 break
@@ -138,18 +183,23 @@ class ReasoningGym(Task):
             except Exception:  # there are only SIZE rows, or the library fails with this one
                 limit = SIZE
                 continue
-            question, answer = entry["question"], entry["answer"]
-            is_held_out = hashlib.sha256(question.encode()).digest()[0] < 64
-            if is_held_out == (source == "held out"):
-                columns = {"answer": answer, "entry": entry, "task": [self.name, self.options]}
-                found.setdefault(question, {"prompt": question, **columns})
-        if not found and source != "held out":
+            question = entry["question"]
+            first_byte = hashlib.sha256(question.encode()).digest()[0]
+            if (first_byte < HELD_OUT_BYTES) == is_held_out and question not in found:
+                found[question] = {
+                    "prompt": question,
+                    "answer": entry["answer"],
+                    "entry": entry,
+                    "task": [self.name, self.options],
+                }
+        if not found and not is_held_out:
             raise ConfigError(f"data.options: {self.name} has too few different problems")
-        return [*found.values()]
+        return list(found.values())
 
 
 @cache
 def _generator() -> Any:
+    """Return the generator's process, which starts at the first call."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(sys.path)],
         stdin=subprocess.PIPE,  # at its end the generator ends
@@ -178,9 +228,10 @@ def _generate(task: ReasoningGym, *arguments: Any) -> list[dict[str, Any]]:
 
 
 def serve() -> None:
+    """Answer the calls of `_generate`, until the other process ends."""
     calls: Any = sys.stdin.buffer
     results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what tasks print
+    os.dup2(2, 1)  # what tasks print goes to standard error
     while calls.peek():
         task, arguments = pickle.load(calls)
         try:

@@ -52,6 +52,8 @@ BLOCK = 1000
 """Number of successive prompts of a mixture in which each data set has its exact share."""
 SOURCE_COLUMN = "data_source"
 """Column that names the data set of a mixture's row, unless the rows have this column already."""
+ANSWER_COLUMN = "answer"
+"""Column that the built-in rewards compare completions with."""
 ENVIRONMENT_COLUMN = "environment"
 """Column that names the environment of a row, where a run has several."""
 
@@ -96,11 +98,14 @@ class RowForm:
 
     def _columns_of_template(self) -> list[str]:
         """Return the columns that the template names. Raises ConfigError for a wrong brace."""
+        names = []
         try:
-            fields = list(string.Formatter().parse(self.template or ""))
+            for _, name, _, _ in string.Formatter().parse(self.template or ""):
+                if name is not None:
+                    names.append(name)
         except ValueError as error:
             raise ConfigError(f"{self.key}: {error}; braces: {{{{ and }}}}") from None
-        return [name for _, name, _, _ in fields if name is not None]
+        return names
 
     def named(self, row: Row) -> Row:
         """Return the row, or a part of one, with the names of `data.columns` beside its own."""
@@ -293,7 +298,10 @@ class DataSet:
         """Return the data set without the rows at these locations, held-out ones included."""
         held_out = None if self.held_out is None else self.held_out.without(examples)
         num_examples = self.num_rows or NUM_TASK_EXAMPLES
-        kept = [row for row in range(num_examples) if self.location(row) not in examples]
+        kept = []
+        for row in range(num_examples):
+            if self.location(row) not in examples:
+                kept.append(row)
         if len(kept) == num_examples:
             return replace(self, held_out=held_out)
         if self.num_rows is None or not kept:
@@ -303,16 +311,30 @@ class DataSet:
             )
         return replace(self, held_out=held_out, kept=kept)
 
+    def warnings(self) -> list[str]:
+        """Return what may be wrong with the rows."""
+        column = self.form.new_names.get(ANSWER_COLUMN, ANSWER_COLUMN)
+        if column not in getattr(self.rows, "guessed_columns", ()):
+            return []
+        value = self.rows[0][column]
+        return [
+            f"warning: {KEY}: datasets has turned the texts of column '{column}' of '{self.name}' "
+            f"into times, which are now written as in {value!r}; if they were written otherwise, "
+            "no answer equals them: download the file and give its path"
+        ]
+
     def fingerprint(self) -> str | None:
         """Digest the number of rows and all columns, however they are stored. Of more than
         MAX_DIGESTED_ROWS rows, read as many at equal distances. None for a task."""
         if self.num_rows is None:
             return None
-        digest = hashlib.sha256(f"{self.num_rows} {self.epoch_length}".encode())
+        lengths = f"{self.num_rows} {self.epoch_length}"
+        digest = hashlib.sha256(lengths.encode())
         step = math.ceil(self.num_rows / MAX_DIGESTED_ROWS)
         rows = self.rows[::step] if isinstance(self.rows, list) else self.rows.every(step)
         for row in rows:
-            digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
+            text = json.dumps(row, sort_keys=True, default=content_of)
+            digest.update(text.encode())
         return digest.hexdigest()
 
 
@@ -332,11 +354,11 @@ class PromptStream:
         self._data = list(data.values())
         self._counts = _shares(weights)
         self._turns = _spread(self._counts)
-        columns: dict[str, None] = {}  # a set that keeps the order
+        self._columns: dict[str, None] = {}  # of all data sets: a set that keeps the order
         for each in self._data:
-            row = dict.fromkeys(each.columns)
-            columns |= dict.fromkeys(each.form.reward_columns(each.form.named(row)))
-        self._columns = columns
+            blank = dict.fromkeys(each.columns)
+            names = each.form.reward_columns(each.form.named(blank))
+            self._columns.update(dict.fromkeys(names))
 
     @property
     def epoch_length(self) -> int | None:
@@ -351,9 +373,10 @@ class PromptStream:
     def prompt(self, index: int) -> Prompt:
         block, position = divmod(index, BLOCK)
         turn = self._turns[position]
-        own_index = block * self._counts[turn.dataset] + turn.num_before
-        prompt = self._data[turn.dataset].prompt(own_index)
-        return self._with_source(prompt, turn.dataset, index)
+        number = turn.dataset
+        num_before = block * self._counts[number] + turn.num_before
+        prompt = self._data[number].prompt(num_before)
+        return self._with_source(prompt, number, index)
 
     def _with_source(self, prompt: Prompt, number: int, index: int) -> Prompt:
         """Return a mixture's prompt with its index, all columns that any data set has, and the name
@@ -367,8 +390,8 @@ class PromptStream:
 
     def first_of_each(self) -> Iterator[tuple[str, Prompt, Prompt]]:
         """Yield each data set's name, and its first prompt with its own columns and with all."""
-        for number, (name, data) in enumerate(zip(self._names, self._data, strict=True)):
-            prompt = data.prompt(0)
+        for number, name in enumerate(self._names):
+            prompt = self._data[number].prompt(0)
             yield name, prompt, self._with_source(prompt, number, 0)
 
     @property
@@ -378,23 +401,24 @@ class PromptStream:
 
     def held_out(self) -> list[Prompt]:
         """Return the prompts that are never trained. Several data sets take turns."""
-        longest = 0
-        for each in self._data:
+        parts: dict[int, DataSet] = {}  # by the number of their data sets
+        for number, each in enumerate(self._data):
             if each.held_out is not None:
-                longest = max(longest, each.held_out.epoch_length or 0)
+                parts[number] = each.held_out
+        longest = max((part.epoch_length or 0 for part in parts.values()), default=0)
         prompts: list[Prompt] = []
         for row in range(longest):
-            for number, each in enumerate(self._data):
-                if each.held_out is not None and row < (each.held_out.epoch_length or 0):
-                    prompt = each.held_out.prompt(row)
-                    prompts.append(self._with_source(prompt, number, len(prompts)))
+            for number, part in parts.items():
+                if row < (part.epoch_length or 0):
+                    index = len(prompts)
+                    prompts.append(self._with_source(part.prompt(row), number, index))
         return prompts
 
     def examples(self) -> dict[str, str | Messages]:
         """Return the examples of all data sets. Raises ConfigError where only some are strings."""
         found: dict[str, str | Messages] = {}
         for each in self._data:
-            found |= each.examples()
+            found.update(each.examples())
         location_of = {type(content): location for location, content in found.items()}
         if len(location_of) > 1:
             raise ConfigError(
@@ -409,6 +433,12 @@ class PromptStream:
         fewer._data = [each.without(examples) for each in self._data]
         return fewer
 
+    def warnings(self) -> list[str]:
+        found = []
+        for each in self._data:
+            found += each.warnings()
+        return found
+
     def fingerprint(self) -> str | None:
         """Return a digest of the rows; None where all prompts are generated."""
         prints = [each.fingerprint() for each in self._data]
@@ -421,13 +451,21 @@ def _shares(weights: Sequence[float]) -> list[int]:
     """Return integer shares of BLOCK in proportion to the weights, by the largest remainder, each
     at least 1."""
     total = sum(weights)
-    exact = [weight / total * BLOCK for weight in weights]
-    shares = [max(1, int(share)) for share in exact]
+    exact = []
+    shares = []
+    for weight in weights:
+        share = weight / total * BLOCK
+        exact.append(share)
+        shares.append(max(1, int(share)))
     while sum(shares) > BLOCK:
         largest = shares.index(max(shares))
         shares[largest] -= 1
+
+    def excess(number: int) -> float:
+        return shares[number] - exact[number]
+
     num_left = BLOCK - sum(shares)
-    by_remainder = sorted(range(len(shares)), key=lambda number: shares[number] - exact[number])
+    by_remainder = sorted(range(len(shares)), key=excess)
     for number in by_remainder[:num_left]:
         shares[number] += 1
     return shares
@@ -439,7 +477,9 @@ def _spread(counts: Sequence[int]) -> list[Turn]:
     turns = []
     for number, count in enumerate(counts):
         for num_before in range(count):
-            part_of_block = (num_before + 0.5) / count
-            turns.append((part_of_block, Turn(number, num_before)))
-    turns.sort(key=lambda turn: turn[0])
-    return [turn for _, turn in turns]
+            turns.append(Turn(number, num_before))
+
+    def part_of_block(turn: Turn) -> float:
+        return (turn.num_before + 0.5) / counts[turn.dataset]
+
+    return sorted(turns, key=part_of_block)

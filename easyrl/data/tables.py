@@ -3,15 +3,20 @@
     parquet, save_to_disk, hub ─► `datasets` ─► Table ─► rows whose dates and times are text
 
 The library turns a column of dates in JSON files into timestamps, and parquet files have types of
-their own. A reward that compares texts would then never find "2024-01-02".
+their own. A reward that compares texts would then never find "2024-01-02", or the 0.1 of a column
+of 32 bits, which is 0.10000000149011612 in Python.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from easyrl.data.values import plain_value
 
 Row = dict[str, Any]
+NARROW_TYPES = {"float": np.float32, "halffloat": np.float16}
+"""Arrow's name -> type in NumPy."""
 
 
 class Table:
@@ -22,17 +27,35 @@ class Table:
         # A saved data set keeps `set_format`, with which rows are tensors or data frames.
         self._dataset = dataset.with_format(None)
         self.column_names: list[str] = self._dataset.column_names
-        check_texts(dataset)
+        self.guessed_columns = set()
+        """Columns whose texts the library has turned into timestamps with times of day: the texts
+        may have been written in another form."""
         self._date_columns = set()  # all of their timestamps are at midnight
+        self._narrow_types = {}  # of columns of floating-point numbers with fewer than 64 bits
+        columns = dataset.with_format("arrow")[:]  # of the rows that `select` has kept
         for name in self.column_names:
-            if not _has_times_of_day(dataset.data.column(name)):
+            column = columns.column(name)
+            if _has_reread_texts(column):
+                raise ValueError(
+                    f"column '{name}' has values of several types, and datasets has read its "
+                    'texts as JSON once more ("007" became 7, "null" None); give the path of the '
+                    ".jsonl file"
+                )
+            if not _has_times_of_day(column):
                 self._date_columns.add(name)
+            elif dataset.info.builder_name == "json":
+                self.guessed_columns.add(name)
+            if str(column.type) in NARROW_TYPES:
+                self._narrow_types[name] = NARROW_TYPES[str(column.type)]
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Row:
         return self._plain(self._dataset[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        yield from map(self._plain, self._dataset)
 
     def every(self, step: int) -> Iterator[Row]:
         """Yield the rows 0, `step`, 2 `step`, …"""
@@ -49,17 +72,11 @@ class Table:
         plain = {}
         for name, value in row.items():
             plain[name] = plain_value(value, is_date=name in self._date_columns)
+        for name, narrow_type in self._narrow_types.items():
+            if plain.get(name) is not None:
+                digits = str(narrow_type(plain[name]))  # as few as tell it from its neighbours
+                plain[name] = float(digits)
         return plain
-
-
-def check_texts(dataset: Any) -> None:
-    """Raise ValueError for a column of a `datasets.Dataset` whose texts the library has changed."""
-    for name in dataset.column_names:
-        if _has_reread_texts(dataset.data.column(name)):
-            raise ValueError(
-                f"column '{name}' has values of several types, and datasets has read its texts "
-                'as JSON once more ("007" became 7, "null" None); give the path of the .jsonl file'
-            )
 
 
 def _has_times_of_day(column: Any) -> bool:

@@ -24,51 +24,65 @@ from typing import Any, NamedTuple
 from easyrl.data.values import answers_of
 from easyrl.types import Messages, text_of
 
-HELD_OUT_SHARE = 1 / 8  # share of all problems that is never trained
+HELD_OUT_BYTES = 256 // 8
+"""A problem is never trained if the first byte of its hash is below this: an eighth of all."""
 
 
 class Task:
-    """Problems, drawn from a seed, and their rows: `prompt` and the columns for the reward."""
+    """Problems that are drawn from a seed, and their rows."""
 
-    seed_prefix: str
-    num_held_out: int
-    draw: Callable[[random.Random], Any]  # a problem; None: draw again
-    key: Callable[[Any], str]  # the text whose hash decides whether a problem is held out
+    seed_prefix: str  # tasks draw from different random numbers
+    num_held_out: int  # number of held-out problems that accuracy is measured on
+    draw: Callable[[random.Random], Any]
+    """Returns a problem, or None: draw again."""
+    key: Callable[[Any], str]
+    """Returns a problem's text, whose hash decides whether it is held out."""
     row: Callable[[Any], dict[str, Any]]
+    """Returns a problem's row: `prompt`, and columns for the reward."""
 
     def problem(self, seed: int, index: int) -> Any:
+        """Return the training problem at an index."""
         drawn = self._drawn(f"train {seed} {index}")
-        return next(problem for problem in drawn if not self._is_held_out(problem))
+        problem = next(drawn)
+        while self._is_held_out(problem):
+            problem = next(drawn)
+        return problem
 
     def train_row(self, seed: int, index: int) -> dict[str, Any]:
         return self.row(self.problem(seed, index))
 
     def held_out_rows(self) -> list[dict[str, Any]]:
         """Return the rows, the same in every run, that accuracy is measured on."""
-        held_out = filter(self._is_held_out, self._drawn("held out"))
         chosen: dict[Any, None] = {}  # a set that keeps the order
-        while len(chosen) < self.num_held_out:
-            chosen[next(held_out)] = None
+        for problem in self._drawn("held out"):
+            if len(chosen) == self.num_held_out:
+                break
+            if self._is_held_out(problem):
+                chosen[problem] = None
         return [self.row(problem) for problem in chosen]
 
     def _drawn(self, name: str) -> Iterator[Any]:
+        """Yield problems without end, drawn from random numbers that `name` seeds."""
         rng = random.Random(self.seed_prefix + name)
         while True:
-            if (problem := self.draw(rng)) is not None:
+            problem = self.draw(rng)
+            if problem is not None:
                 yield problem
 
     def _is_held_out(self, problem: Any) -> bool:
         first_byte = hashlib.sha256(self.key(problem).encode()).digest()[0]
-        return first_byte < HELD_OUT_SHARE * 256
+        return first_byte < HELD_OUT_BYTES
 
 
 class Arithmetic(Task):
-    """Problems are tuples of numbers."""
+    """Problems are tuples of the numbers to add."""
 
-    seed_prefix, num_held_out = "", 512
+    seed_prefix = ""
+    num_held_out = 512
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
-        return tuple(rng.randint(10, 99) for _ in range(rng.randint(2, 8)))
+        count = rng.randint(2, 8)
+        return tuple(rng.randint(10, 99) for _ in range(count))
 
     def key(self, problem: Sequence[int]) -> str:
         return "+".join(map(str, problem)) + "="
@@ -85,25 +99,33 @@ def score(
     answer: Sequence[Any],
     **columns: Any,
 ) -> list[float | None]:
-    """Reward 1.0 where the text after the last `#` is exactly the answer, else 0.0."""
-    return [
-        float(text_of(each).endswith(tuple("#" + text for text in right))) if right else None
-        for each, right in zip(completions, map(answers_of, answer), strict=True)
-    ]
+    """Score 1.0 where the text after the last `#` is exactly the answer, else 0.0; None where the
+    row has no answer."""
+    scores: list[float | None] = []
+    for completion, given in zip(completions, answer, strict=True):
+        right = answers_of(given)
+        if not right:
+            scores.append(None)
+            continue
+        endings = tuple("#" + text for text in right)
+        scores.append(float(text_of(completion).endswith(endings)))
+    return scores
 
 
 class CountdownProblem(NamedTuple):
     nums: tuple[int, ...]
-    target: int
+    target: int  # value of the expression to find
 
 
 @dataclass(frozen=True, slots=True)
 class Countdown(Task):
+    """Problems are numbers, and the value that an expression of them must have."""
+
     seed_prefix: str
     num_held_out: int
-    num_numbers: tuple[int, ...]
+    num_numbers: tuple[int, ...]  # how many numbers a problem may have
     largest_number: int
-    operations: str
+    operations: str  # as in "+-*/"
     targets: range
     largest_value: int  # largest intermediate value
 
@@ -117,16 +139,21 @@ class Countdown(Task):
             if value is None or value > self.largest_value:
                 return None
             values.append(value)
-        is_problem = values[0] in self.targets and values[0] not in nums
-        return CountdownProblem(tuple(nums), values[0]) if is_problem else None
+        target = values[0]
+        if target not in self.targets or target in nums:
+            return None
+        return CountdownProblem(tuple(nums), target)
 
     def key(self, problem: CountdownProblem) -> str:
         return f"{sorted(problem.nums)} {problem.target}"
 
     def row(self, problem: CountdownProblem) -> dict[str, Any]:
-        nums, target = problem
-        prompt = f"{' '.join(map(str, nums))} = {target}\n"
-        return {"prompt": prompt, "nums": list(nums), "target": target}
+        numbers = " ".join(map(str, problem.nums))
+        return {
+            "prompt": f"{numbers} = {problem.target}\n",
+            "nums": list(problem.nums),
+            "target": problem.target,
+        }
 
 
 def applied(operation: str, left: int, right: int) -> int | None:
@@ -140,7 +167,8 @@ def applied(operation: str, left: int, right: int) -> int | None:
 class Guess(Task):
     """Problems are the numbers to find. The prompt is always the same."""
 
-    seed_prefix, num_held_out = "guess ", 8
+    seed_prefix = "guess "
+    num_held_out = 8
     numbers = range(100)
 
     def draw(self, rng: random.Random) -> int:
@@ -155,6 +183,22 @@ class Guess(Task):
 
 ARITHMETIC = Arithmetic()
 GUESS = Guess()
-COUNTDOWN = Countdown("countdown full ", 256, (3, 4), 99, "+-*/", range(10, 101), 10_000)
-COUNTDOWN_SMALL = Countdown("countdown small ", 128, (3,), 9, "+-*", range(1, 51), 50)
+COUNTDOWN = Countdown(
+    seed_prefix="countdown full ",
+    num_held_out=256,
+    num_numbers=(3, 4),
+    largest_number=99,
+    operations="+-*/",
+    targets=range(10, 101),
+    largest_value=10_000,
+)
+COUNTDOWN_SMALL = Countdown(
+    seed_prefix="countdown small ",
+    num_held_out=128,
+    num_numbers=(3,),
+    largest_number=9,
+    operations="+-*",
+    targets=range(1, 51),
+    largest_value=50,
+)
 """The level for a model of half a million parameters."""

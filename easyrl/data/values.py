@@ -8,6 +8,7 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,10 @@ def is_missing(value: Any) -> bool:
 
 def with_none(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row with None for missing values, except empty strings, which may be intended."""
-    found = {}
+    found = dict(row)
     for name, value in row.items():
-        is_none = is_missing(value) and not isinstance(value, str)
-        found[name] = None if is_none else value
+        if is_missing(value) and not isinstance(value, str):
+            found[name] = None
     return found
 
 
@@ -45,18 +46,19 @@ def answers_of(value: Any) -> list[str]:
     accepted as `18` or `0.00001`. Without an answer the result is empty.
     """
     is_list = isinstance(value, list | tuple | np.ndarray)
-    values = [each for each in (value if is_list else [value]) if not is_missing(each)]
+    values = value if is_list else [value]
     texts = []
+    other_forms = []
     for each in values:
-        is_bytes = isinstance(each, bytes)
-        texts.append(each.decode(errors="backslashreplace") if is_bytes else str(each))
-    for text in list(texts):
+        if is_missing(each):
+            continue
+        text = each.decode(errors="backslashreplace") if isinstance(each, bytes) else str(each)
+        texts.append(text)
         if PYTHON_FLOAT.fullmatch(text):
-            texts.append(np.format_float_positional(float(text), trim="-"))
-    for each in values:
+            other_forms.append(np.format_float_positional(float(text), trim="-"))
         if isinstance(each, Decimal):
-            texts.append(f"{each.normalize():f}")
-    return texts
+            other_forms.append(f"{each.normalize():f}")
+    return texts + other_forms
 
 
 def plain_value(value: Any, *, is_date: bool = False) -> Any:
@@ -64,10 +66,12 @@ def plain_value(value: Any, *, is_date: bool = False) -> Any:
 
     `is_date`: write timestamps as dates without a time, because all of the column are at midnight.
     """
+    plain = partial(plain_value, is_date=is_date)
+    value = _without_numpy_times(value)
     if isinstance(value, dict):
-        return {key: plain_value(part, is_date=is_date) for key, part in value.items()}
-    if isinstance(value, list):
-        return [plain_value(part, is_date=is_date) for part in value]
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
     if isinstance(value, datetime.timedelta):
         # pandas' own type has another text than Python's.
         return str(datetime.timedelta(value.days, value.seconds, value.microseconds))
@@ -83,7 +87,9 @@ def plain_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     of its timestamps are at midnight."""
     with_times: set[str] = set()
     for row in rows:
-        with_times.update(name for name, value in row.items() if _has_time_of_day(value))
+        for name, value in row.items():
+            if _has_time_of_day(value):
+                with_times.add(name)
     plain = []
     for row in rows:
         values = {}
@@ -93,11 +99,23 @@ def plain_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return plain
 
 
+def _without_numpy_times(value: Any) -> Any:
+    """Return Python's objects for NumPy's times, or an array of these."""
+    if not isinstance(value, np.datetime64 | np.timedelta64 | np.ndarray):
+        return value
+    if value.dtype.kind == "M":
+        return value.astype("datetime64[us]").tolist()
+    if value.dtype.kind == "m":
+        return value.astype("timedelta64[us]").tolist()
+    return value
+
+
 def _has_time_of_day(value: Any) -> bool:
     """Return whether the value has a timestamp that is not at midnight, in its own time zone."""
+    value = _without_numpy_times(value)
     if isinstance(value, dict):
         return any(map(_has_time_of_day, value.values()))
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return any(map(_has_time_of_day, value))
     if not isinstance(value, datetime.datetime) or is_missing(value):
         return False
