@@ -40,9 +40,10 @@ T = TypeVar("T")
 
 ASCEND = "npu"  # torch's name for Ascend's accelerators
 
-# By kind of accelerator: the variable that restricts what a process sees, and Ray's name of it.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""Kind of accelerator -> variable that restricts which ones a process sees."""
 RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+"""Kind of accelerator -> Ray's name of it."""
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported, which otherwise fails where torch_npu is installed without Ascend's
 libraries. `load_backend` loads the backend that is needed."""
@@ -57,11 +58,23 @@ NO_DUMPS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MIL
 """Set before any group is made: by default torch ends every process minutes after a broadcast has
 failed, to write a dump, and dropping its group blocks for a minute."""
 NO_PEER_ACCESS = "NCCL_P2P_DISABLE=1"  # variable: GPUs copy to each other through the host's memory
-DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # also for deterministic runs
+DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Without it, cuBLAS may give other bits in each run."""
 
-KNOWN_GIB = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0, "l4": 22.0, "l40s": 44.0}
-KNOWN_GIB |= {"t4": 14.0, "3090": 23.5, "4090": 23.5, "5090": 31.0, "910b": 60.0}
-"""Memory in GiB that torch finds on products, rounded down."""
+KNOWN_GIB = {
+    "a100": 79.0,
+    "h100": 79.0,
+    "h200": 139.0,
+    "b200": 178.0,
+    "l4": 22.0,
+    "l40s": 44.0,
+    "t4": 14.0,
+    "3090": 23.5,
+    "4090": 23.5,
+    "5090": 31.0,
+    "910b": 60.0,
+}
+"""Product -> memory in GiB that torch finds on it, rounded down."""
 TORCH_BYTES = 375 * 2**20
 """A process on the CPU that has imported torch and a model's class. Measured on x86 Linux with
 torch 2.13 for the CPU and transformers 5.23."""
@@ -69,12 +82,15 @@ CONTEXT_BYTES = 2**29  # driver, kernels and libraries of a process on an accele
 COMMUNICATOR_BYTES = {ASCEND: 400 * 2**20}
 """Buffers of one process group on a device: two of HCCL_BUFFSIZE, by default. NCCL's are small."""
 
-SIOCGIFADDR = 0x8915  # of Linux's sockios.h
+SIOCGIFADDR = 0x8915  # of Linux's sockios.h: asks for the address of a network interface
+ADDRESS_IN_IFREQ = slice(20, 24)  # where the answer has it
 
 DEVICE_NODES = Path("/dev")
 NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
-CUDA_DRIVER, AMD_NODE = "libcuda.so.1", "kfd"
-"""torch needs one of these for a GPU. NVIDIA's device nodes may appear only at first use."""
+"""Kind of accelerator -> pattern of its device nodes. NVIDIA's may appear only at first use."""
+CUDA_DRIVER = "libcuda.so.1"
+AMD_NODE = "kfd"
+"""torch needs NVIDIA's driver, or this device node, for a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +110,7 @@ def parse_assumed(text: str) -> AssumedDevices:
     first, _, second = text.strip().lower().partition("x")
     for count, size in ((first, second), (second or "1", first)):
         given = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]+)?)gi?b?", size)
-        gib = float(given[1]) if given else KNOWN_GIB.get(size, 0)
+        gib = float(given[1]) if given else KNOWN_GIB.get(size, 0.0)
         if gib and re.fullmatch(r"[1-9][0-9]{0,3}", count):
             kind = ASCEND if size == "910b" else "cuda"
             return AssumedDevices(kind, int(count), int(gib * 2**30))
@@ -105,14 +121,15 @@ def parse_assumed(text: str) -> AssumedDevices:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """Variables that let process groups listen on the network interface of `address` alone, set
-    before torch is imported. Raises ConfigError if it is not the first IPv4 address of any."""
+    """Return variables with which process groups listen on the network interface of `address`
+    alone. They are set before torch is imported. Raises ConfigError if it is not the first IPv4
+    address of any interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 request = struct.pack("256s", name.encode())
                 reply = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
-                if socket.inet_ntoa(reply[20:24]) == address:
+                if socket.inet_ntoa(reply[ADDRESS_IN_IFREQ]) == address:
                     return {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL", "HCCL")}
     raise ConfigError(
         f"expected the first IPv4 address of a network interface, got {address} (ray start "
@@ -121,13 +138,15 @@ def network_environment(address: str) -> dict[str, str]:
 
 
 def num_device_nodes(kind: str) -> int:
-    """Number of accelerators that the driver shows; torch may not be able to use them."""
+    """Return the number of accelerators that the driver shows; torch may be unable to use them."""
     return len(list(DEVICE_NODES.glob(NODES[kind])))
 
 
 def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
-    """Kind and number of the accelerators that torch can use; ("cpu", 0) if there are none. Raises
-    ConfigError without Ascend's libraries. `is_asked`: the user has named accelerators."""
+    """Return kind and number of the accelerators that torch can use; ("cpu", 0) if there are none.
+
+    `is_asked`: the user has named accelerators. Raises ConfigError without Ascend's libraries.
+    """
     # Without a driver torch, which takes seconds to import, is not needed.
     if has_driver("cuda"):
         import torch
@@ -142,12 +161,18 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
 
 def has_driver(kind: str) -> bool:
-    """Whether the system has a driver for this kind of device. Does not load torch."""
-    if num_device_nodes(kind) or (kind == "cuda" and (DEVICE_NODES / AMD_NODE).exists()):
+    """Return whether the system has a driver for this kind of device. Does not load torch."""
+    if num_device_nodes(kind):
         return True
-    with contextlib.suppress(OSError):
-        return kind == "cuda" and bool(ctypes.CDLL(CUDA_DRIVER))
-    return False
+    if kind != "cuda":
+        return False
+    if (DEVICE_NODES / AMD_NODE).exists():
+        return True
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def unusable_reason() -> str:
@@ -164,8 +189,10 @@ def unusable_reason() -> str:
 
 def has_c_compiler() -> bool:
     """Return whether Triton finds a compiler, with which it makes a GPU's kernels callable."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    return any(map(shutil.which, names))
+    names = ["gcc", "clang"]
+    if "CC" in os.environ:
+        names = [os.environ["CC"]]
+    return any(shutil.which(name) for name in names)
 
 
 def has_peer_access(kind: str, first: int, second: int) -> bool:
@@ -185,20 +212,24 @@ def process_need(kind: str, num_devices: int = 1) -> MemoryNeed:
 def memory_in_use(kind: str, index: int) -> tuple[int, str]:
     """Return how many bytes of a GPU other programs hold (0: unknown), and which programs. Call it
     before workers start; `cache_clear` before each run."""
-
-    def query(what: str) -> list[list[str]]:
-        command = ["nvidia-smi", f"--id=GPU-{uuid}", "--format=csv,noheader,nounits", what]
-        text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return [line.split(", ") for line in text.stdout.splitlines()]
-
     try:
-        uuid = device_module(kind).get_device_properties(index).uuid
-        ((used,),) = query("--query-gpu=memory.used")
-        found = query("--query-compute-apps=pid,process_name,used_memory")
-        programs = [f"{name} (pid {pid}, {mib} MiB)" for pid, name, mib in found]
-        return int(used) * 2**20, ", ".join(programs)
+        gpu = f"GPU-{device_module(kind).get_device_properties(index).uuid}"
+        ((used_mib,),) = _query_nvidia(gpu, "--query-gpu=memory.used")
+        programs = []
+        for pid, name, mib in _query_nvidia(
+            gpu, "--query-compute-apps=pid,process_name,used_memory"
+        ):
+            programs.append(f"{name} (pid {pid}, {mib} MiB)")
+        return int(used_mib) * 2**20, ", ".join(programs)
     except Exception:  # any: of an installation without the program, or of another make
         return 0, ""
+
+
+def _query_nvidia(gpu: str, query: str) -> list[list[str]]:
+    """Return the lines of nvidia-smi's answer, each as its values."""
+    command = ["nvidia-smi", f"--id={gpu}", "--format=csv,noheader,nounits", query]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return [line.split(", ") for line in done.stdout.splitlines()]
 
 
 def load_backend(kind: str) -> None:
@@ -220,24 +251,28 @@ def device_module(kind: str) -> Any:
 
 
 def visible_environment(kind: str, indices: Sequence[int]) -> dict[str, str]:
-    """Environment that shows a process only these of the devices that this process sees. If the
-    user has set the variable, its entries are device numbers or names."""
+    """Return the environment that shows a process only these of the devices that this process sees.
+    If the user has set the variable, its entries are device numbers or names."""
     variable = VISIBLE_DEVICES[kind]
-    seen = os.environ.get(variable)
-    names = map(str, indices) if seen is None else (seen.split(",")[i].strip() for i in indices)
+    names = [str(index) for index in indices]
+    if variable in os.environ:
+        seen = os.environ[variable].split(",")
+        names = [seen[index].strip() for index in indices]
     return {variable: ",".join(names)}
 
 
 def allocator_environment(kind: str) -> dict[str, str]:
-    """Environment with which torch's memory on a GPU has fewer holes; empty if the user configures
-    it. Not for memory that is passed to `share_memory`."""
+    """Return the environment with which torch's memory on a GPU has fewer holes; empty if the user
+    configures it. Not for memory that is passed to `share_memory`."""
     is_set = "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ
-    return {} if kind != "cuda" or is_set else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    if kind != "cuda" or is_set:
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def num_usable(kind: str) -> int:
-    """Number of devices that this process can use. `torch.cuda.device_count` may count by the
-    environment, which has no effect after their first use."""
+    """Return the number of devices that this process can use. `torch.cuda.device_count` may count
+    by the environment, which has no effect after their first use."""
     import torch
 
     if kind == "cuda":
@@ -246,7 +281,7 @@ def num_usable(kind: str) -> int:
 
 
 def total_memory_bytes(kind: str, index: int) -> int:
-    """Total memory of a device. Does not create a context on it."""
+    """Return the total memory of a device. Does not create a context on it."""
     return int(device_module(kind).get_device_properties(index).total_memory)
 
 
@@ -397,15 +432,18 @@ def make_process_group(
 
 
 def _sockets() -> set[tuple[int, str]]:
+    """Return this process's sockets: descriptor, and a name such as `socket:[4711]`."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            if (name := str(path.readlink())).startswith("socket:"):
+            name = str(path.readlink())
+            if name.startswith("socket:"):
                 found.add((int(path.name), name))
     return found
 
 
 def _shut_down(sockets: set[tuple[int, str]]) -> None:
+    """Shut down the connections among these sockets that are still open."""
     for fd, _ in sockets & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             if connection.family != socket.AF_UNIX:  # another thread's

@@ -188,16 +188,28 @@ class Sample(Message):
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
 """Names that a reward function's `log_extra` cannot use."""
 EPISODE_KEYS = ("messages", "ended_by", "branches")
+"""What an episode adds to a line of samples.jsonl."""
 SAMPLE_VALUES = (
-    *("completion", "reward", "rewards"),
-    *("length", "inserted_tokens", "truncated", "raw"),
+    "completion",
+    "reward",
+    "rewards",
+    "length",
+    "inserted_tokens",
+    "truncated",
+    "raw",
 )
+"""Fields of `Sample` that a line of samples.jsonl has."""
 SAMPLE_KEYS = (*SAMPLE_COLUMNS, *SAMPLE_VALUES, *EPISODE_KEYS, "problem", "sample")
 
 
 def with_columns(line: dict[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Add columns to a line of samples.jsonl, those named like one of its keys as `column/NAME`."""
-    return line | {f"column/{k}" if k in SAMPLE_KEYS else k: v for k, v in columns.items()}
+    """Add columns to a line of samples.jsonl. One that is named like a key of the line becomes
+    `column/NAME`."""
+    added = dict(line)
+    for name, value in columns.items():
+        key = f"column/{name}" if name in SAMPLE_KEYS else name
+        added[key] = value
+    return added
 
 
 class GroupScored(WorkerEvent):

@@ -4,10 +4,22 @@ import importlib.util
 
 from easyrl import DISTRIBUTION
 
-EXTRAS = {"judge": "httpx2", "lora": "peft", "math": "math_verify", "peer": "trl"}
-EXTRAS |= {"agents": "uvicorn", "reasoning-gym": "reasoning_gym", "report": "matplotlib"}
-EXTRAS |= {name: name for name in ("datasets", "ray", "tensorboard", "trackio", "vllm", "wandb")}
-"""Optional dependencies of pyproject.toml, and a module that each installs."""
+EXTRAS = {
+    "agents": "uvicorn",
+    "datasets": "datasets",
+    "judge": "httpx2",
+    "lora": "peft",
+    "math": "math_verify",
+    "peer": "trl",
+    "ray": "ray",
+    "reasoning-gym": "reasoning_gym",
+    "report": "matplotlib",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "vllm": "vllm",
+    "wandb": "wandb",
+}
+"""Optional dependency of pyproject.toml -> a module that it installs."""
 
 
 class ConfigError(ValueError):
@@ -15,27 +27,38 @@ class ConfigError(ValueError):
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 group`, `2 groups`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """Return `1 group`, `2 groups`."""
+    plural = "" if count == 1 else "s"
+    return f"{count} {noun}{plural}"
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an optional dependency, by its extra in pyproject.toml."""
+    """Return the command that installs an optional dependency, by its name in pyproject.toml."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def require(extra: str, what: str) -> None:
     """Raise ConfigError unless the optional dependency that `what` needs is installed."""
-    if importlib.util.find_spec(module := EXTRAS[extra]) is None:
+    module = EXTRAS[extra]
+    if importlib.util.find_spec(module) is None:
         raise ConfigError(f"{what} needs {module}, which is missing: {install_command(extra)}")
 
 
 def shorten(text: str, limit: int, cut: str = "…") -> str:
     """Replace the middle of a text that is longer than `limit` characters by `cut`."""
+    if len(text) <= limit:
+        return text
     half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}{cut}{text[-half:]}"
+    return f"{text[:half]}{cut}{text[-half:]}"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace characters that a terminal obeys (cursor, colours, direction) but those to `keep`."""
-    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Replace characters that control a terminal (cursor, colours, direction of writing), except
+    those in `keep`."""
+    if text.isprintable():
+        return text
+    shown = []
+    for character in text:
+        is_shown = character.isprintable() or character in keep
+        shown.append(character if is_shown else "\N{REPLACEMENT CHARACTER}")
+    return "".join(shown)

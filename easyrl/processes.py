@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import random
@@ -15,28 +16,35 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: "quota period", or "max period"
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Processor time that a container may use: `QUOTA PERIOD` in microseconds, or `max PERIOD`."""
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def num_cores() -> int:
-    """CPU cores this process may use: its affinity, limited by a container's quota, rounded up."""
+    """Return how many CPU cores this process may use: those of its affinity, but at most a
+    container's quota, rounded up."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # no quota
         quota, period = map(int, CPU_QUOTA.read_text().split())
-        cores = min(cores, -(-quota // period))
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 
 def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """Disjoint core sets of equal size, one per worker; hyperthreads of a core stay together. Empty
-    if there are not more cores than workers, or under a quota: other containers use these too."""
+    """Divide the cores into disjoint sets of equal size, one per worker. Hyperthreads of a core
+    stay together. Empty if there are not more cores than workers, or under a quota: other
+    containers use these cores too."""
     allowed = sorted(os.sched_getaffinity(0), key=_position)
     if num_workers >= len(allowed) or num_cores() < len(allowed):
         return ()
     share = len(allowed) // num_workers
-    parts = (allowed[share * n : share * (n + 1)] for n in range(num_workers))
-    return tuple(tuple(sorted(part)) for part in parts)
+    parts = []
+    for worker in range(num_workers):
+        first = share * worker
+        part = allowed[first : first + share]
+        parts.append(tuple(sorted(part)))
+    return tuple(parts)
 
 
 def pin(cores: Collection[int]) -> None:
@@ -47,15 +55,15 @@ def pin(cores: Collection[int]) -> None:
 
 
 def spin_environment() -> dict[str, str]:
-    """Environment variables that bound how long a waiting OpenMP thread spins; empty if the user
-    sets one of them. With GNU OpenMP's 300,000 turns, an iteration on contended cores takes minutes
-    instead of seconds. Without spinning, two threads are slower than one."""
+    """Return environment variables that bound how long a waiting OpenMP thread spins; none if the
+    user sets one of them. With GNU OpenMP's 300,000 turns, an iteration on contended cores takes
+    minutes instead of seconds. Without spinning, two threads are slower than one."""
     is_set = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
     return {} if is_set else {"GOMP_SPINCOUNT": "10000"}
 
 
 def _position(core: int) -> tuple[int, int, int]:
-    """Package, physical core and number: neighbours in this order share caches."""
+    """Return package, physical core and number of a core: neighbours in this order share caches."""
     folder = TOPOLOGY / f"cpu{core}" / "topology"
     try:
         package = int((folder / "physical_package_id").read_text())
@@ -154,14 +162,16 @@ def _read_table(file: Path) -> dict[str, int]:
     return table
 
 
-UNGUARDED = 87  # exit code of a worker that would start a run while it imports the user's program
+UNGUARDED = 87
+"""Exit code of a worker that would start a run while it imports the user's program."""
 UNGUARDED_MESSAGE = (
     "worker processes import this program, but cannot, or would start the run again: put the "
     'calls of easyrl under `if __name__ == "__main__":`, in a file (no program from standard input)'
 )
 
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl.h
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+PR_SET_NAME = 15
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -180,7 +190,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextlib.contextmanager
 def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give the processes that this thread starts meanwhile these environment variables."""
+    """Give these environment variables to the processes that this thread starts in the context."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -191,10 +201,14 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+MAX_OPEN_FILES = 65536
+
+
 def raise_open_files() -> None:
     """Let this process open many files: connections of agents, pipes of workers."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 65536)), most))
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = max(limit, min(highest, MAX_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, highest))
 
 
 MAX_INT_DIGITS = 50_000
@@ -211,7 +225,7 @@ def allow_long_integers() -> None:
 
 
 def send_all(queue: SimpleQueue[Any], connection: Connection) -> None:
-    """Send what comes through `queue`, until None: the target of a thread, since the full pipe of a
+    """Send what comes through `queue`, until None. Runs in a thread of its own: the full pipe of a
     process that does not read must not block others."""
     with contextlib.suppress(OSError):  # the process has ended
         while (item := queue.get()) is not None:
@@ -223,7 +237,8 @@ def set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3
 LARGEST_THRESHOLD = 2**31 - 1
 
 

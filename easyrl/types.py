@@ -28,16 +28,19 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
-MAX_REFERENCE = 2000  # longest column that is written to samples.jsonl, in characters of JSON
 Messages = list[dict[str, Any]]  # a chat: `[{"role": "user", "content": "..."}]`
+MAX_REFERENCE = 2000
+"""Longest column that is written to samples.jsonl, in characters of JSON."""
 
 
 def text_of(completion: str | Messages) -> str:
     """Return a completion's text; of a chat or an episode, what the model has written last."""
     if isinstance(completion, str):
         return completion
-    written = (each["content"] for each in reversed(completion) if each["role"] == "assistant")
-    return str(next(written, ""))
+    for message in reversed(completion):
+        if message["role"] == "assistant":
+            return str(message["content"])
+    return ""
 
 
 class BrokenInvariant(RuntimeError):
