@@ -18,48 +18,66 @@ from easyrl.runtime import self_test_part as part
 
 
 class Shape(NamedTuple):
+    """A group. Lengths are in tokens; those of completions are drawn."""
+
     prompt_len: int
-    shortest: int  # completion
+    shortest: int
     longest: int
     num_generations: int
 
 
-CPU_SHAPES = Shape(256, 32, 32, 16), Shape(256, 16, 128, 16), Shape(8, 128, 128, 8)
-ACCELERATOR_SHAPES = Shape(1024, 512, 512, 16), Shape(1024, 64, 512, 16), Shape(64, 512, 512, 8)
+CPU_SHAPES = (
+    Shape(256, 32, 32, 16),
+    Shape(256, 16, 128, 16),
+    Shape(8, 128, 128, 8),
+)
+ACCELERATOR_SHAPES = (
+    Shape(1024, 512, 512, 16),
+    Shape(1024, 64, 512, 16),
+    Shape(64, 512, 512, 8),
+)
 
 
 def run(repetitions: int = 5) -> Iterator[Row]:
-    """One row per shape."""
+    """Yield a row per shape."""
     kind, _ = devices.accelerator()
     if kind == "cpu":
         torch.set_num_threads(1)
-    size, dtype = (part.SMALL, torch.float32) if kind == "cpu" else (QWEN3_06B, torch.bfloat16)
-    for shape in CPU_SHAPES if kind == "cpu" else ACCELERATOR_SHAPES:
-        yield compare(shape, size, dtype, kind, repetitions)
+        for shape in CPU_SHAPES:
+            yield compare(shape, part.SMALL, torch.float32, kind, repetitions)
+    else:
+        for shape in ACCELERATOR_SHAPES:
+            yield compare(shape, QWEN3_06B, torch.bfloat16, kind, repetitions)
 
 
 def compare(
     shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
 ) -> Row:
     """Measure one shape. Errors are in nats, and relative for gradients."""
-    device, policy = torch.device(kind), part.random_policy(size, dtype, kind)
-    rng, (prompt_len, shortest, longest, num_generations) = np.random.default_rng(0), shape
-    lengths = rng.integers(shortest, longest, num_generations, endpoint=True).tolist()
-    group = part.draw_rollouts(prompt_len, lengths, size["vocab_size"])
-    ways = {"shared": True, "repeated": False}
-    rows = {name: part.packed(group, policy, shares_prompts=way) for name, way in ways.items()}
+    device = torch.device(kind)
+    policy = part.random_policy(size, dtype, kind)
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(shape.shortest, shape.longest, shape.num_generations, endpoint=True)
+    lengths = drawn.tolist()
+    group = part.draw_rollouts(shape.prompt_len, lengths, size["vocab_size"])
+    rows = {
+        "shared": part.packed(group, policy, shares_prompts=True),
+        "repeated": part.packed(group, policy, shares_prompts=False),
+    }
     expected = part.each_alone(group, policy)
     errors = {name: part.errors(row(), expected) for name, row in rows.items()}
     peaks = {name: peak_bytes(row, device) for name, row in rows.items()}
-    seconds = take_turns({name: timed(row, device) for name, row in rows.items()}, repetitions)
+    actions = {name: timed(row, device) for name, row in rows.items()}
+    seconds = take_turns(actions, repetitions)
     speedup = median_ratio(seconds["repeated"], seconds["shared"])
-    num_completion = sum(lengths)
-    num_repeated = prompt_len * num_generations + num_completion
-    token_ratio = num_repeated / (prompt_len + num_completion)
+    num_completion_tokens = sum(lengths)
+    num_shared = shape.prompt_len + num_completion_tokens
+    num_repeated = shape.prompt_len * shape.num_generations + num_completion_tokens
+    token_ratio = num_repeated / num_shared
     return {
-        "prompt_len": prompt_len,
-        "completion_len": round(num_completion / num_generations, 1),
-        "num_generations": num_generations,
+        "prompt_len": shape.prompt_len,
+        "completion_len": round(num_completion_tokens / shape.num_generations, 1),
+        "num_generations": shape.num_generations,
         "speedup": speedup,
         "token_ratio": token_ratio,
         "efficiency": speedup / token_ratio,

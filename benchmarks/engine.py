@@ -34,8 +34,14 @@ from easyrl.runtime.self_test_part import random_model, random_policy
 
 NUM_ROWS = 128
 EQUAL_LENGTH = 88
-LONG_PROMPT, LONG_GROUP, LONG_LENGTH = 1024, 8, 64
-NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the mean is about 88
+# Groups of long prompts.
+LONG_PROMPT = 1024
+LONG_GROUP = 8
+LONG_LENGTH = 64
+# Completions of geometric lengths: cut off at MAX_LENGTH, their mean is about EQUAL_LENGTH.
+NUM_RAGGED = 512
+MEAN_LENGTH = 92
+MAX_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class RaggedRequest(GroupRequest):
 
 
 def run(repetitions: int = 5) -> Iterator[Row]:
-    """One row per load."""
+    """Yield a row per load."""
     kind, _ = devices.accelerator()
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -60,21 +66,26 @@ def run(repetitions: int = 5) -> Iterator[Row]:
     num_ragged = NUM_RAGGED if kind == "cpu" else 2 * NUM_ROWS
     rows = ARITHMETIC.held_out_rows()[:num_ragged]
     prompts = [render_prompt(row["prompt"], tokenizer) for row in rows]
-    drawn = np.random.default_rng(0).geometric(1 / MEAN_LENGTH, num_ragged)
+    rng = np.random.default_rng(0)
+    drawn = rng.geometric(1 / MEAN_LENGTH, num_ragged)
     ragged = np.minimum(drawn, MAX_LENGTH).tolist()
     yield measure("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS)
     yield measure("geometric lengths", prompts, ragged)
-    num_long = NUM_ROWS // LONG_GROUP
-    long = np.random.default_rng(0).integers(2, len(tokenizer), (num_long, LONG_PROMPT)).tolist()
-    yield measure(f"prompts of {LONG_PROMPT}", long, [LONG_LENGTH] * NUM_ROWS)
+    rng = np.random.default_rng(0)
+    size = (NUM_ROWS // LONG_GROUP, LONG_PROMPT)
+    long_prompts = rng.integers(2, len(tokenizer), size).tolist()
+    yield measure(f"prompts of {LONG_PROMPT}", long_prompts, [LONG_LENGTH] * NUM_ROWS)
 
 
 def compare(
     load: str, prompts: Sequence[list[int]], lengths: Sequence[int], *, repetitions: int, kind: str
 ) -> Row:
-    """`lengths`: of all completions, as many of each prompt."""
-    device, longest = torch.device(kind), max(map(len, prompts))
-    settings = SamplingSettings(max_prompt_length=longest, max_completion_length=max(lengths))
+    """Measure one load. `lengths`: of all completions; each prompt has equally many."""
+    device = torch.device(kind)
+    settings = SamplingSettings(
+        max_prompt_length=max(map(len, prompts)),
+        max_completion_length=max(lengths),
+    )
     policy, model = _models(device)
     policy.eos_token_ids.clear()
     engine = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS)
@@ -87,18 +98,26 @@ def compare(
         without.graphs = None
         action = partial(_run_engine, without, prompts, lengths)
         actions["engine_without_graphs"] = timed(action, device)
-    # Warm-up runs also capture the steps.
-    seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 2)
-    bytes_per_token = sum(x[0, :, 0].nbytes for layer in engine.cache.rows for x in layer)
-    layers = (*engine.cache.rows, *engine.cache.prompts)
-    cache_bytes = sum(x.nbytes for layer in layers for x in layer)
+    num_warm_up = 1 if engine.graphs is None else 2  # these runs capture the steps
+    seconds = take_turns(actions, repetitions, num_warm_up)
+    bytes_per_token = 0
+    cache_bytes = 0
+    for keys_and_values in engine.cache.rows:
+        for each in keys_and_values:
+            bytes_per_token += each[0, :, 0].nbytes
+            cache_bytes += each.nbytes
+    for keys_and_values in engine.cache.prompts:
+        cache_bytes += sum(each.nbytes for each in keys_and_values)
     copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
-    rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
+    num_tokens = sum(lengths)
+    rates = {}
+    for name, taken in seconds.items():
+        rates[f"{name}_tokens_per_second"] = num_tokens / statistics.median(taken)
     return {
         "load": load,
         "device": None if kind == "cpu" else devices.device_label(kind, 0),
-        "completion_tokens": sum(lengths),
-        **{f"{name}_tokens_per_second": rate for name, rate in rates.items()},
+        "completion_tokens": num_tokens,
+        **rates,
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),
         "cache_mib": cache_bytes / 2**20,
         "cache_mib_if_copied": copies * bytes_per_token / 2**20,
@@ -118,10 +137,11 @@ def _models(device: torch.device) -> tuple[Policy, Any]:
 def _run_engine(
     engine: EmbeddedEngine, prompts: Sequence[list[int]], lengths: Sequence[int]
 ) -> None:
-    size = len(lengths) // len(prompts)  # of a group
+    group_size = len(lengths) // len(prompts)
     for number, prompt in enumerate(prompts):
-        of_group = lengths[number * size : (number + 1) * size]
-        engine.submit(RaggedRequest((number,), prompt, size, lengths=of_group))
+        first = number * group_size
+        of_group = lengths[first : first + group_size]
+        engine.submit(RaggedRequest((number,), prompt, group_size, lengths=of_group))
     while engine.has_work:
         engine.step()
 
@@ -129,15 +149,17 @@ def _run_engine(
 @torch.inference_mode()
 def _run_generate(model: Any, prompts: Sequence[list[int]], lengths: Sequence[int]) -> None:
     """Generate left-padded batches with transformers' defaults (SDPA, dynamic cache)."""
-    size = len(lengths) // len(prompts)
-    each = [torch.tensor(prompt) for prompt in prompts for _ in range(size)]
-    for start in range(0, len(each), NUM_ROWS):
+    group_size = len(lengths) // len(prompts)
+    rows = []  # a prompt for each completion
+    for prompt in prompts:
+        rows += [torch.tensor(prompt)] * group_size
+    for start in range(0, len(rows), NUM_ROWS):
         batch = slice(start, start + NUM_ROWS)
-        rows = each[batch]
-        ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
+        ids = pad_sequence(rows[batch], batch_first=True, padding_value=-1, padding_side="left")
+        is_token = ids >= 0
         model.generate(
             ids.clamp(min=0).to(model.device),
-            attention_mask=(ids >= 0).long().to(model.device),
+            attention_mask=is_token.long().to(model.device),
             max_new_tokens=max(lengths[batch]),
             eos_token_id=[],
             do_sample=True,

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,16 +23,20 @@ def timed(action: Callable[[], object], device: torch.device) -> Callable[[], fl
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
-    """Most bytes of tensors that `action` holds at once, beyond those held before.
+    """Return the most bytes of tensors that `action` holds at once, beyond those held before.
 
     Accelerators count them; on the CPU torch's profiler does.
     """
     if device.type == "cpu":
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             action()
-        recorded = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = (event.nbytes() for event in recorded if event.name() == "[memory]")
-        return int(max(accumulate(changes, initial=0)))
+        num_bytes = 0  # held now
+        peak = 0
+        for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                num_bytes += event.nbytes()  # negative where a tensor is freed
+                peak = max(peak, num_bytes)
+        return int(peak)
     before = torch.accelerator.memory_allocated(device)
     torch.accelerator.reset_peak_memory_stats(device)
     action()

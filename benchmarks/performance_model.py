@@ -8,8 +8,7 @@ A test compares the *counted* constants with the code. Those under *assumed* are
 
 import json
 import sys
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,8 @@ from easyrl.engines.step_graphs import CELL_STEP
 
 
 class Load(NamedTuple):
+    """Lengths of a group."""
+
     prompt: int = 256  # tokens
     completion: int = 1024  # tokens
     group: int = 8  # completions
@@ -25,29 +26,51 @@ class Load(NamedTuple):
 
 LOAD = Load()
 
+
+class Kernels(NamedTuple):
+    per_layer: int
+    besides: int  # for all else
+
+    def of(self, num_layers: int) -> int:
+        return self.per_layer * num_layers + self.besides
+
+
 # -- counted: bfloat16, the operations' tensors in bytes -------------------------------------------
-KERNELS = {"qwen2": (85, 70), "qwen3": (101, 70)}
-COPYING_KERNELS = {"qwen2": (57, 66), "qwen3": (73, 66)}
-"""Kernels of the embedded engine's decode step: for each layer, and for all else. COPYING_KERNELS
-are for prompts of at most COPIED_TOKENS tokens, which are copied to the rows."""
-SCORE_BYTES, HIDDEN_BYTES, LOGIT_BYTES = 68, 290, {"embedded": 23, "vLLM": 34}
-"""Moved in a decode step per score of attention; per row, layer and hidden element; per logit."""
-TRAIN_KERNELS = {"qwen2": (121, 215), "qwen3": (166, 215)}
+KERNELS = {"qwen2": Kernels(85, 70), "qwen3": Kernels(101, 70)}
+"""Kernels of the embedded engine's decode step."""
+COPYING_KERNELS = {"qwen2": Kernels(57, 66), "qwen3": Kernels(73, 66)}
+"""The same for prompts of at most COPIED_TOKENS tokens, which are copied to the rows."""
+SCORE_BYTES = 68
+"""Moved in a decode step per score of attention."""
+HIDDEN_BYTES = 290
+"""Moved in a decode step per row, layer and hidden element."""
+LOGIT_BYTES = {"embedded": 23, "vLLM": 34}
+"""Moved in a decode step per logit."""
+TRAIN_KERNELS = {"qwen2": Kernels(121, 215), "qwen3": Kernels(166, 215)}
 """Kernels of a micro-batch's forward and backward, without attention."""
-TRAIN_HIDDEN_BYTES, TRAIN_LOGIT_BYTES = {"qwen2": 525, "qwen3": 645}, 97
-"""Moved in training by other operations, per token, layer and hidden element, and per logit."""
+TRAIN_HIDDEN_BYTES = {"qwen2": 525, "qwen3": 645}
+"""Moved in training by operations that are no products, per token, layer and hidden element."""
+TRAIN_LOGIT_BYTES = 97
+"""Moved in training by operations that are no products, per logit."""
 
 # -- assumed ---------------------------------------------------------------------------------------
-READ, COMPUTE = 0.75, 0.6
-"""Parts of the bandwidth and of the peak that kernels reach."""
-REPLAYED, LAUNCHED = 1.5e-6, 6e-6
-"""Seconds per kernel: what one adds in a CUDA graph, and what launching one from Python takes."""
-HOST = {"embedded": 1e-3, "vLLM": 2e-3}
-"""Seconds of a step in which the device waits for the host."""
-VLLM_KERNELS = 11, 20
+READ = 0.75
+"""Part of the bandwidth that kernels reach."""
+COMPUTE = 0.6
+"""Part of the peak that kernels reach."""
+REPLAYED_SECONDS = 1.5e-6
+"""What a kernel adds to the time of a CUDA graph."""
+LAUNCHED_SECONDS = 6e-6
+"""What launching a kernel from Python takes."""
+HOST_SECONDS = {"embedded": 1e-3, "vLLM": 2e-3}
+"""Time of a step in which the device waits for the host."""
+ENGINES = tuple(HOST_SECONDS)
+VLLM_KERNELS = Kernels(11, 20)
 """Norm, QKV, norm of heads, RoPE, cache, attention, output, norm, MLP with 3."""
-BYTES_PER_TRAINED_WEIGHT, USABLE = 18, 0.9
-"""Weights, gradients and two moments in float32, and a bfloat16 copy. Usable part of a memory."""
+BYTES_PER_TRAINED_WEIGHT = 18
+"""Weights, gradients and two moments in float32, and a bfloat16 copy."""
+USABLE = 0.9
+"""Usable part of a memory."""
 RECOMPUTED = 4 / 3
 """Training takes that much longer with activation checkpointing."""
 
@@ -112,57 +135,89 @@ BENCHED = {"0.6B": Model(1024, 3072, 28, 16, 8, 128), "1.7B": MODELS["1.7 B"]}
 LOADS = {"equal lengths": Load(16, 88, 1), "prompts of 1024": Load(1024, 64, 8)}
 
 
-class Step(NamedTuple):  # of decoding, or the mean of several
+class Step(NamedTuple):
+    """A step of decoding, or the mean of several."""
+
     num_bytes: float
     num_kernels: float
     seconds: float
 
 
+class Generation(NamedTuple):
+    mean_step: Step
+    seconds: float  # of all steps and the prompts
+
+
+class Training(NamedTuple):
+    tokens_per_second: float  # of completions
+    mfu: float  # operations over the card's peak
+
+
+def seconds_of(card: Card, num_bytes: float, num_operations: float) -> float:
+    """Return how long an operation takes that reads and computes at the same time."""
+    reading = num_bytes / (READ * card.bandwidth)
+    computing = num_operations / (COMPUTE * card.peak)
+    return max(reading, computing)
+
+
 def decode(model: Model, card: Card, engine: str, rows: int, *, cells: int, load: Load) -> Step:
-    """A step of `rows` completions of `cells` tokens. The embedded engine reads the keys of a
-    prompt once per group (unless it copies them), vLLM once per row."""
+    """Return a step of `rows` completions of `cells` tokens. The embedded engine reads the keys of
+    a prompt once per group (unless it copies them), vLLM once per row."""
+    is_embedded = engine == "embedded"
     copies = load.prompt <= COPIED_TOKENS
-    prompts = rows // load.group if engine == "embedded" and not copies else rows
-    pairs, keys = rows * (load.prompt + cells), rows * cells + prompts * load.prompt
+    num_prompts = rows
+    if is_embedded and not copies:
+        num_prompts = rows // load.group
+    num_keys = rows * cells + num_prompts * load.prompt
+    num_pairs = rows * (load.prompt + cells)  # of a query and a key
     num_weights = model.body_weights + model.head_weights
-    num_bytes = 2 * num_weights + model.kv_bytes * keys
+    num_operations = rows * 2 * num_weights + model.pair_operations * num_pairs
+    num_bytes = 2 * num_weights + model.kv_bytes * num_keys
     num_bytes += LOGIT_BYTES[engine] * rows * model.vocabulary
-    num_operations = rows * 2 * num_weights + model.pair_operations * pairs
-    per_layer, besides = VLLM_KERNELS
-    if engine == "embedded":
-        of_layer = SCORE_BYTES * model.heads * pairs + HIDDEN_BYTES * model.hidden * rows
-        num_bytes += of_layer * model.layers
-        per_layer, besides = (COPYING_KERNELS if copies else KERNELS)[model.family]
-    kernels = per_layer * model.layers + besides
-    seconds = max(num_bytes / (READ * card.bandwidth), num_operations / (COMPUTE * card.peak))
-    return Step(num_bytes, kernels, seconds + kernels * REPLAYED + HOST[engine])
+    kernels = VLLM_KERNELS
+    if is_embedded:
+        score_bytes = SCORE_BYTES * model.heads * num_pairs
+        hidden_bytes = HIDDEN_BYTES * model.hidden * rows
+        num_bytes += (score_bytes + hidden_bytes) * model.layers
+        kernels = COPYING_KERNELS[model.family] if copies else KERNELS[model.family]
+    num_kernels = kernels.of(model.layers)
+    seconds = seconds_of(card, num_bytes, num_operations)
+    seconds += num_kernels * REPLAYED_SECONDS + HOST_SECONDS[engine]
+    return Step(num_bytes, num_kernels, seconds)
 
 
-def generate(
-    model: Model, card: Card, engine: str, rows: int, load: Load = LOAD
-) -> tuple[Step, float]:
-    """Return the mean step, and the seconds in which `rows` completions that start together are
-    generated, with their prompts. The embedded engine rounds their cells up to CELL_STEP."""
-    unit, last = CELL_STEP if engine == "embedded" else 1, padded(load.completion)
-    steps = [
-        decode(model, card, engine, rows, cells=min(padded(n, unit), last), load=load)
-        for n in range(1, load.completion + 1)
-    ]
-    mean = Step(*(sum(column) / len(steps) for column in zip(*steps, strict=True)))
-    prefill = 2 * model.body_weights * load.prompt * rows / load.group / (COMPUTE * card.peak)
-    return mean, mean.seconds * len(steps) + prefill
+def generate(model: Model, card: Card, engine: str, rows: int, load: Load = LOAD) -> Generation:
+    """Generate `rows` completions that start together, with their prompts. The embedded engine
+    rounds their cells up to CELL_STEP."""
+    unit = CELL_STEP if engine == "embedded" else 1
+    last = padded(load.completion)
+    steps = []
+    for length in range(1, load.completion + 1):
+        cells = min(padded(length, unit), last)
+        steps.append(decode(model, card, engine, rows, cells=cells, load=load))
+    mean = Step(
+        num_bytes=sum(step.num_bytes for step in steps) / len(steps),
+        num_kernels=sum(step.num_kernels for step in steps) / len(steps),
+        seconds=sum(step.seconds for step in steps) / len(steps),
+    )
+    num_prompt_tokens = load.prompt * rows / load.group
+    prefill = 2 * model.body_weights * num_prompt_tokens / (COMPUTE * card.peak)
+    return Generation(mean, mean.seconds * len(steps) + prefill)
 
 
 def rows_that_fit(model: Model, card: Card, memory_fraction: float = USABLE) -> int:
-    """Completions in flight at full length: 8 to 256, a power of two; or 0."""
+    """Return how many completions of full length fit: 8 to 256, a power of two; or 0."""
     left = memory_fraction * card.memory - 2 * model.weights
     of_row = (LOAD.completion + LOAD.prompt / LOAD.group) * model.kv_bytes
-    return next((2**n for n in range(8, 2, -1) if 2**n * of_row <= left), 0)
+    for rows in (256, 128, 64, 32, 16, 8):
+        if rows * of_row <= left:
+            return rows
+    return 0
 
 
-def train(model: Model, card: Card) -> tuple[float, float] | None:
-    """Return completion tokens per second and MFU of a micro-batch of one group; None where weights
-    and optimizer do not fit. 6 operations per weight and token, 3 times those of attention."""
+def train(model: Model, card: Card) -> Training | None:
+    """Train a micro-batch of one group; None where weights and optimizer do not fit. 6 operations
+    per weight and token, 3 times those of attention."""
     if BYTES_PER_TRAINED_WEIGHT * model.weights > USABLE * card.memory:
         return None
     completions = LOAD.group * LOAD.completion
@@ -172,32 +227,41 @@ def train(model: Model, card: Card) -> tuple[float, float] | None:
     operations += 3 * model.pair_operations * pairs
     num_bytes = TRAIN_HIDDEN_BYTES[model.family] * model.hidden * model.layers * tokens
     num_bytes += TRAIN_LOGIT_BYTES * model.vocabulary * completions
+    # Products do not wait for memory, other operations do.
     seconds = operations / (COMPUTE * card.peak) + num_bytes / (READ * card.bandwidth)
-    per_layer, besides = TRAIN_KERNELS[model.family]
-    seconds = max(seconds, (per_layer * model.layers + besides) * LAUNCHED)
-    return completions / seconds, operations / seconds / card.peak
+    num_kernels = TRAIN_KERNELS[model.family].of(model.layers)
+    seconds = max(seconds, num_kernels * LAUNCHED_SECONDS)
+    return Training(completions / seconds, operations / seconds / card.peak)
 
 
 def tables() -> Iterator[str]:
+    """Yield the lines of the tables in docs/devices.md."""
     yield "| model | card | engine | rows | GB/step | kernels | ms/step | tokens/s |"
     yield "|---|---|---|---|---|---|---|---|"
-    for (name, model), (card_name, card) in product(MODELS.items(), CARDS.items()):
-        rows = rows_that_fit(model, card)
-        for engine in HOST if rows else []:
-            step, seconds = generate(model, card, engine, rows)
-            yield (
-                f"| {name} | {card_name} | {engine} | {rows} | {step.num_bytes / 1e9:.1f} "
-                f"| {step.num_kernels:,.0f} | {step.seconds * 1e3:.1f} "
-                f"| {rows * LOAD.completion / seconds:,.0f} |"
-            )
-        if not rows:
-            yield f"| {name} | {card_name} | both | does not fit | | | | | |"
+    for name, model in MODELS.items():
+        for card_name, card in CARDS.items():
+            rows = rows_that_fit(model, card)
+            if not rows:
+                yield f"| {name} | {card_name} | both | does not fit | | | | | |"
+                continue
+            for engine in ENGINES:
+                step, seconds = generate(model, card, engine, rows)
+                yield (
+                    f"| {name} | {card_name} | {engine} | {rows} | {step.num_bytes / 1e9:.1f} "
+                    f"| {step.num_kernels:,.0f} | {step.seconds * 1e3:.1f} "
+                    f"| {rows * LOAD.completion / seconds:,.0f} |"
+                )
     yield ""
     yield "| trained tokens/s (MFU) | " + " | ".join(CARDS) + " |"
     yield "|---|" + "---|" * len(CARDS)
     for name, model in MODELS.items():
-        rates = (train(model, card) for card in CARDS.values())
-        cells = (f"{x[0]:,.0f} ({x[1]:.0%})" if x else "does not fit" for x in rates)
+        cells = []
+        for card in CARDS.values():
+            rate = train(model, card)
+            if rate is None:
+                cells.append("does not fit")
+            else:
+                cells.append(f"{rate.tokens_per_second:,.0f} ({rate.mfu:.0%})")
         yield f"| {name} | " + " | ".join(cells) + " |"
     yield ""
     yield from shared_device()
@@ -206,14 +270,18 @@ def tables() -> Iterator[str]:
 def shared_device() -> Iterator[str]:
     """An iteration of 64 x 8 completions of 1.7 B on one H100 that generates and trains: the times
     add up. By default the embedded engine has 16 groups in flight, vLLM all that fit."""
-    model, card, num_tokens = MODELS["1.7 B"], CARDS["H100"], 64 * LOAD.group * LOAD.completion
-    rates = train(model, card)
-    assert rates is not None
-    training = num_tokens / rates[0] * RECOMPUTED
-    for engine, in_flight in zip(HOST, (16 * LOAD.group, 64 * LOAD.group), strict=True):
-        rows = min(in_flight, rows_that_fit(model, card, memory_fraction=0.5))
-        waves = 64 * LOAD.group / rows
-        generation = waves * generate(model, card, engine, rows)[1]
+    model = MODELS["1.7 B"]
+    card = CARDS["H100"]
+    num_completions = 64 * LOAD.group
+    num_tokens = num_completions * LOAD.completion
+    rate = train(model, card)
+    assert rate is not None
+    training = num_tokens / rate.tokens_per_second * RECOMPUTED
+    in_flight = {"embedded": 16 * LOAD.group, "vLLM": num_completions}
+    for engine in ENGINES:
+        rows = min(in_flight[engine], rows_that_fit(model, card, memory_fraction=0.5))
+        waves = num_completions / rows
+        generation = waves * generate(model, card, engine, rows).seconds
         yield (
             f"- {engine}: {generation:.0f} s of generation in {waves:.0f} waves of {rows} rows, "
             f"{training:.0f} s of training; {num_tokens / (generation + training):,.0f} tokens/s"
@@ -221,21 +289,45 @@ def shared_device() -> Iterator[str]:
 
 
 def compare(file: Path) -> Iterator[str]:
-    """Measured and expected figures of a result of `easyrl bench engine` or `loop`."""
+    """Yield measured and expected figures of a result of `easyrl bench engine` or `loop`."""
     found = json.loads(file.read_text(encoding="utf-8"))
-    for row in found["results"] if found["suite"] in ("engine", "loop") else ():
-        what, words = row.get("load") or row["model"], str(row.get("device")).replace("-", " ")
-        card = next((card for name, card in CARDS.items() if name in words.split()), None)
-        if card is not None and what in LOADS:
-            load, rows = LOADS[what], 128
-            seconds = generate(BENCHED["0.6B"], card, "embedded", rows, load)[1]
-            measured, expected = row["engine_tokens_per_second"], rows * load.completion / seconds
+    if found["suite"] not in ("engine", "loop"):
+        return
+    for row in found["results"]:
+        card = _card_of(str(row.get("device")))
+        if card is None:
+            continue
+        what = row.get("load") or row["model"]
+        if what in LOADS:
+            load = LOADS[what]
+            rows = 128
+            generation = generate(BENCHED["0.6B"], card, "embedded", rows, load)
+            expected = rows * load.completion / generation.seconds
+            measured = row["engine_tokens_per_second"]
             yield f"{what}: {measured:,.0f} tokens/s, expected {expected:,.0f}"
-        elif card is not None and row.get("mfu") and (rates := train(BENCHED[what], card)):
-            factor = RECOMPUTED if row["infer_devices"] == row["train_devices"] else 1.0
-            yield f"{what}: MFU {row['mfu']:.0%}, expected {rates[1] / factor:.0%}"
+        elif row.get("mfu"):
+            rate = train(BENCHED[what], card)
+            if rate is not None:
+                recomputes = row["infer_devices"] == row["train_devices"]
+                expected = rate.mfu / (RECOMPUTED if recomputes else 1.0)
+                yield f"{what}: MFU {row['mfu']:.0%}, expected {expected:.0%}"
+
+
+def _card_of(device: str) -> Card | None:
+    """Return the card that a device's name has as a word, as in "NVIDIA H100 80GB HBM3"."""
+    words = device.replace("-", " ").split()
+    for name, card in CARDS.items():
+        if name in words:
+            return card
+    return None
+
+
+def main(files: Sequence[str]) -> None:
+    if not files:
+        print(*tables(), sep="\n")
+    for file in files:
+        print(*compare(Path(file)), sep="\n")
 
 
 if __name__ == "__main__":
-    for lines in map(compare, map(Path, sys.argv[1:])) if sys.argv[1:] else [tables()]:
-        print(*lines, sep="\n")
+    main(sys.argv[1:])

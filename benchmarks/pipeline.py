@@ -16,20 +16,27 @@ from easyrl.bench.harness import Row, median_ratio, record, take_turns
 from easyrl.processes import num_cores
 
 PROMPTS = 64  # per iteration
-MODES = {"sync": 1, "colocated": 1, "apart": 4, "periodic": None}
-"""The part of the groups that is in flight: all, or a quarter; None: the default."""
+MODES = {
+    "sync": PROMPTS,
+    "colocated": PROMPTS,
+    "apart": PROMPTS // 4,
+    "periodic": None,
+}
+"""Mode -> most groups in flight; None: the default."""
 
 
 def run(rounds: int = 3) -> Iterator[Row]:
-    """One row per mode. `over_sync` and `over_colocated`: how many times as fast as these it is
+    """Yield a row per mode. `over_sync` and `over_colocated`: how many times as fast as these it is
     (median over rounds)."""
     actions = {mode: partial(measure, mode) for mode in MODES}
     runs = take_turns(actions, rounds, num_warm_up=0)
-    seconds = {mode: [run["iteration_seconds"] for run in runs[mode]] for mode in MODES}
-    infer, train, weights = (
-        statistics.median(run[f"{phase}_seconds"] for run in runs["sync"])
-        for phase in ("infer", "train", "weights")
-    )
+    seconds = {}
+    for mode in MODES:
+        seconds[mode] = [run["iteration_seconds"] for run in runs[mode]]
+    infer = statistics.median(run["infer_seconds"] for run in runs["sync"])
+    train = statistics.median(run["train_seconds"] for run in runs["sync"])
+    weights = statistics.median(run["weights_seconds"] for run in runs["sync"])
+    # Least time for generating and training.
     busy = {"apart": max(infer, train), "periodic": (infer + train) / 2}
     for mode in MODES:
         row: Row = {"mode": mode, "iteration_seconds": statistics.median(seconds[mode])}
@@ -42,16 +49,19 @@ def run(rounds: int = 3) -> Iterator[Row]:
 
 
 def measure(mode: str) -> dict[str, float]:
-    num_threads = num_cores() if mode == "colocated" else max(1, num_cores() // 2)
-    part = MODES[mode]
+    """Train some iterations, and return the figures of `record`."""
+    num_threads: int | None = max(1, num_cores() // 2)
+    if mode == "colocated":
+        num_threads = num_cores()
+    elif mode == "periodic":  # cores are shared between the groups
+        num_threads = None
     flags = {
         "runtime.schedule": "periodic" if mode in ("apart", "periodic") else "sync",
         "train.prompts_per_iteration": PROMPTS,
         "rollout.num_generations": 8,
-        "rollout.max_concurrent_groups": None if part is None else PROMPTS // part,
+        "rollout.max_concurrent_groups": MODES[mode],
         "devices.infer": "cpu",
         "devices.train": "cpu",
-        # Cores are shared between the groups unless a number of threads is set.
-        "devices.threads": None if mode == "periodic" else num_threads,
+        "devices.threads": num_threads,
     }
     return record(mode, flags, iterations=4)

@@ -14,11 +14,16 @@ GENERATIONS = 8
 
 
 def run(rounds: int = 3) -> Iterator[Row]:
-    """One row per number of prompts. `ratio`: how many times as long an iteration takes with
+    """Yield a row per number of prompts. `ratio`: how many times as long an iteration takes with
     Ray."""
     for prompts in (16, 64):
-        actions = {each: partial(_measure, each, prompts) for each in ("cpu", "ray:cpu:1")}
-        without, with_ray = take_turns(actions, rounds, num_warm_up=0).values()
+        actions = {
+            "without": partial(_measure, "cpu", prompts),
+            "with": partial(_measure, "ray:cpu:1", prompts),
+        }
+        seconds = take_turns(actions, rounds, num_warm_up=0)
+        without = seconds["without"]
+        with_ray = seconds["with"]
         yield {
             "groups": f"{prompts} x {GENERATIONS}",
             "seconds_without_ray": median(without),
@@ -30,9 +35,15 @@ def run(rounds: int = 3) -> Iterator[Row]:
 def _measure(devices: str, prompts: int) -> float:
     import ray
 
-    flags = {"devices.infer": devices, "devices.train": devices, "devices.threads": 1}
-    flags |= {"train.prompts_per_iteration": prompts, "rollout.num_generations": GENERATIONS}
+    flags = {
+        "devices.infer": devices,
+        "devices.train": devices,
+        "devices.threads": 1,
+        "train.prompts_per_iteration": prompts,
+        "rollout.num_generations": GENERATIONS,
+    }
     try:
-        return record(f"{devices}, {prompts} groups", flags, iterations=6)["iteration_seconds"]
+        figures = record(f"{devices}, {prompts} groups", flags, iterations=6)
+        return figures["iteration_seconds"]
     finally:
         ray.shutdown()

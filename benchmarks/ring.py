@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.multiprocessing
@@ -22,11 +22,23 @@ from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.layout.tree import TokenTree
 from easyrl.types import RolloutGroup
 
-NUM_GENERATIONS, PROMPT_LENGTH, NUM_SLOTS = 8, 256, 8
+NUM_GENERATIONS = 8
+PROMPT_LENGTH = 256
+NUM_SLOTS = 8
 TOKEN_BYTES = 9  # id, log-probability, mask
+SMALL_LENGTH = 14  # of the completions of a small group
+RING_BYTES = 2**29  # sent through the ring in a turn, about as long as QUEUE_BYTES take
+QUEUE_BYTES = 2**25
 ARRAYS = ("prompt_ids", "completion_ids", "rollout_logprobs", "loss_mask")
 WAKEUP_INTERVAL_SECONDS = 0.003
 TIMEOUT_SECONDS = 60.0
+
+
+class Sent(NamedTuple):
+    """What sending groups took."""
+
+    seconds_per_group: float
+    latencies: list[float]  # of each group, through the ring, in seconds
 
 
 def run(
@@ -34,7 +46,7 @@ def run(
     repetitions: int = 5,
     num_wakeups: int = 1000,
 ) -> Iterator[Row]:
-    """One row per group size."""
+    """Yield a row per group size."""
     torch.set_num_threads(1)
     for size in group_bytes:
         yield _measure(size, repetitions, num_wakeups)
@@ -46,8 +58,8 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
     queue = context.Queue(NUM_SLOTS)
     control, theirs = context.Pipe()
 
-    def send(channel: str, completion_length: int, count: int, pause: float = 0.0) -> Any:
-        """Return seconds per group, and the latencies of the ring in seconds."""
+    def send(channel: str, completion_length: int, count: int, pause: float = 0.0) -> Sent:
+        """Send `count` groups, with a pause of so many seconds before each."""
         group = _make_group(completion_length)
         control.send((channel, count))
         start = time.monotonic()
@@ -56,36 +68,48 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
                 time.sleep(pause)
             copied: dict[str, Any] = {name: getattr(group, name).copy() for name in ARRAYS}
             if channel == "queue":
-                queue.put([torch.from_numpy(x) for x in copied.values()], timeout=TIMEOUT_SECONDS)
+                tensors = [torch.from_numpy(array) for array in copied.values()]
+                queue.put(tensors, timeout=TIMEOUT_SECONDS)
             else:
+                # The consumer finds the time of sending in `prompt_index`.
                 sent = replace(group, prompt_index=time.monotonic_ns(), **copied)
-                assert wait([port.writable_fd], TIMEOUT_SECONDS) and port.put(sent)
+                is_writable = wait([port.writable_fd], TIMEOUT_SECONDS)
+                is_sent = bool(is_writable) and port.put(sent)
+                assert is_sent
         end, latencies = control.recv()
-        return (end - start) / count, latencies
+        return Sent((end - start) / count, latencies)
 
-    sizes = NUM_SLOTS, NUM_GENERATIONS, PROMPT_LENGTH, length
-    with closing(RingBuffer(RingLayout(*sizes, num_owners=2, num_groups=1))) as ring:
+    layout = RingLayout(
+        NUM_SLOTS,
+        NUM_GENERATIONS,
+        PROMPT_LENGTH,
+        length,
+        num_owners=2,
+        num_groups=1,
+    )
+    with closing(RingBuffer(layout)) as ring:
         consumer = context.Process(target=_consume, args=(ring, queue, theirs), daemon=True)
         consumer.start()
         try:
             theirs.close()  # held by the consumer alone: we read EOF when it dies
             port = ring.attach(0)
-            sends = {}  # about as long for every size; the warm-up hides the consumer's start
-            for name, num_bytes in (("ring", 2**29), ("queue", 2**25)):
+            actions = {}  # the warm-up hides the consumer's start
+            for name, num_bytes in (("ring", RING_BYTES), ("queue", QUEUE_BYTES)):
                 count = min(2000, max(32, num_bytes // group_bytes))
-                sends[name] = partial(send, name, length, count)
-            turns = take_turns(sends, repetitions)
-            _, latencies = send("ring", 14, num_wakeups, WAKEUP_INTERVAL_SECONDS)
+                actions[name] = partial(send, name, length, count)
+            turns = take_turns(actions, repetitions)
+            wakeups = send("ring", SMALL_LENGTH, num_wakeups, WAKEUP_INTERVAL_SECONDS)
         finally:
             consumer.kill()
             consumer.join()
-    seconds = {name: [each for each, _ in results] for name, results in turns.items()}
-    p50, p99 = np.quantile(latencies, [0.5, 0.99])
+    ring_seconds = [sent.seconds_per_group for sent in turns["ring"]]
+    queue_seconds = [sent.seconds_per_group for sent in turns["queue"]]
+    p50, p99 = np.quantile(wakeups.latencies, [0.5, 0.99])
     return {
         "group_bytes": group_bytes,
-        "ring_groups_per_second": 1 / statistics.median(seconds["ring"]),
-        "queue_groups_per_second": 1 / statistics.median(seconds["queue"]),
-        "speedup": median_ratio(seconds["queue"], seconds["ring"]),
+        "ring_groups_per_second": 1 / statistics.median(ring_seconds),
+        "queue_groups_per_second": 1 / statistics.median(queue_seconds),
+        "speedup": median_ratio(queue_seconds, ring_seconds),
         "wakeup_p50_seconds": float(p50),
         "wakeup_p99_seconds": float(p99),
     }

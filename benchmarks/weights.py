@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,8 @@ def run(
     repetitions: int = 5,
     size: Mapping[str, Any] = QWEN3_06B,
 ) -> Iterator[Row]:
-    """One row: medians over the repetitions, which take turns. Raises ConfigError for several train
-    devices.
+    """Yield one row: medians over the repetitions, which take turns. Raises ConfigError for several
+    train devices.
 
     On a device that sender and receiver share there are no broadcasts to compare with.
     `unsupported_reason` says why its memory could not be opened twice (None: it was).
@@ -50,18 +50,23 @@ def run(
         raise ConfigError(f"devices.train: expected one device, got '{placement.train}'")
     with Supervisor() as supervisor:
         call = self_test_part.start_members(supervisor, spec, placement, size, __name__)
-        peaks, sizes, reasons = zip(*call("prepare"), strict=True)
+        prepared: list[Prepared] = call("prepare")
         if len(set(call("digest"))) > 1:
             raise RuntimeError("bench weights: an engine's weights differ from those sent")
 
         def seconds(action: str) -> float:
             """Return the seconds from the trainer's start to the last process's end."""
-            spans = call("measure", action)
-            return float(max(end for _, end in spans) - spans[0][0])
+            spans = call("measure", action)  # start and end of each process, the trainer's first
+            trainer_start, _ = spans[0]
+            last_end = max(end for _, end in spans)
+            return float(last_end - trainer_start)
 
-        ways = ["update"] if placement.shares_device else ["update", "broadcast"]
-        taken = take_turns({way: partial(seconds, way) for way in ways}, repetitions)
-    num_bytes, update = sizes[0], statistics.median(taken["update"])
+        actions = {"update": partial(seconds, "update")}
+        if not placement.shares_device:
+            actions["broadcast"] = partial(seconds, "broadcast")
+        taken = take_turns(actions, repetitions)
+    num_bytes = prepared[0].num_bytes
+    update = statistics.median(taken["update"])
     row = {
         "dtype": dtype,
         "infer_devices": str(placement.infer),
@@ -69,11 +74,11 @@ def run(
         "weight_bytes": num_bytes,
         "seconds_per_update": update,
         "gigabytes_per_second": num_bytes / 1e9 / update,
-        "peak_extra_bytes": max(peaks),
+        "peak_extra_bytes": max(member.peak_bytes for member in prepared),
         "bucket_bytes": BUCKET_BYTES,
     }
     if placement.shares_device:
-        row["unsupported_reason"] = reasons[0]
+        row["unsupported_reason"] = prepared[0].unsupported_reason
     else:
         bare = statistics.median(taken["broadcast"])
         row["bare_broadcast_gigabytes_per_second"] = num_bytes / 1e9 / bare
@@ -81,13 +86,21 @@ def run(
     yield row
 
 
+class Prepared(NamedTuple):
+    """What a process reports of the first update."""
+
+    peak_bytes: int  # beside the model
+    num_bytes: int  # of the update
+    unsupported_reason: str | None
+
+
 class Member(self_test_part.Member):
-    def prepare(self) -> tuple[int, int, str | None]:
-        """Update once; return the peak of bytes, the bytes sent, and `unsupported_reason`."""
+    def prepare(self) -> Prepared:
+        """Update once."""
         peak = peak_bytes(self.update, self.policy.device)
         self._num_bytes = self.policy.model.num_parameters() * self.dtype.itemsize
         self._bucket = torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=self.policy.device)
-        return peak, self._num_bytes, self.channel.not_shared_reason
+        return Prepared(peak, self._num_bytes, self.channel.not_shared_reason)
 
     def measure(self, action: str) -> tuple[float, float]:
         """Return start and end in seconds, on the clock that all processes share."""

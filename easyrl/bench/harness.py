@@ -43,8 +43,8 @@ QWEN3_06B = {
 
 
 def run_suite(name: str, suite: Iterable[Row], json_file: Path | None) -> int:
-    """Run the suite; return the exit code. In JSON, rows with a name (`row`) are found by it. If it
-    fails or is interrupted, the rows before are shown and written."""
+    """Run the suite, print its table and write it as JSON; return the exit code. If the suite fails
+    or is interrupted, the rows before are printed and written."""
     rows: list[Row] = []
     code = 0
     try:
@@ -57,31 +57,52 @@ def run_suite(name: str, suite: Iterable[Row], json_file: Path | None) -> int:
         code = 1
     if not rows:
         return code
-    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))
-    machine = {
-        "cpu": cpu[1] if cpu is not None else platform.machine(),
-        "cores": num_cores(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    machine = _describe_machine()
     print(f"easyrl bench {name}: {machine['cpu']}, {machine['cores']} cores")
-    names = dict.fromkeys(name for row in rows for name in row)
-    table = [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print(*(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    _print_table(rows)
     if json_file is not None:
-        results = {row["row"]: row for row in rows} if all("row" in row for row in rows) else rows
+        results: Any = rows
+        if all("row" in row for row in rows):  # rows that have a name are found by it
+            results = {row["row"]: row for row in rows}
         found = {"suite": name, "machine": machine, "results": results}
         json_file.write_text(json.dumps(found, indent=2), encoding="utf-8")
     return code
 
 
+def _describe_machine() -> dict[str, Any]:
+    cpu_info = Path("/proc/cpuinfo").read_text(errors="replace")
+    model = re.search(r"model name\s*:\s*(.+)", cpu_info)
+    return {
+        "cpu": model[1] if model else platform.machine(),
+        "cores": num_cores(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _print_table(rows: Sequence[Row]) -> None:
+    """Print a line per figure and a column per row: a suite has few rows, with many figures."""
+    names: dict[str, None] = {}  # a set that keeps the order
+    for row in rows:
+        names |= dict.fromkeys(row)
+    columns = [list(names)]
+    for row in rows:
+        columns.append([_cell(row.get(name)) for name in names])
+    padded = []
+    for column in columns:
+        width = max(map(len, column))
+        padded.append([cell.ljust(width) for cell in column])
+    for line in zip(*padded, strict=True):
+        print(*line)
+
+
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-    return "" if value is None else str(value)
+    return str(value)
 
 
 def take_turns(
@@ -89,16 +110,19 @@ def take_turns(
 ) -> dict[str, list[T]]:
     """Return the results of each action after the warm-up. Actions take turns, so that noise
     affects all of them alike; compare them by `median_ratio`."""
-    turns = [
-        {name: action() for name, action in actions.items()}
-        for _ in range(num_warm_up + repetitions)
-    ]
-    return {name: [turn[name] for turn in turns[num_warm_up:]] for name in actions}
+    results: dict[str, list[T]] = {name: [] for name in actions}
+    for turn in range(num_warm_up + repetitions):
+        for name, action in actions.items():
+            result = action()
+            if turn >= num_warm_up:
+                results[name].append(result)
+    return results
 
 
 def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Median over the repetitions of how many times as long the first takes."""
-    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
+    """Return the median over the repetitions of how many times as long the first takes."""
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    return statistics.median(ratios)
 
 
 def write_model_and_prompts(
@@ -110,9 +134,12 @@ def write_model_and_prompts(
     *,
     is_chat: bool = False,
 ) -> dict[str, Any]:
-    """Write a random model, with the tokenizer of `tiny`, and prompts of that many digits, or
-    chats that ask for a sum with so many. Return the flags that name them, and the reward.
-    `model`: also the path of one, which is used as it is."""
+    """Write a random model and prompts. Return the settings that name them, and the reward.
+
+    `model`: a model, which gets the tokenizer of `tiny`, or the path of one, which is used as it
+    is. `prompt_length`: number of digits of a prompt. `is_chat`: the prompts are chats that ask for
+    the sum of two numbers with so many digits together.
+    """
     if isinstance(model, str):
         path = resolve_model(model)
     else:
@@ -121,27 +148,42 @@ def write_model_and_prompts(
         model.to(getattr(torch, dtype)).save_pretrained(path)
         load_tokenizer("tiny").save_pretrained(path)
     tokenizer = load_tokenizer(path)
-    drawn = random.Random(0)
-    digits = ["".join(drawn.choices("0123456789", k=prompt_length)) for _ in range(num_prompts)]
-    prompts: list[str | Messages] = [*digits]
-    if is_chat:
-        half = prompt_length // 2
-        example = [("user", "What is 12 + 25?"), ("assistant", "37")]  # so that answers are brief
-        sums = ([*example, ("user", f"What is {x[:half]} + {x[half:]}?")] for x in digits)
-        prompts = [[{"role": role, "content": text} for role, text in chat] for chat in sums]
-    rows = (json.dumps({"prompt": prompt}) for prompt in prompts)
-    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    rng = random.Random(0)
+    rows = []
+    lengths = []  # in tokens
+    for _ in range(num_prompts):
+        digits = "".join(rng.choices("0123456789", k=prompt_length))
+        prompt = _sum_of(digits) if is_chat else digits
+        rows.append(json.dumps({"prompt": prompt}))
+        lengths.append(len(render_prompt(prompt, tokenizer)))
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(rows))
     return {
         "model.path": path,
-        "data.dataset": str(folder / "prompts.jsonl"),
-        "data.max_prompt_length": max(len(render_prompt(each, tokenizer)) for each in prompts),
+        "data.dataset": str(file),
+        "data.max_prompt_length": max(lengths),
         "reward.functions": [f"{__name__}:spread"],
     }
 
 
+def _sum_of(digits: str) -> Messages:
+    """Return a chat that asks for the sum of two numbers. An example before it makes answers
+    brief."""
+    half = len(digits) // 2
+    return [
+        {"role": "user", "content": "What is 12 + 25?"},
+        {"role": "assistant", "content": "37"},
+        {"role": "user", "content": f"What is {digits[:half]} + {digits[half:]}?"},
+    ]
+
+
 def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A reward between 0 and 1 that differs between completions."""
-    return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
+    """Return rewards between 0 and 1 that differ between completions."""
+    rewards = []
+    for ids in completion_ids:
+        digest = zlib.crc32(repr(list(ids)).encode())
+        rewards.append(digest % 1000 / 1000)
+    return rewards
 
 
 def record(
@@ -151,10 +193,13 @@ def record(
     *,
     iterations: int,
 ) -> dict[str, float]:
-    """Train for `iterations` after one that warms up. The learning rate is 0, so that all do the
-    same work. Returns the medians of the run's `perf` metrics, and means of an iteration:
-    `completion_tokens`, and the `seconds` from its predecessor's end to its own. Raises
-    WorkerFailure with `name` if the run fails."""
+    """Train for `iterations` after one that warms up. By default the learning rate is 0, so that
+    all iterations do the same work.
+
+    Return the medians of the run's `perf` metrics, without this prefix, and two means of an
+    iteration: `completion_tokens`, and the `seconds` from its predecessor's end to its own. Raises
+    WorkerFailure with `name` if the run fails.
+    """
     own = {
         "data.num_held_out": 0,
         "train.iterations": 1 + iterations,
@@ -177,12 +222,13 @@ def record(
     if end.exit_code != 0:
         raise WorkerFailure(f"bench, {name}: {end.message}")
     lines = [event.metrics for event in finished]
-    medians = {
-        key.removeprefix("perf/"): float(statistics.median(line[key] for line in lines[1:]))
-        for key in lines[0]
-        if key.startswith("perf/")
-    }
-    name = "num_completion_tokens"
-    num_tokens = lines[-1][name] - lines[0][name]  # counted from the run's start
-    seconds = (finished[-1].time - finished[0].time) / iterations
-    return medians | {"completion_tokens": num_tokens / iterations, "seconds": seconds}
+    figures = {}
+    for key in lines[0]:
+        if key.startswith("perf/"):
+            values = [line[key] for line in lines[1:]]
+            figures[key.removeprefix("perf/")] = float(statistics.median(values))
+    # Tokens are counted from the run's start.
+    num_tokens = lines[-1]["num_completion_tokens"] - lines[0]["num_completion_tokens"]
+    figures["completion_tokens"] = num_tokens / iterations
+    figures["seconds"] = (finished[-1].time - finished[0].time) / iterations
+    return figures

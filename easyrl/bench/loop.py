@@ -40,13 +40,21 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "L4": 121e12,
 }
-"""Dense bfloat16 by the vendors' data sheets. The first name that is part of a device's counts."""
-SETTINGS = {  # on accelerators, on the CPU
-    "rollout.max_completion_length": (512, 48),
-    "rollout.num_generations": (16, 4),
-    "rollout.max_concurrent_groups": (8, 4),
-    "train.prompts_per_iteration": (16, 8),
-    "train.max_tokens_per_micro_batch": (16384, 1024),
+"""Dense bfloat16 operations per second, by the vendors' data sheets. Of the names that are part of
+a device's name, the first one counts."""
+ACCELERATOR_SETTINGS = {
+    "rollout.max_completion_length": 512,
+    "rollout.num_generations": 16,
+    "rollout.max_concurrent_groups": 8,
+    "train.prompts_per_iteration": 16,
+    "train.max_tokens_per_micro_batch": 16384,
+}
+CPU_SETTINGS = {
+    "rollout.max_completion_length": 48,
+    "rollout.num_generations": 4,
+    "rollout.max_concurrent_groups": 4,
+    "train.prompts_per_iteration": 8,
+    "train.max_tokens_per_micro_batch": 1024,
 }
 
 
@@ -59,13 +67,15 @@ def run(
     words: Sequence[str] = (),
     iterations: int = 3,
 ) -> Iterator[Row]:
-    """One row per model (`model`: only this one of SIZES). `words` win over what is set here.
-    `both_busy` is a lower bound: it is exact if something is busy all the time."""
+    """Yield a row per model. `model`: only this one of SIZES. `words` win over what is set here.
+
+    `both_busy` is a lower bound: it is exact if something is busy all the time.
+    """
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     placement = resolve_placement(resolve(load_config(None, flags, words)))
     on_cpu = placement.train.kind == "cpu"
+    flags |= CPU_SETTINGS if on_cpu else ACCELERATOR_SETTINGS
     flags |= {
-        **{key: values[on_cpu] for key, values in SETTINGS.items()},
         "model.dtype": dtype or ("float32" if on_cpu else "bfloat16"),
         "rollout.engine": "embedded",
         "rollout.memory_fraction": 0.3,  # of a shared device: a trainer needs several times as much
@@ -73,8 +83,10 @@ def run(
     }
     if model not in (None, *SIZES):
         raise ConfigError(f"--model: expected one of {', '.join(SIZES)} for loop, got {model}")
-    default = ["small"] if on_cpu else ["0.6B", "1.7B"]
-    for name in [model] if model else default:
+    names = ["small"] if on_cpu else ["0.6B", "1.7B"]
+    if model is not None:
+        names = [model]
+    for name in names:
         yield {"model": name} | _measure(SIZES[name], flags, words, iterations)
 
 
@@ -82,29 +94,29 @@ def _measure(
     size: Mapping[str, Any], flags: Mapping[str, Any], words: Sequence[str], iterations: int
 ) -> Row:
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-        flags = {
-            **flags,
-            **write_inputs(Path(folder), size, resolve(load_config(None, flags, words))),
-        }
-        runs = {
-            schedule: record(
-                schedule, {**flags, "runtime.schedule": schedule}, words, iterations=iterations
-            )
-            for schedule in ("sync", "periodic")
-        }
+        inputs = write_inputs(Path(folder), size, resolve(load_config(None, flags, words)))
+        flags = {**flags, **inputs}
+        runs = {}
+        for schedule in ("sync", "periodic"):
+            of_schedule = {**flags, "runtime.schedule": schedule}
+            runs[schedule] = record(schedule, of_schedule, words, iterations=iterations)
         num_weights = read_model_files(f"{folder}/model").num_weights or 0
         spec = resolve(load_config(None, flags, words))
-    placement, sync, periodic = resolve_placement(spec), runs["sync"], runs["periodic"]
-    device = mfu = None
+    placement = resolve_placement(spec)
+    sync = runs["sync"]
+    periodic = runs["periodic"]
+    device = None
+    mfu = None
     if placement.train.kind != "cpu":
         device = devices.device_label(placement.accelerator, placement.train.indices[0])
         peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in device), None)
         if peak is not None and spec.model.dtype == "bfloat16":
             flops = training_flops(size, num_weights, spec, sync["completion_tokens"])
             mfu = flops / sync["train_seconds"] / (peak * placement.train.count)
-    iteration, infer, train, weights = (
-        periodic[f"{name}_seconds"] for name in ("iteration", "infer", "train", "weights")
-    )
+    iteration = periodic["iteration_seconds"]
+    infer = periodic["infer_seconds"]
+    train = periodic["train_seconds"]
+    weights = periodic["weights_seconds"]
     weight_bytes = DTYPE_BYTES[spec.model.dtype] * num_weights
     return {
         "dtype": spec.model.dtype,
@@ -121,28 +133,42 @@ def _measure(
 
 
 def write_inputs(folder: Path, size: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
-    """Prompts, and completions on average, get half the maximum length of a completion."""
-    length, vocab_size = spec.limits.max_completion_length // 2, size["vocab_size"]
+    """Write a random model and prompts. Prompts, and completions on average, have half the maximum
+    length of a completion."""
+    length = spec.limits.max_completion_length // 2
+    vocab_size = size["vocab_size"]
+    num_ends = max(1, vocab_size // length)  # so many that one is sampled every `length` tokens
+    ends = list(range(vocab_size - num_ends, vocab_size))
     model = random_model(size)
-    ends = list(range(vocab_size - max(1, vocab_size // length), vocab_size))
     model.generation_config = GenerationConfig(eos_token_id=ends)  # type: ignore[no-untyped-call]
-    num_prompts, dtype = spec.schedule.prompts_per_iteration, spec.model.dtype
-    return write_model_and_prompts(folder, model, dtype, num_prompts, length)
+    return write_model_and_prompts(
+        folder,
+        model,
+        spec.model.dtype,
+        spec.schedule.prompts_per_iteration,
+        length,
+    )
 
 
 def training_flops(
     size: Mapping[str, Any], num_weights: int, spec: RunSpec, num_tokens: float
 ) -> float:
-    """Floating-point operations that forward and backward of an iteration need (no recomputation):
-    6 per weight and token, and those of attention. `num_tokens`: of all completions, taken as
-    equally long; a group shares its prompt. The tied head reads completions only."""
-    head_weights = size["hidden_size"] * size["vocab_size"]
-    num_prompts, prompt_length = spec.schedule.prompts_per_iteration, spec.limits.max_prompt_length
-    length = num_tokens / (num_prompts * spec.schedule.num_generations)
-    pairs = num_prompts * prompt_length**2 / 2 + num_tokens * (prompt_length + length / 2)
+    """Return the floating-point operations that forward and backward of an iteration need, without
+    recomputation: 6 per weight and token, and those of attention.
+
+    `num_tokens`: of all completions, taken as equally long. A group shares its prompt. The tied
+    head reads completions only.
+    """
+    num_prompts = spec.schedule.prompts_per_iteration
+    prompt_length = spec.limits.max_prompt_length
+    completion_length = num_tokens / (num_prompts * spec.schedule.num_generations)
+    # Pairs of a query and a key: within the prompts, and from completions to what is before them.
+    prompt_pairs = num_prompts * prompt_length**2 / 2
+    completion_pairs = num_tokens * (prompt_length + completion_length / 2)
     width = size["num_attention_heads"] * size["head_dim"]
+    head_weights = size["hidden_size"] * size["vocab_size"]
     return float(
         6 * (num_weights - head_weights) * num_prompts * prompt_length
         + 6 * num_weights * num_tokens
-        + 12 * size["num_hidden_layers"] * width * pairs
+        + 12 * size["num_hidden_layers"] * width * (prompt_pairs + completion_pairs)
     )

@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
@@ -50,8 +50,8 @@ class Work:
     size: Mapping[str, Any] | None  # of the random model; None: a chat model that is given
     num_prompts: int
     num_generations: int
-    prompt_length: int
-    cap: int  # longest completion
+    prompt_length: int  # digits
+    max_completion_length: int
     iterations: int  # measured per run
     micro_batch: int  # TRL's, in completions: the faster of 16 and 64 on two cores
     learning_rate: float = 0.0
@@ -62,13 +62,48 @@ class Work:
         return self.num_prompts * self.num_generations
 
 
+SMOLLM2 = Work(
+    size=None,
+    num_prompts=8,
+    num_generations=8,
+    prompt_length=4,
+    max_completion_length=64,
+    iterations=2,
+    micro_batch=16,
+    learning_rate=1e-6,
+)
 ROWS = {
-    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, micro_batch=64),
-    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, micro_batch=64),
-    "smollm2": Work(None, 8, 8, 4, 64, 2, micro_batch=16, learning_rate=1e-6),
-    "smollm2_lora": Work(None, 8, 8, 4, 64, 2, micro_batch=16, learning_rate=1e-6, lora_rank=16),
+    "tiny_short": Work(
+        size=TINY,
+        num_prompts=16,
+        num_generations=8,
+        prompt_length=12,
+        max_completion_length=256,
+        iterations=8,
+        micro_batch=64,
+    ),
+    "tiny_long": Work(
+        size=TINY,
+        num_prompts=8,
+        num_generations=16,
+        prompt_length=256,
+        max_completion_length=64,
+        iterations=8,
+        micro_batch=64,
+    ),
+    "smollm2": SMOLLM2,
+    "smollm2_lora": replace(SMOLLM2, lora_rank=16),
 }
 RANDOM = [name for name, work in ROWS.items() if work.size is not None]
+
+
+class Measured(NamedTuple):
+    """What a run of one of the two trainers showed."""
+
+    tokens_per_second: float  # of completions
+    mean_length: float  # of a completion, in tokens
+
+
 TRL_SETTINGS = {
     "model_init_kwargs": {"dtype": "float32"},  # weights; `bf16` computes in bfloat16
     "lr_scheduler_type": "constant",
@@ -93,87 +128,113 @@ def run(
     *,
     rounds: int = 3,
 ) -> Iterator[harness.Row]:
-    """One row per name in `rows` (separated by commas; default: those of random models, which
-    `model` replaces). Rates are medians over rounds. Raises ConfigError for unknown
-    rows, for devices of two kinds or of Ray, and without TRL."""
-    names = [name.strip() for name in rows.split(",")] if rows is not None else RANDOM
-    if unknown := [name for name in names if name not in ROWS]:
+    """Yield a row per name in `rows`, which commas separate; by default, those of random models.
+    Rates are medians over rounds. Raises ConfigError for unknown rows, for devices of two kinds or
+    of Ray, and without TRL.
+
+    `model`: the chat model of the rows `smollm2`; in other rows it replaces the random one.
+    """
+    names = RANDOM if rows is None else [name.strip() for name in rows.split(",")]
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
         got = "', '".join(unknown)
         raise ConfigError(f"--rows: expected some of {', '.join(ROWS)}, got '{got}'")
-    if model is None and (chats := [name for name in names if name not in RANDOM]):
+    chats = [name for name in names if name not in RANDOM]
+    if chats and model is None:
         raise ConfigError(f"--rows {chats[0]}: expected --model FOLDER too, a chat model; got none")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
-    config = load_config(None, flags)
-    is_ray = any(each is not None and each.is_ray for each in config.devices.sets)
-    # A cluster would be started.
-    placement = None if is_ray else resolve_placement(resolve(config))
-    if placement is None or placement.infer.kind != placement.train.kind:
-        raise ConfigError(
-            "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
-            f"machine, got {infer_devices or 'auto'} and {train_devices or 'auto'}"
-        )
+    placement = _placement(flags)
     on_cpu = placement.train.kind == "cpu"
     for extra in ("peer",) if on_cpu else ("peer", "vllm"):
         require(extra, "bench peer")
-    flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
+    dtype = "float32" if on_cpu else "bfloat16"
+    flags["model.dtype"] = dtype
     for name in names:
         work = ROWS[name]
+        settings = peer_settings(work, placement)
+        used = ", ".join(f"{key} {value}" for key, value in settings.items())
+        peer = f"TRL {metadata.version('trl')}, {used}"
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-            source: Any = model if work.size is None or model else random_model(work.size)
-            sizes, how = (work.num_prompts, work.prompt_length), {"is_chat": work.size is None}
-            inputs = harness.write_model_and_prompts(Path(folder), source, dtype, *sizes, **how)
-            settings = peer_settings(work, placement)
-            used = ", ".join(f"{key} {value}" for key, value in settings.items())
-            peer = f"TRL {metadata.version('trl')}, {used}"
+            inputs = harness.write_model_and_prompts(
+                Path(folder),
+                model if work.size is None or model else random_model(work.size),
+                dtype,
+                work.num_prompts,
+                work.prompt_length,
+                is_chat=work.size is None,
+            )
             actions = {
                 "easyrl": partial(run_easyrl, name, work, {**flags, **inputs}),
                 "peer": partial(run_trl, f"{name}, {peer}", work, inputs, settings),
             }
             runs = harness.take_turns(actions, rounds, num_warm_up=0)
-        rates = {side: [rate for rate, _ in runs[side]] for side in runs}
-        ratio = harness.median_ratio(*rates.values())
+        rates = {}
+        for side, measured in runs.items():
+            rates[side] = [run.tokens_per_second for run in measured]
+        ratio = harness.median_ratio(rates["easyrl"], rates["peer"])
         row: harness.Row = {"row": name, "ratio": ratio, "peer": peer}
-        for side in runs:
+        for side, measured in runs.items():
             row[f"{side}_tokens_per_second"] = statistics.median(rates[side])
-            row[f"{side}_mean_length"] = statistics.mean(length for _, length in runs[side])
+            row[f"{side}_mean_length"] = statistics.mean(run.mean_length for run in measured)
         yield row
 
 
-def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, float]:
-    """Return completion tokens per second, and the mean length of a completion."""
+def _placement(flags: Mapping[str, Any]) -> Placement:
+    """Return the placement of both trainers. Raises ConfigError for devices of two kinds or of
+    Ray."""
+    config = load_config(None, flags)
+    uses_ray = any(each is not None and each.is_ray for each in config.devices.sets)
+    if not uses_ray:  # else a cluster would be started
+        placement = resolve_placement(resolve(config))
+        if placement.infer.kind == placement.train.kind:
+            return placement
+    raise ConfigError(
+        "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
+        f"machine, got {flags['devices.infer'] or 'auto'} and {flags['devices.train'] or 'auto'}"
+    )
+
+
+def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> Measured:
     own = {
         "train.prompts_per_iteration": work.num_prompts,
         "rollout.num_generations": work.num_generations,
-        "rollout.max_completion_length": work.cap,
+        "rollout.max_completion_length": work.max_completion_length,
         "train.learning_rate": work.learning_rate,
         "train.lr_scheduler_type": "constant",
         "model.lora.rank": work.lora_rank,
     }
     figures = harness.record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
     num_tokens = figures["completion_tokens"]
-    return num_tokens / figures["seconds"], num_tokens / work.num_completions
+    return Measured(num_tokens / figures["seconds"], num_tokens / work.num_completions)
 
 
 def peer_settings(work: Work, placement: Placement) -> dict[str, Any]:
+    """Return how TRL does the work: on which devices, with which engine, and its micro-batch. A row
+    shows them."""
     if placement.train.kind == "cpu":
         return {"micro-batch": work.micro_batch}
     used = sorted({*placement.infer.indices, *placement.train.indices})
-    size = math.gcd(work.micro_batch, work.num_completions // len(used))
-    return {"devices": used, "vllm": "colocate", "micro-batch": size}
+    completions_per_device = work.num_completions // len(used)
+    return {
+        "devices": used,
+        "vllm": "colocate",
+        "micro-batch": math.gcd(work.micro_batch, completions_per_device),
+    }
 
 
 def run_trl(
     name: str, work: Work, inputs: Mapping[str, Any], settings: Mapping[str, Any]
-) -> tuple[float, float]:
-    """Return completion tokens per second, and the mean length of a completion."""
+) -> Measured:
+    """Train with TRL in a process of its own, or one per device. Raises WorkerFailure with `name`
+    if it fails."""
     used = settings.get("devices")
-    num_processes = len(used or [None])
+    num_processes = 1 if used is None else len(used)
     micro_batch = settings["micro-batch"]
     config = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": work.num_completions // (micro_batch * num_processes),
         "num_generations": work.num_generations,
-        "max_completion_length": work.cap,
+        "max_completion_length": work.max_completion_length,
         "use_cpu": used is None,
         "bf16": used is not None,
         "learning_rate": work.learning_rate,
@@ -182,28 +243,44 @@ def run_trl(
     program = [sys.executable, "-m"]
     if used is not None:
         environment |= visible_environment(accelerator()[0], used)
-        config |= {"use_vllm": True, "vllm_mode": settings["vllm"]}
+        config["use_vllm"] = True
+        config["vllm_mode"] = settings["vllm"]
         program += ["accelerate.commands.launch", f"--num_processes={num_processes}", "-m"]
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-        asked, result, log_file = (Path(folder, each) for each in ("asked", "result", "log"))
-        run = {"model": inputs["model.path"], "prompts": inputs["data.dataset"]}
-        run |= {"iterations": work.iterations, "result": str(result), "rank": work.lora_rank}
-        asked.write_text(json.dumps({**run, "config": {**config, "output_dir": folder}}))
+        asked = Path(folder, "asked")
+        result = Path(folder, "result")
+        log_file = Path(folder, "log")
+        config["output_dir"] = folder
+        run = {
+            "model": inputs["model.path"],
+            "prompts": inputs["data.dataset"],
+            "iterations": work.iterations,
+            "result": str(result),
+            "rank": work.lora_rank,
+            "config": config,
+        }
+        asked.write_text(json.dumps(run))
         program += ["easyrl.bench.peer", str(asked)]
         with log_file.open("w") as log:
-            code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
-        if code.returncode != 0:
+            done = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
+        if done.returncode != 0:
             lines = log_file.read_text(errors="replace").splitlines()[-20:]
-            raise WorkerFailure("\n".join([f"bench, {name}: exit code {code.returncode}", *lines]))
+            raise WorkerFailure("\n".join([f"bench, {name}: exit code {done.returncode}", *lines]))
         measured = json.loads(result.read_text())
-    seconds, num_tokens = measured["ends"][-1] - measured["ends"][0], sum(measured["tokens"][1:])
+    # The first iteration has warmed up.
+    seconds = measured["ends"][-1] - measured["ends"][0]
+    num_tokens = sum(measured["tokens"][1:])
     print(f"{name}: {seconds / work.iterations:.2f} s per iteration", file=sys.stderr)
-    return num_tokens / seconds, num_tokens / (work.num_completions * work.iterations)
+    num_completions = work.num_completions * work.iterations
+    return Measured(num_tokens / seconds, num_tokens / num_completions)
 
 
 def train_with_trl(settings: dict[str, Any]) -> None:
-    """Run TRL's trainer in this process. Write completion tokens (`tokens`) and end (`ends`, in
-    seconds) of each iteration to the file `result`. The first iteration warms up."""
+    """Run TRL's trainer in this process. The first iteration warms up.
+
+    `settings`: as `run_trl` writes them. Of each iteration, the number of completion tokens
+    (`tokens`) and the time of its end in seconds (`ends`) are written to the file `result`.
+    """
     from accelerate.utils import gather_object
     from datasets import Dataset
     from peft import LoraConfig
@@ -214,23 +291,28 @@ def train_with_trl(settings: dict[str, Any]) -> None:
     ends: list[float] = []
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        tokens.append(sum(gather_object([sum(map(len, completion_ids))])))
+        num_tokens = sum(map(len, completion_ids))
+        tokens.append(sum(gather_object([num_tokens])))  # of all processes
         return harness.spread(completion_ids)
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
-    prompts = [json.loads(line) for line in Path(settings["prompts"]).read_text().splitlines()]
-    num_steps, rank = 1 + settings["iterations"], settings["rank"]
-    lora = {"r": rank, "lora_alpha": 2 * (rank or 0), "target_modules": "all-linear"}
+    lines = Path(settings["prompts"]).read_text().splitlines()
+    prompts = [json.loads(line) for line in lines]
+    num_steps = 1 + settings["iterations"]
+    lora = None
+    if settings["rank"]:
+        rank = settings["rank"]
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     trainer = GRPOTrainer(
         model=settings["model"],
         reward_funcs=reward,
         args=GRPOConfig(**TRL_SETTINGS, **settings["config"], max_steps=num_steps),
         train_dataset=Dataset.from_list(prompts * num_steps),
         callbacks=[Clock()],
-        peft_config=LoraConfig(**lora) if rank else None,
+        peft_config=lora,
     )
     trainer.train()
     if trainer.accelerator.is_main_process:
