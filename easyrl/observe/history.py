@@ -29,37 +29,48 @@ from easyrl.runtime.resume import SavedState
 from easyrl.runtime.run_folder import from_1, is_locked
 from easyrl.runtime.supervisor import SIGNALLED
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-ACCURACY, ERROR, OVERLAP = "eval/accuracy", "eval/standard_error", "overlap"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+ACCURACY = "eval/accuracy"
+ERROR = "eval/standard_error"
+REWARD = "eval/reward"
+OVERLAP = "overlap"
 SAMPLED_ITERATIONS = 10
 """Samples are from this many of the newest iterations that have any."""
 
 
 @dataclass(slots=True)
 class History:
+    """What the files of a run's folder say about it."""
+
     folder: Path
     spec: RunSpec
     settings: Mapping[str, Any]
     """Values by the full names of their keys: {"train.iterations": 60, …}."""
-    name: str = ""  # differs from the names of the other runs
+    name: str = ""  # differs from the names of the other runs of a report
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Number of iterations trained -> metrics. The accuracy before training is at 0, alone."""
+    """Number of iterations trained -> metrics. At 0 there is only the accuracy before training."""
     summary: Mapping[str, Any] = field(default_factory=dict)  # empty until the run has finished
     state: RunState = field(default_factory=RunState)  # of the newest command
     starts: dict[int, float] = field(default_factory=dict)
-    """Iteration, from 1 -> its start, in the newest command."""
-    messages: Counter[str] = field(default_factory=Counter)  # notes and warnings -> how often
+    """Iteration, from 1 -> time of its start. Of the newest command alone."""
+    messages: Counter[str] = field(default_factory=Counter)
+    """Note or warning -> how often it was shown."""
 
     @property
     def num_done(self) -> int:
-        return max((n for n, line in self.lines.items() if "reward" in line), default=0)
+        """Number of iterations trained so far."""
+        trained = [number for number, line in self.lines.items() if "reward" in line]
+        return max(trained, default=0)
 
     @property
     def devices(self) -> Mapping[str, str]:
+        """Worker -> device; empty if there is no trace."""
         return self.state.run.devices if self.state.run else {}
 
     @property
     def status(self) -> str:
+        """How the run has ended, or that it is running, as in `finished, 20 of 20 iterations`."""
         end = self.state.ended
         done = f"{self.num_done} of {self.spec.schedule.iterations} iterations"
         if self.summary:
@@ -68,30 +79,41 @@ class History:
             return f"still running, {done} so far"
         if end is None:
             return f"killed after {done}: its process is gone"
-        how = "stopped" if end.exit_code > SIGNALLED else "failed" if end.exit_code else "ended"
-        return f"{how} after {done}"
+        if end.exit_code > SIGNALLED:
+            return f"stopped after {done}"
+        if end.exit_code:
+            return f"failed after {done}"
+        return f"ended after {done}"
 
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the iterations that have the metric, from 1, and its values."""
-        values = {n: line.get(key) for n, line in self.lines.items()}
-        found = {n: v for n, v in values.items() if isinstance(v, (int, float))}
-        return list(found), list(map(float, found.values()))
+    def series(self, key: str) -> dict[int, float]:
+        """Return the values of a metric, by the number of iterations trained."""
+        found = {}
+        for number, line in self.lines.items():
+            value = line.get(key)
+            if isinstance(value, (int, float)):
+                found[number] = float(value)
+        return found
 
     def results(self) -> dict[str, str]:
-        """Return the results by name, as at the end of a run. Before its end: what is known."""
+        """Return the results by name, as at the end of a run. Of a run that goes on: what is known
+        so far."""
         lines = [line for number, line in self.lines.items() if number and "reward" in line]
         if not lines:
             return {}
-        newest = max(self.series(ACCURACY)[0], default=0)
-        ends = {"before": self.lines.get(0, {}), "after": self.lines[newest] if newest else {}}
-        schedule = replace(self.spec.schedule, iterations=len(lines))
-        num_devices = max(1, count_devices(self.devices.values()))
+        newest = max(self.series(ACCURACY), default=0)
+        so_far = replace(self.spec.schedule, iterations=len(lines))
         state = SavedState(num_iterations=len(lines))
+        num_devices = max(1, count_devices(self.devices.values()))
         names = self.spec.rewards.names
-        summary = summarize(lines, schedule, names, state, num_devices=num_devices)
-        summary |= {f"accuracy_{when}": line.get(ACCURACY) for when, line in ends.items()}
-        summary |= {f"error_{when}": line.get(ERROR) for when, line in ends.items()}
-        summary |= {f"held_out_reward_{w}": line.get("eval/reward") for w, line in ends.items()}
+        summary = summarize(lines, so_far, names, state, num_devices)
+        measured = {
+            "before": self.lines.get(0, {}),
+            "after": self.lines[newest] if newest else {},
+        }
+        for when, line in measured.items():
+            summary[f"accuracy_{when}"] = line.get(ACCURACY)
+            summary[f"error_{when}"] = line.get(ERROR)
+            summary[f"held_out_reward_{when}"] = line.get(REWARD)
         return dict(result_rows(summary | dict(self.summary), self.spec, self.devices))
 
     def _apply(self, event: Event) -> None:
@@ -101,11 +123,17 @@ class History:
             case events.RunStarted(num_iterations=done):
                 if is_resumed:
                     self.messages[f"resumed after {counted(done, 'iteration')}"] += 1
-                self.lines = {n: line for n, line in self.lines.items() if n <= done}
+                for number in list(self.lines):
+                    if number > done:  # this command trains it again
+                        del self.lines[number]
                 self.starts.clear()
-            case events.Evaluated(_, accuracy, _, error, number, reward):
-                measured = {ACCURACY: accuracy, ERROR: error, "eval/reward": reward}
-                self.lines[number] = {"iteration": number, **measured}
+            case events.Evaluated(num_iterations=number):
+                self.lines[number] = {
+                    "iteration": number,
+                    ACCURACY: event.accuracy,
+                    ERROR: event.standard_error,
+                    REWARD: event.reward,
+                }
             case events.IterationStarted(time, iteration):
                 self.starts[iteration] = time
             case events.Note(text) if text:
@@ -117,7 +145,8 @@ class History:
 def read_history(folder: Path) -> History:
     """Read the folder of a run. Raises ConfigError if it is none."""
     file = folder / "config.yaml"
-    if not file.is_file() or not any((folder / name).is_file() for name in (METRICS, FILE_NAME)):
+    has_events = (folder / METRICS).is_file() or (folder / FILE_NAME).is_file()
+    if not file.is_file() or not has_events:
         files = f"config.yaml and {METRICS} or {FILE_NAME}"
         raise ConfigError(f"'{folder}': expected a run's folder, with {files}")
     config = load_config(file)
@@ -128,7 +157,8 @@ def read_history(folder: Path) -> History:
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
         for line in from_1(folder, GrowingFile(folder / METRICS).read()):
             number = line["iteration"]
-            run.lines[number] = {**run.lines.get(number, {}), **line, OVERLAP: overlap([line])}
+            from_trace = run.lines.get(number, {})
+            run.lines[number] = {**from_trace, **line, OVERLAP: overlap([line])}
     run.lines = dict(sorted(run.lines.items()))
     with contextlib.suppress(OSError, ValueError):  # none, or a damaged one
         run.summary = json.loads((folder / SUMMARY).read_text())
@@ -138,19 +168,42 @@ def read_history(folder: Path) -> History:
 def read_histories(folders: Sequence[Path]) -> list[History]:
     """Read several runs, and name them. Raises ConfigError for a folder that is no run."""
     runs = [read_history(folder) for folder in dict.fromkeys(folders)]
-    names = [run.folder.absolute().name for run in runs]
-    for run, name in zip(runs, names, strict=True):
-        run.name = printable(name if names.count(name) == 1 else str(run.folder))
+    counts = Counter(_name_of(run) for run in runs)
+    for run in runs:
+        name = _name_of(run)
+        if counts[name] > 1:  # of several folders
+            name = str(run.folder)
+        run.name = printable(name)
     return runs
+
+
+def _name_of(run: History) -> str:
+    return run.folder.absolute().name
 
 
 def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
     """Return at most `limit` samples of the newest iterations, evenly from the lowest to the
     highest reward, each with the number of equal ones."""
     file = run.folder / SAMPLES
-    lines = list(from_1(run.folder, GrowingFile(file).read())) if file.is_file() else []
-    newest = sorted({line["iteration"] for line in lines})[-SAMPLED_ITERATIONS:]
-    samples = list(folded(line for line in lines if line["iteration"] in newest))
-    samples.sort(key=lambda each: -math.inf if each[0]["reward"] is None else each[0]["reward"])
-    chosen = {round(n * (len(samples) - 1) / max(1, limit - 1)) for n in range(limit)}
-    return [sample for number, sample in enumerate(samples) if number in chosen]
+    if not file.is_file():
+        return []
+    lines = list(from_1(run.folder, GrowingFile(file).read()))
+    iterations = {line["iteration"] for line in lines}
+    newest = sorted(iterations)[-SAMPLED_ITERATIONS:]
+    recent = [line for line in lines if line["iteration"] in newest]
+    samples = sorted(folded(recent), key=_reward_of)
+    if len(samples) <= limit:
+        return samples
+    last = len(samples) - 1
+    chosen = []
+    for number in range(limit):
+        index = round(number * last / max(1, limit - 1))
+        chosen.append(samples[index])
+    return chosen
+
+
+def _reward_of(sample: tuple[Line, int]) -> float:
+    """Return a sample's reward; of one without a reward, the lowest."""
+    line, _ = sample
+    reward = line["reward"]
+    return -math.inf if reward is None else float(reward)

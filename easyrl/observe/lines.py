@@ -25,10 +25,15 @@ from easyrl.observe.state import problems_in
 from easyrl.observe.text import safe, say, say_once, say_rich, shown
 from easyrl.runtime.metrics import LAST_ITERATIONS
 
-LOW_OVERLAP, SMALL_SHARE, IMBALANCE = 0.5, 0.1, 0.25
-"""Below this overlap the table says what raises it, unless generating or training takes less than
-SMALL_SHARE of the time. If the two sides' busy shares differ by more than IMBALANCE, both are
-shown."""
+LOW_OVERLAP = 0.5
+"""Below this overlap the table says what raises it."""
+SMALL_SHARE = 0.1
+"""If generating or training takes a smaller share of the time, a low overlap costs little."""
+IMBALANCE = 0.25
+"""If the busy shares of the two sides differ by more than this, both are shown."""
+SAME_REWARD = 1e-5
+"""A mean reward that differs less from the accuracy is equal to it: rewards are sums in float32."""
+Row = tuple[str, str]  # name and value, of a table
 
 
 class PlainLines:
@@ -44,7 +49,8 @@ class PlainLines:
                 self._run = event
                 say(f"run folder {folder}\n{event.description}")
             case FromWorker(_, time, events.Starting(what)):
-                say_once(self._shown, what, f"{what} (after {time - self._run.started:.1f} s)")
+                seconds = time - self._run.started
+                say_once(self._shown, what, f"{what} (after {seconds:.1f} s)")
             case (
                 FromWorker(event=events.GroupScored(errors=[error, *_]))
                 | FromWorker(event=events.PromptEvaluated(errors=[error, *_]))
@@ -52,19 +58,12 @@ class PlainLines:
                 file = self._run.folder / "reward_errors.jsonl"
                 about = f"the run continues (reward.on_error); all errors: {file}"
                 say_once(self._shown, "errors", f"{error}\n{about}")
-            case FromWorker(_, _, events.CheckpointSaved(version, seconds, num_bytes, "")):
-                iteration = version // self._run.spec.schedule.updates_per_iteration
-                path = self._run.folder / CHECKPOINTS / str(version)
-                size = f"{num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s"
-                say(f"checkpoint of iteration {iteration}: {path} ({size})")
+            case FromWorker(event=events.CheckpointSaved(error="") as saved):
+                self._report_checkpoint(saved)
             case events.EvaluationStarted(_, num_prompts):
                 say(f"evaluating {counted(num_prompts, 'held-out problem')}")
-            case events.Evaluated(_, accuracy, num_prompts, error, num_iterations, reward):
-                sampling = training_sampling(self._run.spec.sampling)
-                how = f"{counted(num_prompts, 'problem')}, {sampling}"
-                trained = counted(num_iterations, "iteration")
-                value = with_error(accuracy, error) + mean_reward(accuracy, reward)
-                say(f"held-out accuracy {value} ({how}) after {trained}")
+            case events.Evaluated():
+                self._report_evaluation(event)
             case events.IterationFinished(_, metrics):
                 self._report_iteration(metrics)
             case events.Note(text) if text:
@@ -74,24 +73,45 @@ class PlainLines:
             case events.RunEnded(exit_code, message) if message:
                 print_end(exit_code, message)
 
+    def _report_checkpoint(self, saved: events.CheckpointSaved) -> None:
+        iteration = saved.policy_version // self._run.spec.schedule.updates_per_iteration
+        path = self._run.folder / CHECKPOINTS / str(saved.policy_version)
+        size = f"{saved.num_bytes / 2**20:,.0f} MiB in {saved.seconds:.1f} s"
+        say(f"checkpoint of iteration {iteration}: {path} ({size})")
+
+    def _report_evaluation(self, evaluated: events.Evaluated) -> None:
+        accuracy = evaluated.accuracy
+        value = with_error(accuracy, evaluated.standard_error)
+        value += mean_reward(accuracy, evaluated.reward)
+        problems = counted(evaluated.num_prompts, "problem")
+        sampling = training_sampling(self._run.spec.sampling)
+        trained = counted(evaluated.num_iterations, "iteration")
+        say(f"held-out accuracy {value} ({problems}, {sampling}) after {trained}")
+
     def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
         number = metrics["iteration"]
-        to_teacher = metrics.get("teacher/kl")
-        teacher = "" if to_teacher is None else f"teacher KL {to_teacher:.4f}  "
-        calls = f"tool calls {metrics['tools/calls']:.1f}  " if "tools/calls" in metrics else ""
+        total = self._run.spec.schedule.iterations
+        parts = [
+            f"iteration {number}/{total}",
+            f"reward {shown(metrics['reward'], '.3f')}",
+            f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}",
+            f"length {metrics['completions/mean_length']:.1f}",
+        ]
         num_inserted = metrics.get("completions/mean_inserted_length")
-        inserted = "" if num_inserted is None else f"inserted {num_inserted:.1f}  "
-        say(
-            f"iteration {number}/{self._run.spec.schedule.iterations}  "
-            f"reward {shown(metrics['reward'], '.3f')}  "
-            f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}  "
-            f"length {metrics['completions/mean_length']:.1f}  {inserted}"
-            f"loss {shown(metrics['loss'], '+.4f')}  "
-            f"grad_norm {shown(metrics['grad_norm'], '.3f')}  {teacher}{calls}"
-            f"{metrics['perf/iteration_seconds']:.2f} s  "
-            f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
-        )
-        if problems := problems_in(metrics):
+        if num_inserted is not None:
+            parts.append(f"inserted {num_inserted:.1f}")
+        parts.append(f"loss {shown(metrics['loss'], '+.4f')}")
+        parts.append(f"grad_norm {shown(metrics['grad_norm'], '.3f')}")
+        to_teacher = metrics.get("teacher/kl")
+        if to_teacher is not None:
+            parts.append(f"teacher KL {to_teacher:.4f}")
+        if "tools/calls" in metrics:
+            parts.append(f"tool calls {metrics['tools/calls']:.1f}")
+        parts.append(f"{metrics['perf/iteration_seconds']:.2f} s")
+        parts.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
+        say("  ".join(parts))
+        problems = problems_in(metrics)
+        if problems:
             say(f"iteration {number}: {', '.join(problems)}")
 
 
@@ -102,24 +122,30 @@ def function_of(metric: str) -> str:
 
 
 def with_error(value: float | None, error: float | None, sign: str = "") -> str:
-    """`0.500 ± 0.050`; without the error if that is undefined."""
+    """Return `0.500 ± 0.050`; without the error if that is undefined. `sign`: as in a format."""
     text = shown(value, f"{sign}.3f")
     return text if shown(error, "") == "none" else f"{text} ± {error:.3f}"
 
 
 def mean_reward(accuracy: float | None, reward: float | None) -> str:
-    """`, mean reward 0.500` of graded rewards; empty where it is the accuracy."""
-    is_graded = accuracy is not None and reward is not None and abs(accuracy - reward) > 1e-5
+    """Return `, mean reward 0.500` of graded rewards; empty where it is the accuracy."""
+    if accuracy is None or reward is None:
+        return ""
+    is_graded = abs(accuracy - reward) > SAME_REWARD
     return f", mean reward {reward:.3f}" if is_graded else ""
 
 
 def sampling_text(about: Mapping[str, Any]) -> str:
+    """Describe how answers were sampled, as in `4 samples each at temperature 0.6, top_p 0.95`."""
     if about["temperature"] == 0:
         return "one greedy answer each"
-    text = f"{counted(about['num_samples'], 'sample')} each at temperature {about['temperature']:g}"
+    samples = counted(about["num_samples"], "sample")
+    text = f"{samples} each at temperature {about['temperature']:g}"
     if about["top_p"] < 1:
         text += f", top_p {about['top_p']:g}"
-    return text + (f", top_k {about['top_k']}" if about["top_k"] else "")
+    if about["top_k"]:
+        text += f", top_k {about['top_k']}"
+    return text
 
 
 def training_sampling(sampling: SamplingChoice) -> str:
@@ -136,12 +162,19 @@ def print_end(exit_code: int, message: str) -> None:
 
 def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableType:
     """Return what a finished run reached, at what speed, and the next commands."""
-    columns = Column(style="dim", no_wrap=True), Column(overflow="fold")
-    table = Table(*columns, show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        Column(style="dim", no_wrap=True),
+        Column(overflow="fold"),
+        show_header=False,
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     for name, value in result_rows(summary, run.spec, run.devices):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(run.folder)))
-    folder, schedule = quote(str(run.folder)), run.spec.schedule
+    folder = quote(str(run.folder))
+    schedule = run.spec.schedule
     commands = [f"easyrl samples {folder}"]
     if find_spec(EXTRAS["report"]) is not None:
         commands.append(f"easyrl report {folder}")
@@ -153,78 +186,129 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
 
 def result_rows(
     summary: Mapping[str, Any], spec: RunSpec, devices: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Row]:
     """Yield names and results. `summary`: as `summary.json`, or without what only the end gives."""
-    whens = ("before", "after")
     if summary["accuracy_after"] is not None:
-        pairs = [(summary[f"accuracy_{when}"], summary.get(f"error_{when}")) for when in whens]
-        values = " → ".join(with_error(*pair) for pair in pairs)
-        yield "held-out accuracy", f"{values} ({training_sampling(spec.sampling)})"
-        rewards = [summary.get(f"held_out_reward_{when}") for when in whens]
-        if any(map(mean_reward, (summary[f"accuracy_{when}"] for when in whens), rewards)):
-            yield "  mean reward", " → ".join(shown(each, ".3f") for each in rewards)
-        best = summary.get("accuracy_best")
-        if best is not None and best > summary["accuracy_after"]:
-            yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
+        yield from _accuracy_rows(summary, spec.sampling)
     if summary["reward_last"] is not None:
-        values = " → ".join(shown(summary[f"reward_{when}"], ".3f") for when in ("first", "last"))
-        is_mean = summary["iterations"] >= 2 * LAST_ITERATIONS
-        each = f"means of the first and last {LAST_ITERATIONS} iterations"
-        yield "reward", f"{values} ({each if is_mean else 'first and last iteration'})"
-        functions = summary.get("rewards", {})  # not in older ones
-        for name, ends in functions.items() if len(functions) > 1 else ():
-            yield f"  {shorten(name, 24)}", " → ".join(shown(value, ".3f") for value in ends)
-    tokens, wall_seconds = summary["completion_tokens"], summary.get("wall_seconds")
-    groups = f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy"
-    time = f" in {wall_seconds:.1f} s" if wall_seconds else ""
-    inserted = summary.get("inserted_tokens", 0)  # not in older ones
-    kinds = f"sampled and {inserted:,} inserted tokens" if inserted else "tokens"
-    yield "trained", f"{groups}; {tokens:,} {kinds}{time}"
-    if (seconds := summary.get("iteration_seconds", 0.0)) > 0:
-        per_device = summary["tokens_per_second_per_device"]
-        speed = f"{tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
-        whole = f", {tokens / wall_seconds:,.0f} with start-up" if wall_seconds else ""
-        yield "tokens/s", speed + whole
-        yield from _balance(summary, spec.schedule.schedule, devices)
-    if (updates := summary["updates_per_iteration"]) > 1:
+        yield from _reward_rows(summary)
+    yield from _token_rows(summary)
+    if summary.get("iteration_seconds", 0.0) > 0:
+        yield from _balance_rows(summary, spec.schedule.schedule, devices)
+    updates = summary["updates_per_iteration"]
+    if updates > 1:
         yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
-    if (calls := summary.get("judge_calls")) is not None:
-        text = f"{calls:,.0f} calls, {summary['judge_retries']:,.0f} of them retries; "
-        text += f"{summary['judge_cache_hits']:,.0f} answers from the cache; "
-        text += f"{summary['judge_tokens']:,.0f} tokens"
-        yield "judge", f"{text}, {summary['judge_seconds']:,.0f} s of requests, added"
-    if cut_off := summary.get("judge_cut_off"):  # older runs did not count them
-        text = f"{counted(int(cut_off), 'answer')} without a score: set a higher max_tokens in "
-        yield "  cut off", f"{text}reward.judge.options"
+    yield from _judge_rows(summary)
     counts = {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
-    if problems := problems_in(counts):
+    problems = problems_in(counts)
+    if problems:
         yield "warning", ", ".join(problems)
     gap = shown(summary["sampling_logp_difference_max"], ".1e")
     if gap != "none":  # else no group had a gradient
         yield "engine and trainer", f"log-probabilities differ by at most {gap}"
-    if sha256 := summary.get("weights_sha256"):
-        yield "weights", f"sha256 {sha256[:16]}"
+    if summary.get("weights_sha256"):
+        yield "weights", f"sha256 {summary['weights_sha256'][:16]}"
 
 
-def _balance(
+def _accuracy_rows(summary: Mapping[str, Any], sampling: SamplingChoice) -> Iterator[Row]:
+    """Held-out accuracy before and after, the mean rewards where they differ, and the best."""
+    values = []
+    rewards = []
+    is_graded = False
+    for when in ("before", "after"):
+        accuracy = summary[f"accuracy_{when}"]
+        reward = summary.get(f"held_out_reward_{when}")
+        values.append(with_error(accuracy, summary.get(f"error_{when}")))
+        rewards.append(shown(reward, ".3f"))
+        if mean_reward(accuracy, reward):
+            is_graded = True
+    yield "held-out accuracy", f"{' → '.join(values)} ({training_sampling(sampling)})"
+    if is_graded:
+        yield "  mean reward", " → ".join(rewards)
+    best = summary.get("accuracy_best")
+    if best is not None and best > summary["accuracy_after"]:
+        yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
+
+
+def _reward_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """The reward at the start and at the end; of several reward functions each one's, too."""
+    first = shown(summary["reward_first"], ".3f")
+    last = shown(summary["reward_last"], ".3f")
+    of_what = "first and last iteration"
+    if summary["iterations"] >= 2 * LAST_ITERATIONS:
+        of_what = f"means of the first and last {LAST_ITERATIONS} iterations"
+    yield "reward", f"{first} → {last} ({of_what})"
+    functions = summary.get("rewards", {})  # older versions lack it
+    if len(functions) > 1:
+        for name, ends in functions.items():
+            values = " → ".join(shown(end, ".3f") for end in ends)
+            yield f"  {shorten(name, 24)}", values
+
+
+def _token_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """What was trained, and the speed."""
+    num_tokens = summary["completion_tokens"]
+    wall_seconds = summary.get("wall_seconds")
+    num_inserted = summary.get("inserted_tokens", 0)  # older versions lack it
+    kinds = f"sampled and {num_inserted:,} inserted tokens" if num_inserted else "tokens"
+    groups = f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy"
+    trained = f"{groups}; {num_tokens:,} {kinds}"
+    if wall_seconds:
+        trained += f" in {wall_seconds:.1f} s"
+    yield "trained", trained
+    seconds = summary.get("iteration_seconds", 0.0)
+    if seconds > 0:
+        per_device = summary["tokens_per_second_per_device"]
+        speed = f"{num_tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
+        if wall_seconds:
+            speed += f", {num_tokens / wall_seconds:,.0f} with start-up"
+        yield "tokens/s", speed
+
+
+def _balance_rows(
     summary: Mapping[str, Any], schedule: str, devices: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Row]:
     """The overlap, and what raises a low one; how busy each side was, if they differ much."""
     seconds = summary["iteration_seconds"]
-    infer, train = summary["infer_seconds"] / seconds, summary["train_seconds"] / seconds
+    infer = summary["infer_seconds"] / seconds
+    train = summary["train_seconds"] / seconds
     engines = [name for worker, name in devices.items() if worker.startswith("rollout")]
     trainers = [name for worker, name in devices.items() if worker.startswith("train")]
-    is_shared = engines != [] and engines == trainers and "cpu" not in engines[0]
-    both = ("generating", "training") if infer < train else ("training", "generating")
-    text = f"{summary['overlap']:.0%} of {both[0]} ran while {both[1]}"
-    is_low = summary["overlap"] < LOW_OVERLAP and min(infer, train) >= SMALL_SHARE
-    if is_low and schedule == "periodic" and not is_shared:
+    is_shared = bool(engines) and engines == trainers and "cpu" not in engines[0]
+    overlap = summary["overlap"]
+    if infer < train:
+        text = f"{overlap:.0%} of generating ran while training"
+    else:
+        text = f"{overlap:.0%} of training ran while generating"
+    is_low = overlap < LOW_OVERLAP
+    costs_time = min(infer, train) >= SMALL_SHARE
+    can_overlap = schedule == "periodic" and not is_shared
+    if is_low and costs_time and can_overlap:
         text += "; a higher train.prompts_per_iteration raises it"
     yield "overlap", text
     if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
-        hint = f"; for a better split: easyrl plan RUN --devices {len(devices)}"
         text = f"rollout workers busy {infer:.0%}, trainer {train:.0%}"
-        yield "balance", text + hint * (len(devices) > 2)
+        if len(devices) > 2:  # else there is no other split
+            text += f"; for a better split: easyrl plan RUN --devices {len(devices)}"
+        yield "balance", text
+
+
+def _judge_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """What judging took; nothing without a judge."""
+    num_calls = summary.get("judge_calls")
+    if num_calls is not None:
+        parts = [
+            f"{num_calls:,.0f} calls, {summary['judge_retries']:,.0f} of them retries",
+            f"{summary['judge_cache_hits']:,.0f} answers from the cache",
+            f"{summary['judge_tokens']:,.0f} tokens, "
+            f"{summary['judge_seconds']:,.0f} s of requests, added",
+        ]
+        yield "judge", "; ".join(parts)
+    num_cut_off = summary.get("judge_cut_off")  # older versions lack it
+    if num_cut_off:
+        answers = counted(int(num_cut_off), "answer")
+        advice = "set a higher max_tokens in reward.judge.options"
+        yield "  cut off", f"{answers} without a score: {advice}"
 
 
 def status_table(status: Mapping[str, Any]) -> RenderableType:
@@ -232,13 +316,18 @@ def status_table(status: Mapping[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     columns = ("name", "pid", "device", "state", "restarts")
     for name in columns:
-        table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
+        is_number = name in ("pid", "restarts")
+        table.add_column(name, justify="right" if is_number else "left")
     for worker in status["workers"]:
-        table.add_row(*(str(worker[name]) for name in columns))
-    rollout, train = (shown(status["waiting"][side], ".0%") for side in ("rollout", "train"))
+        cells = [str(worker[name]) for name in columns]
+        table.add_row(*cells)
+    iterations = counted(status["num_iterations"], "iteration")
+    rollout = shown(status["waiting"]["rollout"], ".0%")
+    train = shown(status["waiting"]["train"], ".0%")
+    balanced = shown(status["balanced_rollout_workers"], "d")
     text = (
-        f"{status['iteration']} of {counted(status['num_iterations'], 'iteration')} done\n"
+        f"{status['iteration']} of {iterations} done\n"
         f"waiting in the last iterations: rollout workers {rollout}, train workers {train}\n"
-        f"rollout workers that balance both: {shown(status['balanced_rollout_workers'], 'd')}"
+        f"rollout workers that balance both: {balanced}"
     )
     return Group(table, Text(text))

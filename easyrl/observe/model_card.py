@@ -23,19 +23,25 @@ def card_of(checkpoint: Checkpoint, name: str) -> str | None:
         run = read_history(folder.parent if folder.name == CHECKPOINTS else folder)
     except ConfigError:
         return None
-    last = checkpoint.state["num_iterations"]
-    run.lines = {number: line for number, line in run.lines.items() if number <= last}
+    for number in list(run.lines):
+        if number > checkpoint.state["num_iterations"]:
+            del run.lines[number]
     run.summary = {}
     return model_card(run, name)
 
 
 def model_card(run: History, title: str) -> str:
-    """The README.md of a model, without the folders of the user's files."""
-    data, path, results = run.spec.rewards.datasets, run.spec.model.path, run.results()
-    rows = [PRESETS[name].rows if name in PRESETS else name for name in data]
-    on_hub = [name.partition(":")[0] for name in rows if name and re.fullmatch(HUB_ID, name)]
+    """Return the README.md of a model, without the folders of the user's files."""
+    data = run.spec.rewards.datasets
+    on_hub = []
+    for name in data:
+        rows = PRESETS[name].rows if name in PRESETS else name
+        if rows and re.fullmatch(HUB_ID, rows):
+            on_hub.append(rows.partition(":")[0])
+    path = run.spec.model.path
+    is_on_hub = path not in BUILT_IN_MODELS and is_hub_id(path)
     metadata = ModelCardData(
-        base_model=path if path not in BUILT_IN_MODELS and is_hub_id(path) else None,
+        base_model=path if is_on_hub else None,
         datasets=on_hub or None,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -43,7 +49,10 @@ def model_card(run: History, title: str) -> str:
     )
     facts = {"data": ", ".join(map(_short, data))}
     facts["reward functions"] = ", ".join(map(_short, run.spec.rewards.functions))
-    facts |= {name: results[name] for name in RESULTS if name in results}
+    results = run.results()
+    for name in RESULTS:
+        if name in results:
+            facts[name] = results[name]
     done = f"({counted(run.num_done, 'iteration')}) with EasyRL {__version__}"
     text = f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\n"
     text += f"Trained by reinforcement learning {done}.\n\n"
@@ -51,4 +60,5 @@ def model_card(run: History, title: str) -> str:
 
 
 def _short(name: str) -> str:
+    """Return the name of a file without its folder."""
     return name.rpartition("/")[2] if name.startswith("/") else name

@@ -18,21 +18,27 @@ from easyrl.observe.view import LiveView, NotebookView
 def make_observers(tracked_by: Sequence[str] = (), *, live: bool = True) -> list[Observer]:
     """Return trackers (`output.log_to`), the trace, and the live view, or plain lines if standard
     output is neither a terminal nor a notebook."""
-    trackers: list[Observer] = [Trackers()] if tracked_by else []
+    observers: list[Observer] = []
+    if tracked_by:
+        observers.append(Trackers())
+    observers.append(Guard("trace.json", TraceWriter()))
     views: list[Observer] = [PlainLines()]
     if live and is_live_terminal():
         views.insert(0, LiveView())
     elif Console().is_jupyter:
         views.insert(0, NotebookView())
     # The view comes last: if another observer cannot start, the terminal is untouched.
-    return [*trackers, Guard("trace.json", TraceWriter()), Guard("the view", *views)]
+    observers.append(Guard("the view", *views))
+    return observers
 
 
 class Guard:
-    """Replace an observer that fails after the run's start by the next one, with a note."""
+    """The first of several observers. If it fails after the run's start, the next one replaces it,
+    with a note."""
 
     def __init__(self, name: str, *observers: Observer) -> None:
-        self._name, self._observers = name, list(observers)
+        self._name = name
+        self._observers = list(observers)
         self._run: events.RunStarted | None = None
 
     def __call__(self, event: Event) -> Note | None:
@@ -43,11 +49,12 @@ class Guard:
         except Exception as error:
             if self._run is None:
                 raise
+            failed = self._observers.pop(0)
             with contextlib.suppress(Exception):  # most have nothing to close
-                self._observers.pop(0).close()  # type: ignore[attr-defined]
-            for observer in self._observers[:1]:
-                observer(self._run)
-                observer(event)
+                failed.close()  # type: ignore[attr-defined]
+            if self._observers:
+                self._observers[0](self._run)
+                self._observers[0](event)
             cause = error if isinstance(error, OSError) else traceback.format_exc().rstrip()
             return Note(f"{self._name} failed; the run continues without it:\n{cause}")
         if isinstance(event, events.RunStarted):

@@ -52,9 +52,11 @@ OTHERS = {
     "perf/weights_seconds": "Weight exchange (seconds)",
     "sampling/sampling_logp_difference/max": "Largest log-probability gap, engine to trainer",
 }
-"""The figures: metric -> title."""
+"""Metric -> title of its figure."""
 SHARES = (ACCURACY, OVERLAP, "frac_reward_zero_std", "completions/clipped_ratio")
+"""Metrics from 0 to 1, which are shown in per cent."""
 BOTH = "both at once"
+"""Lane of the timeline: when engines and trainers worked at the same time."""
 KIND_COLOURS = {
     "generate": "#009E73",
     "prefill": "#56B4E9",
@@ -64,23 +66,34 @@ KIND_COLOURS = {
     "wait": "#eeeeee",
     BOTH: "#0072B2",
 }
-NUM_SLICES = 600  # of the timeline
-ITERATIONS_SHOWN = 3  # in the timeline
+NUM_SLICES = 600
+"""Number of slices of time in which the timeline is drawn."""
+ITERATIONS_SHOWN = 3
+"""The timeline shows this many iterations, the newest."""
+MAX_MARKED = 30  # a curve of fewer points has a mark at each
 
 
 def titles_of(runs: Sequence[History]) -> dict[str, str]:
     """Return the titles of all figures by metric, with those of several reward functions."""
-    keys = dict.fromkeys(key for run in runs for line in run.lines.values() for key in line)
-    functions = {key: f"Reward function {name}" for key in keys if (name := function_of(key))}
-    return {**RESULTS, **(functions if len(functions) > 1 else {}), **OTHERS}
+    functions = {}
+    for run in runs:
+        for line in run.lines.values():
+            for key in line:
+                name = function_of(key)
+                if name:
+                    functions[key] = f"Reward function {name}"
+    if len(functions) == 1:  # its mean is the reward
+        functions = {}
+    return {**RESULTS, **functions, **OTHERS}
 
 
 @rc_context(STYLE)
 def draw_curves(
     runs: Sequence[History], titles: Mapping[str, str], size: tuple[float, float]
 ) -> Figure | None:
-    """Draw metrics that any run has, one above the other, each of this size in inches, or None."""
-    keys = [key for key in titles if any(run.series(key)[0] for run in runs)]
+    """Draw the metrics that any run has, one below the other, in one colour for each run. None if
+    there are none. `size`: width and height of each, in inches."""
+    keys = [key for key in titles if any(run.series(key) for run in runs)]
     if not keys:
         return None
     figure = Figure((size[0], size[1] * len(keys)), layout="constrained")
@@ -88,12 +101,21 @@ def draw_curves(
     for axes, key in zip(all_axes, keys, strict=True):
         axes.set_title(titles[key])
         for run, colour in zip(runs, cycle(COLOURS), strict=False):
-            iterations, values = run.series(key)
-            errors = [run.lines[n].get(ERROR) or 0.0 for n in iterations]
-            if iterations:
-                axes.errorbar(iterations, values, errors if key == ACCURACY else None,
-                              color=colour, label=run.name, capsize=2,
-                              marker="." if len(values) < 30 else "")  # fmt: skip
+            values = run.series(key)
+            if not values:
+                continue
+            errors = None
+            if key == ACCURACY:
+                errors = [run.lines[iteration].get(ERROR) or 0.0 for iteration in values]
+            axes.errorbar(
+                list(values),
+                list(values.values()),
+                errors,
+                color=colour,
+                label=run.name,
+                capsize=2,
+                marker="." if len(values) < MAX_MARKED else "",
+            )
         if key in SHARES:
             bottom, top = axes.get_ylim()
             axes.set_ylim(max(bottom, -0.01), min(max(top, 0.1), 1.01))
@@ -107,49 +129,82 @@ def draw_curves(
 def draw_timeline(run: History) -> Figure | None:
     """Draw what took most of each moment of the newest iterations, with a lane per worker, and
     below them when both groups worked. None without a trace of that."""
-    workers = run.state.workers.values()
     shown = list(run.starts)[-ITERATIONS_SHOWN:]
-    if not shown or not any(worker.spans for worker in workers):
+    if not shown or not any(worker.spans for worker in run.state.workers.values()):
         return None
-    since, until = run.starts[shown[0]], run.state.newest
-    if seconds_of_last := run.lines.get(shown[-1], {}).get("perf/iteration_seconds"):
+    since = run.starts[shown[0]]
+    until = run.state.newest
+    seconds_of_last = run.lines.get(shown[-1], {}).get("perf/iteration_seconds")
+    if seconds_of_last:
         until = run.starts[shown[-1]] + seconds_of_last
-    step = max(1e-6, until - since) / NUM_SLICES
-    lanes: dict[str, list[str]] = {}
-    are_working = {"rollout": np.zeros(NUM_SLICES, bool), "train": np.zeros(NUM_SLICES, bool)}
-    for worker in workers:
-        slices = worker.seconds_by_kind(since, step, NUM_SLICES)
-        lanes[worker.name] = [main_kind(work, step) for work in slices]
-        are_working[worker.name.partition("-")[0]] |= np.isin(lanes[worker.name], WORKING)
-    lanes[BOTH] = [BOTH if each else "wait" for each in np.logical_and(*are_working.values())]
+    lanes = _lanes(run, since, until)
+    colour_of = {kind: to_rgb(colour) for kind, colour in KIND_COLOURS.items()}
+    colours = []  # [lanes][slices]
+    for lane in lanes.values():
+        colours.append([colour_of[kind] for kind in lane])
     figure = Figure((8.6, 1 + 0.3 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow([[to_rgb(KIND_COLOURS[kind]) for kind in lane] for lane in lanes.values()],
-                aspect="auto", interpolation="none",
-                extent=(0, until - since, len(lanes) - 0.5, -0.5))  # fmt: skip
-    axes.hlines(np.arange(len(lanes) - 1) + 0.5, 0, until - since, color="white", linewidth=4)
+    axes.imshow(
+        colours,
+        aspect="auto",
+        interpolation="none",
+        extent=(0, until - since, len(lanes) - 0.5, -0.5),
+    )
+    borders = np.arange(len(lanes) - 1) + 0.5
+    axes.hlines(borders, 0, until - since, color="white", linewidth=4)
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.set_xlabel("seconds")
     axes.spines[:].set_visible(False)
     for iteration in shown:
         x = run.starts[iteration] - since
         axes.axvline(x, color="#666666", linewidth=0.8, linestyle=":")
-        axes.annotate(f" iteration {iteration}", (x, 1.0), va="bottom",
-                      xycoords=("data", "axes fraction"))  # fmt: skip
-    patches = [Patch(color=colour) for colour in KIND_COLOURS.values()]
-    names = ["idle" if kind == "wait" else kind for kind in KIND_COLOURS]
-    figure.legend(patches, names, loc="outside lower left", ncols=len(names), frameon=False)
+        axes.annotate(
+            f" iteration {iteration}",
+            (x, 1.0),
+            va="bottom",
+            xycoords=("data", "axes fraction"),
+        )
+    patches = []
+    for kind, colour in KIND_COLOURS.items():
+        name = "idle" if kind == "wait" else kind
+        patches.append(Patch(color=colour, label=name))
+    figure.legend(
+        handles=patches,
+        loc="outside lower left",
+        ncols=len(patches),
+        frameon=False,
+    )
     return figure
+
+
+def _lanes(run: History, since: float, until: float) -> dict[str, list[str]]:
+    """Return what took most of each slice of the time, by worker, and when both groups worked."""
+    seconds = max(1e-6, until - since) / NUM_SLICES
+    lanes: dict[str, list[str]] = {}
+    is_group_working = {
+        "rollout": np.zeros(NUM_SLICES, bool),
+        "train": np.zeros(NUM_SLICES, bool),
+    }
+    for worker in run.state.workers.values():
+        slices = worker.seconds_by_kind(since, seconds, NUM_SLICES)
+        lane: list[str] = [main_kind(work, seconds) for work in slices]
+        group, _, _ = worker.name.partition("-")  # of "rollout-0"
+        is_group_working[group] |= np.isin(lane, WORKING)
+        lanes[worker.name] = lane
+    are_both_working = is_group_working["rollout"] & is_group_working["train"]
+    lanes[BOTH] = [BOTH if are_working else "wait" for are_working in are_both_working]
+    return lanes
 
 
 @rc_context({**STYLE, "svg.fonttype": "none"})
 def to_svg(figure: Figure | None, title: str, prefix: str) -> Markup:
-    """Return an `svg` element for HTML; empty for None. The prefix makes its ids unique."""
+    """Return an `svg` element for HTML; empty for None. `prefix` makes its ids unique."""
     if figure is None:
         return Markup()
     file = io.StringIO()
-    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(file, format="svg", metadata=metadata, transparent=True)
-    _, start, text = file.getvalue().partition("<svg ")
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(file, format="svg", metadata=no_metadata, transparent=True)
+    _, _, text = file.getvalue().partition("<svg ")  # without the head of an XML file
     text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
-    return Markup(start + 'role="img" aria-label="{}" ').format(title) + Markup(text)
+    start = Markup('<svg role="img" aria-label="{}" ').format(title)
+    return start + Markup(text)

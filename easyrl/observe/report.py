@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+from markupsafe import Markup
 
 from easyrl import __version__
 from easyrl.config import KEYS, Config, by_name
@@ -22,34 +23,58 @@ MAX_MESSAGES = 30
 
 
 def to_page(runs: Sequence[History]) -> str:
+    """Return the HTML of a report of the runs."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["printable"] = lambda text: safe(str(text), MAX_TEXT)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    overviews = [_overview(run) for run in runs]
-    rows = dict.fromkeys(name for overview in overviews for name in overview)
+    timelines = []
+    messages = []
+    samples = []
+    for number, run in enumerate(runs):
+        timeline = plots.draw_timeline(run)
+        timelines.append(plots.to_svg(timeline, f"Timeline of {run.name}", f"t{number}"))
+        messages.append(list(run.messages.items())[-MAX_MESSAGES:])
+        samples.append([_sample(each) for each in worst_to_best(run, NUM_SAMPLES)])
     return template.render(
         version=__version__,
         branches_of=branches_of,
         runs=runs,
         colours=plots.COLOURS * len(runs),
-        overview={name: [each.get(name, "") for each in overviews] for name in rows},
-        figures={
-            title: plots.to_svg(plots.draw_curves(runs, {key: title}, SIZE), title, f"f{number}")
-            for number, (key, title) in enumerate(plots.titles_of(runs).items())
-        },
+        overview=_overview(runs),
+        figures=_figures(runs),
         settings=_settings([run.settings for run in runs]),
-        timelines=[
-            plots.to_svg(plots.draw_timeline(run), f"Timeline of {run.name}", f"t{number}")
-            for number, run in enumerate(runs)
-        ],
-        messages=[list(run.messages.items())[-MAX_MESSAGES:] for run in runs],
-        samples=[map(_sample, worst_to_best(run, NUM_SAMPLES)) for run in runs],
+        timelines=timelines,
+        messages=messages,
+        samples=samples,
     )
 
 
-def _overview(run: History) -> dict[str, str]:
+def _figures(runs: Sequence[History]) -> dict[str, Markup]:
+    """Return the figures by their titles; empty where no run has the metric."""
+    figures: dict[str, Markup] = {}
+    titles = plots.titles_of(runs)
+    for number, key in enumerate(titles):
+        title = titles[key]
+        figure = plots.draw_curves(runs, {key: title}, SIZE)
+        figures[title] = plots.to_svg(figure, title, f"f{number}")
+    return figures
+
+
+def _overview(runs: Sequence[History]) -> dict[str, list[str]]:
+    """Return the runs' values of each row of the first table."""
+    facts = [_facts(run) for run in runs]
+    names: dict[str, None] = {}  # a set that keeps the order
+    for of_run in facts:
+        names |= dict.fromkeys(of_run)
+    rows = {}
+    for name in names:
+        rows[name] = [of_run.get(name, "") for of_run in facts]
+    return rows
+
+
+def _facts(run: History) -> dict[str, str]:
     devices = ", ".join(f"{name}: {device}" for name, device in run.devices.items())
     return {
         "model": run.spec.model.path,
@@ -59,20 +84,37 @@ def _overview(run: History) -> dict[str, str]:
     }
 
 
-def _settings(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[str]]]:
-    """Key, default and the runs' values, of each setting that differs from its default."""
-    rows = []
+class Setting(NamedTuple):
+    """A setting that differs from its default in some run. Values are JSON."""
+
+    key: str
+    default: str
+    values: list[str]  # of the runs
+
+
+def _settings(runs: Sequence[Mapping[str, Any]]) -> list[Setting]:
     defaults = by_name(Config().model_dump(mode="json"))
+    rows = []
     for key in KEYS:
         default = json.dumps(defaults[key], ensure_ascii=False)
         values = [json.dumps(settings[key], ensure_ascii=False) for settings in runs]
         if set(values) != {default} and key != "output.dir":
-            rows.append((key, default, values))
+            rows.append(Setting(key, default, values))
     return rows
 
 
-def _sample(sample: tuple[Line, int]) -> tuple[str, str, Line]:
+class ShownSample(NamedTuple):
+    reward: str  # and how many samples are equal, as in `0.5 ×3`
+    columns: str
+    line: Line
+
+
+def _sample(sample: tuple[Line, int]) -> ShownSample:
     line, count = sample
-    reward = shown(line["reward"], ".3g") + (f" ×{count}" if count > 1 else "")
-    others = {name: line[name] for name in line if name not in ("reward", "prompt_index")}
-    return reward, " · ".join(columns_of(others, MAX_VALUE)), line
+    reward = shown(line["reward"], ".3g")
+    if count > 1:
+        reward += f" ×{count}"
+    others = dict(line)
+    del others["reward"]
+    others.pop("prompt_index", None)
+    return ShownSample(reward, " · ".join(columns_of(others, MAX_VALUE)), line)

@@ -20,16 +20,18 @@ class GrowingFile:
     """A file of JSON lines that another process appends to, or replaces by a shorter one."""
 
     def __init__(self, path: Path, parse: Callable[[bytes], Any] = json.loads) -> None:
-        self.path, self._parse = path, parse
+        self.path = path
+        self._parse = parse
         self.offset = 0  # the end of the newest line, in bytes
         self._inode = 0
-        self._newest = b"\0"  # the newest line, without its end
+        self._newest = b"\0"  # the newest line, without its end; before there is one, no text
 
     def read(self) -> Iterator[Any]:
         """Yield the new lines, except for those that are damaged."""
         with self.path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if self.offset and inode != self._inode:
+                # The file was replaced: continue behind the newest line that was read.
                 before, newest, _ = file.read().rpartition(self._newest)
                 self.offset = len(before) + len(newest)
             self._inode = inode
@@ -50,12 +52,14 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        config, trace = folder / "config.yaml", folder / FILE_NAME
+        config = folder / "config.yaml"
+        trace = folder / FILE_NAME
         self._trace = GrowingFile(trace, partial(json.loads, object_hook=self._decode))
-        self._first = 1  # iteration
+        self._first = 1  # number of the run's first iteration: 0 in files of older versions
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         is_there = config.is_file() and trace.is_file()
-        if not is_there or not any(isinstance(event, events.RunStarted) for event in self.read()):
+        has_start = is_there and any(isinstance(each, events.RunStarted) for each in self.read())
+        if not has_start:
             raise ConfigError(
                 f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml "
                 f"and {FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
@@ -63,6 +67,7 @@ class RunFiles:
         self._trace.offset = 0  # read it again
 
     def _decode(self, fields: dict[str, Any]) -> Any:
+        """Decode a message, with iterations that count from 1."""
         if fields.get("type") == "RunStarted":
             self._first = fields.get(FIRST, 0)  # of this command, which may have resumed the run
         if isinstance(fields.get("iteration"), int):
@@ -70,11 +75,14 @@ class RunFiles:
         return decode(fields)
 
     def now(self) -> float:
+        """Return the time on the events' clock."""
         return time.time() - self._clock
 
     def read(self) -> Iterator[Event]:
+        """Yield the new events."""
         for line in self._trace.read():
-            event = line.get("args") if isinstance(line, dict) and "ts" in line else None
+            is_line = isinstance(line, dict) and "ts" in line
+            event = line.get("args") if is_line else None
             if isinstance(event, events.RunStarted):
                 config = load_config(self.folder / "config.yaml")  # of the newest command
                 settings = config.model_dump(mode="json")

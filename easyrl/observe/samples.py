@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, groupby
-from operator import eq
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,21 @@ from easyrl.runtime.run_folder import from_1
 SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
-Line = Mapping[str, Any]
-MESSAGES = ("messages", "column/messages")
-ONLY_IF_SET = ("truncated", "inserted_tokens")  # shown unless false or 0
-LEFT_OUT = ("prompt", "completion", "entry", "problem", "rewards", "branches", "raw", *MESSAGES)
+Line = Mapping[str, Any]  # of samples.jsonl
+ONLY_IF_SET = ("truncated", "inserted_tokens")
+"""Columns that are not shown if they are false or 0."""
+LEFT_OUT = {
+    "prompt",
+    "completion",
+    "entry",
+    "problem",
+    "rewards",
+    "branches",
+    "raw",
+    "messages",
+    "column/messages",
+}
+"""Columns that are shown in another way, or are too long."""
 
 
 def show_samples(
@@ -34,73 +44,111 @@ def show_samples(
     *,
     is_raw: bool = False,
 ) -> None:
-    """Print the samples of a folder. `iteration`: `3` or `3-5`, counted from 1; `is_raw`: as the
-    model sees them. Raises ConfigError if there are none of this kind."""
-    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "")
-    oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
-    if iteration is not None and not 1 <= oldest <= newest:
-        raise ConfigError(f"--iteration: expected a number from 1, or as 3-5, got '{iteration}'")
+    """Print the samples of a folder. Raises ConfigError if there are none of this kind.
+
+    `iteration`: `3` or `3-5`, counted from 1. `limit`: print only the last ones. `is_raw`: print
+    the texts as the model sees them.
+    """
+    iterations = None if iteration is None else _parse_iterations(iteration)
     file = folder / SAMPLES
     if not file.is_file():
         raise ConfigError(f"'{folder}': expected the folder of a run or evaluation, with {SAMPLES}")
 
     def is_wanted(line: Line) -> bool:
+        # A comparison with NaN is false.
         reward = math.nan if line["reward"] is None else line["reward"]
-        return (
-            (min_reward is None or reward >= min_reward)
-            and (max_reward is None or reward <= max_reward)
-            and (iteration is None or oldest <= line.get("iteration", 0) <= newest)
-        )
+        if min_reward is not None and not reward >= min_reward:
+            return False
+        if max_reward is not None and not reward <= max_reward:
+            return False
+        return iterations is None or line.get("iteration", 0) in iterations
 
-    before: Any = None
-    wanted = folded(filter(is_wanted, from_1(folder, GrowingFile(file).read())))
-    for line, count in deque(wanted, limit) if limit else wanted:
-        prompt = _prompt(line)
-        texts = line["raw"] if is_raw else (line["prompt"], line["completion"])
-        title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
+    lines = from_1(folder, GrowingFile(file).read())
+    wanted: Iterable[tuple[Line, int]] = folded(filter(is_wanted, lines))
+    if limit:
+        wanted = deque(wanted, limit)
+    before: Any = None  # prompt of the sample before
+    for line, count in wanted:
+        title = columns_of(line, MAX_VALUE)
+        if count > 1:
+            title.append(f"x{count}")
         say_rich(Text("  ".join(title), style="bold"))
-        if prompt != before:
-            say_rich(Text(safe(str(texts[0]), MAX_TEXT) + "\n", style="dim"))
-        say_rich(Text(safe(str(texts[1]), MAX_TEXT) + "\n"))
+        prompt, completion = line["raw"] if is_raw else (line["prompt"], line["completion"])
+        if _prompt_of(line) != before:
+            say_rich(Text(safe(str(prompt), MAX_TEXT) + "\n", style="dim"))
+        say_rich(Text(safe(str(completion), MAX_TEXT) + "\n"))
         for text in branches_of(line):
             say_rich(Text(safe(f"{text}\n", MAX_TEXT), style="dim"))
-        before = prompt
+        before = _prompt_of(line)
     if before is None:
         raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")
 
 
+def _parse_iterations(text: str) -> range:
+    """Parse `3` or `3-5`. Raises ConfigError."""
+    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if numbers:
+        oldest = int(numbers[1])
+        newest = int(numbers[2] or numbers[1])
+        if 1 <= oldest <= newest:
+            return range(oldest, newest + 1)
+    raise ConfigError(f"--iteration: expected a number from 1, or as 3-5, got '{text}'")
+
+
 def branches_of(line: Line) -> list[str]:
     """Return an agent's other conversations as texts, each from where it leaves the shown one."""
+    shown = line.get("messages", ())
     texts = []
     for number, chat in enumerate(line.get("branches", ()), 1):
-        common = sum(accumulate(map(eq, chat, line.get("messages", ())), min))
-        own = (f"{each['role']}: {each['content'] or ''}" for each in chat[common:])
-        texts.append("\n".join([f"branch {number} from message {common + 1}", *own]))
+        num_common = 0
+        for message, other in zip(chat, shown, strict=False):
+            if message != other:
+                break
+            num_common += 1
+        lines = [f"branch {number} from message {num_common + 1}"]
+        for message in chat[num_common:]:
+            lines.append(f"{message['role']}: {message['content'] or ''}")
+        texts.append("\n".join(lines))
     return texts
 
 
-def _prompt(line: Line) -> tuple[Any, Any]:
+def _prompt_of(line: Line) -> tuple[Any, Any]:
+    """Return what samples of one prompt have in common."""
     return line.get("iteration"), line.get("prompt_index")
 
 
 def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
-    """Yield each line with the number of its prompt's equal ones, but for the sample's number."""
-    for _, group in groupby(lines, _prompt):
-        folded: dict[str, tuple[Line, int]] = {}
+    """Yield the different samples of each prompt, with how often each is there."""
+    for _, group in groupby(lines, _prompt_of):
+        firsts: dict[str, Line] = {}
+        counts: Counter[str] = Counter()
         for line in group:
-            key = str(sorted((name, value) for name, value in line.items() if name != "sample"))
-            first, count = folded.get(key, (line, 0))
-            folded[key] = first, count + 1
-        yield from folded.values()
+            content = _content_of(line)
+            firsts.setdefault(content, line)
+            counts[content] += 1
+        for content, line in firsts.items():
+            yield line, counts[content]
+
+
+def _content_of(line: Line) -> str:
+    """Return what two samples have in common if they are equal: all but their number."""
+    values = [(name, value) for name, value in line.items() if name != "sample"]
+    return str(sorted(values))
 
 
 def columns_of(line: Line, max_length: int) -> list[str]:
-    """Names with values of all columns but the texts. Samples count from 1."""
+    """Return names with values of all columns but the texts, as in `reward 0.5`. Samples count from
+    1. The rewards of several functions follow, unless a column has such a name."""
+    values = dict(line)
     functions = line.get("rewards", {})
+    if len(functions) > 1:
+        for name, reward in functions.items():
+            values.setdefault(name, reward)
     columns = []
-    for name, value in {**line, **(functions if len(functions) > 1 else {}), **line}.items():
+    for name, value in values.items():
+        if name in LEFT_OUT or (name in ONLY_IF_SET and not value):
+            continue
         shown = value + 1 if name == "sample" else value
         text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
-        if name not in LEFT_OUT and (name not in ONLY_IF_SET or value):
-            columns.append(printable(f"{name} {shorten(text, max_length)}"))
+        columns.append(printable(f"{name} {shorten(text, max_length)}"))
     return columns

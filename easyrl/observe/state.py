@@ -20,21 +20,33 @@ MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
 ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
 STARTING = "starting the process"
 GROUPS_SHOWN = 20  # at most, with a completion each
-PROBLEMS = {  # counts of problems: name -> (what is counted, what happened to it)
+PROBLEMS = {
     "reward_errors": ("reward call", "failed"),
     "groups_skipped": ("group", "skipped"),
     "groups_not_replaced": ("group", "without advantages"),
     "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
     "worker_restarts": ("rollout worker", "replaced"),  # in the summary
 }
+"""Count of problems, among metrics -> what is counted, and what happened to it."""
 
 
 def problems_in(counts: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{counted(int(counts[name]), noun)} {what}"
-        for name, (noun, what) in PROBLEMS.items()
-        if counts.get(name)
-    ]
+    """Describe the problems that were counted, as in `2 groups skipped`."""
+    texts = []
+    for name, (noun, what) in PROBLEMS.items():
+        count = counts.get(name)
+        if count:
+            texts.append(f"{counted(int(count), noun)} {what}")
+    return texts
+
+
+def _is_continued(first: Span, second: Span) -> bool:
+    """Return whether the second span is shown as a part of the first."""
+    return first.kind == second.kind and second.started <= first.ended + MERGE_SECONDS
+
+
+def _new_spans() -> deque[Span]:
+    return deque(maxlen=MAX_SPANS)
 
 
 @dataclass(slots=True)
@@ -43,8 +55,8 @@ class WorkerState:
     device: str
     phase: str  # current step of the worker's start; empty once it is ready
     phase_started: float
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
-    scoring: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    spans: deque[Span] = field(default_factory=_new_spans)
+    scoring: deque[Span] = field(default_factory=_new_spans)
     """Rewards being computed, besides the worker's own work."""
     under_way: UnderWay | None = None
 
@@ -54,24 +66,37 @@ class WorkerState:
         for span in activity.spans:
             spans = self.scoring if span.kind == "score" else self.spans
             last = spans[-1] if spans else None
-            if last is None or last.kind != span.kind or span.started > last.ended + MERGE_SECONDS:
-                spans.append(span)
+            if last is not None and _is_continued(last, span):
+                ended = max(last.ended, span.ended)
+                spans[-1] = Span(span.kind, last.started, ended)
             else:
-                spans[-1] = Span(span.kind, last.started, max(last.ended, span.ended))
+                spans.append(span)
 
     def seconds_by_kind(
         self, since: float, slice_seconds: float, num_slices: int
     ) -> list[dict[SpanKind, float]]:
-        starts = since + slice_seconds * np.arange(num_slices)[:, None]
-        spans = [span for span in (*self.scoring, *self.spans) if span.ended > since]
+        """Return the seconds of each kind of work in each of the slices of time, which begin at
+        `since`. Work under way goes on to the end of the last slice."""
+        starts = since + slice_seconds * np.arange(num_slices)  # [slices]
+        ends = starts + slice_seconds
+        by_kind: dict[SpanKind, list[Span]] = {}
+        for span in (*self.scoring, *self.spans):
+            if span.ended > since:
+                by_kind.setdefault(span.kind, []).append(span)
         if self.under_way is not None:
+            kind = self.under_way.kind
             until = since + num_slices * slice_seconds
-            spans.append(Span(self.under_way.kind, self.under_way.started, until))
+            span = Span(kind, self.under_way.started, until)
+            by_kind.setdefault(kind, []).append(span)
         slices: list[dict[SpanKind, float]] = [{} for _ in range(num_slices)]
-        for kind in {span.kind for span in spans}:
-            times = np.array([(span.started, span.ended) for span in spans if span.kind == kind])
-            started, ended = np.clip(times.T[:, None], starts, starts + slice_seconds)
-            seconds = (ended - started).sum(axis=1)
+        for kind, spans in by_kind.items():
+            times = np.array([(span.started, span.ended) for span in spans])  # [spans, 2]
+            started = times[:, :1]  # [spans, 1]
+            ended = times[:, 1:]
+            # Begin and end of the part of each span that is in each slice [spans, slices].
+            part_started = np.clip(started, starts, ends)
+            part_ended = np.clip(ended, starts, ends)
+            seconds = (part_ended - part_started).sum(axis=0)
             for number in np.flatnonzero(seconds):
                 slices[number][kind] = float(seconds[number])
         return slices
@@ -101,33 +126,26 @@ class RunState:
     def apply(self, event: Event) -> None:
         self.newest = max(self.newest, getattr(event, "time", 0.0))
         match event:
-            case events.RunStarted(started=started, devices=devices, num_iterations=done):
-                workers = {
-                    name: WorkerState(name, device, STARTING, started)
-                    for name, device in devices.items()
-                }
-                # `easyrl watch` has seen the earlier iterations, and some that are undone now.
-                earlier = event.earlier or self.lines.values()
-                lines = {line["iteration"]: line for line in earlier if line["iteration"] <= done}
-                # Reset every other field to its default.
-                self.__init__(event, workers, lines=lines, newest=started)  # type: ignore[misc]
-                self.accuracies = dict(event.accuracies)
+            case events.RunStarted():
+                self._start(event)
             case FromWorker(name, time, worker_event):
                 self._apply(self.workers[name], time, worker_event)
             case events.EvaluationStarted():
-                self.evaluation, self.num_answered = event, 0
+                self.evaluation = event
+                self.num_answered = 0
             case events.Evaluated(accuracy=accuracy, num_iterations=number):
-                self.evaluation, self.accuracies[number] = None, accuracy
+                self.evaluation = None
+                self.accuracies[number] = accuracy
             case events.IterationStarted(time):
                 self.iteration_started = time
             case events.IterationFinished(_, metrics):
-                self.iteration_started, self.num_groups = None, 0
+                self.iteration_started = None
+                self.num_groups = 0
                 self.lines[metrics["iteration"]] = metrics
             case events.SavingModel(time):
                 self.saving_since = time
-            case events.Note(text, is_lasting):
-                self.note = self.note if is_lasting else text
-                self.lasting_note = text if is_lasting else self.lasting_note
+            case events.Note():
+                self._keep_note(event)
             case events.WorkerSpawned(time, name, device):
                 worker = WorkerState(name, device, STARTING, time)
                 # Rollout workers stand above the trainers.
@@ -139,25 +157,52 @@ class RunState:
             case events.RunEnded():
                 self.ended = event
 
+    def _keep_note(self, note: events.Note) -> None:
+        if note.is_lasting:
+            self.lasting_note = note.text
+        else:
+            self.note = note.text
+
+    def _start(self, run: events.RunStarted) -> None:
+        """Begin anew, but keep the iterations that are not undone."""
+        workers = {}
+        for name, device in run.devices.items():
+            workers[name] = WorkerState(name, device, STARTING, run.started)
+        # `easyrl watch` has seen the earlier iterations, and some that are undone now.
+        earlier = run.earlier or self.lines.values()
+        lines = {}
+        for line in earlier:
+            if line["iteration"] <= run.num_iterations:
+                lines[line["iteration"]] = line
+        # Reset every other field to its default.
+        self.__init__(run, workers, lines=lines, newest=run.started)  # type: ignore[misc]
+        self.accuracies = dict(run.accuracies)
+
     def _apply(self, worker: WorkerState, time: float, event: events.WorkerEvent) -> None:
         match event:
             case events.Starting(what):
-                worker.phase, worker.phase_started = what, time
+                worker.phase = what
+                worker.phase_started = time
             case events.Ready():
                 worker.phase = ""
             case Activity():
                 worker.add(event)
             case events.GroupScored():
-                self.num_groups += not event.is_rejected
-                self.note = event.errors[-1].splitlines()[0] if event.errors else self.note
+                if not event.is_rejected:
+                    self.num_groups += 1
+                if event.errors:
+                    self.note = event.errors[-1].splitlines()[0]
                 if event.shown is not None:
-                    self.sampled = [replace(event, samples=()), *self.sampled][:GROUPS_SHOWN]
+                    without_texts = replace(event, samples=())
+                    self.sampled = [without_texts, *self.sampled][:GROUPS_SHOWN]
             case events.PromptEvaluated():
                 self.num_answered += 1
-        self.is_starting &= any(each.phase for each in self.workers.values())
+        if not any(each.phase for each in self.workers.values()):
+            self.is_starting = False
 
     @property
     def num_done(self) -> int:
+        """Number of iterations trained."""
         return max(self.lines, default=0)
 
     @property
@@ -171,15 +216,25 @@ class RunState:
         if mean is None or self.run is None:
             return None
         num_left = self.run.spec.schedule.iterations - self.num_done
-        since = 0.0 if self.iteration_started is None else now - self.iteration_started
-        return max(0.0, num_left * mean - min(since, mean))
+        since_start = 0.0
+        if self.iteration_started is not None:
+            since_start = now - self.iteration_started
+        return max(0.0, num_left * mean - min(since_start, mean))
 
 
 def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:
-    """Return what took most of a slice of time, from the seconds of each kind of work in it."""
-    own = {kind: spent for kind, spent in work.items() if kind != "score"}
-    own["wait"] = own.get("wait", 0.0) + max(0.0, seconds - sum(own.values()))
-    kind = max(own, key=own.__getitem__)
-    if "weights" in own:  # separates iterations, however short it is
+    """Return what took most of a slice of time, from the seconds of each kind of work in it.
+
+    A weight exchange is shown however short it is: it separates iterations. Rewards are computed
+    beside a worker's own work, and are shown where it waits.
+    """
+    if "weights" in work:
         return "weights"
-    return "score" if kind == "wait" and work.get("score") else kind
+    own = dict(work)
+    score_seconds = own.pop("score", 0.0)
+    unknown_seconds = max(0.0, seconds - sum(own.values()))
+    own["wait"] = own.get("wait", 0.0) + unknown_seconds
+    kind = max(own, key=lambda kind: own[kind])
+    if kind == "wait" and score_seconds:
+        return "score"
+    return kind

@@ -15,10 +15,12 @@ MAX_MESSAGE = 8000  # characters of one message on the terminal
 
 
 def clock(seconds: float) -> str:
-    """`1:05`, `2:00:00`."""
+    """Return `1:05` or `2:00:00`."""
     minutes, seconds = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def shown(value: float | None, spec: str) -> str:
@@ -53,22 +55,27 @@ def say_rich(renderable: RenderableType, height: int | None = None) -> None:
     """Print something of Rich's with text of any origin, in at most `height` lines."""
     console = Console(highlight=False, force_jupyter=False, markup=False, emoji=False)
     segments = console.render(renderable, console.options.update(height=height))
-    clean = (Segment(printable(text, keep="\n"), style) for text, style, _ in segments)
+    clean = []
+    for text, style, _ in segments:
+        clean.append(Segment(printable(text, keep="\n"), style))
     with console.capture() as capture:  # Rich itself would end the process on a broken pipe
         console.print(Segments(clean), crop=False)
-    text = "\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n"))
-    say(text if height is None else text.rstrip(), keep="\n\x1b")
+    printed = capture.get().removesuffix("\n")
+    lines = [line.rstrip() for line in printed.split("\n")]
+    text = "\n".join(lines)
+    if height is not None:
+        text = text.rstrip()
+    say(text, keep="\n\x1b")
 
 
 def is_live_terminal() -> bool:
     """Return whether standard output is a terminal on which a live view can be drawn."""
+    if os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        return False
     with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, or replaced
-        return (
-            os.isatty(sys.stdout.fileno())
-            and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-            and sys.stdout.encoding.lower().replace("-", "") == "utf8"
-            and is_in_foreground(sys.stdout.fileno())
-        )
+        terminal = sys.stdout.fileno()
+        is_unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        return os.isatty(terminal) and is_unicode and is_in_foreground(terminal)
     return False
 
 

@@ -2,8 +2,10 @@
 
     a run's events ──TraceWriter──► trace.json ──RunFiles──► events ──► the same views as in the run
 
-Process 0 is the controller. Names and spans are for the picture only. Times are Unix microseconds;
-those inside of an event (`args`) are its own.
+A line of the file is `{"ph": …, "name": …, "ts": …, "pid": …, "tid": …, "args": …}`: its kind, what
+it is about, when it happened (in Unix microseconds), and in which process and thread. Process 0 is
+the controller, and every worker is a process with three threads. Only `args` is read back: it has
+the event, with times of its own clock. Names and spans are for the picture.
 """
 
 import json
@@ -22,21 +24,38 @@ FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
 MAX_TEXT = 2000  # characters of a prompt, a completion or an error
 CONTROLLER = 0
-WORK, REWARDS, EVENTS = range(3)  # threads of a worker
+THREADS = ("work", "rewards", "events")
+"""Threads of a worker, by their numbers."""
+WORK = 0
+REWARDS = 1
+EVENTS = 2
+MICROSECONDS = 1e6  # in a second
+# Kinds of lines (`ph`).
+NAME = "M"
+BEGIN = "B"
+END = "E"
+SPAN = "X"
+INSTANT = "i"
 Line = dict[str, Any]
 SPANS: Mapping[type[Message], tuple[str, str]] = {
-    events.IterationStarted: ("iteration", "B"),
-    events.IterationFinished: ("iteration", "E"),
-    events.EvaluationStarted: ("evaluation", "B"),
-    events.Evaluated: ("evaluation", "E"),
-    events.SavingModel: ("saving", "B"),
-    events.RunFinished: ("saving", "E"),
+    events.IterationStarted: ("iteration", BEGIN),
+    events.IterationFinished: ("iteration", END),
+    events.EvaluationStarted: ("evaluation", BEGIN),
+    events.Evaluated: ("evaluation", END),
+    events.SavingModel: ("saving", BEGIN),
+    events.RunFinished: ("saving", END),
 }
-"""Begin and end of the controller's spans. Other events are instants."""
-LARGE = [
-    *("folder", "spec", "settings", "earlier"),
-    *("rewards_by_function", "columns", "samples", "raw"),
-]
+"""Event -> name and kind of its line. Other events are instants."""
+LARGE = {
+    "folder",
+    "spec",
+    "settings",
+    "earlier",
+    "rewards_by_function",
+    "columns",
+    "samples",
+    "raw",
+}
 """Fields that are null in the file: they are large, or in other files."""
 FIRST = "first_iteration"
 """In RunStarted: the number of a run's first iteration. Version 0.2 counted from 0 and lacks it."""
@@ -47,14 +66,18 @@ RESULTS = ('"type": "IterationFinished"', '"type": "Evaluated"', '"type": "Note"
 
 
 def encode(value: Any) -> Any:
-    """Return a message as JSON: type, and fields that differ from the default; texts shortened."""
+    """Return a message as JSON: its type, and fields that differ from the default, with long texts
+    shortened."""
     match value:
         case Message():
             kind = type(value)
-            fields = {k: v for k, v in vars(value).items() if v != getattr(kind, k, ...)}
-            fields |= {key: None for key in LARGE if key in fields}
-            fields |= {FIRST: 1} if isinstance(value, events.RunStarted) else {}
-            return {"type": kind.__name__, **encode(fields)}
+            fields: dict[str, Any] = {"type": kind.__name__}
+            for name, field in vars(value).items():
+                if field != getattr(kind, name, ...):  # a class has the defaults as attributes
+                    fields[name] = None if name in LARGE else encode(field)
+            if isinstance(value, events.RunStarted):
+                fields[FIRST] = 1
+            return fields
         case Mapping():
             return {key: encode(item) for key, item in value.items()}
         case list() | tuple():
@@ -67,7 +90,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(fields: dict[str, Any]) -> Any:
-    """Turn an encoded message back into a message. Raises TypeError for one of another version."""
+    """Turn an encoded message back into a message; return other mappings as they are. Raises
+    TypeError for a message of another version."""
     kind = getattr(events, str(fields.get("type")), None)
     if kind is None:
         return fields
@@ -79,10 +103,12 @@ def decode(fields: dict[str, Any]) -> Any:
 
 
 class TraceWriter:
+    """An observer that writes the trace of a run."""
+
     def __init__(self) -> None:
         self._path: Path | None = None
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
-        self._processes: dict[str, int] = {}
+        self._processes: dict[str, int] = {}  # by worker: number of its process
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.RunStarted):
@@ -102,7 +128,7 @@ class TraceWriter:
     def _lines(self, event: Event) -> Iterator[Line]:
         match event:
             case events.RunStarted(devices=devices):
-                yield self._line("M", "process_name", event.started, {"name": "controller"})
+                yield self._line(NAME, "process_name", event.started, {"name": "controller"})
                 for worker, device in devices.items():
                     yield from self._names(worker, device)
             case events.WorkerSpawned(worker=worker, device=device):
@@ -110,32 +136,57 @@ class TraceWriter:
             case FromWorker(worker=worker):
                 yield from self._worker_lines(event, self._processes.get(worker, CONTROLLER))
                 return
-        name, ph = SPANS.get(type(event), (type(event).__name__, "i"))
-        time_ = getattr(event, "time", getattr(event, "started", time.monotonic()))
-        yield self._line(ph, name, time_, encode(event))
+        name, kind = SPANS.get(type(event), (type(event).__name__, INSTANT))
+        yield self._line(kind, name, _time_of(event), encode(event))
 
     def _names(self, worker: str, device: str) -> Iterator[Line]:
-        process = self._processes.setdefault(worker, len(self._processes) + 1)
-        now, name = time.monotonic(), {"name": f"{worker} ({device})"}
-        yield self._line("M", "process_name", now, name, pid=process)
-        for thread, what in enumerate(("work", "rewards", "events")):
-            yield self._line("M", "thread_name", now, {"name": what}, pid=process, tid=thread)
+        """Yield the lines that name a worker's process and its threads."""
+        new = len(self._processes) + 1
+        process = self._processes.setdefault(worker, new)
+        now = time.monotonic()
+        name = f"{worker} ({device})"
+        yield self._line(NAME, "process_name", now, {"name": name}, pid=process)
+        for thread, name in enumerate(THREADS):
+            yield self._line(NAME, "thread_name", now, {"name": name}, pid=process, tid=thread)
 
     def _worker_lines(self, event: FromWorker, process: int) -> Iterator[Line]:
-        match event.event:
-            case events.Activity(spans):
-                for span in spans:
-                    thread = REWARDS if span.kind == "score" else WORK
-                    duration = round((span.ended - span.started) * 1e6)
-                    more = {"pid": process, "tid": thread, "dur": duration}
-                    yield self._line("X", span.kind, span.started, {}, **more)
+        if isinstance(event.event, events.Activity):
+            for span in event.event.spans:
+                thread = REWARDS if span.kind == "score" else WORK
+                line = self._line(SPAN, span.kind, span.started, {}, pid=process, tid=thread)
+                seconds = span.ended - span.started
+                line["dur"] = round(seconds * MICROSECONDS)
+                yield line
         name = type(event.event).__name__
-        yield self._line("i", name, event.time, encode(event), pid=process, tid=EVENTS)
+        yield self._line(INSTANT, name, event.time, encode(event), pid=process, tid=EVENTS)
 
-    def _line(self, ph: str, name: str, time_: float, args: Line, **more: int) -> Line:
-        ts = round((time_ + self._clock) * 1e6)
-        line = {"ph": ph, "name": name, "ts": ts, "pid": CONTROLLER, "tid": WORK, "args": args}
-        return line | more
+    def _line(
+        self,
+        kind: str,
+        name: str,
+        when: float,
+        args: Line,
+        *,
+        pid: int = CONTROLLER,
+        tid: int = WORK,
+    ) -> Line:
+        """Return a line. `when`: in seconds of the events' clock."""
+        return {
+            "ph": kind,
+            "name": name,
+            "ts": round((when + self._clock) * MICROSECONDS),
+            "pid": pid,
+            "tid": tid,
+            "args": args,
+        }
+
+
+def _time_of(event: Event) -> float:
+    """Return when an event happened; of one that does not say it, now."""
+    for name in ("time", "started"):
+        if hasattr(event, name):
+            return float(getattr(event, name))
+    return time.monotonic()
 
 
 def _shorten(path: Path, max_bytes: int) -> None:
@@ -143,10 +194,13 @@ def _shorten(path: Path, max_bytes: int) -> None:
     iterations, evaluations and notes may take half as much again. Published by one rename."""
     kept: list[str] = []
     num_bytes = 0
-    for line in reversed(path.read_text(errors="replace").splitlines(keepends=True)):
-        is_name = any(text in line for text in NAMES)
-        is_result = any(text in line for text in RESULTS)
-        limit = math.inf if is_name else max_bytes * (1.5 if is_result else 1.0)
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    for line in reversed(lines):
+        limit: float = max_bytes
+        if any(text in line for text in NAMES):
+            limit = math.inf
+        elif any(text in line for text in RESULTS):
+            limit = 1.5 * max_bytes
         if line.endswith("},\n") and num_bytes + len(line) <= limit:
             kept.append(line)
             num_bytes += len(line)

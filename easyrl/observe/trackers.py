@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl import events
 from easyrl.events import Event, Note
@@ -21,7 +21,26 @@ from easyrl.events import Event, Note
 PROJECT = "easyrl"
 END_SECONDS = 10.0  # longest wait for trackers to send the rest when the run ends
 Values = dict[str, float]
-Tracker = tuple[Callable[..., Any], Callable[[int], Any]]  # log(values, step=…), finish(exit_code)
+
+
+class Tracker(NamedTuple):
+    """A tracker that has started."""
+
+    log: Callable[..., Any]  # log(values, step=iteration)
+    finish: Callable[[int], Any]  # finish(exit_code)
+
+
+class End(NamedTuple):
+    """The end of the values that trackers get."""
+
+    exit_code: int
+
+
+class Step(NamedTuple):
+    """The values of an iteration."""
+
+    values: Values
+    iteration: int
 
 
 def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
@@ -33,14 +52,21 @@ def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
     writer = EventFileWriter(str(run.folder))
 
     def log(values: Values, step: int) -> None:
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        summary = Summary()
+        for name, value in values.items():
+            summary.value.add(tag=name, simple_value=value)
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         writer.flush()
 
-    if done := run.num_iterations:  # TensorBoard drops what earlier files have from this step on
-        resumed = SessionLog(status=SessionLog.START)
-        writer.add_event(Event(wall_time=time.time(), step=done + 1, session_log=resumed))
-    return log, lambda exit_code: writer.close()
+    if run.num_iterations:  # TensorBoard drops what earlier files have from this step on
+        writer.add_event(
+            Event(
+                wall_time=time.time(),
+                step=run.num_iterations + 1,
+                session_log=SessionLog(status=SessionLog.START),
+            )
+        )
+    return Tracker(log, lambda exit_code: writer.close())
 
 
 def wandb(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
@@ -58,7 +84,7 @@ def wandb(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
         settings=wandb.Settings(console="off", silent=True),
     )
     id_file.write_text(tracked.id)
-    return tracked.log, lambda exit_code: tracked.finish(exit_code=exit_code)
+    return Tracker(tracked.log, lambda exit_code: tracked.finish(exit_code=exit_code))
 
 
 def trackio(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
@@ -69,7 +95,7 @@ def trackio(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
     tracked = trackio.init(
         project=PROJECT, name=run.folder.name, config=dict(config), embed=False, resume=resume
     )
-    return tracked.log, lambda exit_code: tracked.finish()
+    return Tracker(tracked.log, lambda exit_code: tracked.finish())
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
@@ -80,11 +106,10 @@ class Trackers:
 
     def __init__(self) -> None:
         self._trackers: dict[str, Tracker] = {}
-        self._queue: queue.SimpleQueue[tuple[Values | None, int]] = queue.SimpleQueue()
-        """(values, step); at the end (None, exit code)"""
+        self._queue: queue.SimpleQueue[Step | End] = queue.SimpleQueue()
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, daemon=True)
-        self._num_iterations = 0
+        self._num_iterations = 0  # finished so far
 
     def __call__(self, event: Event) -> Note | None:
         match event:
@@ -105,32 +130,46 @@ class Trackers:
                 self._num_iterations = metrics["iteration"]
                 self._log(self._num_iterations, metrics)
             case events.RunEnded(exit_code) if self._trackers:
-                self._queue.put((None, exit_code))
+                self._queue.put(End(exit_code))
                 self._thread.join(END_SECONDS)
                 if self._thread.is_alive():
                     for late in list(self._trackers):
                         self._disable(late, f"not everything was sent in {END_SECONDS:g} s")
-        failures = [self._failures.get() for _ in range(self._failures.qsize())]
-        text = f"warning: tracker disabled ({'; '.join(failures)}); metrics.jsonl has all metrics"
-        return Note(text) if failures else None
+        return self._note_of_failures()
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        numbers = {name: float(v) for name, v in values.items() if isinstance(v, (int, float))}
-        if finite := {name: value for name, value in numbers.items() if math.isfinite(value)}:
-            self._queue.put((finite, step))
+    def _note_of_failures(self) -> Note | None:
+        failures = []
+        while not self._failures.empty():
+            failures.append(self._failures.get())
+        if not failures:
+            return None
+        reasons = "; ".join(failures)
+        return Note(f"warning: tracker disabled ({reasons}); metrics.jsonl has all metrics")
+
+    def _log(self, iteration: int, values: Mapping[str, Any]) -> None:
+        """Queue the finite numbers among the values."""
+        numbers = {}
+        for name, value in values.items():
+            is_number = isinstance(value, (int, float))
+            if is_number and math.isfinite(value):
+                numbers[name] = float(value)
+        if numbers:
+            self._queue.put(Step(numbers, iteration))
 
     def _send(self) -> None:
-        values: Values | None = {}
-        while values is not None:
-            values, number = self._queue.get()
-            for name, (log, finish) in list(self._trackers.items()):
+        """Send what is queued to all trackers, until the end: the thread's target."""
+        while True:
+            queued = self._queue.get()
+            for name, tracker in list(self._trackers.items()):
                 try:
-                    if values is None:
-                        finish(number)
+                    if isinstance(queued, End):
+                        tracker.finish(queued.exit_code)
                     else:
-                        log(values, step=number)
+                        tracker.log(queued.values, step=queued.iteration)
                 except (Exception, SystemExit) as error:
                     self._disable(name, repr(error))
+            if isinstance(queued, End):
+                return
 
     def _disable(self, name: str, why: str) -> None:
         self._trackers.pop(name, None)

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
@@ -40,9 +39,13 @@ from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
 REFRESHES_PER_SECOND = 2
-LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
-LAST_PICTURE_LINES, LEAST_PICTURE_LINES = 22, 5
-FIGURES = {  # figures of the newest iteration, if the run has them: name -> (metric, format)
+LAG_SECONDS = 0.4
+"""Workers report a few times a second: what they did is known after this long."""
+LAST_PICTURE_LINES = 22
+"""The last picture, which stays on the terminal, has at most so many lines."""
+LEAST_PICTURE_LINES = 5
+"""It has so many lines even if the results leave less space."""
+FIGURES = {
     "length": ("completions/mean_length", ".1f"),
     "inserted": ("completions/mean_inserted_length", ".1f"),
     "entropy": ("entropy", ".3f"),
@@ -52,7 +55,9 @@ FIGURES = {  # figures of the newest iteration, if the run has them: name -> (me
     "cut off": ("completions/clipped_ratio", ".0%"),
     "no spread": ("frac_reward_zero_std", ".0%"),
 }
-NOTEBOOK_SIZE = 110, 22
+"""Figures of the newest iteration, if the run has them: name -> metric and format."""
+NOTEBOOK_WIDTH = 110
+NOTEBOOK_HEIGHT = 22
 NOTEBOOK_HTML = (
     "<pre style='background: {background}; color: {foreground}; padding: 1em; line-height: 1.2; "
     "overflow-x: auto'>{code}</pre>"
@@ -65,9 +70,17 @@ LOOKS: dict[SpanKind, tuple[str, str]] = {
     "weights": ("W", "bold bright_white"),
     "wait": ("·", "dim"),
 }
-"""Every kind of work has its own character, so that lanes can be read without colours."""
-ITERATIONS_SHOWN = 4  # a lane shows about this many iterations
+"""Kind of work -> character and style. Every kind has its own character, so that lanes can be read
+without colours."""
+ITERATIONS_SHOWN = 4
+"""A lane shows about this many iterations."""
 MIN_LANE_SECONDS = 2.5
+LINES_BESIDE_LANES = 8
+"""If there are many workers, they leave so many lines: for their title, the legend, completions."""
+MIN_WORKER_LINES = 3
+"""In less space, workers are not shown."""
+MIN_SAMPLE_LINES = 3
+"""In less space, completions are not shown."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -77,8 +90,9 @@ class LiveView:
     def __init__(
         self, now: Callable[[], float] = time.monotonic, log_file: Path | None = None
     ) -> None:
-        """`now` is the clock of the events. Other output goes to `log_file`, or the run's logs."""
-        self._now, self._log_file = now, log_file
+        """`now`: the clock of the events. Other output goes to `log_file`, or the run's logs."""
+        self._now = now
+        self._log_file = log_file
         self._state = RunState()
         self._lock = threading.Lock()
         self._live: Live | None = None
@@ -101,6 +115,7 @@ class LiveView:
         self._restore.close()
 
     def _start(self, log_file: Path) -> None:
+        """Take over the terminal. Everything that is done here, `close` undoes."""
         self._restore.enter_context(contextlib.suppress(OSError))  # the terminal may be gone
         terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         self._restore.callback(terminal.close)
@@ -133,7 +148,8 @@ class LiveView:
 
     def _print_end(self, end: events.RunEnded) -> None:
         """Print the last picture, and how the run ended; both fit the terminal."""
-        state, console = self._state, Console()
+        state = self._state
+        console = Console()
         table = _end_table(state)
         below = console.render_lines(table or Text(safe(end.message)))
         num_left = console.height - len(below) - 1  # the shell's line
@@ -150,29 +166,37 @@ class NotebookView:
 
     def __init__(self) -> None:
         self._display = importlib.import_module("IPython.display")
-        self._state, self._next = RunState(), 0.0
+        self._state = RunState()
+        self._next = 0.0  # time of the next picture
 
     def __call__(self, event: Event) -> None:
         self._state.apply(event)
         if isinstance(event, events.RunStarted):
             self._output = self._display.display(self._display.HTML(""), display_id=True)
-        state, now = self._state, time.monotonic()
+        state = self._state
+        now = time.monotonic()
         is_end = isinstance(event, events.RunEnded)
         if state.run is None or (now < self._next and not is_end):
             return
         self._next = now + 1.0 / REFRESHES_PER_SECOND
-        width, height = NOTEBOOK_SIZE
         console = Console(
-            record=True, file=io.StringIO(), width=width, highlight=False, force_jupyter=False
+            record=True,
+            file=io.StringIO(),
+            width=NOTEBOOK_WIDTH,
+            highlight=False,
+            force_jupyter=False,
         )
-        console.print(render(state, now, width, height), height=height)
+        picture = render(state, now, NOTEBOOK_WIDTH, NOTEBOOK_HEIGHT)
+        console.print(picture, height=NOTEBOOK_HEIGHT)
         html = console.export_html(theme=MONOKAI, inline_styles=True, code_format=NOTEBOOK_HTML)
         self._output.update(self._display.HTML(html))
-        if is_end and (table := _end_table(state)):
+        table = _end_table(state) if is_end else None
+        if table is not None:
             say_rich(table)
 
 
 def _end_table(state: RunState) -> RenderableType | None:
+    """Return the results of a run that has finished; None of another one."""
     if state.run is None or state.summary is None or (state.ended and state.ended.exit_code):
         return None
     return end_table(state.run, state.summary)
@@ -185,15 +209,20 @@ def render(state: RunState, now: float, width: int, height: int) -> RenderableTy
     if state.ended is not None:
         now = state.newest
     lines = [*_header(state, state.run, now), *_warnings(state, width)]
-    figures = [_rewards(state, width), *_figures(state, width)] if state.lines else []
+    figures: list[Text] = []
+    if state.lines:
+        figures = [_rewards(state, width), *_figures(state, width)]
     num_left = height - len(lines) - len(figures)
-    if num_left >= 3:  # without the legend
-        lines += _workers(state, now, width, max_lanes=max(2, num_left - 8))[:num_left]
+    if num_left >= MIN_WORKER_LINES:
+        max_lanes = max(2, num_left - LINES_BESIDE_LANES)
+        workers = _workers(state, now, width, max_lanes)
+        lines += workers[:num_left]
     lines += figures
+    num_left = height - len(lines)
     if state.is_starting:
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
         lines.append(Text(safe(about), style="dim"))
-    elif (num_left := height - len(lines)) >= 3:
+    elif num_left >= MIN_SAMPLE_LINES:
         lines += _samples(state.sampled, width, num_left)
     return Layout(Group(*lines))  # cut off at the height
 
@@ -203,29 +232,41 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 
 def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[RenderableType]:
-    spec, devices = run.spec, run.devices.values()
+    devices = run.devices.values()
     num_devices = count_devices(devices)
-    what = f"  {spec.model.path} on {spec.data.options.shown} · "
-    what += f"{counted(num_devices, 'device')} ({', '.join(dict.fromkeys(devices))})"
-    yield _line(("EasyRL", "bold"), printable(what))
+    names = ", ".join(dict.fromkeys(devices))
+    what = f"{run.spec.model.path} on {run.spec.data.options.shown}"
+    title = f"  {what} · {counted(num_devices, 'device')} ({names})"
+    yield _line(("EasyRL", "bold"), printable(title))
     yield _progress(state, run, now)
     if state.lines and not state.is_starting:
         metrics = state.lines[state.num_done]
         speed = metrics["perf/tokens_per_second"]
-        line = _line("tokens/s ", (f"{speed:,.0f}", "bold"))
-        line.append("  per device ").append(f"{speed / max(1, num_devices):,.0f}", "bold")
-        yield line.append("  overlap ").append(f"{overlap([metrics]):.0%}", "bold")
+        per_device = speed / max(1, num_devices)
+        yield _line(
+            "tokens/s ",
+            (f"{speed:,.0f}", "bold"),
+            "  per device ",
+            (f"{per_device:,.0f}", "bold"),
+            "  overlap ",
+            (f"{overlap([metrics]):.0%}", "bold"),
+        )
 
 
 def _progress(state: RunState, run: events.RunStarted, now: float) -> RenderableType:
-    right, style = clock(now - run.started), "bold"
-    done, total = state.num_done, run.spec.schedule.iterations
+    """Draw what is going on, with a bar and the time."""
+    schedule = run.spec.schedule
+    style = "bold"
+    right = clock(now - run.started)
+    done = state.num_done
+    total = schedule.iterations
     if state.ended is not None:
         is_finished = state.ended.exit_code == 0
         text = f"{'finished' if is_finished else 'ended'} after {done}/{total} iterations"
         style = "bold green" if is_finished else "bold red"
     elif state.evaluation is not None:
-        done, total = state.num_answered, state.evaluation.num_prompts
+        done = state.num_answered
+        total = state.evaluation.num_prompts
         text = f"held-out problems {done}/{total}"
     elif state.saving_since is not None:
         text = f"saving the model, {now - state.saving_since:.1f} s"
@@ -233,130 +274,178 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
         text = "starting the workers"
     else:
         text = f"iteration {min(done + 1, total)}/{total}"
-        text += f"  groups {state.num_groups}/{run.spec.schedule.prompts_per_iteration}"
+        text += f"  groups {state.num_groups}/{schedule.prompts_per_iteration}"
         left = state.seconds_left(now)
-        right += f"  ETA {clock(left)}" if left is not None else "  ETA -:--"
-    columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
-    row = Table.grid(*columns, expand=True, padding=(0, 1, 0, 0))
+        eta = "-:--" if left is None else clock(left)
+        right += f"  ETA {eta}"
+    row = Table.grid(
+        Column(no_wrap=True),
+        Column(ratio=1),
+        Column(no_wrap=True),
+        expand=True,
+        padding=(0, 1, 0, 0),
+    )
     bar = ProgressBar(total=max(1, total), completed=done, complete_style="blue")
     row.add_row(Text(text, style), bar, Text(right, "bold"))
     return row
 
 
 def _warnings(state: RunState, width: int) -> list[RenderableType]:
-    lines = state.lines.values()
-    counts = {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
-    texts = (", ".join(problems_in(counts)), state.note)
-    notes = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
-    return [_line((printable(line), "bold yellow")) for line in [*notes, *texts] if line]
+    """Draw the lasting note, the problems so far, and the newest note."""
+    texts: list[str] = []
+    for paragraph in state.lasting_note.split("\n"):
+        texts += wrap(paragraph, max(9, width))
+    counts = {}
+    for name in PROBLEMS:
+        counts[name] = sum(line.get(name) or 0 for line in state.lines.values())
+    problems = problems_in(counts)
+    texts.append(", ".join(problems))
+    texts.append(state.note)
+    return [_line((printable(text), "bold yellow")) for text in texts if text]
 
 
 def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
-    """A line per worker with what it did recently, and a legend. The last workers are trainers."""
+    """Draw a line per worker with what it did recently, and a legend. If there are too many, leave
+    out the first ones: the last are trainers."""
     workers = list(state.workers.values())[-max_lanes:]
     labels = [printable(f"{worker.name} {worker.device} ") for worker in workers]
     label_width = max(map(len, labels))
-    num_slices = max(1, width - label_width - len(" 100%"))
+    busy_width = len(" 100%")
+    num_slices = max(1, width - label_width - busy_width)
     until = now if state.ended is not None else now - LAG_SECONDS
-    began = min([until, *(worker.spans[0].started for worker in workers if worker.spans)])
-    usual = ITERATIONS_SHOWN * (state.mean_iteration_seconds or math.inf)
-    shown_seconds = max(MIN_LANE_SECONDS, min(usual, until - began))
+    starts = [worker.spans[0].started for worker in workers if worker.spans]
+    began = min([until, *starts])
+    usual_seconds = ITERATIONS_SHOWN * (state.mean_iteration_seconds or math.inf)
+    shown_seconds = max(MIN_LANE_SECONDS, min(usual_seconds, until - began))
     title = "start" if state.is_starting else f"the last {shown_seconds:.0f} s"
     lines: list[RenderableType] = [Rule(title, align="left", style="dim")]
     for worker, label in zip(workers, labels, strict=True):
         if worker.phase:
-            phase = f"{printable(worker.phase)}, {now - worker.phase_started:.1f} s"
-            parts = [(phase, "bold")]
+            seconds = now - worker.phase_started
+            parts = [(f"{printable(worker.phase)}, {seconds:.1f} s", "bold")]
         elif state.is_starting:
             parts = [("ready", "bold green")]
         else:
             parts = _lane(worker, until, num_slices, shown_seconds / num_slices)
         lines.append(_line(label.ljust(label_width), *parts))
     if not state.is_starting:
-        legend = _line()
-        for kind, look in LOOKS.items():
-            legend.append(*look).append(f" {'idle' if kind == 'wait' else kind}  ")
-        lines.append(legend.append("%: busy", "dim"))
+        lines.append(_legend())
     return lines
+
+
+def _legend() -> Text:
+    legend = _line()
+    for kind, (character, style) in LOOKS.items():
+        name = "idle" if kind == "wait" else kind
+        legend.append(character, style)
+        legend.append(f" {name}  ")
+    return legend.append("%: busy", "dim")
 
 
 def _lane(
     worker: WorkerState, until: float, num_slices: int, seconds: float
 ) -> list[tuple[str, str]]:
-    """One character per slice of time, for what took most of it, and the busy share."""
+    """Draw one character per slice of time, for what took most of it, and the busy share.
+    `seconds`: length of a slice."""
     # Slices start at multiples of their length, so that a lane moves by whole characters.
     since = (int(until // seconds) - num_slices) * seconds
-    lane, busy = [], 0.0
+    lane = []
+    busy_seconds = 0.0
     for work in worker.seconds_by_kind(since, seconds, num_slices):
-        busy += sum(work.get(kind, 0.0) for kind in WORKING)
+        busy_seconds += sum(work.get(kind, 0.0) for kind in WORKING)
         lane.append(LOOKS[main_kind(work, seconds)])
-    return [*lane, (f" {min(1.0, busy / (num_slices * seconds)):>4.0%}", "bold")]
+    busy = min(1.0, busy_seconds / (num_slices * seconds))
+    lane.append((f" {busy:>4.0%}", "bold"))
+    return lane
 
 
 def _rewards(state: RunState, width: int) -> Text:
+    """Draw the rewards of all iterations, and the held-out accuracies."""
     rewards = [line["reward"] for line in state.lines.values()]
+    text = f"reward {shown(rewards[-1], '.3f')} "
     accuracies = list(state.accuracies.values())
-    text, accuracy = f"reward {shown(rewards[-1], '.3f')} ", ""
+    accuracy = ""
     if accuracies:
-        accuracy = f" · held-out accuracy {shown(accuracies[0], '.3f')}"
+        first = shown(accuracies[0], ".3f")
+        accuracy = f" · held-out accuracy {first}"
     if len(accuracies) > 1:
-        accuracy += f" {_bars(accuracies, width // 5)} {shown(accuracies[-1], '.3f')}"
-    bars = _bars(rewards, width - len(text + accuracy))
+        bars = _bars(accuracies, width // 5)
+        last = shown(accuracies[-1], ".3f")
+        accuracy += f" {bars} {last}"
+    bars = _bars(rewards, width - len(text) - len(accuracy))
     return _line((text, "bold"), (bars, "blue"), (accuracy, "bold"))
 
 
 def _bars(found: Sequence[float | None], width: int) -> str:
     """Draw values from the lowest to the highest: means of neighbours, so that they fit."""
     values = [math.nan if value is None else value for value in found]
-    num_bars = max(1, min(len(values), width))
-    edges = [len(values) * bar // num_bars for bar in range(num_bars + 1)]
-    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    num_values = len(values)
+    num_bars = max(1, min(num_values, width))
+    means = []
+    for bar in range(num_bars):
+        first = num_values * bar // num_bars
+        end = num_values * (bar + 1) // num_bars
+        means.append(fmean(values[first:end]))
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
-    low, high = min(finite), max(finite)
-    return "".join(
-        BLOCKS[round(7 * (mean - low) / (high - low or 1.0))] if math.isfinite(mean) else " "
-        for mean in means
-    )
+    low = min(finite)
+    span = max(finite) - low or 1.0
+    highest = len(BLOCKS) - 1
+    bars = []
+    for mean in means:
+        if math.isfinite(mean):
+            height = round(highest * (mean - low) / span)
+            bars.append(BLOCKS[height])
+        else:
+            bars.append(" ")
+    return "".join(bars)
 
 
 def _figures(state: RunState, width: int) -> list[Text]:
+    """Draw the metrics of the newest iteration, and the means of the reward functions."""
     metrics = state.lines[state.num_done]
-    figures = {name: (metrics.get(key), spec) for name, (key, spec) in FIGURES.items()}
+    figures = {}
+    for name, (key, spec) in FIGURES.items():
+        if metrics.get(key) is not None:
+            figures[name] = shown(metrics[key], spec)
     for key, value in metrics.items():
-        if name := function_of(key):
-            figures[shorten(name, width // 2)] = value, ".3f"
-    lines = [_line()]
-    for name, (value, spec) in figures.items():
-        if value is None:
-            continue
-        text = shown(value, spec)
-        if lines[-1] and len(lines[-1]) + len(f"{name} {text}") > width:
+        function = function_of(key)
+        if function and value is not None:
+            figures[shorten(function, width // 2)] = shown(value, ".3f")
+    lines: list[Text] = []
+    for name, text in figures.items():
+        is_full = lines and len(lines[-1]) + len(f"{name} {text}") > width
+        if not lines or is_full:
             lines.append(_line())
         lines[-1].append(f"{name} ").append(text, "bold").append("  ")
-    return lines if lines[0] else []
+    return lines
 
 
 def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> list[RenderableType]:
-    """A completion of each of the newest groups below its prompt, as many as fit."""
+    """Draw a completion of each of the newest groups below its prompt, as many as fit."""
     lines: list[RenderableType] = []
     for group in groups:
-        sample, room = group.shown, height - len(lines)
+        sample = group.shown
         assert sample is not None
         title = f"iteration {group.iteration}, reward {shown(sample.reward, '.3g')}"
         title += f" (mean of the group {shown(fmean(group.rewards), '.3g')})"
-        if branches := sample.episode.get("branches"):
+        branches = sample.episode.get("branches")
+        if branches:
             title += f", branches: {len(branches)}"
-        prompt = _wrapped(group.prompt or "", width, "dim")[-max(1, room // 3) :]
+        num_left = height - len(lines)
+        num_prompt_lines = max(1, num_left // 3)
+        prompt = _wrapped(group.prompt or "", width, "dim")[-num_prompt_lines:]
         completion = _wrapped(sample.completion, width)
-        num_free = room - len(prompt) - 1
+        num_free = num_left - len(prompt) - 1  # without the title
         if lines and num_free < min(3, len(completion)):
             break
         if len(completion) > num_free > 2:  # its start, and its end with the answer
             cut = num_free // 2
-            completion = [*completion[:cut], Text("…"), *completion[cut + 1 - num_free :]]
+            end = completion[cut + 1 - num_free :]
+            completion = [*completion[:cut], Text("…"), *end]
         lines += [Rule(title, align="left", style="dim"), *prompt, *completion]
     return lines
 
 
 def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
-    return [*Text(safe(text).rstrip(), style).wrap(Console(width=width), width, overflow="fold")]
+    plain = Text(safe(text).rstrip(), style)
+    return [*plain.wrap(Console(width=width), width, overflow="fold")]

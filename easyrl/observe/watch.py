@@ -47,7 +47,8 @@ def watch(folder: Path, *, live: bool) -> int:
 
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until no command continues it; only the last one's end."""
-    end, is_alive = None, True
+    end: events.RunEnded | None = None
+    is_alive = True
     while is_alive:
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         for event in files.read():
