@@ -79,7 +79,7 @@ def test_every_named_flag_reaches_its_key(runs):
     assert result.exit_code == 0, result.output
     flags = {"model": "m", "dataset": "d.jsonl", "reward": ["exact_match", "r.py:f"]}
     flags |= {"infer_devices": "0", "train_devices": "1-2", "output": "out", "iterations": 3}
-    settings = options_by_key({**flags, "seed": 4, "schedule": "sync"})
+    settings = options_by_key(**flags, seed=4, schedule="sync")
     assert runs == [load_config(None, settings | {"train.learning_rate": 1e-6})]
 
 

@@ -50,7 +50,7 @@ def test_later_layers_win_and_empty_ones_are_the_defaults(tmp_path):
     settings = {"train.iterations": 2, "train.prompts_per_iteration": 22}
     train = load_config(file, settings, ["train.iterations=3"]).train
     assert (train.iterations, train.prompts_per_iteration, train.learning_rate) == (3, 22, 1e-6)
-    assert options_by_key({"seed": None, "iterations": 0}) == {"train.iterations": 0}
+    assert options_by_key(seed=None, iterations=0) == {"train.iterations": 0}
     for text in ("", "train:\n  # iterations: 3\nmodel:\n  lora:\n"):
         assert load_config(write(tmp_path, text)) == load_config() == Config()
 

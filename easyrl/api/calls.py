@@ -140,7 +140,21 @@ def train(
         RuntimeError: When the run has failed.
         KeyboardInterrupt: When it was interrupted. The message has the command that resumes it.
     """
-    options = options_by_key(locals())
+    options = options_by_key(
+        model=model,
+        dataset=dataset,
+        reward=reward,
+        environment=environment,
+        agent=agent,
+        infer_devices=infer_devices,
+        train_devices=train_devices,
+        spare_devices=spare_devices,
+        ray_address=ray_address,
+        output=output,
+        iterations=iterations,
+        seed=seed,
+        schedule=schedule,
+    )
     with _call():
         resumed = None
         if resume is not None:
@@ -189,7 +203,19 @@ def evaluate(
         output: Folder of the results; a stopped evaluation continues in it.
         compare: An evaluation to compare with, or its folder.
     """
-    options = options_by_key(locals())
+    options = options_by_key(
+        model=model,
+        dataset=dataset,
+        reward=reward,
+        environment=environment,
+        agent=agent,
+        num_samples=num_samples,
+        engine=engine,
+        infer_devices=infer_devices,
+        ray_address=ray_address,
+        output=output,
+        seed=seed,
+    )
     with _call():
         settings = settings_to_evaluate(options, config) | settings
         resolved, inputs = _resolve(config, options, settings)
@@ -208,11 +234,16 @@ def _resolve(
     file: StrPath | None, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Config, Inputs]:
     """Merge the layers; return the config, in which objects have names, and the objects."""
-    values = by_name(settings)
-    for name, value in options.items():
-        is_section = isinstance(value, Mapping) and name in ("model.path", "reward.functions")
-        values |= by_name({name.partition(".")[0] if is_section else name: value})
-    values = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in values.items()}
+    given = by_name(settings)
+    for key, value in options.items():
+        if key in ("model.path", "reward.functions") and isinstance(value, Mapping):
+            section = key.partition(".")[0]  # as in model={"path": "tiny", "dtype": "bfloat16"}
+            given |= by_name({section: value})
+        else:
+            given[key] = value
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        values[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(values.get("model.path", ""), str):
         raise ConfigError(
             "model.path (model): expected a name or a folder, got an object of type "

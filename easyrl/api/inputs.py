@@ -48,16 +48,19 @@ globals().update(cloudpickle.loads(base64.b64decode("{pickled}")))
 
 
 class Inputs:
-    """Objects among `values` (settings by their full names), where names replace them."""
+    """The objects that a Python program gives instead of names."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        """Raises ConfigError for rows and functions that cannot be stored."""
-        self._texts: dict[str, str] = {}  # of the files, by name
+        """Replace the objects in `values`, settings by the full names of their keys, by names in
+        files. Raises ConfigError for rows and functions that cannot be stored."""
+        self._texts: dict[str, str] = {}  # contents of the files, by their names
         for key, name in DATASETS.items():
-            if (rows := values.get(key)) is not None and not _is_names(rows):
+            rows = values.get(key)
+            if rows is not None and not _is_names(rows):
                 values[key] = self._take_rows(key, name, rows)
         for key in CODE:
-            if (given := values.get(key)) is not None:
+            given = values.get(key)
+            if given is not None:
                 values[key] = self._take_code(key, given)
 
     def _take_rows(self, key: str, name: str, rows: Any) -> str:
@@ -132,25 +135,32 @@ class Inputs:
 
     @contextmanager
     def stored(self, config: Config, folder: Path) -> Iterator[Config]:
-        """Write them into the folder, and yield the config with their paths. A folder that nothing
-        else is written to is removed in the end."""
-        folder, is_new = folder.absolute(), not folder.exists()
+        """Write the files into `folder`, and yield the config with their paths. In the end, remove
+        a new folder to which nothing else was written."""
+        is_new = not folder.exists()
+        folder = folder.absolute()
         config = change_config(config, {"output.dir": str(folder)})
         try:
             if self:
-                home = folder / INPUTS
-                folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-                home.mkdir(exist_ok=True)
-                for name, text in self._texts.items():
-                    (home / name).write_text(text, encoding="utf-8")
-                values = json.dumps(config.model_dump(mode="json", exclude_unset=True))
-                config = Config(**json.loads(values.replace(HERE, json.dumps(str(home))[1:-1])))
+                config = self._write(config, folder)
             yield config
         except OSError as error:
             raise ConfigError(f"output.dir (output): cannot write '{folder}': {error}") from None
         finally:
             if is_new and has_only_inputs(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _write(self, config: Config, folder: Path) -> Config:
+        """Write the files; return the config in which HERE is replaced by the path of their folder,
+        however deep it is nested."""
+        home = folder / INPUTS
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        home.mkdir(exist_ok=True)
+        for name, text in self._texts.items():
+            (home / name).write_text(text, encoding="utf-8")
+        values = json.dumps(config.model_dump(mode="json", exclude_unset=True))
+        path_in_json = json.dumps(str(home))[1:-1]
+        return Config(**json.loads(values.replace(HERE, path_in_json)))
 
     def __bool__(self) -> bool:
         return bool(self._texts)
@@ -161,14 +171,20 @@ def _unusable_row(key: str, number: int, error: Exception) -> ConfigError:
 
 
 def _digest(pickled: bytes) -> str:
-    """Digest all but what differs between processes: memo, order of sets, ids of classes."""
-    varying, content = re.compile(r"\w*GET \d+|SHORT_BINUNICODE [0-9a-f]{32}"), [""]
+    """Digest a pickle, but not what differs between processes that pickle the same code: numbers of
+    the memo, the order of sets, and the ids that cloudpickle gives to classes."""
+    varying = re.compile(r"\w*GET \d+|SHORT_BINUNICODE [0-9a-f]{32}")
+    operations = [""]
     for operation, value, _ in pickletools.genops(pickled):
-        if operation.name in ("ADDITEMS", "FROZENSET"):
-            start = max(n for n, each in enumerate(content) if each == "MARK None")
-            content[start:] = sorted(content[start:])
-        content.append(varying.sub("", f"{operation.name} {value}"))
-    return hashlib.sha256("\n".join(content).encode()).hexdigest()
+        if operation.name in ("ADDITEMS", "FROZENSET"):  # they follow a mark and the set's items
+            first_item = _last_index(operations, "MARK None")
+            operations[first_item:] = sorted(operations[first_item:])
+        operations.append(varying.sub("", f"{operation.name} {value}"))
+    return hashlib.sha256("\n".join(operations).encode()).hexdigest()
+
+
+def _last_index(texts: Sequence[str], text: str) -> int:
+    return len(texts) - 1 - texts[::-1].index(text)
 
 
 def _is_names(value: Any) -> bool:

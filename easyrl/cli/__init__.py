@@ -40,16 +40,26 @@ app.add_typer(agent, name="agent", rich_help_panel="Plan and check")
 
 
 def _print_version(wanted: bool) -> None:
-    if wanted:
-        from easyrl.engines.vllm.platforms import package_version, vllm_version
+    if not wanted:
+        return
+    from easyrl.engines.vllm.platforms import package_version, vllm_version
 
-        versions = {name: package_version(name) for name in ("torch", "transformers")}
-        versions = {"Python": platform.python_version(), **versions, "vllm": vllm_version()}
-        nodes = {kind: devices.num_device_nodes(kind) for kind in devices.VISIBLE_DEVICES}
-        found = ", ".join(f"{number} {kind}" for kind, number in nodes.items() if number)
-        lines = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
-        typer.echo("\n".join([f"easyrl {__version__}", *lines, f"accelerators: {found or 'none'}"]))
-        raise typer.Exit
+    versions = {
+        "Python": platform.python_version(),
+        "torch": package_version("torch"),
+        "transformers": package_version("transformers"),
+        "vllm": vllm_version(),
+    }
+    typer.echo(f"easyrl {__version__}")
+    for name, version in versions.items():
+        typer.echo(f"{name} {version or 'not installed'}")
+    found = []
+    for kind in devices.VISIBLE_DEVICES:
+        number = devices.num_device_nodes(kind)
+        if number:
+            found.append(f"{number} {kind}")
+    typer.echo(f"accelerators: {', '.join(found) or 'none'}")
+    raise typer.Exit
 
 
 @app.callback()

@@ -4,7 +4,7 @@ import inspect
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
@@ -49,8 +49,15 @@ def bench(
     force: Force = False,
 ) -> int:
     """Measure a part or whole runs (docs/benchmarks.md)."""
-    given = dict(locals())
-    options = {k: v for k, v in given.items() if v and k not in ("suite", "json", "force")}
+    given: dict[str, Any] = {
+        "words": words,
+        "infer_devices": infer_devices,
+        "train_devices": train_devices,
+        "model": model,
+        "dtype": dtype,
+        "rows": rows,
+    }
+    options = {name: value for name, value in given.items() if value}
     suites = SUITES if (ROOT / "benchmarks" / "ring.py").exists() else SHIPPED
     if suite not in suites:
         raise ConfigError(f"bench: expected one of {', '.join(suites)}, got '{suite}'")
@@ -59,10 +66,13 @@ def bench(
 
     if suite not in SHIPPED:
         sys.path.insert(0, str(ROOT))  # before a foreign package of the name `benchmarks`
-    run = import_module(f"{'easyrl.bench' if suite in SHIPPED else 'benchmarks'}.{suite}").run
-    if others := options.keys() - inspect.signature(run).parameters.keys():
-        named = {name: f"--{name.replace('_', '-')}" for name in others} | {"words": "settings"}
-        raise ConfigError(f"bench {suite}: takes no {', '.join(named[n] for n in sorted(others))}")
+    package = "easyrl.bench" if suite in SHIPPED else "benchmarks"
+    run = import_module(f"{package}.{suite}").run
+    not_taken = options.keys() - inspect.signature(run).parameters.keys()
+    if not_taken:
+        named = {name: f"--{name.replace('_', '-')}" for name in not_taken} | {"words": "settings"}
+        shown = ", ".join(named[name] for name in sorted(not_taken))
+        raise ConfigError(f"bench {suite}: takes no {shown}")
     return run_suite(suite, run(**options), json)
 
 

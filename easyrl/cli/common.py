@@ -17,7 +17,8 @@ from easyrl.formatting import ConfigError, printable
 
 shows_tracebacks = False  # the option --debug
 USER_ERROR = 2  # exit code of errors that the user can fix, Typer's usage errors included
-OF_FILES = {errno.EACCES: USER_ERROR, errno.EROFS: USER_ERROR, errno.ENOSPC: 1, errno.EDQUOT: 1}
+FILE_ERRORS = {errno.EACCES: USER_ERROR, errno.EROFS: USER_ERROR, errno.ENOSPC: 1, errno.EDQUOT: 1}
+"""Exit codes of errors of the disk, by `OSError.errno`."""
 
 ConfigFile = Annotated[
     Path | None, Option("--config", metavar="FILE.yaml", help="YAML file, as `config` prints it.")
@@ -60,16 +61,21 @@ class CommandWithSettings(TyperCommand):
         try:
             return super().parse_args(context, arguments)
         except Exception as error:
-            if option := getattr(error, "option_name", None):  # of Click's class, wherever that is
-                from easyrl.config import key_hint
-
-                name = option.lstrip("-").replace("-", "_")
-                hint = key_hint(name, "=VALUE")
-                error.message += f" ({hint})"  # type: ignore[attr-defined]
-                # Options that look alike mean something else.
-                if hint.startswith("in EasyRL") or f".{name}=" in hint:
-                    error.possibilities = []  # type: ignore[attr-defined]
+            option = getattr(error, "option_name", None)  # of Click's NoSuchOption
+            if option:
+                _add_hint(error, option)
             raise
+
+
+def _add_hint(error: Any, option: str) -> None:
+    """Add to Click's message which setting the unknown option may mean."""
+    from easyrl.config import key_hint
+
+    name = option.lstrip("-").replace("-", "_")
+    hint = key_hint(name, "=VALUE")
+    error.message += f" ({hint})"
+    if hint.startswith("in EasyRL") or f".{name}=" in hint:
+        error.possibilities = []  # the setting is certain: do not list options that look alike
 
 
 def echo(text: str, **options: Any) -> None:
@@ -81,14 +87,18 @@ def check_new(option: str, file: Path | None, *, force: bool) -> None:
     """Raise ConfigError if the file cannot be written, or exists, unless `force`."""
     if file is not None:
         is_taken = file.is_dir() or (file.is_file() and not force)
-        written = file if file.exists() else file.absolute().parent
-        if is_taken or not os.access(written, os.W_OK):
+        changed = file if file.exists() else file.absolute().parent
+        is_writable = os.access(changed, os.W_OK)
+        if is_taken or not is_writable:
             raise ConfigError(f"{option}: expected a new file (or --force) to write, got '{file}'")
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Exit with what the function returns. Exceptions other than the user's and the disk's are
-    bugs."""
+    """Make a command of a function that returns its exit code.
+
+    Mistakes of the user and errors of the disk are printed as one message. Any other exception is a
+    bug, and shows its traceback.
+    """
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> None:
@@ -100,10 +110,10 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
             echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
             code = USER_ERROR
         except OSError as error:
-            if shows_tracebacks or error.errno not in OF_FILES:
+            if shows_tracebacks or error.errno not in FILE_ERRORS:
                 raise
             echo(f"easyrl: {error}", err=True)
-            code = OF_FILES[error.errno]
+            code = FILE_ERRORS[error.errno]
         except KeyboardInterrupt as stop:
             code = 128 + getattr(stop, "signum", signal.SIGINT)  # of `supervisor.Interrupted`
         raise typer.Exit(code or 0)

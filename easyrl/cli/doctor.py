@@ -51,12 +51,19 @@ def run_doctor(*, has_test: bool) -> int:
     for line in check():
         add(line)
     can_run = all(line.status != "failed" for line in lines)
-    for part, seconds, error, safe in self_test.check_all() if has_test and can_run else ():
-        remedy = f"passes with {safe}" if safe else "use other devices"
-        text = f"{error or 'passed'} ({seconds:.0f} s)"
-        add(Line(part, "failed", text, remedy) if error else Line(part, "ok", text))
+    if has_test and can_run:
+        for result in self_test.check_all():
+            add(_line_of_test(result))
     print("runs can start" if can_run else "no run can start before each failed line is fixed")
     return int(any(line.status == "failed" for line in lines))
+
+
+def _line_of_test(result: self_test.Result) -> Line:
+    part, seconds, error, safe = result
+    if not error:
+        return Line(part, "ok", f"passed ({seconds:.0f} s)")
+    remedy = f"passes with {safe}" if safe else "use other devices"
+    return Line(part, "failed", f"{error} ({seconds:.0f} s)", remedy)
 
 
 def check() -> Iterator[Line]:
@@ -71,19 +78,27 @@ def check() -> Iterator[Line]:
     if kind not in ("cpu", devices.ASCEND) and not devices.has_c_compiler():
         yield Line("C compiler", "warning", "none: GPU kernels need one", "apt install gcc")
     yield _vllm(kind)
-    missing = sorted(name for name, module in EXTRAS.items() if find_spec(module) is None)
-    text = f"missing: {', '.join(missing)} (to install: {install_command('NAME')})"
-    yield Line("extras", "ok", text if missing else "all are installed")
+    yield _extras()
     yield Line("memory", "ok", f"{in_gib(available_memory_bytes())}, {num_cores()} CPU cores")
     uses_shared_memory = len(lines) > 1 or platforms.vllm_version() is not None
-    if uses_shared_memory and (free := shutil.disk_usage("/dev/shm").free) < GIB:
+    free = shutil.disk_usage("/dev/shm").free
+    if uses_shared_memory and free < GIB:
         text = f"{in_gib(free)} free in /dev/shm; vLLM and several devices need 1 GiB"
         yield Line("shared memory", "warning", text, "docker run --shm-size=8g")
     yield _code_sandbox()
 
 
+def _extras() -> Line:
+    missing = sorted(name for name, module in EXTRAS.items() if find_spec(module) is None)
+    if not missing:
+        return Line("extras", "ok", "all are installed")
+    text = f"missing: {', '.join(missing)} (to install: {install_command('NAME')})"
+    return Line("extras", "ok", text)
+
+
 def _package(name: str) -> Line:
-    bounds, version = SUPPORTED[name], platforms.package_version(name)
+    bounds = SUPPORTED[name]
+    version = platforms.package_version(name)
     remedy = f"pip install '{name}{bounds}'"
     if version is None and name == "peft":
         return Line(name, "ok", "not installed; only LoRA needs it")
@@ -107,17 +122,19 @@ def _workers() -> Line:
 
 
 def _accelerators() -> tuple[str, list[Line]]:
+    """Return the kind of the accelerators that runs use, `cpu` if there are none, and what is known
+    of each."""
     try:
         kind, count = devices.accelerator()
     except Exception as error:  # also of a torch that cannot be imported
         text, _, remedy = " ".join(f"{type(error).__name__}: {error}".split()).partition("; ")
         return "cpu", [Line("accelerators", "failed", text, remedy)]
-    if count:
-        sizes = [in_gib(devices.total_memory_bytes(kind, index)) for index in range(count)]
-        return kind, [
-            Line(f"{kind}:{index}", "ok", f"{devices.device_label(kind, index)}, {size}")
-            for index, size in enumerate(sizes)
-        ]
+    lines = []
+    for index in range(count):
+        size = in_gib(devices.total_memory_bytes(kind, index))
+        lines.append(Line(f"{kind}:{index}", "ok", f"{devices.device_label(kind, index)}, {size}"))
+    if lines:
+        return kind, lines
     for kind in devices.VISIBLE_DEVICES:
         if devices.num_device_nodes(kind):
             remedy = "install torch's build and the driver for them (docs/ascend.md for NPUs)"
@@ -128,12 +145,14 @@ def _accelerators() -> tuple[str, list[Line]]:
 
 
 def _vllm(kind: str) -> Line:
-    version, ascend = platforms.vllm_version(), platforms.package_version("vllm-ascend")
+    version = platforms.vllm_version()
     if version is None:
         return Line("vllm", "ok", "not installed; only rollout.engine=vllm needs it")
-    if (reason := platforms.unsupported_reason(kind)) is not None:
+    reason = platforms.unsupported_reason(kind)
+    if reason is not None:
         text, _, remedy = reason.rpartition(": ")
         return Line("vllm", "warning", f"{text}; runs use the embedded engine", remedy)
+    ascend = platforms.package_version("vllm-ascend")
     return Line("vllm", "ok", f"{version}, vllm-ascend {ascend}" if ascend else version)
 
 

@@ -41,7 +41,19 @@ def evaluate(
     from easyrl.observe.lines import print_end
     from easyrl.runtime.resume import settings_to_evaluate
 
-    given = options_by_key(locals())
+    given = options_by_key(
+        model=model,
+        dataset=dataset,
+        reward=reward,
+        environment=environment,
+        agent=agent,
+        num_samples=num_samples,
+        engine=engine,
+        infer_devices=infer_devices,
+        ray_address=ray_address,
+        output=output,
+        seed=seed,
+    )
     resolved = load_config(config, settings_to_evaluate(given, config) | given, words)
     end = evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
     if end.message:

@@ -58,9 +58,22 @@ def grpo(
     """Train a model with GRPO."""
     from easyrl.config import load_config, options_by_key
 
-    if dataset is not None and len(dataset) == 1:
-        [dataset] = dataset  # type: ignore[assignment]
-    settings = options_by_key(locals())
+    is_single = dataset is not None and len(dataset) == 1
+    settings = options_by_key(
+        model=model,
+        dataset=dataset[0] if dataset is not None and is_single else dataset,
+        reward=reward,
+        environment=environment,
+        agent=agent,
+        infer_devices=infer_devices,
+        train_devices=train_devices,
+        spare_devices=spare_devices,
+        ray_address=ray_address,
+        output=output,
+        iterations=iterations,
+        seed=seed,
+        schedule=schedule,
+    )
     if (assume or full) and not dry_run:
         raise ConfigError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
     if resume is not None:

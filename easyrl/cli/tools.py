@@ -86,8 +86,9 @@ def print_config(
 
     names = [word for word in words or () if "=" not in word]
     words = [word for word in words or () if "=" in word]
-    resolved, only = load_config(config, {}, words), find_keys(names, search)
-    echo(to_commented_yaml(resolved, only=only), nl=False)
+    resolved = load_config(config, {}, words)
+    shown = find_keys(names, search)
+    echo(to_commented_yaml(resolved, only=shown), nl=False)
 
 
 @command
@@ -139,8 +140,10 @@ def stop(folder: RunFolder) -> None:
     echo(request(folder, {"command": "stop"})["message"])
     while is_locked(folder):
         time.sleep(0.1)
-    is_finished = (folder / "summary.json").is_file()  # meanwhile
-    echo(f"{folder} has {'finished' if is_finished else f'stopped{resume_hint(folder)}'}")
+    if (folder / "summary.json").is_file():  # it was in its last iteration
+        echo(f"{folder} has finished")
+    else:
+        echo(f"{folder} has stopped{resume_hint(folder)}")
 
 
 @command
@@ -176,7 +179,8 @@ def plan(
     """Predict the speed of every split of N devices, from the busy times of a run."""
     from easyrl.bench.plan import flags_of, measure, predict_splits, to_text
 
-    splits = predict_splits(run := measure(folder), devices)
+    run = measure(folder)
+    splits = predict_splits(run, devices)
     best = max(splits, key=lambda split: split.tokens_per_second)
     fastest = f"fastest: {flags_of(run, best)}, {best.tokens_per_second:,.0f} tokens/s"
     echo(f"{to_text(run, splits)}\n{fastest}")
@@ -198,5 +202,5 @@ def serve(
     from easyrl.evaluation.serve import serve
     from easyrl.runtime.resume import settings_to_evaluate
 
-    given = options_by_key(locals())
+    given = options_by_key(model=model, infer_devices=infer_devices)
     serve(load_config(config, settings_to_evaluate(given, config) | given, words), port)

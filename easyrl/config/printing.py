@@ -1,0 +1,95 @@
+"""Print a config: as YAML with comments, and as the arguments that make it of another one."""
+
+import json
+import re
+import textwrap
+from collections.abc import Collection, Iterable
+from operator import attrgetter
+from typing import Any
+
+import yaml
+
+from easyrl.config.schema import KEYS, OPTIONS, SECTIONS, Config
+
+MAX_COLUMNS = 96  # of a comment, with its indentation
+BARE_NAME = re.compile(r"[A-Za-z_~/.][\w~/.:@+-]*", re.ASCII)
+"""Texts that are written without quotes, unless YAML reads another value in them."""
+
+
+def to_commented_yaml(
+    config: Config, *, only_changes: bool = False, only: Collection[str] = ()
+) -> str:
+    """Print the config as YAML with comments.
+
+    `only_changes`: print only keys whose value is not the default. `only`: print only these keys
+    and sections. With either, a comment gives the default.
+    """
+    keys: Iterable[str] = _changed_keys(config, Config()) if only_changes else KEYS
+    if only:
+        keys = [key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in only)]
+    shown = list(keys)
+    has_defaults = only_changes or bool(only)
+    text = ""
+    for name, section in SECTIONS.items():
+        if not any(key.startswith(f"{name}.") for key in shown):
+            continue
+        *outer, last = name.split(".")
+        indent = "  " * len(outer)
+        if text and not outer:
+            text += "\n"
+        text += f"{_comment(section.__doc__, indent)}{indent}{last}:\n"
+        for key in shown:
+            if key.rpartition(".")[0] == name:
+                text += _setting(key, config, f"{indent}  ", has_default=has_defaults)
+    return text
+
+
+def _setting(key: str, config: Config, indent: str, *, has_default: bool) -> str:
+    value_of = attrgetter(key)
+    text = _comment(KEYS[key].description, indent)
+    if has_default:
+        text += _comment(f"Default: {yaml_value(value_of(Config()))}", indent)
+    return f"{text}{indent}{key.rpartition('.')[2]}: {yaml_value(value_of(config))}\n"
+
+
+def _changed_keys(config: Config, base: Config) -> list[str]:
+    return [key for key in KEYS if attrgetter(key)(config) != attrgetter(key)(base)]
+
+
+def to_arguments(config: Config, base: Config) -> list[str]:
+    """Return the arguments of `easyrl grpo` that make `config` of `base`: first options, then
+    words, as ["--seed", "3", "train.save_every=5"]."""
+    option_of = {key: f"--{name.replace('_', '-')}" for name, key in OPTIONS.items()}
+    options: list[str] = []
+    words: list[str] = []
+    for key in _changed_keys(config, base):
+        value = attrgetter(key)(config)
+        if key not in option_of or isinstance(value, dict | None):  # an option is a text
+            words.append(f"{key}={yaml_value(value)}")
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            options += [option_of[key], str(each)]
+    return options + words
+
+
+def yaml_value(value: Any) -> str:
+    """Write a value as JSON, which is YAML, but names without quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(yaml_value, value))}]"
+    is_printable = not re.search(r"\\[xuU]", repr(value))
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=not is_printable)
+    if BARE_NAME.fullmatch(value) and yaml.safe_load(value) == value:
+        return value
+    quoted = yaml.safe_dump(value, default_style='"', width=2**31, allow_unicode=is_printable)
+    return quoted.rstrip("\n")
+
+
+def on_one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _comment(text: str | None, indent: str) -> str:
+    width = MAX_COLUMNS - len(indent)
+    lines = textwrap.wrap(on_one_line(text), width, break_on_hyphens=False)
+    return "".join(f"{indent}# {line}\n" for line in lines)

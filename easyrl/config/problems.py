@@ -1,0 +1,83 @@
+"""Explain wrong settings: what was expected, what was given, and which setting may be meant."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from easyrl.config.hints import INSTEAD, names_of_others, similar_names
+from easyrl.config.printing import on_one_line
+from easyrl.config.schema import KEYS, SECTIONS
+from easyrl.formatting import ConfigError
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """Return a line for each problem that pydantic has found."""
+    return [_problem(details) for details in error.errors(include_url=False)]
+
+
+def _problem(details: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, details["loc"]))
+    message = str(details["msg"]).removeprefix("Value error, ")
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return _unknown(name, details["input"])
+    if kind == "value_error" and name in ("", *SECTIONS):
+        return message  # the check is of several keys, and its message names them
+    if kind == "model_type":
+        first_key = next(key for key in KEYS if key.startswith(f"{name}."))
+        message = f"expected keys of this section, as in {first_key}=..."
+    given = json.dumps(details["input"], ensure_ascii=False, default=str)
+    instead = INSTEAD.get((name, str(details["input"]).lower()))
+    advice = f"; use {instead}" if instead else ""
+    return f"{name}: {message}, got {given}{advice}"
+
+
+def _unknown(name: str, value: Any) -> str:
+    """Explain an unknown key or section `name` that has this value in the settings."""
+    if name in KEYS or name in SECTIONS:  # the full name stands in a file, as `train.seed: 1`
+        nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
+        return f"{name}: expected in its section, as in {nested}"
+    while isinstance(value, dict) and len(value) == 1:  # name the key in an unknown section
+        ((key, value),) = value.items()
+        name += f".{key}"
+    return f"{name}: unknown setting; {key_hint(name)}"
+
+
+def key_hint(name: str, suffix: str = "") -> str:
+    """Return which setting an unknown one may mean, or where to look. `suffix` is written behind
+    each key that may be meant, as "=VALUE" behind those meant by an option."""
+    last = name.rpartition(".")[2].replace("-", "_")  # an option has hyphens
+    is_ours = any(key.endswith(f".{last}") for key in KEYS)
+    if last in names_of_others() and not is_ours:
+        return f"in EasyRL: {names_of_others()[last]}"
+    sections: list[str] = []
+    if not suffix:
+        sections = [each for each in SECTIONS if each.count(".") == name.count(".")]
+    names = similar_names(name, [*sections, *KEYS])
+    if names:
+        return f"did you mean {' or '.join(each + suffix for each in names)}?"
+    return (
+        "`easyrl config` prints every key, `easyrl config --search WORD` finds some; "
+        "docs/trl_and_verl.md has the names that TRL and verl use"
+    )
+
+
+def find_keys(names: Sequence[str], search: str | None) -> list[str]:
+    """Return these keys and sections, and the keys that `search` finds in names and meanings.
+    Raises ConfigError for an unknown name, and if nothing is found."""
+    for name in names:
+        if name not in KEYS and name not in SECTIONS:
+            raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
+    if search is None:
+        return [*names]
+    found = []
+    for key, field in KEYS.items():
+        if search.lower() in f"{key} {on_one_line(field.description)}".lower():
+            found.append(key)
+    if not found:
+        here = names_of_others().get(search)
+        advice = f"; in EasyRL: {here}" if here else ""
+        raise ConfigError(f"--search: no setting has '{search}' in its name or meaning{advice}")
+    return [*names, *found]
