@@ -96,7 +96,8 @@ def render_prompt(
         else:
             ids = _encode_chat(content, tokenizer, template, variables or {})
     except Exception as error:  # a template is a program and may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = str(error).strip() or type(error).__name__
+        reason = text.splitlines()[0]
         source = "tokenizer (model.path) or chat template (data.chat_template)"
         raise ConfigError(f"the {source} refuses it: {reason}") from error
     if not ids:
@@ -205,7 +206,8 @@ def check_prompts(
             )
     limit = data.max_prompt_length
     lengths: dict[str, int] = {}
-    for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: len(str(examples[k]))):
+    longest_texts = heapq.nlargest(MAX_CHECKED, examples, lambda each: len(str(examples[each])))
+    for location in longest_texts:
         try:
             lengths[location] = len(render_prompt(examples[location], tokenizer, variables))
         except ConfigError as error:

@@ -132,7 +132,8 @@ def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
         return _read_files(name, files, form, seed)
     if re.fullmatch(HUB_ID, name) and not path.exists():
         return DataSet(name, open_hub(name), form, seed)
-    raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{did_you_mean(name, PRESETS)}")
+    hint = did_you_mean(name, PRESETS)
+    raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{hint}")
 
 
 def _saved_folder(path: Path) -> Path | None:
@@ -172,7 +173,8 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"{KEY}: there is no file '{path}'{similar_file(path)}")
-    found = [each for each in sorted(path.glob("[!._]*")) if FILE.search(each.name)]
+    visible = sorted(path.glob("[!._]*"))
+    found = [each for each in visible if FILE.search(each.name)]
     of_split: dict[str, list[Path]] = {}
     for each in found:
         split = re.search(SPLIT_IN_NAME, each.name.lower())
@@ -219,7 +221,8 @@ def _load(name: str, load: Callable[[Any], Any], *, is_on_hub: bool = False) -> 
         return Table(load(datasets))
     except Exception as error:  # datasets and pyarrow raise many kinds
         cause = error if isinstance(error, ConnectionError) else error.__cause__ or error
-        why = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
+        text = str(cause).strip() or type(cause).__name__
+        why = text.splitlines()[0].rstrip(".")
         advice = "" if is_reachable else " Check name and network (HF_ENDPOINT names a mirror)"
         kind = HubUnreachable if advice else ConfigError
         raise kind(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error

@@ -237,7 +237,8 @@ class DataSet:
 
     @property
     def columns(self) -> list[str]:
-        return list(self.rows(0) if callable(self.rows) else self.rows[0])  # all rows have the same
+        first = self.rows(0) if callable(self.rows) else self.rows[0]
+        return list(first)  # all rows have the same
 
     def location(self, row: int) -> str:
         return self.locations[row] if self.locations else f"{self.name}, row {row}"
@@ -331,7 +332,8 @@ class DataSet:
         lengths = f"{self.num_rows} {self.epoch_length}"
         digest = hashlib.sha256(lengths.encode())
         step = math.ceil(self.num_rows / MAX_DIGESTED_ROWS)
-        rows = self.rows[::step] if isinstance(self.rows, list) else self.rows.every(step)
+        is_list = isinstance(self.rows, list)
+        rows = self.rows[::step] if is_list else self.rows.every(step)
         for row in rows:
             text = json.dumps(row, sort_keys=True, default=content_of)
             digest.update(text.encode())

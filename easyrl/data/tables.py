@@ -59,7 +59,8 @@ class Table:
 
     def every(self, step: int) -> Iterator[Row]:
         """Yield the rows 0, `step`, 2 `step`, …"""
-        yield from map(self._plain, self._dataset.select(range(0, len(self), step)))
+        chosen = self._dataset.select(range(0, len(self), step))
+        yield from map(self._plain, chosen)
 
     def only(self, columns: Sequence[str]) -> list[Row]:
         """Return these columns of all rows."""

@@ -70,7 +70,8 @@ class Task:
                 yield problem
 
     def _is_held_out(self, problem: Any) -> bool:
-        first_byte = hashlib.sha256(self.key(problem).encode()).digest()[0]
+        key = self.key(problem)
+        first_byte = hashlib.sha256(key.encode()).digest()[0]
         return first_byte < HELD_OUT_BYTES
 
 
@@ -135,7 +136,10 @@ class Countdown(Task):
         values = list(nums)
         while len(values) > 1:
             rng.shuffle(values)
-            value = applied(rng.choice(self.operations), values.pop(), values.pop())
+            operation = rng.choice(self.operations)
+            left = values.pop()
+            right = values.pop()
+            value = applied(operation, left, right)
             if value is None or value > self.largest_value:
                 return None
             values.append(value)
@@ -159,9 +163,11 @@ class Countdown(Task):
 def applied(operation: str, left: int, right: int) -> int | None:
     """Return `left operation right`; None where that is negative or not an integer."""
     if operation == "/":
-        return left // right if right and left % right == 0 else None
-    value = {"+": left + right, "-": left - right, "*": left * right}[operation]
-    return value if value >= 0 else None
+        is_integer = right != 0 and left % right == 0
+        return left // right if is_integer else None
+    if operation == "-":
+        return left - right if left >= right else None
+    return left + right if operation == "+" else left * right
 
 
 class Guess(Task):
@@ -178,7 +184,9 @@ class Guess(Task):
         return f"guess {problem}"
 
     def row(self, problem: int) -> dict[str, Any]:
-        return {"prompt": f"{self.numbers[0]}-{self.numbers[-1]}", "secret": problem}
+        first = self.numbers[0]
+        last = self.numbers[-1]
+        return {"prompt": f"{first}-{last}", "secret": problem}
 
 
 ARITHMETIC = Arithmetic()

@@ -119,4 +119,6 @@ def _has_time_of_day(value: Any) -> bool:
         return any(map(_has_time_of_day, value))
     if not isinstance(value, datetime.datetime) or is_missing(value):
         return False
-    return value.replace(tzinfo=None).isoformat() != f"{value.date().isoformat()}T00:00:00"
+    time = value.replace(tzinfo=None).isoformat()  # pandas' own type has nanoseconds
+    midnight = f"{value.date().isoformat()}T00:00:00"
+    return time != midnight

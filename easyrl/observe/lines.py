@@ -3,6 +3,7 @@
 Used without a terminal and with --no-live; the table also follows the live view.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -76,7 +77,8 @@ class PlainLines:
     def _report_checkpoint(self, saved: events.CheckpointSaved) -> None:
         iteration = saved.policy_version // self._run.spec.schedule.updates_per_iteration
         path = self._run.folder / CHECKPOINTS / str(saved.policy_version)
-        size = f"{saved.num_bytes / 2**20:,.0f} MiB in {saved.seconds:.1f} s"
+        mib = saved.num_bytes / 2**20
+        size = f"{mib:,.0f} MiB in {saved.seconds:.1f} s"
         say(f"checkpoint of iteration {iteration}: {path} ({size})")
 
     def _report_evaluation(self, evaluated: events.Evaluated) -> None:
@@ -124,7 +126,9 @@ def function_of(metric: str) -> str:
 def with_error(value: float | None, error: float | None, sign: str = "") -> str:
     """Return `0.500 ± 0.050`; without the error if that is undefined. `sign`: as in a format."""
     text = shown(value, f"{sign}.3f")
-    return text if shown(error, "") == "none" else f"{text} ± {error:.3f}"
+    if error is None or math.isnan(error):
+        return text
+    return f"{text} ± {error:.3f}"
 
 
 def mean_reward(accuracy: float | None, reward: float | None) -> str:
@@ -222,7 +226,8 @@ def _accuracy_rows(summary: Mapping[str, Any], sampling: SamplingChoice) -> Iter
         rewards.append(shown(reward, ".3f"))
         if mean_reward(accuracy, reward):
             is_graded = True
-    yield "held-out accuracy", f"{' → '.join(values)} ({training_sampling(sampling)})"
+    change = " → ".join(values)
+    yield "held-out accuracy", f"{change} ({training_sampling(sampling)})"
     if is_graded:
         yield "  mean reward", " → ".join(rewards)
     best = summary.get("accuracy_best")
@@ -259,9 +264,11 @@ def _token_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     seconds = summary.get("iteration_seconds", 0.0)
     if seconds > 0:
         per_device = summary["tokens_per_second_per_device"]
-        speed = f"{num_tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
+        in_iterations = num_tokens / seconds
+        speed = f"{in_iterations:,.0f} in iterations ({per_device:,.0f} per device)"
         if wall_seconds:
-            speed += f", {num_tokens / wall_seconds:,.0f} with start-up"
+            in_all = num_tokens / wall_seconds
+            speed += f", {in_all:,.0f} with start-up"
         yield "tokens/s", speed
 
 
@@ -313,7 +320,12 @@ def _judge_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 def status_table(status: Mapping[str, Any]) -> RenderableType:
     """Show the reply of a live run to `easyrl status`."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     columns = ("name", "pid", "device", "state", "restarts")
     for name in columns:
         is_number = name in ("pid", "restarts")

@@ -56,7 +56,9 @@ def model_card(run: History, title: str) -> str:
     done = f"({counted(run.num_done, 'iteration')}) with EasyRL {__version__}"
     text = f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\n"
     text += f"Trained by reinforcement learning {done}.\n\n"
-    return text + "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
+    for name, fact in facts.items():
+        text += f"- {name}: {fact}\n"
+    return text
 
 
 def _short(name: str) -> str:

@@ -96,7 +96,8 @@ def draw_curves(
     keys = [key for key in titles if any(run.series(key) for run in runs)]
     if not keys:
         return None
-    figure = Figure((size[0], size[1] * len(keys)), layout="constrained")
+    width, height = size
+    figure = Figure((width, height * len(keys)), layout="constrained")
     all_axes = figure.subplots(len(keys), sharex=True, squeeze=False)[:, 0]
     for axes, key in zip(all_axes, keys, strict=True):
         axes.set_title(titles[key])
@@ -118,7 +119,9 @@ def draw_curves(
             )
         if key in SHARES:
             bottom, top = axes.get_ylim()
-            axes.set_ylim(max(bottom, -0.01), min(max(top, 0.1), 1.01))
+            bottom = max(bottom, -0.01)
+            top = min(max(top, 0.1), 1.01)
+            axes.set_ylim(bottom, top)
             axes.yaxis.set_major_formatter("{x:.0%}")
     all_axes[-1].set_xlabel("iteration")
     all_axes[-1].locator_params("x", nbins=6, integer=True, min_n_ticks=1)
@@ -130,7 +133,8 @@ def draw_timeline(run: History) -> Figure | None:
     """Draw what took most of each moment of the newest iterations, with a lane per worker, and
     below them when both groups worked. None without a trace of that."""
     shown = list(run.starts)[-ITERATIONS_SHOWN:]
-    if not shown or not any(worker.spans for worker in run.state.workers.values()):
+    has_spans = any(worker.spans for worker in run.state.workers.values())
+    if not shown or not has_spans:
         return None
     since = run.starts[shown[0]]
     until = run.state.newest

@@ -34,7 +34,8 @@ def to_page(runs: Sequence[History]) -> str:
     samples = []
     for number, run in enumerate(runs):
         timeline = plots.draw_timeline(run)
-        timelines.append(plots.to_svg(timeline, f"Timeline of {run.name}", f"t{number}"))
+        title = f"Timeline of {run.name}"
+        timelines.append(plots.to_svg(timeline, title, f"t{number}"))
         messages.append(list(run.messages.items())[-MAX_MESSAGES:])
         samples.append([_sample(each) for each in worst_to_best(run, NUM_SAMPLES)])
     return template.render(
@@ -75,11 +76,11 @@ def _overview(runs: Sequence[History]) -> dict[str, list[str]]:
 
 
 def _facts(run: History) -> dict[str, str]:
-    devices = ", ".join(f"{name}: {device}" for name, device in run.devices.items())
+    devices = [f"{name}: {device}" for name, device in run.devices.items()]
     return {
         "model": run.spec.model.path,
         "data": run.spec.data.options.shown,
-        "devices": devices or "unknown",
+        "devices": ", ".join(devices) or "unknown",
         **run.results(),
     }
 

@@ -75,13 +75,19 @@ def show_samples(
         say_rich(Text("  ".join(title), style="bold"))
         prompt, completion = line["raw"] if is_raw else (line["prompt"], line["completion"])
         if _prompt_of(line) != before:
-            say_rich(Text(safe(str(prompt), MAX_TEXT) + "\n", style="dim"))
-        say_rich(Text(safe(str(completion), MAX_TEXT) + "\n"))
+            _print_text(prompt, style="dim")
+        _print_text(completion)
         for text in branches_of(line):
-            say_rich(Text(safe(f"{text}\n", MAX_TEXT), style="dim"))
+            _print_text(text, style="dim")
         before = _prompt_of(line)
     if before is None:
         raise ConfigError(f"no such sample in '{file}' (--min-reward, --max-reward, --iteration)")
+
+
+def _print_text(text: Any, style: str = "") -> None:
+    """Print a text of any origin, and an empty line."""
+    shown = safe(str(text), MAX_TEXT)
+    say_rich(Text(f"{shown}\n", style))
 
 
 def _parse_iterations(text: str) -> range:
@@ -150,5 +156,6 @@ def columns_of(line: Line, max_length: int) -> list[str]:
             continue
         shown = value + 1 if name == "sample" else value
         text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
-        columns.append(printable(f"{name} {shorten(text, max_length)}"))
+        text = shorten(text, max_length)
+        columns.append(printable(f"{name} {text}"))
     return columns

@@ -25,7 +25,9 @@ def clock(seconds: float) -> str:
 
 def shown(value: float | None, spec: str) -> str:
     """Format a number; `none` for None and NaN."""
-    return "none" if value is None or math.isnan(value) else format(value, spec)
+    if value is None or math.isnan(value):
+        return "none"
+    return format(value, spec)
 
 
 def safe(text: str, max_length: int = MAX_MESSAGE) -> str:

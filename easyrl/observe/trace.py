@@ -119,7 +119,8 @@ class TraceWriter:
             self._processes = {}
         if self._path is None:
             return
-        text = "".join(json.dumps(line) + ",\n" for line in self._lines(event)).encode()
+        lines = map(json.dumps, self._lines(event))
+        text = "".join(f"{line},\n" for line in lines).encode()
         if self._path.stat().st_size + len(text) > MAX_BYTES:
             _shorten(self._path, MAX_BYTES // 2)
         with self._path.open("ab", buffering=0) as file:
@@ -136,7 +137,8 @@ class TraceWriter:
             case FromWorker(worker=worker):
                 yield from self._worker_lines(event, self._processes.get(worker, CONTROLLER))
                 return
-        name, kind = SPANS.get(type(event), (type(event).__name__, INSTANT))
+        class_name = type(event).__name__
+        name, kind = SPANS.get(type(event), (class_name, INSTANT))
         yield self._line(kind, name, _time_of(event), encode(event))
 
     def _names(self, worker: str, device: str) -> Iterator[Line]:

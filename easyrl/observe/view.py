@@ -197,7 +197,8 @@ class NotebookView:
 
 def _end_table(state: RunState) -> RenderableType | None:
     """Return the results of a run that has finished; None of another one."""
-    if state.run is None or state.summary is None or (state.ended and state.ended.exit_code):
+    has_failed = state.ended is not None and state.ended.exit_code != 0
+    if state.run is None or state.summary is None or has_failed:
         return None
     return end_table(state.run, state.summary)
 
@@ -262,7 +263,8 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
     total = schedule.iterations
     if state.ended is not None:
         is_finished = state.ended.exit_code == 0
-        text = f"{'finished' if is_finished else 'ended'} after {done}/{total} iterations"
+        how = "finished" if is_finished else "ended"
+        text = f"{how} after {done}/{total} iterations"
         style = "bold green" if is_finished else "bold red"
     elif state.evaluation is not None:
         done = state.num_answered
@@ -295,9 +297,10 @@ def _warnings(state: RunState, width: int) -> list[RenderableType]:
     texts: list[str] = []
     for paragraph in state.lasting_note.split("\n"):
         texts += wrap(paragraph, max(9, width))
-    counts = {}
-    for name in PROBLEMS:
-        counts[name] = sum(line.get(name) or 0 for line in state.lines.values())
+    counts = dict.fromkeys(PROBLEMS, 0)
+    for line in state.lines.values():
+        for name in PROBLEMS:
+            counts[name] += line.get(name) or 0
     problems = problems_in(counts)
     texts.append(", ".join(problems))
     texts.append(state.note)
@@ -322,7 +325,8 @@ def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[Re
     for worker, label in zip(workers, labels, strict=True):
         if worker.phase:
             seconds = now - worker.phase_started
-            parts = [(f"{printable(worker.phase)}, {seconds:.1f} s", "bold")]
+            phase = printable(worker.phase)
+            parts = [(f"{phase}, {seconds:.1f} s", "bold")]
         elif state.is_starting:
             parts = [("ready", "bold green")]
         else:
@@ -413,10 +417,11 @@ def _figures(state: RunState, width: int) -> list[Text]:
             figures[shorten(function, width // 2)] = shown(value, ".3f")
     lines: list[Text] = []
     for name, text in figures.items():
-        is_full = lines and len(lines[-1]) + len(f"{name} {text}") > width
-        if not lines or is_full:
+        figure = _line(f"{name} ", (text, "bold"))
+        if not lines or len(lines[-1]) + len(figure) > width:
             lines.append(_line())
-        lines[-1].append(f"{name} ").append(text, "bold").append("  ")
+        lines[-1].append_text(figure)
+        lines[-1].append("  ")
     return lines
 
 
