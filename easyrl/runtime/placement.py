@@ -541,13 +541,16 @@ def _default(key: str, count: int, other: DeviceSet | None, kept: Sequence[Devic
     something else."""
     if count == 0 or (other is not None and other.kind == "cpu"):
         return DeviceSet("cpu", (0,))
-    own = {index for each in kept for index in each.indices}
-    not_kept = [index for index in range(count) if index not in own]
-    used = () if other is None else other.indices
-    free = [index for index in not_kept if index not in used]
-    free = free or not_kept or list(range(count))  # devices may have to be shared
+    free = set(range(count))
+    for each in kept:
+        free -= set(each.indices)
+    if not free:  # devices have to be shared
+        free = set(range(count))
+    elif other is not None and not free <= set(other.indices):
+        free -= set(other.indices)
+    numbers = sorted(free)
     if key == "train":
-        return DeviceSet("accelerator", (free[-1],))
-    if other is None and len(free) > 1:
-        free.pop()  # it trains
-    return DeviceSet("accelerator", tuple(free))
+        return DeviceSet("accelerator", (numbers[-1],))
+    if other is None and len(numbers) > 1:
+        numbers.pop()  # it trains
+    return DeviceSet("accelerator", tuple(numbers))

@@ -100,18 +100,21 @@ class Resume:
 def config_file_of(path: str | os.PathLike[str], *given: object) -> Path:
     """Return the config file of the run to resume: `path` is its folder, or one of its checkpoints.
     Raises ConfigError, also for `given` arguments."""
-    run, checkpoint = Path(path), Path(path).absolute()
+    run = Path(path)
+    checkpoint = run.absolute()
     if checkpoint.parent.name == CHECKPOINTS:
         run = checkpoint.parent.parent
         if not checkpoint.is_dir():
-            names = ", ".join(each.name for each in checkpoints_in(checkpoint.parent)) or "none"
-            raise ConfigError(f"resume (--resume): expected a checkpoint ({names}), got '{path}'")
-    file = run / "config.yaml"
-    if any(each is not None for each in given):
+            names = ", ".join(each.name for each in checkpoints_in(checkpoint.parent))
+            expected = f"a checkpoint ({names or 'none'})"
+            raise ConfigError(f"resume (--resume): expected {expected}, got '{path}'")
+    has_other_settings = any(each is not None for each in given)
+    if has_other_settings:
         raise ConfigError(
             "resume (--resume): expected neither config (--config), output (--output), dataset, "
             "reward, environment nor agent: a resumed run keeps its folder and the settings in it"
         )
+    file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"resume (--resume): expected a run folder, but there is no {file}")
     return file
@@ -143,7 +146,7 @@ def _find_resume(config: Config, folder: Path, lock: int, *, is_asked: bool) -> 
         return Resume(folder, lock, checkpoint.path, state, damaged, is_finished)
     has_results = damaged or (folder / "summary.json").exists()
     if not is_finished and (is_asked or has_results):
-        reasons = "".join(f"\n{reason}" for reason in damaged.values())
+        reasons = "\n".join(["", *damaged.values()])
         keys = "" if damaged else " (train.save_every, train.keep_checkpoints)"
         raise ConfigError(
             f"--resume, runtime.resume: '{folder}' has no whole checkpoint{keys}{reasons}\n"
@@ -181,9 +184,12 @@ def _is_finished(folder: Path, config: Config) -> bool:
 
 def _is_begun(folder: Path) -> bool:
     """Return whether a run has begun here. An empty folder counts: it may have been killed."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"no folder"}
-    has_begun = "config.yaml" in names and not names.isdisjoint({"logs", CHECKPOINTS})
-    return has_begun or names <= {"logs", run_folder.UNFINISHED_CONFIG}
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    if names <= {"logs", run_folder.UNFINISHED_CONFIG}:
+        return True
+    return "config.yaml" in names and not names.isdisjoint({"logs", CHECKPOINTS})
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -245,6 +251,7 @@ def _replaced_settings(
     for key in keys_marked(MAY_CHANGE):
         if not key.startswith(("eval.", "reward.judge.")):  # these decide the answers
             replaced.add(key)
+    sections: list[str] = []  # replaced as a whole
     dataset = given.get("data.dataset")
     if dataset is not None:
         replaced |= {"data.dataset", "data.options", "data.weights", "data.num_held_out"}
@@ -252,12 +259,14 @@ def _replaced_settings(
             replaced.add("data.columns")
         is_preset = isinstance(dataset, str) and dataset in PRESETS
         if is_preset and dataset not in run.data.datasets:
-            sections = ("data.", "reward.", "eval.")
-            replaced.update(key for key in of_run if key.startswith(sections))
+            sections += ["data.", "reward.", "eval."]
             replaced |= {"rollout.environment", "rollout.tools", "rollout.agent"}
     if "reward.functions" in given:
         replaced.add("eval.correct_reward")
-        replaced.update(key for key in of_run if key.startswith("reward."))
+        sections.append("reward.")
+    for key in of_run:
+        if key.startswith(tuple(sections)):
+            replaced.add(key)
     return replaced
 
 
