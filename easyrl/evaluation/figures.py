@@ -84,10 +84,11 @@ def _pass_at_every_k(correct: Bools) -> dict[str, float]:
     """Return pass@k, the mean over problems, for each k up to the number of samples."""
     num_samples = correct.shape[1]
     counts: list[int] = correct.sum(axis=1).tolist()
-    solved = {}
+    means = {}
     for k in range(1, num_samples + 1):
-        solved[str(k)] = float(np.mean([pass_at_k(num_samples, count, k) for count in counts]))
-    return solved
+        of_problems = [pass_at_k(num_samples, count, k) for count in counts]
+        means[str(k)] = float(np.mean(of_problems))
+    return means
 
 
 def _mean_scores(answers: Sequence[Lines]) -> dict[str, float]:
@@ -178,7 +179,8 @@ def _by_number(here: Answers, there: Answers) -> _BothAnswers:
     for number, lines in numbered.here.items():
         if number in numbered.there:
             answer = lines[0].get("answer")
-            if answer is None or answer != numbered.there[number][0].get("answer"):
+            other = numbered.there[number][0].get("answer")
+            if answer is None or answer != other:
                 return _BothAnswers(here, there)
     return numbered
 
@@ -222,17 +224,26 @@ def sign_flip_test(differences: npt.NDArray[np.float64]) -> SignFlipTest:
     n = len(nonzero)
     if n == 0:
         return SignFlipTest(1.0, is_exact=True)
-    if np.ptp(np.abs(nonzero)) < SAME_SIZE:
-        # The sum depends on the number of positive signs alone.
-        num_positive = int((nonzero > 0).sum())
-        num_fewer = min(num_positive, n - num_positive)
-        num_ways = sum(comb(n, k) for k in range(num_fewer + 1))
-        return SignFlipTest(min(1.0, num_ways / 2 ** (n - 1)), is_exact=True)
+    have_same_size = np.ptp(np.abs(nonzero)) < SAME_SIZE
+    if have_same_size:
+        return SignFlipTest(_mcnemar(nonzero), is_exact=True)
     is_exact = 2**n <= NUM_RESAMPLES
     total = nonzero.sum()
-    sums = [total - 2 * (flip @ nonzero) for flip in _flips(n, is_exact=is_exact)]
+    sums = []
+    for flip in _flips(n, is_exact=is_exact):
+        sums.append(total - 2 * (flip @ nonzero))
     is_as_large = np.abs(sums) > abs(total) - ROUNDING
     return SignFlipTest(float(np.mean(is_as_large)), is_exact)
+
+
+def _mcnemar(differences: npt.NDArray[np.float64]) -> float:
+    """Return the p-value for differences of one size, whose sum depends on the number of positive
+    ones alone."""
+    n = len(differences)
+    num_positive = int((differences > 0).sum())
+    num_fewer = min(num_positive, n - num_positive)
+    num_ways = sum(comb(n, k) for k in range(num_fewer + 1))
+    return min(1.0, num_ways / 2 ** (n - 1))
 
 
 def _flips(n: int, *, is_exact: bool) -> Iterator[npt.NDArray[Any]]:

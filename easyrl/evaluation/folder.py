@@ -38,17 +38,21 @@ class EvalFolder:
         other settings."""
         self.path = path
         try:
-            self.path.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
-            self.answers = self._complete_answers(settings)
-            self._lock = run_folder.lock_folder(self.path)
-            replace_file(self.path / SAMPLES, "".join(map(_as_text, self.answers.values())))
-            replace_file(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
-            replace_file(self.path / "config.yaml", config_yaml)
-            (self.path / "logs").mkdir(exist_ok=True)
-            for left_over in self.path.glob(f"{MODEL}*"):
-                shutil.rmtree(left_over, ignore_errors=True)
+            self._open(config_yaml, settings)
         except OSError as error:
             raise ConfigError(f"{KEY}: cannot write '{self.path}': {error.strerror}") from None
+
+    def _open(self, config_yaml: str, settings: Mapping[str, Any]) -> None:
+        self.path.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
+        self.answers = self._complete_answers(settings)
+        self._lock = run_folder.lock_folder(self.path)
+        samples = "".join(map(_as_text, self.answers.values()))
+        replace_file(self.path / SAMPLES, samples)
+        replace_file(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
+        replace_file(self.path / "config.yaml", config_yaml)
+        (self.path / "logs").mkdir(exist_ok=True)
+        for left_over in self.path.glob(f"{MODEL}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
 
     def _complete_answers(self, settings: Mapping[str, Any]) -> dict[str, Lines]:
         """Return the answers so far, without those of the problem that was being written when the
@@ -119,9 +123,12 @@ def read_evaluation(path: Path) -> Answers:
 
 def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Describe how prompts, sampling and rewards of the evaluation at `path` differ."""
-    old = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
+    text = (path / SETTINGS).read_text(encoding="utf-8")
+    others = json.loads(text)
     texts = []
-    for key in differing(old, settings):
+    for key in differing(others, settings):
         if not key.startswith(MAY_DIFFER):
-            texts.append(f"{key}: {settings[key]} here, {old[key]} there")
+            here = settings[key]
+            there = others[key]
+            texts.append(f"{key}: {here} here, {there} there")
     return texts

@@ -119,11 +119,11 @@ def _length_text(results: Named) -> str:
 
 def _pass_text(pass_at_k: Mapping[str, float]) -> str:
     """Return pass@k for powers of two, and for the largest k."""
-    *_, largest = pass_at_k
+    largest = max(map(int, pass_at_k))
     shown = []
     for k, value in pass_at_k.items():
-        is_power_of_two = int(k).bit_count() == 1
-        if is_power_of_two or k == largest:
+        number = int(k)
+        if number.bit_count() == 1 or number == largest:
             shown.append(f"{k}: {value:.3f}")
     return "  ".join(shown)
 
