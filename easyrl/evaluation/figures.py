@@ -243,7 +243,8 @@ def _mcnemar(differences: npt.NDArray[np.float64]) -> float:
     num_positive = int((differences > 0).sum())
     num_fewer = min(num_positive, n - num_positive)
     num_ways = sum(comb(n, k) for k in range(num_fewer + 1))
-    return min(1.0, num_ways / 2 ** (n - 1))
+    p_value: float = num_ways / 2 ** (n - 1)
+    return min(1.0, p_value)
 
 
 def _flips(n: int, *, is_exact: bool) -> Iterator[npt.NDArray[Any]]:
