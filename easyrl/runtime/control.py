@@ -24,8 +24,10 @@ from easyrl.runtime.supervisor import Supervisor
 
 SOCKET = "control.sock"
 MAX_BYTES = 2**16  # of a message
-SEND_SECONDS = 0.1  # then a client that has connected and sent nothing is dropped
-REPLY_SECONDS = 10.0  # the controller answers between two events: usually within milliseconds
+SEND_SECONDS = 0.1
+"""A client that has connected and sent nothing is dropped after this time."""
+REPLY_SECONDS = 10.0
+"""How long a client waits. The controller answers between two events, usually in milliseconds."""
 
 Reply = dict[str, Any]
 
@@ -36,7 +38,8 @@ class ControlSocket:
     def __init__(self, folder: Path, handle: Callable[[Any], Reply]) -> None:
         """Listen in the run folder, which this process has locked. `handle` turns a request into a
         reply, or raises ValueError. Raises OSError if the file system has no sockets."""
-        self._handle, self._file = handle, folder / SOCKET
+        self._handle = handle
+        self._file = folder / SOCKET
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._file.unlink(missing_ok=True)
         with _address(folder) as address:
@@ -50,7 +53,7 @@ class ControlSocket:
             self._file.unlink()
 
     def wait(self, objects: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Wait as `multiprocessing.connection.wait`, or until a client is answered."""
+        """Wait as `multiprocessing.connection.wait`; also return when a client was answered."""
         ready = wait([*objects, self._listener], timeout)
         if self._listener in ready:
             ready.remove(self._listener)
@@ -58,6 +61,7 @@ class ControlSocket:
         return ready
 
     def serve(self) -> None:
+        """Answer a client that has connected."""
         with contextlib.suppress(OSError):  # it sends nothing, or does not wait for the reply
             client, _ = self._listener.accept()
             with client:
@@ -137,7 +141,8 @@ def request(folder: Path, message: Any) -> Reply:
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """A path of the socket that fits into 107 bytes."""
+    """Yield a path of the socket that fits into the 107 bytes that a Unix socket's path may have,
+    however long the folder's own path is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"

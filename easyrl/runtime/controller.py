@@ -24,9 +24,16 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
-`Fleet` replaces rollout workers that die. At most one checkpoint is being written: if the next one
-is due meanwhile, the controller waits before it sends anything else, as a train worker that waited
-for its writer would keep the rollout workers waiting for weights.
+Who knows what:
+
+    Controller    the phases of the run, its checkpoints and metrics     this file
+    Ledger        where each group of the iteration is                   `runtime/ledger.py`
+    Fleet         the state of each worker; it replaces those that die   `runtime/fleet.py`
+    Supervisor    processes, pipes and signals                           `runtime/supervisor.py`
+
+At most one checkpoint is being written: if the next one is due meanwhile, the controller waits
+before it sends anything else, as a train worker that waited for its writer would keep the rollout
+workers waiting for weights.
 
 A signal stops the run at the end of the last complete iteration. If that has no checkpoint yet,
 `Halt` makes the train worker drop the current iteration, and the checkpoint is written. A second
@@ -34,7 +41,6 @@ signal ends the run at once.
 """
 
 import contextlib
-import math
 import signal
 import time
 from collections import Counter
@@ -56,8 +62,10 @@ from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
 from easyrl.runtime.supervisor import Interrupted, Supervisor
 
-BEFORE, AFTER = 0, 1
-"""Evaluation rounds. The round after iteration n (from 1), unless it is the last, is AFTER + n."""
+# Numbers of the evaluations: the one before the first iteration, the one after the last, and
+# AFTER + n after iteration n (from 1) in between.
+BEFORE = 0
+AFTER = 1
 
 
 @dataclass(eq=False)
@@ -74,15 +82,18 @@ class Controller:
     def __post_init__(self) -> None:
         self.spec = self.checked.spec
         before = self.resumed.state if self.resumed is not None else SavedState()
-        # The state after the newest complete iteration; `wall_seconds` is set when it is saved.
         values = self.checked.config.model_dump(mode="json")
         self.state = replace(before, config=values, identity=self.checked.identity)
-        self._lines = self.folder.read_metrics()  # metrics of the iterations
+        """State after the newest complete iteration; `wall_seconds` is set when it is saved."""
+        self._lines = self.folder.read_metrics()
+        """Metrics of the iterations, as in `metrics.jsonl`."""
         self._is_warned = False  # that the run may learn nothing
         self._num_devices = count_devices(self.launcher.devices.values())
-        self._after: dict[str, float] = {}  # the last evaluation
-        self._judged: Counter[str] = Counter()  # in evaluations after the last line of metrics
-        self._newest_checkpoint = before.policy_version  # written, or being written
+        self._after: dict[str, float] = {}  # metrics of the evaluation after the last iteration
+        self._judged: Counter[str] = Counter()
+        """What judging took in the evaluations since the last line of metrics."""
+        self._newest_checkpoint = before.policy_version
+        """Version of the newest checkpoint that is written or being written."""
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
         self.balance = metrics.Balance(max_engines=self.spec.schedule.prompts_per_iteration)
@@ -90,7 +101,9 @@ class Controller:
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
-        path = None if self.resumed is None else self.resumed.checkpoint
+        checkpoint = None
+        if self.resumed is not None and self.resumed.checkpoint is not None:
+            checkpoint = str(self.resumed.checkpoint)
         with (
             Supervisor() as supervisor,
             serving(self.folder.path, supervisor, self.notify, self._status, self._scale_by_hand),
@@ -102,30 +115,15 @@ class Controller:
                 self.launcher,
                 log_of=self.folder.log_of,
                 notify=self._on_event,
-                checkpoint=None if path is None else str(path),
+                checkpoint=checkpoint,
                 policy_version=self.state.policy_version,
             )
             self.fleet.wait_until_ready()
             return self._run()
 
     def _run(self) -> dict[str, Any]:
-        held_out = self.checked.held_out
         try:
-            if self.state.num_iterations == 0 and held_out:
-                before = self._evaluate(BEFORE)
-                self.state = replace(
-                    self.state,
-                    accuracy_before=before["eval/accuracy"],
-                    held_out_reward_before=before["eval/reward"],
-                )
-            for iteration in range(self.state.num_iterations, self.spec.schedule.iterations):
-                self._run_iteration(iteration)
-                if self._is_checkpoint_due():
-                    self._save_boundary()
-            if held_out and not self._after:
-                self._after = self._evaluate(AFTER)
-            sha256 = self._save_model()
-            self._wait_for_checkpoint()
+            sha256 = self._train()
         except Interrupted as interrupted:
             self.fleet.ledger = None
             if self._stopping is not interrupted:
@@ -134,6 +132,30 @@ class Controller:
                 self._save_boundary()
             self._wait_for_checkpoint()
             raise
+        return self._summary(sha256)
+
+    def _train(self) -> str:
+        """Run the iterations that are left, the evaluations before and after, and save the model.
+        Return the checksum of its weights."""
+        held_out = self.checked.held_out
+        if self.state.num_iterations == 0 and held_out:
+            before = self._evaluate(BEFORE)
+            self.state = replace(
+                self.state,
+                accuracy_before=before["eval/accuracy"],
+                held_out_reward_before=before["eval/reward"],
+            )
+        for iteration in range(self.state.num_iterations, self.spec.schedule.iterations):
+            self._run_iteration(iteration)
+            if self._is_checkpoint_due():
+                self._save_boundary()
+        if held_out and not self._after:
+            self._after = self._evaluate(AFTER)
+        sha256 = self._save_model()
+        self._wait_for_checkpoint()
+        return sha256
+
+    def _summary(self, weights_sha256: str) -> dict[str, Any]:
         summary = metrics.summarize(
             self._lines,
             self.spec.schedule,
@@ -141,13 +163,14 @@ class Controller:
             self.state,
             self._num_devices,
         )
+        for name, value in self._judged.items():
+            summary[name] = summary.get(name, 0) + value
         return {
             **summary,
-            **{name: summary.get(name, 0) + value for name, value in self._judged.items()},
             "accuracy_after": self._after.get("eval/accuracy"),
             "held_out_reward_after": self._after.get("eval/reward"),
             "wall_seconds": self._wall_seconds,
-            "weights_sha256": sha256,
+            "weights_sha256": weights_sha256,
             "worker_restarts": self.fleet.num_restarts.total(),
         }
 
@@ -182,11 +205,14 @@ class Controller:
 
     def _autoscale(self) -> None:
         """Change to the balanced number of rollout workers, once two iterations agree on it."""
-        placement, balanced = self.checked.placement, self.balance.num_engines()
+        balanced = self.balance.num_engines()
         if not self.spec.faults.autoscale or self.fleet.num_refused > 0 or balanced is None:
             return
-        number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
-        is_agreed, self._balanced = number == self._balanced, number
+        placement = self.checked.placement
+        at_least = max(balanced, placement.num_rollout_workers)
+        number = min(at_least, placement.max_rollout_workers)
+        is_agreed = number == self._balanced
+        self._balanced = number
         wanted = first_engines(number, placement)
         if is_agreed and wanted != self.fleet.infer_devices:
             with contextlib.suppress(ConfigError):  # some are starting or leaving
@@ -201,25 +227,20 @@ class Controller:
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
-        started, cpu_started = time.monotonic(), time.process_time()
+        started = time.monotonic()
+        cpu_started = time.process_time()
         self.notify(events.IterationStarted(started, iteration + 1))
-        placement, prompts = self.checked.placement, self.checked.prompts
-        first_index = self.state.next_prompt_index
-        ledger = ledger_of_iteration(self.spec.schedule, placement, iteration, prompts, first_index)
+        ledger = ledger_of_iteration(
+            self.spec.schedule,
+            self.checked.placement,
+            iteration,
+            self.checked.prompts,
+            self.state.next_prompt_index,
+        )
         weights_seconds = self._exchange_weights()
         self.fleet.ledger = ledger
         self.fleet.rank0.send(events.TrainIteration(iteration))
-        while ledger.trained is None or not ledger.is_complete:
-            try:
-                event = self.fleet.next_event()
-            except Interrupted as interrupted:
-                if self._newest_checkpoint == self.state.policy_version:
-                    raise
-                self._begin_to_stop(interrupted)
-                self.fleet.rank0.send(events.Halt())
-                continue
-            if isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
-                raise self._stopping
+        self._wait_until_trained(ledger)
         self.fleet.ledger = None
         seconds = {
             "perf/iteration_seconds": time.monotonic() - started,
@@ -231,12 +252,28 @@ class Controller:
         if self._stopping is not None:
             raise self._stopping
 
+    def _wait_until_trained(self, ledger: Ledger) -> None:
+        """Handle events until all groups of the iteration are reported and trained. Raises
+        Interrupted if a signal ends the run without it."""
+        while ledger.trained is None or not ledger.is_complete:
+            try:
+                event = self.fleet.next_event()
+            except Interrupted as interrupted:
+                if self._newest_checkpoint == self.state.policy_version:
+                    raise
+                self._begin_to_stop(interrupted)
+                self.fleet.rank0.send(events.Halt())
+                continue
+            if isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
+                raise self._stopping
+
     def _finish_iteration(self, ledger: Ledger, seconds: Mapping[str, float]) -> None:
-        expected, trained = self.spec.schedule.prompts_per_iteration, ledger.trained
+        trained = ledger.trained
         assert trained is not None
+        expected = self.spec.schedule.prompts_per_iteration
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
-        num_engines = sum(worker.is_placed for worker in self.fleet.rollout)
+        num_engines = len([worker for worker in self.fleet.rollout if worker.is_placed])
         self.balance.add(ledger, seconds, max(1, num_engines))
         self.state = replace(
             self.state,
@@ -244,6 +281,14 @@ class Controller:
             num_iterations=trained.iteration + 1,
             next_prompt_index=ledger.next_index,
         )
+        line = finite(self._metrics_of(ledger, seconds))
+        self._lines.append(line)
+        self.notify(events.IterationFinished(time.monotonic(), line))
+        self.state = replace(self.state, file_sizes=self.folder.file_sizes())
+        self._warn(ledger)
+
+    def _metrics_of(self, ledger: Ledger, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """Return the iteration's line of metrics, with those of an evaluation if one is due."""
         before = self._lines[-1] if self._lines else {}
         line = metrics.iteration_metrics(
             ledger, self.spec.rewards, before, seconds, self._num_devices
@@ -254,13 +299,15 @@ class Controller:
         self._judged.update(metrics.judge_counts(ledger.reports))
         line |= self._judged  # sums, not the means of a function's own metrics
         self._judged = Counter()
-        self._lines.append(finite(line))
-        self.notify(events.IterationFinished(time.monotonic(), self._lines[-1]))
-        self.state = replace(self.state, file_sizes=self.folder.file_sizes())
+        return line
+
+    def _warn(self, ledger: Ledger) -> None:
+        """Warn of an iteration that shows a mistake in the settings, once for each kind."""
         if len(self._lines) == 1:
             samples = metrics.samples_of(ledger.reports)
             limit = self.spec.limits.max_completion_length
-            if warning := metrics.no_program_warning(samples, limit):
+            warning = metrics.no_program_warning(samples, limit)
+            if warning:
                 self.notify(events.Note(warning))
         warning = metrics.no_learning_warning(
             self._lines, self.spec.batches, self.spec.limits, self.folder.path
@@ -279,16 +326,23 @@ class Controller:
         self._judged.update(metrics.judge_counts(answers))
         correct_reward = self.spec.schedule.correct_reward
         measured, num_problems = metrics.evaluation_metrics(answers, correct_reward)
-        accuracy, error = measured["eval/accuracy"], measured["eval/standard_error"]
-        now, num_done, reward = time.monotonic(), self.state.num_iterations, measured["eval/reward"]
-        self.notify(events.Evaluated(now, accuracy, num_problems, error, num_done, reward))
+        evaluated = events.Evaluated(
+            time.monotonic(),
+            accuracy=measured["eval/accuracy"],
+            num_prompts=num_problems,
+            standard_error=measured["eval/standard_error"],
+            num_iterations=self.state.num_iterations,
+            reward=measured["eval/reward"],
+        )
+        self.notify(evaluated)
         return measured
 
     def _evaluate_iteration(self) -> dict[str, float]:
         """The metrics of an evaluation, if one is due. A signal skips it, and ends the run."""
-        number, schedule = self.state.num_iterations, self.spec.schedule
-        every, is_last = schedule.eval_every, number == schedule.iterations
-        is_due = every > 0 and (is_last or number % every == 0)
+        number = self.state.num_iterations
+        eval_every = self.spec.schedule.eval_every
+        is_last = number == self.spec.schedule.iterations
+        is_due = eval_every > 0 and (is_last or number % eval_every == 0)
         if not is_due or self._stopping is not None:
             return {}
         try:
@@ -303,9 +357,10 @@ class Controller:
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))
         self.fleet.rank0.send(events.SaveModel(str(self.folder.model)))
-        while not isinstance(event := self.fleet.next_event(), events.ModelSaved):
-            pass
-        return event.weights_sha256
+        while True:
+            event = self.fleet.next_event()
+            if isinstance(event, events.ModelSaved):
+                return event.weights_sha256
 
     # -- checkpoints, and stopping ----------------------------------------------------------------
 
@@ -323,20 +378,23 @@ class Controller:
                     self.notify(events.Note(note))
 
     def _is_checkpoint_due(self) -> bool:
-        number, schedule = self.state.num_iterations, self.spec.schedule
-        every = schedule.save_every or math.inf
-        is_due = number == schedule.iterations or number % every == 0
+        schedule = self.spec.schedule
+        number = self.state.num_iterations
+        is_last = number == schedule.iterations
+        is_due = schedule.save_every is not None and number % schedule.save_every == 0
         is_best = metrics.best_of(self._lines) is self._lines[-1]
-        return schedule.keep_checkpoints > 0 and (is_due or is_best)
+        return schedule.keep_checkpoints > 0 and (is_last or is_due or is_best)
 
     def _save_boundary(self) -> None:
+        """Begin to write a checkpoint of the state after the newest complete iteration."""
         if self._is_writing:
             note = "training waits until the previous checkpoint is written (train.save_every)"
             self.notify(events.Note(note))
             self._wait_for_checkpoint()
         state = replace(self.state, wall_seconds=self._wall_seconds)
         version = state.policy_version
-        self._newest_checkpoint, self._is_writing = version, True
+        self._newest_checkpoint = version
+        self._is_writing = True
         path = str(self.folder.checkpoints / str(version))
         best_version = metrics.best_of(self._lines).get("policy_version")
         self.fleet.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
@@ -346,6 +404,8 @@ class Controller:
             self.fleet.next_event()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
+        """Announce that the run ends with its last checkpoint. Raises `interrupted` if there is
+        nothing to save, or a signal is stopping the run already."""
         is_resumable = self.spec.schedule.keep_checkpoints > 0 and self.state.num_iterations > 0
         if self._stopping is not None or not is_resumable:
             raise interrupted

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import forkserver, reduction, resource_tracker, spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.processes import die_with_parent
 
@@ -34,7 +34,7 @@ MODULES = (
     "easyrl.workers.train",
     "transformers.models.llama.modeling_llama",  # and with it what all models use
 )
-MAX_FDS = 250  # of a worker; Linux sends at most 253 at once
+MAX_FDS = 250  # that a worker inherits; Linux sends at most 253 at once
 PROGRAM = "import sys; sys.path[:]={}; from easyrl.runtime.fork_server import serve; serve({},{})"
 
 
@@ -45,14 +45,14 @@ class ForkServer:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Processes of the context `forkserver` that start meanwhile are copies of this server,
-        which starts with the first one and has its environment."""
-        shared = forkserver.connect_to_new_process
+        """Let processes of the context `forkserver` that start in this block be copies of this
+        server. It starts with the first of them and has the environment of that moment."""
+        of_multiprocessing = forkserver.connect_to_new_process
         forkserver.connect_to_new_process = self._start_worker
         try:
             yield
         finally:
-            forkserver.connect_to_new_process = shared
+            forkserver.connect_to_new_process = of_multiprocessing
 
     def _start_worker(self, fds: Sequence[int]) -> tuple[int, int]:
         """Return the descriptors from which to read the worker's pid and exit code, and to which to
@@ -81,7 +81,8 @@ class ForkServer:
 
 
 def serve(fd: int, parent: int) -> None:
-    """The server: fork a worker for each message until the controller ends."""
+    """Run the server: fork a worker for each message until the controller ends. `fd` is its end of
+    the socket, `parent` the controller's process id."""
     die_with_parent(parent)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the controller handles them
         signal.signal(signum, signal.SIG_IGN)
@@ -96,36 +97,62 @@ def serve(fd: int, parent: int) -> None:
         selector.register(controller, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is not controller:
-                    pid, status = key.data
-                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    forkserver.write_signed(status, code)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    os.close(status)
-                    continue
-                orders, status, tracker, errors, *fds = reduction.recvfds(controller, MAX_FDS)
-                if (pid := os.fork()) == 0:
-                    for other in selector.get_map().values():
-                        for each in (other.fd, *(other.data or ())[1:]):
-                            os.close(each)
-                    os.close(status)
-                    os.dup2(errors, 2)
-                    try:
-                        become_worker(orders, tracker, fds)
-                    except BaseException:
-                        traceback.print_exc()
-                    finally:
-                        os._exit(1)
-                forkserver.write_signed(status, pid)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
-                for each in (orders, tracker, errors, *fds):
-                    os.close(each)
+                if key.fileobj is controller:
+                    _fork_worker(controller, selector)
+                else:
+                    _report_end(key, selector)
+
+
+class _Child(NamedTuple):
+    """A worker that this server has forked."""
+
+    pid: int
+    status: int  # descriptor on which its exit code is reported
+
+
+def _fork_worker(controller: socket.socket, selector: selectors.BaseSelector) -> None:
+    """Receive the descriptors of a new worker, fork it, and report its process id."""
+    orders, status, tracker, errors, *fds = reduction.recvfds(controller, MAX_FDS)
+    pid = os.fork()
+    if pid == 0:
+        _close_other_workers(selector)
+        os.close(status)
+        os.dup2(errors, 2)
+        try:
+            become_worker(orders, tracker, fds)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    forkserver.write_signed(status, pid)
+    pidfd = os.pidfd_open(pid)  # readable once the worker has ended
+    selector.register(pidfd, selectors.EVENT_READ, _Child(pid, status))
+    for each in (orders, tracker, errors, *fds):
+        os.close(each)
+
+
+def _close_other_workers(selector: selectors.BaseSelector) -> None:
+    """In a new worker, close the server's descriptors: the controller's socket and the others'."""
+    for key in selector.get_map().values():
+        os.close(key.fd)
+        if isinstance(key.data, _Child):
+            os.close(key.data.status)
+
+
+def _report_end(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+    """Report the exit code of a worker that has ended."""
+    child: _Child = key.data
+    _, wait_status = os.waitpid(child.pid, 0)
+    forkserver.write_signed(child.status, os.waitstatus_to_exitcode(wait_status))
+    selector.unregister(key.fd)
+    os.close(key.fd)
+    os.close(child.status)
 
 
 def become_worker(orders: int, tracker: int, fds: list[int]) -> None:
     """Execute what the controller writes to `orders`, as a process that multiprocessing started."""
-    own: Any = resource_tracker, forkserver
-    own[0]._resource_tracker._fd = tracker
-    own[1]._forkserver._inherited_fds = fds
+    tracker_module: Any = resource_tracker  # private names, which type checkers do not know
+    forkserver_module: Any = forkserver
+    tracker_module._resource_tracker._fd = tracker
+    forkserver_module._forkserver._inherited_fds = fds
     os._exit(spawn._main(orders, os.dup(orders)))

@@ -12,7 +12,7 @@ import contextlib
 import faulthandler
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,102 +20,133 @@ from easyrl import events
 from easyrl.runtime.supervisor import Worker
 
 TICK_SECONDS = 1.0
-WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
-MAX_PAUSE_SECONDS = 900.0  # between two warnings: the image's health check reads them
-STACKS_SECONDS = 1.0  # for the workers to write their stacks
+WARN_SECONDS = 60.0
+"""Warn after this time without any event, and again each time the period has doubled."""
+MAX_PAUSE_SECONDS = 900.0
+"""Longest time between two warnings: the image's health check reads them."""
+STACKS_SECONDS = 1.0
+"""Time that the workers get to write their stacks."""
 
 
 class Stall(NamedTuple):
     """No worker has made progress for `runtime.stall_seconds`."""
 
-    workers: list[str]  # that the others wait for; empty if all wait
+    workers: list[str]  # those that the others wait for; empty if all wait
     cause: str  # one line: who waits for whom
+
+
+class WorkerActivity(NamedTuple):
+    """What a worker does, by its newest event that says so."""
+
+    state: str  # "wait", a kind of span ("train"), or a step of its start ("importing torch")
+    since: float
 
 
 class Watchdog:
     def __init__(self, stall_seconds: float | None = None) -> None:
         self._stall_seconds = stall_seconds or math.inf
-        self._states: dict[str, tuple[str, float]] = {}  # by worker, and since when
-        self._quiet, self._due = 0.0, WARN_SECONDS  # seconds without an event; of the next warning
-        self._idle = 0.0  # seconds without progress
-        self._ticked = time.monotonic()
+        self._activities: dict[str, WorkerActivity] = {}  # by worker
+        self._quiet_seconds = 0.0  # without any event
+        self._warn_after_seconds = WARN_SECONDS  # of quiet: the next warning
+        self._idle_seconds = 0.0  # without progress
+        self._ticked = time.monotonic()  # when `tick` was called last
 
     def on_event(self, worker: str, event: events.WorkerEvent) -> None:
-        self._quiet, self._due = 0.0, WARN_SECONDS
+        self._quiet_seconds = 0.0
+        self._warn_after_seconds = WARN_SECONDS
         if _is_progress(event):
-            self._idle = 0.0
+            self._idle_seconds = 0.0
+        if isinstance(event, events.Lost):
+            self._activities.pop(worker, None)
+            return
         now = time.monotonic()
-        before, since = self._states.get(worker, ("", now))
-        state = before
-        match event:
-            case events.Lost():
-                self._states.pop(worker, None)
-                return
-            case events.Starting(what):
-                state = what
-            case events.Ready() | events.WeightsExchanged() | events.IterationTrained():
-                state = "wait"  # for a command
-            case events.Activity(under_way=events.UnderWay(kind)):
-                state = kind
-            case events.Activity([*_, newest]):
-                state = newest.kind if newest.kind != "wait" else "after a wait"
-        self._states[worker] = state, since if state == before else now
+        before = self._activities.get(worker, WorkerActivity("", now))
+        state = _state_after(event, before.state)
+        since = before.since if state == before.state else now
+        self._activities[worker] = WorkerActivity(state, since)
 
     def tick(self, pids: Mapping[str, int]) -> str | Stall:
-        """Call once a second. Returns a stall, a warning or "". `pids`: 0 on another machine."""
+        """Call once a second. Return a stall, a warning or "". `pids` has the process of each
+        worker; 0: it is on another machine."""
         now = time.monotonic()
-        seconds, self._ticked = min(now - self._ticked, TICK_SECONDS), now
-        self._quiet += seconds
-        self._idle += seconds
-        if self._idle >= self._stall_seconds:
-            stall, self._idle = self._find_cause(pids), 0.0
+        seconds = min(now - self._ticked, TICK_SECONDS)
+        self._ticked = now
+        self._quiet_seconds += seconds
+        self._idle_seconds += seconds
+        if self._idle_seconds >= self._stall_seconds:
+            stall = self._find_cause(pids)
+            self._idle_seconds = 0.0
             return stall
-        if self._quiet < self._due:
+        if self._quiet_seconds < self._warn_after_seconds:
             return ""
-        self._due = min(2 * self._due, self._due + MAX_PAUSE_SECONDS)
-        states = ", ".join(self._describe(name) for name in self._states)
-        return f"no event from any worker for {self._quiet:.0f} s: {states}"
+        self._warn_after_seconds += min(self._warn_after_seconds, MAX_PAUSE_SECONDS)
+        states = self._describe_all(self._activities)
+        return f"no event from any worker for {self._quiet_seconds:.0f} s: {states}"
 
     def _find_cause(self, pids: Mapping[str, int]) -> Stall:
         """Blame processes that are stopped, else workers that do not wait."""
         stopped = [name for name, pid in pids.items() if is_stopped(pid)]
-        blamed = stopped or [name for name in pids if self._state_of(name)[0] != "wait"]
-        who = ", ".join(self._describe(name) for name in blamed or pids)
-        others = ", ".join(name for name in pids if name not in blamed)
-        line = f"no progress for {self._idle:,.0f} s: {others or 'the run'} waiting for {who}"
-        if not blamed:
-            line = f"no progress for {self._idle:,.0f} s: all workers wait: {who}"
-        return Stall(blamed, line + (", stopped by a signal" if stopped else ""))
+        working = [name for name in pids if self._activity_of(name).state != "wait"]
+        blamed = stopped or working
+        if blamed:
+            others = ", ".join(name for name in pids if name not in blamed) or "the run"
+            who_waits = f"{others} waiting for {self._describe_all(blamed)}"
+        else:
+            who_waits = f"all workers wait: {self._describe_all(pids)}"
+        cause = f"no progress for {self._idle_seconds:,.0f} s: {who_waits}"
+        if stopped:
+            cause += ", stopped by a signal"
+        return Stall(blamed, cause)
 
-    def _state_of(self, worker: str) -> tuple[str, float]:
-        return self._states.get(worker, ("starting", self._ticked))
+    def _activity_of(self, worker: str) -> WorkerActivity:
+        return self._activities.get(worker, WorkerActivity("starting", self._ticked))
 
     def _describe(self, worker: str) -> str:
-        state, since = self._state_of(worker)
-        return f"{worker} ({state} {time.monotonic() - since:,.0f} s)"
+        activity = self._activity_of(worker)
+        seconds = time.monotonic() - activity.since
+        return f"{worker} ({activity.state} {seconds:,.0f} s)"
+
+    def _describe_all(self, workers: Iterable[str]) -> str:
+        return ", ".join(self._describe(worker) for worker in workers)
 
     def write_stacks(self, workers: Sequence[Worker], log: Path) -> None:
         """Let workers append their threads' Python stacks to their logs, and append those of this
         process to `log`. A worker that has sent no event may lack the signal's handler still."""
         for worker in workers:
-            if worker.name in self._states:
+            if worker.name in self._activities:
                 worker.write_stacks()
         with contextlib.suppress(OSError), log.open("a") as file:
             faulthandler.dump_traceback(file)
         time.sleep(STACKS_SECONDS)
 
 
+def _state_after(event: events.WorkerEvent, before: str) -> str:
+    """Return a worker's state after an event; `before` if the event does not say it."""
+    match event:
+        case events.Starting(what):
+            return what
+        case events.Ready() | events.WeightsExchanged() | events.IterationTrained():
+            return "wait"  # for a command
+        case events.Activity(under_way=events.UnderWay(kind)):
+            return kind
+        case events.Activity([*_, newest]):
+            return "after a wait" if newest.kind == "wait" else newest.kind
+    return before
+
+
 def _is_progress(event: events.WorkerEvent) -> bool:
     """Return whether work was done. An engine's steps count by their tokens alone."""
-    match event:
-        case events.Activity(spans, num_tokens=num_tokens):
-            return num_tokens > 0 or any(s.kind in ("prefill", "train", "weights") for s in spans)
-    return True
+    if not isinstance(event, events.Activity) or event.num_tokens > 0:
+        return True
+    return any(span.kind in ("prefill", "train", "weights") for span in event.spans)
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped the process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+    after_name = status.rpartition(")")[2]  # "PID (name) state …": a name may contain a ")"
+    state = after_name.split()[0]
+    return state in ("T", "t")
