@@ -9,8 +9,8 @@ from easyrl import devices, events
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement as placing
+from easyrl.runtime.balance import Balance
 from easyrl.runtime.controller import Controller
-from easyrl.runtime.metrics import Balance
 from easyrl.runtime.placement import EngineChoice, check_scale, first_engines, resolve_placement
 from easyrl.runtime.resolve import resolve
 

@@ -1,11 +1,13 @@
 """`easyrl doctor --test` on this machine's CPU, and how a run on accelerators uses its result."""
 
+import math
 import os
 import sys
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from easyrl import devices
 from easyrl.config import load_config
@@ -15,6 +17,7 @@ from easyrl.runtime import self_test
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test import before_run
+from easyrl.runtime.self_test_part import Result, errors
 from own_processes import WAIT_SECONDS
 from runs import customized, start_process
 
@@ -46,6 +49,14 @@ def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path):
     failed = next(number for number, line in enumerate(lines) if line.startswith("failed"))
     assert "model.attention=without_flex" in lines[failed + 1]
     assert process.returncode == 1 and "runs can start" in out
+
+
+def test_a_gradient_that_is_not_a_number_is_an_error():
+    logprobs = torch.zeros(2)
+    expected = Result(logprobs, {"first": torch.ones(2), "last": torch.ones(2)})
+    wrong = Result(logprobs, {"first": torch.ones(2), "last": torch.full((2,), math.nan)})
+    assert math.isnan(errors(wrong, expected).gradient)
+    assert errors(expected, expected) == (0.0, 0.0)
 
 
 def test_crash_and_hang_are_errors(tmp_path, monkeypatch):

@@ -52,6 +52,7 @@ from easyrl import events
 from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet, count_devices
 from easyrl.runtime import metrics
+from easyrl.runtime.balance import Balance
 from easyrl.runtime.control import serving
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launcher import Launcher
@@ -96,7 +97,7 @@ class Controller:
         """Version of the newest checkpoint that is written or being written."""
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.balance = metrics.Balance(max_engines=self.spec.schedule.prompts_per_iteration)
+        self.balance = Balance(max_engines=self.spec.schedule.prompts_per_iteration)
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
     def run(self) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""Metrics of an iteration and of an evaluation from the workers' reports; the summary of a run; the
-number of rollout workers that `runtime.autoscale` follows.
+"""Metrics of an iteration and of an evaluation from the workers' reports, warnings that follow from
+them, and the summary of a run.
 
 Shapes: N groups or problems, G completions of a group, S samples of a problem.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,19 @@ from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
 """`reward_first` and `reward_last` are means over this many, in a run of at least twice as many."""
-NO_LEARNING_ITERATIONS = 3  # a run at an extreme for this many in a row gets a warning
-EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
-MANY_WITHOUT_PROGRAM = 0.5  # a larger share of the first completions gets a warning
+NO_LEARNING_ITERATIONS = 3
+"""A run that is at one of these extremes for this many iterations in a row gets a warning:"""
+EXTREME_SHARE = 0.95  # of groups with equal rewards, or of completions that are cut off, at least
+EXTREME_LENGTH = 1.5  # mean length of the completions in tokens, at most
+MANY_WITHOUT_PROGRAM = 0.5
+"""A larger share of first completions without a program gets a warning."""
 EXCERPT_CHARACTERS = 300  # of a completion, in that warning
-BALANCED_ITERATIONS = 3  # `Balance` looks at the last iterations
-TOLERANCE = 1e-6  # a reward this little below the bound is correct: rewards are sums in float32
+TOLERANCE = 1e-6
+"""A reward this little below the bound is correct: rewards are sums in float32."""
+BUSY = ("infer", "train", "weights")
+"""Parts of an iteration, whose seconds are the metrics `perf/NAME_seconds`."""
+COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors")
+"""Metrics of an iteration that the summary adds up."""
 
 
 def iteration_metrics(
@@ -43,29 +50,31 @@ def iteration_metrics(
     lengths cover all generated groups, also rejected ones: they describe the policy, not what is
     trained. Lengths and rates count the tokens that the model has sampled, not those inserted.
     `before`: metrics of the previous iteration, if any; `seconds`: the measured ones."""
-    groups, trained = ledger.reports, ledger.trained
+    groups = ledger.reports
+    trained = ledger.trained
     assert trained is not None
-    rate = trained.completion_tokens / seconds["perf/iteration_seconds"]
-    lengths = np.concatenate([group.completion_lengths for group in groups])
+    lengths = np.concatenate([group.completion_lengths for group in groups])  # [N * G]
+    num_completions = lengths.size
+    num_truncated = sum(group.num_truncated for group in groups)
     num_generated = int(lengths.sum())
     num_read = sum(group.num_prompt_tokens for group in groups)
+    scored = [group for group in groups if not group.is_skipped]
     inserted = {}
     if rewards.acts is not None:
         num_inserted = sum(group.num_inserted_tokens for group in groups)
-        inserted["completions/mean_inserted_length"] = num_inserted / lengths.size
+        inserted["completions/mean_inserted_length"] = num_inserted / num_completions
+    rate = trained.completion_tokens / seconds["perf/iteration_seconds"]
     return {
         "iteration": trained.iteration + 1,
         "policy_version": trained.policy_version,
-        **_reward_metrics([group for group in groups if not group.is_skipped], rewards.names),
-        "groups_skipped": sum(group.is_skipped for group in groups),
-        "groups_replaced": sum(group.is_rejected for group in groups),
-        "groups_not_replaced": sum(g.is_unwanted and not g.is_rejected for g in groups),
+        **_reward_metrics(scored, rewards.names),
+        **_group_counts(groups),
         "replacement_rounds": ledger.round,
         "reward_errors": sum(len(group.errors) for group in groups),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": sum(g.num_truncated for g in groups) / lengths.size,
+        "completions/clipped_ratio": num_truncated / num_completions,
         **inserted,
         **trained.metrics,
         **_trained_tokens(before, trained),
@@ -77,6 +86,18 @@ def iteration_metrics(
         "perf/tokens_per_second": rate,
         "perf/tokens_per_second_per_device": rate / num_devices,
     }
+
+
+def _group_counts(groups: Iterable[events.GroupScored]) -> dict[str, int]:
+    counts = {"groups_skipped": 0, "groups_replaced": 0, "groups_not_replaced": 0}
+    for group in groups:
+        if group.is_skipped:
+            counts["groups_skipped"] += 1
+        if group.is_rejected:
+            counts["groups_replaced"] += 1
+        elif group.is_unwanted:
+            counts["groups_not_replaced"] += 1
+    return counts
 
 
 def trained_tokens(line: Mapping[str, Any]) -> dict[str, int]:
@@ -102,19 +123,23 @@ def _trained_tokens(before: Mapping[str, Any], trained: events.IterationTrained)
 def logged_metrics(
     groups: Iterable[events.GroupScored], taken: Collection[str]
 ) -> dict[str, float]:
-    """Metrics that reward functions logged, averaged over groups; `logged/NAME` if `taken`."""
+    """Metrics that reward functions logged, averaged over groups. One whose name is `taken` by
+    another metric is called `logged/NAME`."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for name, value in group.logged.items():
-            values.setdefault(f"logged/{name}" if name in taken else name, []).append(value)
-    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
+            shown_name = f"logged/{name}" if name in taken else name
+            values.setdefault(shown_name, []).append(value)
+    return {name: float(np.mean(of_groups)) for name, of_groups in values.items()}
 
 
 def judge_counts(reports: Iterable[events.GroupScored | events.PromptEvaluated]) -> Counter[str]:
     """Sums of what judging groups or answers took; empty without a judge."""
     counts: Counter[str] = Counter()
-    for logged in (report.logged for report in reports):
-        counts.update({name: logged[name] for name in judge.COUNTS if name in logged})
+    for report in reports:
+        for name in judge.COUNTS:
+            if name in report.logged:
+                counts.update({name: report.logged[name]})
     return counts
 
 
@@ -132,14 +157,12 @@ def _reward_metrics(
     }
     for number, name in enumerate(reward_names):
         scores = np.array([group.rewards_by_function[number] for group in groups], dtype=np.float64)
-        if count := np.count_nonzero(~np.isnan(scores)):
+        count = np.count_nonzero(~np.isnan(scores))  # NaN: the function did not apply
+        if count > 0:
+            sample_correction = 1 if count > 1 else 0
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
-            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=int(count > 1)))
+            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=sample_correction))
     return metrics
-
-
-BUSY = ("infer", "train", "weights")
-COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors")
 
 
 def summarize(
@@ -155,45 +178,65 @@ def summarize(
         return sum(line.get(name) or 0 for line in lines)
 
     num_averaged = LAST_ITERATIONS if schedule.iterations >= 2 * LAST_ITERATIONS else 1
-
-    def ends(name: str) -> list[float | None]:
-        """The means of the metric in the first and the last iterations."""
-        values = [line[name] for line in lines if line.get(name) is not None]
-        parts = values[:num_averaged], values[-num_averaged:]
-        return [sum(part) / len(part) if part else None for part in parts]
-
-    reward_first, reward_last = ends("reward")
-    gap = "sampling/sampling_logp_difference/max"
-    gaps = [line[gap] for line in lines if line.get(gap) is not None]
+    rewards = {name: ends(lines, f"rewards/{name}/mean", num_averaged) for name in reward_names}
+    reward_first, reward_last = ends(lines, "reward", num_averaged)
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
-    seconds = total("perf/iteration_seconds")
     tokens = trained_tokens(newest)
-    num_sampled = tokens["num_completion_tokens"]
+    seconds = total("perf/iteration_seconds")
+    tokens_per_second = tokens["num_completion_tokens"] / seconds if seconds else 0.0
     best = best_of(lines)
-    return {
+    summary = {
         "iterations": schedule.iterations,
         "updates_per_iteration": schedule.updates_per_iteration,
         "policy_version": state.policy_version,
         "reward_first": reward_first,
         "reward_last": reward_last,
-        "rewards": {name: ends(f"rewards/{name}/mean") for name in reward_names},
-        "tokens_per_second_per_device": num_sampled / seconds / num_devices if seconds else 0.0,
+        "rewards": rewards,
+        "tokens_per_second_per_device": tokens_per_second / num_devices,
         "accuracy_before": state.accuracy_before,
         "held_out_reward_before": state.held_out_reward_before,
         "accuracy_best": best.get("eval/accuracy"),
         "iterations_best": best.get("iteration"),
         "overlap": overlap(lines),
         "iteration_seconds": seconds,
-        **{f"{part}_seconds": total(f"perf/{part}_seconds") for part in BUSY},
-        **{name: total(name) for name in COUNTS},
-        **{name: total(name) for name in judge.COUNTS if any(name in line for line in lines)},
-        "updates_not_finite": int(total("num_updates_not_finite")),
-        **{name.removeprefix("num_"): number for name, number in tokens.items()},
-        "generated_tokens": newest.get("num_generated_tokens", 0),
-        "groups_trained": state.num_iterations * schedule.prompts_per_iteration,
-        "groups_off_policy": 0,  # one such group ends the run (`GroupReader._accept`)
-        "sampling_logp_difference_max": max(gaps, default=None),  # None: no group had a gradient
     }
+    for part in BUSY:
+        summary[f"{part}_seconds"] = total(f"perf/{part}_seconds")
+    for name in COUNTS:
+        summary[name] = total(name)
+    for name in judge.COUNTS:
+        if any(name in line for line in lines):
+            summary[name] = total(name)
+    summary["updates_not_finite"] = int(total("num_updates_not_finite"))
+    for name, number in tokens.items():
+        summary[name.removeprefix("num_")] = number
+    summary["generated_tokens"] = newest.get("num_generated_tokens", 0)
+    summary["groups_trained"] = state.num_iterations * schedule.prompts_per_iteration
+    summary["groups_off_policy"] = 0  # one such group ends the run (`GroupReader._accept`)
+    gaps = values_of(lines, "sampling/sampling_logp_difference/max")
+    summary["sampling_logp_difference_max"] = max(gaps, default=None)  # None: without a gradient
+    return summary
+
+
+def values_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Return a metric of each line that has it."""
+    values = []
+    for line in lines:
+        value = line.get(name)
+        if value is not None:
+            values.append(value)
+    return values
+
+
+def ends(lines: Iterable[Mapping[str, Any]], name: str, num_averaged: int) -> list[float | None]:
+    """Return the means [first, last] of a metric over the first and the last `num_averaged` lines
+    that have it; None without any."""
+    values = values_of(lines, name)
+    if not values:
+        return [None, None]
+    first = values[:num_averaged]
+    last = values[-num_averaged:]
+    return [sum(first) / len(first), sum(last) / len(last)]
 
 
 def no_learning_warning(
@@ -203,10 +246,11 @@ def no_learning_warning(
     newest = lines[-NO_LEARNING_ITERATIONS:]
     if len(newest) < NO_LEARNING_ITERATIONS or any(line["reward"] is None for line in newest):
         return ""
-    names = ("frac_reward_zero_std", "completions/clipped_ratio")
-    alike, cut_off = (min(line[name] for line in newest) for name in names)
+    alike = min(line["frac_reward_zero_std"] for line in newest)
+    cut_off = min(line["completions/clipped_ratio"] for line in newest)
     length = max(line["completions/mean_length"] for line in newest)
-    found, causes = [], []
+    found = []
+    causes = []
     if alike >= EXTREME_SHARE and not batches.keeps_zero_advantages:
         found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
         causes.append("the problems are too easy or too hard for the model")
@@ -222,7 +266,8 @@ def no_learning_warning(
         causes.append("the prompts lack the model's format (data.chat)")
     if not found:
         return ""
-    first, last = newest[0]["iteration"], newest[-1]["iteration"]
+    first = newest[0]["iteration"]
+    last = newest[-1]["iteration"]
     return (
         f"warning: the run may learn nothing: in iterations {first} to {last} "
         f"{', and '.join(found)} (reward {newest[-1]['reward']:.3f})\n"
@@ -247,14 +292,10 @@ def no_program_warning(
     """Explain that the reward `code` finds no program in most completions, and show one of them;
     empty if it does, and without this reward. A text that passed its tests is a program."""
     scored = [sample for sample in samples if sample.rewards.get("code") is not None]
-    without = [
-        sample
-        for sample in scored
-        if not sample.rewards["code"] and find_program(final_text(sample.completion)) is None
-    ]
+    without = [sample for sample in scored if not _has_program(sample)]
     if len(without) <= MANY_WITHOUT_PROGRAM * len(scored):
         return ""
-    num_cut_off = sum(sample.truncated for sample in without)
+    num_cut_off = len([sample for sample in without if sample.truncated])
     shown = min(without, key=lambda sample: sample.truncated)  # one that has an end, if any has
     text = shown.completion
     if len(text) > EXCERPT_CHARACTERS:
@@ -272,6 +313,13 @@ def no_program_warning(
     )
 
 
+def _has_program(sample: events.Sample) -> bool:
+    """Return whether a completion that the reward `code` has scored contains a program."""
+    if sample.rewards["code"]:  # it passed tests
+        return True
+    return find_program(final_text(sample.completion)) is not None
+
+
 def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the metrics with the highest held-out accuracy, the first of equals; or nothing."""
     measured = [line for line in lines if line.get("eval/accuracy") is not None]
@@ -280,52 +328,17 @@ def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def overlap(lines: Collection[Mapping[str, Any]]) -> float:
     """Return the share (0 to 1) of the shorter of generating and training that overlapped."""
-    infer, train, weights, wall = (
-        sum(line.get(f"perf/{name}_seconds") or 0.0 for line in lines)
-        for name in (*BUSY, "iteration")
-    )
-    hidden, shorter = infer + train + weights - wall, min(infer, train)
-    return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
 
+    def total(name: str) -> float:
+        return sum(line.get(f"perf/{name}_seconds") or 0.0 for line in lines)
 
-class Balance:
-    """Measure which side waits for the other, over the last iterations without their evaluations:
-
-    share of waiting = 1 - (busy + weight exchange) / duration               mean of each side
-    balanced number  = busy seconds of all engines / busy seconds of a train worker
-
-    With that number of engines, generating the groups takes as long as training on them. A
-    fraction below 1/4 is rounded down: such an engine would mostly wait.
-    """
-
-    def __init__(self, max_engines: int) -> None:
-        self._max_engines = max_engines
-        self._iterations: deque[tuple[float, ...]] = deque(maxlen=BALANCED_ITERATIONS)
-
-    def add(self, ledger: Ledger, seconds: Mapping[str, float], num_engines: int) -> None:
-        assert ledger.trained is not None
-        engines, train = sum(ledger.engine_seconds.values()), ledger.trained.busy_seconds
-        duration, weights = seconds["perf/iteration_seconds"], seconds["perf/weights_seconds"]
-        mean = engines / num_engines
-        self._iterations.append((duration, engines, train, mean + weights, train + weights))
-
-    def clear(self) -> None:
-        self._iterations.clear()
-
-    def waiting(self) -> dict[str, float | None]:
-        """Each side's share of waiting; None before anything is known."""
-        if not self._iterations:
-            return {"rollout": None, "train": None}
-        seconds, _, _, rollout, train = map(sum, zip(*self._iterations, strict=True))
-        shares = {"rollout": 1.0 - rollout / seconds, "train": 1.0 - train / seconds}
-        return {side: max(0.0, share) for side, share in shares.items()}
-
-    def num_engines(self) -> int | None:
-        train = sum(iteration[2] for iteration in self._iterations)
-        engines = sum(iteration[1] for iteration in self._iterations)
-        if train == 0.0:
-            return None
-        return min(max(1, math.ceil(engines / train - 0.25)), self._max_engines)
+    infer = total("infer")
+    train = total("train")
+    hidden = infer + train + total("weights") - total("iteration")
+    shorter = min(infer, train)
+    if shorter <= 0:
+        return 0.0
+    return min(1.0, max(0.0, hidden / shorter))
 
 
 def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:
@@ -333,25 +346,45 @@ def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:
     return np.asarray(rewards, dtype=np.float64) >= bound - TOLERANCE
 
 
-def mean_and_error(of_problems: npt.ArrayLike) -> tuple[float, float]:
-    """The mean of the problems' means [N] and its standard error (n - 1); NaN where undefined."""
+class Mean(NamedTuple):
+    """A mean over problems, and its standard error."""
+
+    value: float
+    standard_error: float
+
+
+def mean_and_error(of_problems: npt.ArrayLike) -> Mean:
+    """Return the mean of the problems' means [N] and its standard error (n - 1); NaN where
+    undefined."""
     means = np.asarray(of_problems, dtype=np.float64)
-    if not len(means):
-        return math.nan, math.nan
-    error = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
-    return float(means.mean()), error
+    if len(means) == 0:
+        return Mean(math.nan, math.nan)
+    error = math.nan
+    if len(means) > 1:
+        error = float(means.std(ddof=1)) / math.sqrt(len(means))
+    return Mean(float(means.mean()), error)
+
+
+class EvaluationMetrics(NamedTuple):
+    metrics: dict[str, float]
+    num_problems: int  # that have rewards
 
 
 def evaluation_metrics(
     answers: Iterable[events.PromptEvaluated], correct_reward: float
-) -> tuple[dict[str, float], int]:
-    """Metrics over the held-out problems, and the number of problems that have rewards."""
+) -> EvaluationMetrics:
+    """Return the metrics over the held-out problems that have rewards."""
     # Events come in order of arrival: sort, so that sums do not depend on it.
     ordered = sorted(answers, key=lambda answer: answer.prompt_index)
     of_all = [[sample.reward for sample in answer.samples] for answer in ordered]
     rewards = np.array(of_all, dtype=np.float64)  # [N, S]
-    rewards = rewards[~np.isnan(rewards).any(axis=1)]
-    accuracy, error = mean_and_error(is_correct(rewards, correct_reward).mean(axis=1))
-    reward, _ = mean_and_error(rewards.mean(axis=1))
-    metrics = {"eval/accuracy": accuracy, "eval/standard_error": error, "eval/reward": reward}
-    return metrics, len(rewards)
+    has_rewards = ~np.isnan(rewards).any(axis=1)
+    rewards = rewards[has_rewards]
+    accuracy = mean_and_error(is_correct(rewards, correct_reward).mean(axis=1))
+    reward = mean_and_error(rewards.mean(axis=1))
+    metrics = {
+        "eval/accuracy": accuracy.value,
+        "eval/standard_error": accuracy.standard_error,
+        "eval/reward": reward.value,
+    }
+    return EvaluationMetrics(metrics, num_problems=len(rewards))

@@ -28,7 +28,9 @@ from easyrl.engines.vllm.platforms import package_version, unsupported_reason, v
 from easyrl.runtime.placement import Placement
 
 PART_SECONDS = 180.0
-DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/local/Ascend/driver/version.info")
+"""A part that takes longer has failed."""
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/usr/local/Ascend/driver/version.info"))
+"""Files with the driver's version, where there is one."""
 
 
 class Result(NamedTuple):
@@ -52,15 +54,15 @@ def before_run(placement: Placement, notify: events.Observer) -> tuple[dict[str,
         results = list(check_devices(placement.accelerator, indices))
     changes: dict[str, str] = {}
     warnings = []
-    for part, _, error, safe in results:
-        key, _, value = safe.partition("=")
-        if "." in key:
+    for result in results:
+        key, _, value = result.safe.partition("=")
+        if "." in key:  # a setting
             changes[key] = value
-        elif key:
+        elif key:  # an environment variable
             os.environ[key] = value
-        if error:
-            remedy = f"used instead: {safe}" if safe else "use other devices"
-            warnings.append(f"warning: self-test, {part}: {error}; {remedy}")
+        if result.error:
+            remedy = f"used instead: {result.safe}" if result.safe else "use other devices"
+            warnings.append(f"warning: self-test, {result.part}: {result.error}; {remedy}")
     return changes, warnings
 
 
@@ -68,24 +70,32 @@ def check_all() -> Iterator[Result]:
     """Test all accelerators, or the CPU, and train on them."""
     kind, count = devices.accelerator()
     yield from check_devices(kind, range(count))
-    half = max(1, count // 2)
-    on_each_half = [range_words(range(half)), range_words(range(half, count) or [0])]
-    sets = on_each_half if count else ["cpu", "cpu"]
-    yield _check("embedded", sets, "")
+    if count > 0:
+        half = max(1, count // 2)
+        rest = range(half, count) or [0]  # one device infers and trains
+        device_sets = [range_words(range(half)), range_words(rest)]
+    else:
+        device_sets = ["cpu", "cpu"]
+    yield _check("embedded", device_sets, "")
     if vllm_version() and unsupported_reason(kind, "bfloat16") is None:
-        yield _check("vllm", sets, "rollout.engine=embedded")
+        yield _check("vllm", device_sets, "rollout.engine=embedded")
 
 
 def check_devices(kind: str, indices: Sequence[int]) -> Iterator[Result]:
     """Test these accelerators, or the CPU if there are none."""
-    first, *others = [*map(str, indices)] or ["cpu"]
-    sets = [",".join(others) or first, first]
-    each_alone = [devices.visible_environment(kind, [index]) for index in indices] or [{}]
-    results = [_check("weights", sets, devices.NO_PEER_ACCESS)]
-    yield results[0]
-    results.append(_check("attention", sets, "model.attention=without_flex", each_alone))
-    yield results[1]
-    if indices and all(each.safe or not each.error for each in results):
+    each_alone: list[Mapping[str, str]] = [{}]  # environments
+    device_sets = ["cpu", "cpu"]  # of the engines and of the trainer
+    if indices:
+        first, *others = map(str, indices)
+        device_sets = [",".join(others) or first, first]
+        each_alone = [devices.visible_environment(kind, [index]) for index in indices]
+    weights = _check("weights", device_sets, devices.NO_PEER_ACCESS)
+    yield weights
+    attention = _check("attention", device_sets, "model.attention=without_flex", each_alone)
+    yield attention
+    results = [weights, attention]
+    all_pass = all(result.safe or not result.error for result in results)
+    if indices and all_pass:
         with suppress(OSError, RuntimeError):  # then the next run tests them again
             file = _cache_file(kind, indices)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,40 +103,66 @@ def check_devices(kind: str, indices: Sequence[int]) -> Iterator[Result]:
 
 
 def _cache_file(kind: str, indices: Sequence[int]) -> Path:
+    """Return the file with the results for these devices on this machine, with these versions."""
     names = [(index, devices.device_label(kind, index)) for index in indices]
     packages = [package_version(name) for name in ("torch", DISTRIBUTION, "vllm")]
     drivers = [file.read_text() for file in DRIVERS if file.is_file()]
-    system = platform.node(), drivers, os.environ.get(devices.VISIBLE_DEVICES[kind])
+    visible = os.environ.get(devices.VISIBLE_DEVICES[kind])
+    system = (platform.node(), drivers, visible)
     digest = hashlib.sha256(repr((names, packages, system)).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return folder / "easyrl" / f"self-test-{digest[:16]}.json"
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(cache_home).expanduser() / "easyrl"
+    return folder / f"self-test-{digest[:16]}.json"
 
 
 def _check(
-    part: str, sets: Sequence[str], safe: str, environments: Sequence[Mapping[str, str]] = ({},)
+    part: str,
+    device_sets: Sequence[str],
+    safe: str,
+    environments: Sequence[Mapping[str, str]] = ({},),
 ) -> Result:
-    """Run a part in each environment at once; if it fails, also with a safe setting."""
+    """Run a part in each environment at once; if it fails, also with a safe setting.
 
-    def run(*words: str) -> str:
-        with ThreadPoolExecutor() as pool:
-            errors = pool.map(lambda each: _error([part, *sets, *words], each), environments)
-            return next(filter(None, errors), "")
+    `device_sets` has the devices of the engines and of the trainer; `safe` is empty if there is no
+    such setting."""
+    started = time.monotonic()
+    error = _run_part([part, *device_sets], environments)
+    if error and safe:
+        error_if_safe = _run_part([part, *device_sets, safe], environments)
+        if error_if_safe:
+            safe = ""  # it does not help
+    else:
+        safe = ""  # not needed
+    return Result(part, time.monotonic() - started, error, safe)
 
-    started, error = time.monotonic(), run()
-    helps = error and safe and not run(safe)
-    return Result(part, time.monotonic() - started, error, safe if helps else "")
+
+def _run_part(arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> str:
+    """Run a part in each environment at once; return the first error, or ""."""
+    with ThreadPoolExecutor() as pool:
+        errors = pool.map(lambda environment: _error(arguments, environment), environments)
+        for error in errors:
+            if error:
+                return error
+    return ""
 
 
 def _error(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Run a part in a process; return the last line of its error, or ""."""
     command = [sys.executable, "-m", "easyrl.runtime.self_test_part", *arguments]
-    seen, limit = {**os.environ, **environment}, PART_SECONDS
     try:
         done = subprocess.run(
-            command, env=seen, timeout=limit, capture_output=True, text=True, check=False
+            command,
+            env={**os.environ, **environment},
+            timeout=PART_SECONDS,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {limit:g} s"
-    if done.returncode <= 0:
-        return f"killed by signal {-done.returncode}" if done.returncode else ""
-    return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return f"no answer in {PART_SECONDS:g} s"
+    if done.returncode == 0:
+        return ""
+    if done.returncode < 0:
+        return f"killed by signal {-done.returncode}"
+    message = done.stderr.strip() or f"exit code {done.returncode}"
+    return message.splitlines()[-1]

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -48,13 +49,34 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-GROUPS, HEAD_SIZES = ((20, [5, 25]), (200, [40, 130, 77])), (64, 128)  # P and each R of a group
+HEAD_SIZES = (64, 128)
 SIZE = SMALL | {"num_hidden_layers": 2}
-MAX_LOGPROB_ERROR, MAX_GRAD_ERROR = 0.05, 0.1
-"""Largest errors against float64 that pass. In bfloat16 on a CPU they are 0.007 and 0.023."""
-MAX_GAP, LEARNING_RATE = 0.02, 0.003
-"""Mean difference of log-probabilities between engine and trainer. It is 0.07 after an update with
-this learning rate if the engine keeps its first weights."""
+
+# Largest errors against float64 that pass. In bfloat16 on a CPU they are 0.007 and 0.023.
+MAX_LOGPROB_ERROR = 0.05
+MAX_GRAD_ERROR = 0.1
+
+LEARNING_RATE = 0.003
+MAX_GAP = 0.02
+"""Largest mean difference of log-probabilities between engine and trainer that passes. It is 0.07
+after an update with this learning rate if the engine keeps its first weights."""
+
+
+class GroupLengths(NamedTuple):
+    """Tokens of a group's prompt, and of each completion."""
+
+    prompt: int
+    completions: Sequence[int]
+
+
+GROUPS = (GroupLengths(20, [5, 25]), GroupLengths(200, [40, 130, 77]))
+
+
+class Errors(NamedTuple):
+    """Largest errors of a result."""
+
+    logprob: float  # in nats
+    gradient: float  # of a weight's gradient g, relative to max(|g|, 1e-4 |all gradients|)
 
 
 class Result(NamedTuple):
@@ -70,22 +92,25 @@ def random_model(size: Mapping[str, Any], **more: Any) -> Any:
 
 def check_attention(words: Sequence[str]) -> None:
     """Compare short and long packed rows, forward and backward, with each sequence alone."""
-    kind, mode = devices.accelerator()[0], load_config(None, {}, words).model.attention
+    kind, _ = devices.accelerator()
+    mode = load_config(None, {}, words).model.attention
     dtype = torch.float32 if kind == "cpu" else torch.bfloat16
-    for (prompt_len, lengths), head_size in product(GROUPS, HEAD_SIZES):
+    for lengths, head_size in product(GROUPS, HEAD_SIZES):
         policy = random_policy(SIZE | {"head_dim": head_size}, dtype, kind, mode)
-        group = draw_rollouts(prompt_len, lengths, SIZE["vocab_size"])
-        of_logprobs, of_gradients = errors(packed(group, policy)(), each_alone(group, policy))
-        what = f"{prompt_len} + {lengths} tokens, head size {head_size}"
-        _expect_at_most(MAX_LOGPROB_ERROR, of_logprobs, f"log-probabilities, {what}")
-        _expect_at_most(MAX_GRAD_ERROR, of_gradients, f"gradients, {what}")
+        group = draw_rollouts(lengths.prompt, lengths.completions, SIZE["vocab_size"])
+        forward_and_backward = packed(group, policy)
+        got = errors(forward_and_backward(), expected=each_alone(group, policy))
+        what = f"{lengths.prompt} + {lengths.completions} tokens, head size {head_size}"
+        _expect_at_most(MAX_LOGPROB_ERROR, got.logprob, f"log-probabilities, {what}")
+        _expect_at_most(MAX_GRAD_ERROR, got.gradient, f"gradients, {what}")
 
 
 def random_policy(
     size: Mapping[str, Any], dtype: torch.dtype, kind: str, attention: AttentionMode = "auto"
 ) -> Policy:
     register_attention()
-    with (device := torch.device(kind)):
+    device = torch.device(kind)
+    with device:
         model = random_model(size, attn_implementation=ATTENTION_NAME).to(dtype).eval()
     return Policy(model, device, attention=attention)
 
@@ -93,12 +118,19 @@ def random_policy(
 def draw_rollouts(prompt_len: int, lengths: Sequence[int], vocab_size: int) -> list[Rollout]:
     """Draw a group. A completion's advantage is the weight of its tokens in the loss."""
     rng = np.random.default_rng(0)
-    sizes = prompt_len, *lengths
-    prompt, *completions = (rng.integers(vocab_size, size=n, dtype=np.int32) for n in sizes)
-    return [
-        Rollout(0, prompt, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_), weight)
-        for ids, weight in zip(completions, rng.normal(size=len(lengths)).tolist(), strict=True)
-    ]
+
+    def draw_tokens(length: int) -> npt.NDArray[np.int32]:
+        return rng.integers(vocab_size, size=length, dtype=np.int32)
+
+    prompt = draw_tokens(prompt_len)
+    completions = [draw_tokens(length) for length in lengths]
+    advantages = rng.normal(size=len(lengths)).tolist()
+    rollouts = []
+    for ids, advantage in zip(completions, advantages, strict=True):
+        logprobs = np.zeros(len(ids), np.float32)
+        is_trained = np.ones(len(ids), np.bool_)
+        rollouts.append(Rollout(0, prompt, ids, logprobs, is_trained, advantage))
+    return rollouts
 
 
 def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:
@@ -108,12 +140,16 @@ def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:
     model.zero_grad()
     results = []
     for rollout in group:
-        prompt_len, arrays = len(rollout.prompt_ids), (rollout.prompt_ids, rollout.completion_ids)
-        ids = torch.from_numpy(np.concatenate(arrays)).to(policy.device, torch.int64)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt_len - 1 : -1]
-        alone = torch.log_softmax(logits, dim=-1).gather(1, ids[prompt_len:, None])[:, 0]
-        results.append(_backward(alone, alone.new_tensor(rollout.advantage), model))
-    return Result(torch.cat([result.logprobs for result in results]), results[-1].gradients)
+        prompt_len = len(rollout.prompt_ids)
+        tokens = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
+        ids = torch.from_numpy(tokens).to(policy.device, torch.int64)  # [P + R]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]  # [P + R, vocabulary]
+        of_completion = logits[prompt_len - 1 : -1]  # a token is predicted by the one before it
+        targets = ids[prompt_len:, None]
+        logprobs = torch.log_softmax(of_completion, dim=-1).gather(1, targets)[:, 0]  # [R]
+        results.append(_backward(logprobs, logprobs.new_tensor(rollout.advantage), model))
+    all_logprobs = torch.cat([result.logprobs for result in results])
+    return Result(all_logprobs, results[-1].gradients)  # gradients add up
 
 
 def packed(
@@ -134,19 +170,26 @@ def packed(
 
 
 def _backward(logprobs: Tensor, weights: Tensor, model: Any) -> Result:
-    (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
-    return Result(logprobs.detach(), {n: p.grad for n, p in model.named_parameters()})
+    """Differentiate the weighted sum of log-probabilities [K]; gradients are added to the
+    model's."""
+    loss = (logprobs * weights).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Result(logprobs.detach(), gradients)
 
 
-def errors(result: Result, expected: Result) -> tuple[float, float]:
-    """Return the largest errors of a log-probability, in nats, and of a weight's gradient g,
-    relative to max(|g|, 1e-4 |all gradients|)."""
-    total = torch.stack([g.norm() for g in expected.gradients.values()]).norm()
-    of_gradients = (
-        float((result.gradients[name].double() - g).norm() / max(g.norm(), 1e-4 * total))
-        for name, g in expected.gradients.items()
-    )
-    return float((result.logprobs.double() - expected.logprobs).abs().max()), max(of_gradients)
+def errors(result: Result, expected: Result) -> Errors:
+    """Return the errors of a result against that in float64."""
+    norms = {name: gradient.norm() for name, gradient in expected.gradients.items()}
+    total_norm = torch.stack(list(norms.values())).norm()
+    gradient_errors = []
+    for name, gradient in expected.gradients.items():
+        difference = result.gradients[name].double() - gradient
+        scale = max(norms[name], 1e-4 * total_norm)
+        gradient_errors.append(difference.norm() / scale)
+    logprob_errors = (result.logprobs.double() - expected.logprobs).abs()
+    # Unlike Python's `max`, torch's is NaN if any value is.
+    return Errors(float(logprob_errors.max()), float(torch.stack(gradient_errors).max()))
 
 
 def check_weights(infer: str, train: str) -> None:
@@ -170,23 +213,33 @@ def start_members(
     """Start a process for the trainer and one for each engine. Return a function that calls a
     method of `module`'s `Member` in all at the same time; the trainer's result is the first."""
     store = f"/proc/{os.getpid()}/fd/{os.memfd_create('easyrl-store')}"
-    names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
+    num_engines = placement.num_rollout_workers
+    world_size = 1 + num_engines
     workers = []
-    for rank, (role, number) in enumerate(names):
+
+    def start(role: str, number: int, rank: int) -> None:
         settings = worker_settings(spec, placement, role, number, store=store, log_file=None)
         settings = with_environment(settings)
-        member = (module, "Member", settings, settings.weight_endpoint(rank, len(names)), size)
+        endpoint = settings.weight_endpoint(rank, world_size)
+        member = (module, "Member", settings, endpoint, size)
         with environment_of_children(settings.environment):
             workers.append(supervisor.spawn(settings.name, run_worker, *member))
 
-    def call(*method_and_arguments: str) -> list[Any]:
+    start("train", 0, rank=0)
+    for number in range(num_engines):
+        start("rollout", number, rank=1 + number)
+
+    # Calls and results are plain tuples: where this module is `__main__`, a class of it would not
+    # be the same one for a member.
+    def call(method: str, *arguments: Any) -> list[Any]:
         for worker in workers:
-            worker.control.send(method_and_arguments)
+            worker.control.send((method, arguments))
         results: dict[str, Any] = {}
         while len(results) < len(workers):
-            for worker, event in supervisor.wait():
-                if isinstance(event, tuple):  # not an event of the worker's start
-                    (results[worker.name],) = event
+            for worker, message in supervisor.wait():
+                if isinstance(message, tuple):  # else an event of the worker's start
+                    (result,) = message
+                    results[worker.name] = result
         return [results[worker.name] for worker in workers]
 
     return call
@@ -215,9 +268,14 @@ class Member:
         self.policy = Policy(model, device)
 
     def run(self) -> None:
-        while isinstance(message := self.control.recv(), tuple):  # else Stop
-            method, *arguments = message
-            self.control.send((getattr(self, method)(*arguments),))
+        while True:
+            message = self.control.recv()
+            if not isinstance(message, tuple):  # Stop
+                return
+            name, arguments = message
+            method = getattr(self, name)
+            result = method(*arguments)
+            self.control.send((result,))
 
     @cached_property
     def channel(self) -> WeightChannel:
@@ -243,11 +301,18 @@ def check_run(infer: str, train: str, engine: str, words: Sequence[str]) -> None
     """Train; compare the engines' log-probabilities with the trainer's, also after an update."""
     seen: list[events.Event] = []
     dtype = "float32" if train == "cpu" else "bfloat16"
-    flags: dict[str, Any] = {"devices.infer": infer, "devices.train": train}
-    flags |= {"model.dtype": dtype, "reward.functions": ["length_penalty"]}
-    flags |= {"rollout.engine": engine, "rollout.max_completion_length": 100}
-    flags |= {"train.learning_rate": LEARNING_RATE, "train.iterations": 2}
-    flags |= {"train.keep_checkpoints": 0, "data.num_held_out": 0}
+    flags: dict[str, Any] = {
+        "devices.infer": infer,
+        "devices.train": train,
+        "model.dtype": dtype,
+        "reward.functions": ["length_penalty"],
+        "rollout.engine": engine,
+        "rollout.max_completion_length": 100,
+        "train.learning_rate": LEARNING_RATE,
+        "train.iterations": 2,
+        "train.keep_checkpoints": 0,
+        "data.num_held_out": 0,
+    }
     with tempfile.TemporaryDirectory(prefix="easyrl-test-") as folder:
         config = load_config(None, {**flags, "output.dir": f"{folder}/run"}, words)
         end = run(config, [seen.append])
@@ -255,7 +320,8 @@ def check_run(infer: str, train: str, engine: str, words: Sequence[str]) -> None
         raise RuntimeError(end.message)
     for event in seen:
         if isinstance(event, events.IterationFinished):
-            if not (norm := event.metrics["grad_norm"]) > 0.0:  # also NaN
+            norm = event.metrics["grad_norm"]
+            if not norm > 0.0:  # also NaN
                 raise ValueError(f"expected a gradient, got one of norm {norm}")
             gap = event.metrics["sampling/sampling_logp_difference/mean"]
             _expect_at_most(MAX_GAP, gap, "gap between engine and trainer")
@@ -268,12 +334,16 @@ def _expect_at_most(bound: float, got: float, what: str) -> None:
 
 if __name__ == "__main__":
     part, infer, train, *words = sys.argv[1:]
-    for key, _, value in (word.partition("=") for word in words if "." not in word):
-        os.environ[key] = value
-    words = [word for word in words if "." in word]
+    settings = []
+    for word in words:
+        if "." in word:  # SECTION.KEY=VALUE
+            settings.append(word)
+        else:  # an environment variable
+            key, _, value = word.partition("=")
+            os.environ[key] = value
     if part == "weights":
         check_weights(infer, train)
     elif part == "attention":
-        check_attention(words)
+        check_attention(settings)
     else:
-        check_run(infer, train, part, words)
+        check_run(infer, train, part, settings)
