@@ -40,21 +40,13 @@ def connect(given_address: str | None, num_workers: int) -> Machine:
 
     if not ray.is_initialized():
         address = given_address or os.environ.get("RAY_ADDRESS")
-        address = None if address in ("", "auto") else address
+        if address in ("", "auto"):
+            address = None
         if address not in (None, "local"):
             _check_reachable(address)
-        quiet = {"namespace": "easyrl", "log_to_driver": False, "logging_level": logging.ERROR}
         on_sigterm = signal.getsignal(signal.SIGTERM)  # Ray sets its own
         try:
-            try:
-                if address == "local":
-                    raise ConnectionError
-                ray.init(address=address or "auto", **quiet)
-            except ConnectionError:
-                if address not in (None, "local"):
-                    raise
-                num_cpus = max(num_cores(), num_workers)
-                ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            _init(address, num_cpus=max(num_cores(), num_workers))
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(
                 "devices.ray_address (--ray-address): expected a Ray cluster with this version of "
@@ -63,17 +55,41 @@ def connect(given_address: str | None, num_workers: int) -> Machine:
             ) from None
         finally:
             signal.signal(signal.SIGTERM, on_sigterm)
+
     alive = [node for node in ray.nodes() if node["Alive"]]
-    nodes = [node["Resources"] for node in alive]
-    texts = sorted(f"{node['NodeManagerAddress']} ({text_of(node['Resources'])})" for node in alive)
-    counts = {k: int(sum(node.get(n, 0) for node in nodes)) for k, n in RAY_RESOURCES.items()}
+    counts = dict.fromkeys(RAY_RESOURCES, 0)  # accelerators of each kind
+    texts = []
+    cores = []
+    for node in alive:
+        resources = node["Resources"]
+        texts.append(f"{node['NodeManagerAddress']} ({text_of(resources)})")
+        cores.append(int(resources.get("CPU", 0)))
+        for kind, name in RAY_RESOURCES.items():
+            counts[kind] += resources.get(name, 0)
     kind = max(counts, key=lambda kind: counts[kind])
+    num_accelerators = int(counts[kind])
     return Machine(
-        kind if counts[kind] else "cpu",
-        counts[kind],
-        tuple(int(node.get("CPU", 0)) for node in nodes),
-        f"Ray cluster of {counted(len(nodes), 'node')}: {', '.join(texts)}",
+        kind if num_accelerators > 0 else "cpu",
+        num_accelerators,
+        tuple(cores),
+        f"Ray cluster of {counted(len(alive), 'node')}: {', '.join(sorted(texts))}",
     )
+
+
+def _init(address: str | None, num_cpus: int) -> None:
+    """Connect to the cluster at `address`; None: to the one of this machine, or start one; local:
+    start one on this machine. Raises ConnectionError if there is none at an address."""
+    import ray
+
+    quiet = {"namespace": "easyrl", "log_to_driver": False, "logging_level": logging.ERROR}
+    if address != "local":
+        try:
+            ray.init(address=address or "auto", **quiet)
+            return
+        except ConnectionError:
+            if address is not None:
+                raise
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
 
 
 def _check_reachable(address: str) -> None:
@@ -89,8 +105,13 @@ def _check_reachable(address: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    found = {name: package_version(name) or "not installed" for name in ("torch", "transformers")}
-    return {"Python": platform.python_version(), "easyrl": __version__, **found}
+    """Return the versions that must be the same on all nodes."""
+    return {
+        "Python": platform.python_version(),
+        "easyrl": __version__,
+        "torch": package_version("torch") or "not installed",
+        "transformers": package_version("transformers") or "not installed",
+    }
 
 
 def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:
@@ -100,7 +121,7 @@ def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> Plac
     group = placement_group(list(bundles), strategy="PACK")
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
-        if group.wait(POLL_SECONDS):  # a signal has no effect in it
+        if group.wait(POLL_SECONDS):  # short: a signal has no effect in it
             return group
     message = no_place("train", f"all {len(bundles)}", bundles[0], timeout_seconds)
     remove_placement_group(group)
@@ -108,7 +129,7 @@ def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> Plac
 
 
 def no_place(role: str, counts: str, bundle: dict[str, float], timeout_seconds: float) -> str:
-    """The message that workers, `counts` of them, found no place."""
+    """Return the message that workers found no place. `counts`: how many, as "2 of 4"."""
     side = "train" if role == "train" else "infer"
     return (
         f"devices.{side} (--{side}-devices): {counts} {role} workers, which need {text_of(bundle)} "
@@ -118,7 +139,7 @@ def no_place(role: str, counts: str, bundle: dict[str, float], timeout_seconds: 
 
 
 def cluster_text() -> str:
-    """One line: what the cluster has, and what is free."""
+    """Return one line: what the cluster has, and what is free."""
     import ray
 
     free = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -126,5 +147,9 @@ def cluster_text() -> str:
 
 
 def text_of(resources: dict[str, float]) -> str:
-    shown = (name for name in ("CPU", *RAY_RESOURCES.values()) if name in resources)
-    return ", ".join(f"{resources[name]:g} {name}" for name in shown) or "none"
+    """Return the cores and accelerators, as "8 CPU, 2 GPU"."""
+    texts = []
+    for name in ("CPU", *RAY_RESOURCES.values()):
+        if name in resources:
+            texts.append(f"{resources[name]:g} {name}")
+    return ", ".join(texts) or "none"

@@ -6,9 +6,9 @@ messages on.
     host of train rank 0 ◄──deliver──► hosts of the other ranks
     host of train rank 0 ◄──put──────── hosts of rollout workers: groups for its ring
 
-Ray calls `run`, `deliver`, `put` and the other methods (`query`) in a thread each, and calls of one
-kind in their order. The child dies with the thread that started it, that of `run`. This process
-imports no torch.
+Ray runs `run`, `deliver`, `put` and the other methods (`query`) in a thread each, and calls of one
+kind in their order. The child dies with the thread that started it, which is that of `run`. This
+process imports no torch.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import create_server, socket
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ray import get_runtime_context, method
 from ray.util import get_node_ip_address
@@ -40,8 +40,12 @@ from easyrl.runtime.ray.cluster import versions
 from easyrl.runtime.worker_process import with_environment, worker_main
 from easyrl.workers.settings import WorkerSettings
 
-GROUPS = {"deliver": 1, "put": 1, "query": 1}  # Ray's concurrency groups: threads by kind of call
+GROUPS = {"deliver": 1, "put": 1, "query": 1}
+"""Ray's concurrency groups: the number of threads by kind of call."""
 RETRY_SECONDS = 1.0
+"""How often `put` looks again for a free slot, and whether its sender is fenced."""
+Peer: TypeAlias = int | str
+"""The other end of one of a worker's pipes: "control", "ring", or a train rank."""
 
 
 class NodeFacts(NamedTuple):
@@ -51,13 +55,18 @@ class NodeFacts(NamedTuple):
 
 
 def _accelerators() -> dict[str, list[str]]:
+    """Return the numbers of this actor's accelerators by kind: {"cuda": ["0", "1"]}."""
     ids = get_runtime_context().get_accelerator_ids()
-    return {kind: ids[name] for kind, name in devices.RAY_RESOURCES.items() if ids.get(name)}
+    found = {}
+    for kind, name in devices.RAY_RESOURCES.items():
+        if ids.get(name):
+            found[kind] = ids[name]
+    return found
 
 
 def check_node(expected: Mapping[str, str], address: str, missing: Sequence[str]) -> None:
-    """Raise ConfigError if a worker cannot run on this node. `expected`: versions; `missing`: paths
-    that are not there."""
+    """Check that a worker can run on this node. Raises ConfigError. `expected` has the versions of
+    the controller's machine, `missing` the paths that are not there."""
     for name, version in versions().items():
         if expected.get(name) != version:
             raise ConfigError(f"expected {name} {expected.get(name)}, as here, got {version}")
@@ -71,7 +80,7 @@ def check_node(expected: Mapping[str, str], address: str, missing: Sequence[str]
 
 class WorkerHost:
     def __init__(self) -> None:
-        self._pipes: dict[int | str, Connection] = {}  # to the child
+        self._pipes: dict[Peer, Connection] = {}  # this process's ends of the child's pipes
         self._ring: RingBuffer | None = None
         self._port: RingPort | None = None
         self._putting = threading.Lock()
@@ -84,11 +93,13 @@ class WorkerHost:
     ) -> NodeFacts:
         """Describe the node. Raises ConfigError if a worker cannot run there. `expected`: versions;
         `paths`: of the model; `probe`: a file where the run folder is."""
-        address, sees_folder = get_node_ip_address(), Path(probe).exists()
-        needed = [str(Path(probe).parent)] if needs_folder and not sees_folder else []
+        address = get_node_ip_address()
+        sees_folder = Path(probe).exists()
         missing = [path for path in paths if not Path(path).exists()]
+        if needs_folder and not sees_folder:
+            missing.append(str(Path(probe).parent))
         try:
-            check_node(expected, address, missing + needed)
+            check_node(expected, address, missing)
         except ConfigError as error:
             raise ConfigError(f"node {os.uname().nodename} ({address}): {error}") from None
         ids = tuple(chain.from_iterable(_accelerators().values()))
@@ -98,16 +109,18 @@ class WorkerHost:
         self,
         settings: WorkerSettings,
         layout: RingLayout | None,
-        peers: dict[int | str, Any],
+        peers: dict[Peer, Any],
         sender: str,
     ) -> Iterator[Any]:
-        """Start the worker. Yield its process id, its events, and its exit code. `peers`: hosts by
-        rank, and the ring's as "ring"; `sender`: a name that no other rollout worker ever has."""
+        """Start the worker. Yield its process id, its events, and its exit code. `peers` has the
+        hosts of other train ranks by rank, and the host of the ring as "ring"; `sender` is a name
+        that no other rollout worker ever has."""
         context = multiprocessing.get_context("spawn")
         ring: Any = None
         children: list[Connection] = []
 
-        def pipe_to(peer: int | str) -> Connection:
+        def pipe_to(peer: Peer) -> Connection:
+            """Return the child's end of a new pipe."""
             self._pipes[peer], theirs = context.Pipe()
             children.append(theirs)
             return theirs
@@ -127,8 +140,9 @@ class WorkerHost:
             for _ in range(MAX_UNACKNOWLEDGED):
                 self._pipes["ring"].send_bytes(TOKEN)
         settings = with_environment(settings)
-        arguments = settings, ring, control
-        process = context.Process(target=worker_main, args=arguments, name=settings.name)
+        process = context.Process(
+            target=worker_main, args=(settings, ring, control), name=settings.name
+        )
         sys.modules["__main__"] = ModuleType("__main__")  # else the child imports Ray's program
         with environment_of_children(settings.environment):
             process.start()
@@ -140,8 +154,8 @@ class WorkerHost:
         process.join()
         yield process.exitcode
 
-    def _pump(self, peers: dict[int | str, Any], sender: str, rank: int) -> Iterator[Any]:
-        """Pass on what the child sends; yield its events until it ends."""
+    def _pump(self, peers: dict[Peer, Any], sender: str, rank: int) -> Iterator[Any]:
+        """Pass on what the child sends to others; yield its events until it ends."""
         open_pipes = {pipe: peer for peer, pipe in self._pipes.items()}
         while self._pipes["control"] in open_pipes:
             for pipe in wait(list(open_pipes)):
@@ -174,7 +188,8 @@ class WorkerHost:
                 self._pipes["ring"].send_bytes(TOKEN)
 
     @method(concurrency_group="deliver")  # type: ignore[untyped-decorator]
-    def deliver(self, pipe: int | str, message: Any) -> None:
+    def deliver(self, pipe: Peer, message: Any) -> None:
+        """Send a message to the worker: a command, or what another train rank has sent."""
         self._pipes[pipe].send(message)
 
     @method(concurrency_group="put")  # type: ignore[untyped-decorator]

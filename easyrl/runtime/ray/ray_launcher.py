@@ -1,9 +1,10 @@
-"""Start workers on a Ray cluster, and connect them with the controller.
+"""Start workers on a Ray cluster, and connect them with the controller (interface: `launcher.py`).
 
     Worker.control ◄──pipe──► thread per worker ◄──Ray──► WorkerHost ◄──pipe──► worker
+                              (`_serve`)                  (`host.py`)
 
-To the supervisor `RemoteProcess` is like a process of this machine. Ray never restarts an actor
-itself: a replacement is a new actor, wherever there is room.
+A `RemoteProcess` has what the supervisor uses of a process of this machine. Ray never restarts an
+actor itself: a replacement is a new actor, wherever there is room.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import SHUT_RDWR, socket
 from tempfile import NamedTemporaryFile
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 from uuid import uuid4
 
 import ray
@@ -42,22 +43,26 @@ from easyrl.runtime.run_folder import resume_hint
 from easyrl.runtime.supervisor import FAILED, PENDING, Supervisor, Worker, WorkerFailure
 from easyrl.workers.settings import WorkerSettings
 
-PENDING_SECONDS = 10.0  # then a worker without a place is reported
-NOTICE_SECONDS = 60.0  # Ray needs about half of it to notice that a node is lost
-PAUSE_SECONDS = 1.0
-HEAD_SECONDS = 45.0  # then a head that does not answer is lost; Ray ends the process after 60
-CHECK_SECONDS = 10.0
-KILL_SECONDS = 5.0  # for Ray to confirm that an actor is dead: a lost node confirms nothing
+PENDING_SECONDS = 10.0
+"""A worker without a place is reported after this time."""
+NOTICE_SECONDS = 60.0
+"""A place on a lost node is tried again for this long: Ray takes about half of it to notice."""
+PAUSE_SECONDS = 1.0  # between two such tries
+CHECK_SECONDS = 10.0  # between two checks of the cluster's head
+HEAD_SECONDS = 45.0
+"""A head that has not answered for this long is lost; Ray would end the process after 60."""
+KILL_SECONDS = 5.0
+"""How long to wait for Ray to confirm that an actor is dead: a lost node confirms nothing."""
 QUERY_SECONDS = 30.0
 
 remote: Any = ray.remote
 actor_of: Any = remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retries=0)
 
-
 Host: TypeAlias = Any  # Ray's handle of a `WorkerHost`
 
 
 def query(host: Host, what: str, *arguments: Any) -> Any:
+    """Call a method of a host that answers at once."""
     method = getattr(host, what).options(concurrency_group="query")
     return ray.get(method.remote(*arguments), timeout=QUERY_SECONDS)
 
@@ -70,9 +75,9 @@ class RemoteProcess:
         self.pid = 0
         self.exitcode: int | None = None
         self.host = host
-        self.device = PENDING  # later its node and device
+        self.device = PENDING  # once it is placed: its node and device
         self.is_killed = False
-        self._given_up = math.inf
+        self._given_up = math.inf  # when a killed worker counts as ended without confirmation
         self.control, theirs = Pipe()
         self.sentinel, self._ended = Pipe(duplex=False)
 
@@ -80,7 +85,8 @@ class RemoteProcess:
             try:
                 self.exitcode = serve(self, theirs)
             finally:
-                self.exitcode = 1 if self.exitcode is None else self.exitcode
+                if self.exitcode is None:
+                    self.exitcode = 1
                 with socket(fileno=os.dup(theirs.fileno())) as end:  # another thread receives there
                     end.shutdown(SHUT_RDWR)
                 self._ended.close()
@@ -113,20 +119,28 @@ class RemoteProcess:
             self.host.write_stacks.options(concurrency_group="query").remote()
 
 
+class PlacedHost(NamedTuple):
+    """A host that Ray has placed on a node."""
+
+    facts: NodeFacts
+    host: Host
+
+
 class RayLauncher:
     """Start workers as children of Ray actors."""
 
     def __init__(self, spec: RunSpec, placement: Placement, folder: Path, notify: Observer) -> None:
         """Place the workers. Raises ConfigError without room for all, or if a node does not fit."""
-        self._spec, self._placement = spec, placement
+        self._spec = spec
+        self._placement = placement
         self._timeout_seconds = spec.faults.timeout_seconds
         self._folder = folder.absolute()
         self._layout: RingLayout | None = None
-        self._group: PlacementGroup | None = None
-        self._every: list[Host] = []
-        self._train: list[tuple[NodeFacts, Host]] = []
-        self._rollout: list[tuple[NodeFacts, Host]] = []  # those that are not started yet
-        self._senders: dict[int, str] = {}  # by owner id
+        self._group: PlacementGroup | None = None  # of the train ranks
+        self._all_hosts: list[Host] = []
+        self._train: list[PlacedHost] = []  # by rank
+        self._rollout: list[PlacedHost] = []  # those whose worker is not started yet
+        self._senders: dict[int, str] = {}  # names of the rollout workers' groups, by owner id
         self.store = ""
         self._closed = threading.Event()
         threading.Thread(target=self._watch_head, daemon=True).start()
@@ -141,11 +155,11 @@ class RayLauncher:
         except BaseException:
             self.__exit__()
             raise
-        self.devices: Mapping[str, str] = {
-            f"{role}-{number}": self._device_of(facts)
-            for role, every in (("rollout", self._rollout), ("train", self._train))
-            for number, (facts, _) in enumerate(every)
-        }
+        devices = {}
+        for role, placed in (("rollout", self._rollout), ("train", self._train)):
+            for number, host in enumerate(placed):
+                devices[f"{role}-{number}"] = self._device_of(host.facts)
+        self.devices: Mapping[str, str] = devices
 
     def _watch_head(self) -> None:
         """End this process when the head does not answer: some of Ray's calls never return."""
@@ -160,26 +174,35 @@ class RayLauncher:
                 os._exit(FAILED)
 
     def _place_all(self) -> None:
-        if number := self._placement.train.count:
+        num_ranks = self._placement.train.count
+        if num_ranks > 0:
             self._layout = ring_layout(self._spec, self._placement)
-            bundles = [self._bundle("train")] * number
-            group = self._group = cluster.reserve(bundles, self._timeout_seconds)
-            strategies = [PlacementGroupSchedulingStrategy(group, n) for n in range(number)]
+            bundles = [self._bundle("train")] * num_ranks
+            group = cluster.reserve(bundles, self._timeout_seconds)
+            self._group = group
+            ranks = range(num_ranks)
+            strategies = [PlacementGroupSchedulingStrategy(group, rank) for rank in ranks]
             self._train = self._place("train", strategies)
-            self.store = query(self._train[0][1], "open_store")
+            self.store = query(self._rank0, "open_store")
         self._rollout = self._place("rollout", ["SPREAD"] * self._placement.num_rollout_workers)
+
+    @property
+    def _rank0(self) -> Host:
+        """The host of train rank 0, which has the ring."""
+        return self._train[0].host
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._closed.set()
-        for host in self._every:
+        for host in self._all_hosts:
             ray.kill(host)
         if self._group is not None:
             remove_placement_group(self._group)
 
     def _bundle(self, role: str) -> dict[str, float]:
+        """Return what a worker needs, as {"CPU": 2} or {"GPU": 1}."""
         placement = self._placement
         if placement.infer.kind == "cpu":
             return {"CPU": placement.num_threads}
@@ -187,17 +210,21 @@ class RayLauncher:
         return {RAY_RESOURCES[placement.accelerator]: size}
 
     def _new_host(self, role: str, strategy: Any) -> Host:
-        others = self._bundle(role)
-        counts = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
-        options = {"scheduling_strategy": strategy, "resources": others, **counts}
-        host = actor_of(WorkerHost).options(**options).remote()
-        self._every.append(host)
+        needed = self._bundle(role)
+        actor = actor_of(WorkerHost).options(
+            scheduling_strategy=strategy,
+            num_cpus=needed.pop("CPU", 0),
+            num_gpus=needed.pop("GPU", 0),
+            resources=needed,  # the rest
+        )
+        host = actor.remote()
+        self._all_hosts.append(host)
         return host
 
     def _device_of(self, facts: NodeFacts) -> str:
         return f"{facts.address}/{device_name(self._placement.accelerator, facts.devices)}"
 
-    def _place(self, role: str, strategies: Sequence[Any]) -> list[tuple[NodeFacts, Host]]:
+    def _place(self, role: str, strategies: Sequence[Any]) -> list[PlacedHost]:
         """Start a host with each strategy, wait until all are placed, and sort them by node address
         and device. Raises ConfigError as `__init__`."""
         deadline = time.monotonic() + self._timeout_seconds
@@ -207,59 +234,58 @@ class RayLauncher:
             left = max(0.0, deadline - time.monotonic())
             _, pending = ray.wait(asked, num_returns=len(asked), timeout=left)
             if pending:
-                bundle, counts = self._bundle(role), f"{len(pending)} of {len(asked)}"
+                counts = f"{len(pending)} of {len(asked)}"
+                bundle = self._bundle(role)
                 raise ConfigError(cluster.no_place(role, counts, bundle, self._timeout_seconds))
             try:
-                placed = zip(ray.get(asked), hosts, strict=True)
-                return sorted(placed, key=lambda each: each[0])
+                placed = list(map(PlacedHost, ray.get(asked), hosts))
+                return sorted(placed, key=lambda each: each.facts)
             except RayError as error:
-                if (failed := _lost(error)).is_user_error:
-                    raise ConfigError(failed.message) from None
-                text = str(error)
-                if where := re.search(r"ip=([^,)]+)", text):
-                    raise ConfigError(
-                        f"node {where[1]}: expected EasyRL and what it needs as here, but its "
-                        f"worker cannot start: {text.strip().splitlines()[-1]}"
-                    ) from None
-            # It was on no node: Ray still places workers on one that was lost a moment ago.
+                _raise_unless_lost(error)
+            # Ray still places workers on a node that was lost a moment ago.
             time.sleep(PAUSE_SECONDS)
             for host in hosts:
                 ray.kill(host)
 
     def _describe(self, host: Host, role: str) -> Any:
+        """Ask the host for its node's facts. Return Ray's reference of the answer."""
         model = Path(self._spec.model.path)
-        paths = [str(model.absolute())] if model.exists() else []
-        # Train workers write checkpoints and the model, rollout workers only logs.
-        needs_folder, own = role == "train", cluster.versions()
-        return host.describe.remote(own, paths, str(self._probe), needs_folder)
+        paths = [str(model.absolute())] if model.exists() else []  # else it is a hub id
+        needs_folder = role == "train"  # for checkpoints and the model; rollout workers write logs
+        return host.describe.remote(cluster.versions(), paths, str(self._probe), needs_folder)
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
     ) -> list[Worker]:
         workers = []
         for rank, each in enumerate(settings):
-            others = range(1, len(settings)) if rank == 0 else [0]
-            peers, (facts, host) = {n: self._train[n][1] for n in others}, self._train[rank]
-            serve = partial(self._serve, each, facts, (self._layout, peers, ""))
-            process = RemoteProcess(host, serve)
+            other_ranks = range(1, len(settings)) if rank == 0 else [0]
+            peers = {other: self._train[other].host for other in other_ranks}
+            own = self._train[rank]
+            serve = partial(self._serve, each, own.facts, (self._layout, peers, ""))
+            process = RemoteProcess(own.host, serve)
             workers.append(supervisor.watch(Worker(each.name, process, process.control)))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
-        sender = self._senders[settings.owner_id] = f"{settings.name} {uuid4()}"
-        peers = {"ring": self._train[0][1]} if self._train else {}
-        facts, host = None, None
-        if self._rollout:
+        sender = f"{settings.name} {uuid4()}"
+        self._senders[settings.owner_id] = sender
+        peers = {"ring": self._rank0} if self._train else {}
+        if self._rollout:  # the run starts
             facts, host = self._rollout.pop(0)
+        else:  # a replacement, or an added worker
+            facts = None
+            host = self._new_host("rollout", "SPREAD")
         serve = partial(self._serve, settings, facts, (self._layout, peers, sender))
-        process = RemoteProcess(host or self._new_host("rollout", "SPREAD"), serve)
+        process = RemoteProcess(host, serve)
         return supervisor.watch(Worker(settings.name, process, process.control))
 
     def _wait_for_place(
         self, process: RemoteProcess, control: Connection, name: str
     ) -> NodeFacts | None:
         """Wait until Ray has placed a later rollout worker; report what is wrong, return None."""
-        asked, is_reported = self._describe(process.host, "rollout"), False
+        asked = self._describe(process.host, "rollout")
+        is_reported = False
         deadline = time.monotonic() + NOTICE_SECONDS
         while True:
             try:
@@ -267,13 +293,15 @@ class RayLauncher:
                 return facts
             except GetTimeoutError:
                 if not is_reported:
-                    needed, there = cluster.text_of(self._bundle("rollout")), cluster.cluster_text()
-                    control.send(Note(f"{name} waits for a place with {needed}; {there}"))
+                    needed = cluster.text_of(self._bundle("rollout"))
+                    available = cluster.cluster_text()
+                    control.send(Note(f"{name} waits for a place with {needed}; {available}"))
                 is_reported = True
             except RayError as error:
                 if process.is_killed:
                     return None
-                if (failed := _lost(error)).is_user_error or time.monotonic() > deadline:
+                failed = _lost(error)
+                if failed.is_user_error or time.monotonic() > deadline:
                     control.send(failed)
                     return None
                 # Ray still places workers on a node that was lost a moment ago.
@@ -289,21 +317,23 @@ class RayLauncher:
         process: RemoteProcess,
         control: Connection,
     ) -> int:
-        """Pass on commands and events until the worker ends; return its exit code."""
-        facts = facts or self._wait_for_place(process, control, settings.name)
+        """Pass on commands and events until the worker ends; return its exit code. `others` are
+        the other arguments of `WorkerHost.run`; `facts` is None if it has no place yet."""
+        if facts is None:
+            facts = self._wait_for_place(process, control, settings.name)
         if facts is None:
             return 1
         host = process.host
         process.device = self._device_of(facts)
         try:
-            before, there = time.monotonic(), query(host, "clock")
-            offset = (before + time.monotonic()) / 2 - there
-            log_file = settings.log_file if facts.sees_folder else None
+            log_file = None
+            if facts.sees_folder and settings.log_file:
+                log_file = str(Path(settings.log_file).absolute())
             settings = replace(
                 settings,
                 address=facts.address,
-                clock_offset_seconds=offset,
-                log_file=log_file and str(Path(log_file).absolute()),
+                clock_offset_seconds=_clock_offset(host),
+                log_file=log_file,
                 device_indices=tuple(range(len(settings.device_indices))),
             )
             answers = host.run.options(num_returns="streaming").remote(settings, *others)
@@ -333,12 +363,22 @@ class RayLauncher:
 
     def _query_ring(self, what: str, argument: Any) -> Any:
         try:
-            return query(self._train[0][1], what, argument)
+            return query(self._rank0, what, argument)
         except RayError as error:  # a timeout too
             raise WorkerFailure(f"train-0 {_lost(error).message}") from None
 
 
+def _clock_offset(host: Host) -> float:
+    """Return this machine's clock minus that of the host's, in seconds."""
+    before = time.monotonic()
+    remote_time: float = query(host, "clock")
+    after = time.monotonic()
+    return (before + after) / 2 - remote_time
+
+
 def _pass_commands(control: Connection, host: Host) -> None:
+    """Send the controller's commands to a worker until it closes the pipe."""
+
     def after_call(done: Any) -> None:
         if done.exception() is not None:  # the command may be lost
             # In this thread, Ray's own, `ray.kill` would wait for itself.
@@ -359,3 +399,18 @@ def _lost(error: Exception) -> Failed:
         return Failed(f"{cause}", "", is_user_error=is_user_error, is_replaceable=True)
     cause_text = " ".join(str(error).split())
     return Failed(f"its Ray actor or node is lost: {cause_text:.300}", "", False, True)
+
+
+def _raise_unless_lost(error: RayError) -> None:
+    """Raise ConfigError unless a host could not be placed because its node is lost."""
+    failed = _lost(error)
+    if failed.is_user_error:
+        raise ConfigError(failed.message) from None
+    # Ray gives no reason but a text. It names the node if the actor has failed there.
+    text = str(error)
+    node = re.search(r"ip=([^,)]+)", text)
+    if node is not None:
+        raise ConfigError(
+            f"node {node[1]}: expected EasyRL and what it needs as here, but its worker cannot "
+            f"start: {text.strip().splitlines()[-1]}"
+        ) from None
