@@ -245,6 +245,11 @@ class RingBuffer:
         """[num_groups] The last iteration in which the group of this index was taken."""
 
     @property
+    def statuses(self) -> npt.NDArray[Any]:
+        """[num_slots] The status words."""
+        return self.slots["status"]
+
+    @property
     def _fds(self) -> tuple[int, ...]:
         return (self._memory_fd, *self.free_pipe.fds, *self.ready_pipe.fds)
 
@@ -284,7 +289,7 @@ class RingBuffer:
                 free += self.free_pipe.drain()
                 ready += self.ready_pipe.drain()
                 time.sleep(SETTLE_SECONDS)
-                statuses = self.slots["status"].tolist()
+                statuses = self.statuses.tolist()
                 time.sleep(SETTLE_SECONDS)
                 is_at_rest = moves % 2 == 0
                 has_not_moved = moves == self.moves[living]
@@ -305,10 +310,10 @@ class RingBuffer:
                 if slot in on_pipes or is_owned:
                     continue
                 if state in (READY, READING):
-                    self.slots["status"][slot] = READY
+                    self.statuses[slot] = READY
                     redelivered.append(slot)
                 else:
-                    self.slots["status"][slot] = FREE
+                    self.statuses[slot] = FREE
                     free.append(slot)
             ready = redelivered + ready  # they arrived before those on the pipe
             self.moves[list(dead_owners)] = 0
@@ -335,7 +340,7 @@ class RingBuffer:
 
     def _is_published(self, iteration: int) -> npt.NDArray[np.bool_]:
         """[num_slots] Whether the slot has a finished group of this iteration."""
-        states = self.slots["status"] & STATE_MASK
+        states = self.statuses & STATE_MASK
         of_iteration: npt.NDArray[np.bool_] = self.slots["iteration"] == iteration
         return np.isin(states, (READY, READING)) & of_iteration
 
@@ -403,7 +408,7 @@ class RingPort:
         for name, _, dimension in ARRAYS:
             slots[name][slot, : lengths[dimension]] = getattr(group, name)
         with self._move():
-            slots["status"][slot] = READY
+            self.ring.statuses[slot] = READY
             self.ring.ready_pipe.send(slot)
         return True
 
@@ -417,7 +422,7 @@ class RingPort:
     def free_slot(self, slot: int) -> None:
         """Free a slot that this worker owns (`Lease.release`)."""
         with self._move():
-            self.ring.slots["status"][slot] = FREE
+            self.ring.statuses[slot] = FREE
             self.ring.free_pipe.send(slot)
 
     def _take(self, pipe: TokenPipe, state: int) -> int | None:
@@ -425,14 +430,17 @@ class RingPort:
         with self._move():
             slot = pipe.receive()
             if slot is not None:
-                self.ring.slots["status"][slot] = self.owner_id << STATE_BITS | state
+                self.ring.statuses[slot] = self.owner_id << STATE_BITS | state
         return slot
 
     @contextlib.contextmanager
     def _move(self) -> Iterator[None]:
         """Keep this owner's move counter odd: the slot may be neither on a pipe nor owned."""
         moves = self.ring.moves
-        odd = int(moves[self.owner_id]) | 1
-        moves[self.owner_id] = odd
+        owner_id = self.owner_id
+        # It is odd already if an exception ended this owner's last move.
+        odd = int(moves[owner_id]) | 1
+        moves[owner_id] = odd
         yield
-        moves[self.owner_id] = odd + 1  # no `finally`: an interrupted move leaves a slot to reclaim
+        # No `finally`: an interrupted move leaves a slot to reclaim.
+        moves[owner_id] = odd + 1

@@ -7,6 +7,7 @@ Shapes: N groups or problems, G completions of a group, S samples of a problem.
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -53,33 +54,35 @@ def iteration_metrics(
     groups = ledger.reports
     trained = ledger.trained
     assert trained is not None
+    totals = _totals_of(groups)
     lengths = np.concatenate([group.completion_lengths for group in groups])  # [N * G]
     num_completions = lengths.size
-    num_truncated = sum(group.num_truncated for group in groups)
     num_generated = int(lengths.sum())
-    num_read = sum(group.num_prompt_tokens for group in groups)
-    scored = [group for group in groups if not group.is_skipped]
     inserted = {}
     if rewards.acts is not None:
-        num_inserted = sum(group.num_inserted_tokens for group in groups)
-        inserted["completions/mean_inserted_length"] = num_inserted / num_completions
+        mean_inserted = totals.inserted_tokens / num_completions
+        inserted["completions/mean_inserted_length"] = mean_inserted
+    num_tokens_before = before.get("num_tokens", 0)
+    num_generated_before = before.get("num_generated_tokens", 0)
     rate = trained.completion_tokens / seconds["perf/iteration_seconds"]
     return {
         "iteration": trained.iteration + 1,
         "policy_version": trained.policy_version,
-        **_reward_metrics(scored, rewards.names),
-        **_group_counts(groups),
+        **_reward_metrics(groups, rewards.names),
+        "groups_skipped": totals.skipped,
+        "groups_replaced": totals.replaced,
+        "groups_not_replaced": totals.not_replaced,
         "replacement_rounds": ledger.round,
-        "reward_errors": sum(len(group.errors) for group in groups),
+        "reward_errors": totals.reward_errors,
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": num_truncated / num_completions,
+        "completions/clipped_ratio": totals.truncated / num_completions,
         **inserted,
         **trained.metrics,
         **_trained_tokens(before, trained),
-        "num_tokens": before.get("num_tokens", 0) + num_read + num_generated,
-        "num_generated_tokens": before.get("num_generated_tokens", 0) + num_generated,
+        "num_tokens": num_tokens_before + totals.prompt_tokens + num_generated,
+        "num_generated_tokens": num_generated_before + num_generated,
         **seconds,
         "perf/infer_seconds": float(np.mean([*ledger.engine_seconds.values()])),
         "perf/train_seconds": trained.busy_seconds,
@@ -88,16 +91,33 @@ def iteration_metrics(
     }
 
 
-def _group_counts(groups: Iterable[events.GroupScored]) -> dict[str, int]:
-    counts = {"groups_skipped": 0, "groups_replaced": 0, "groups_not_replaced": 0}
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the groups of an iteration."""
+
+    skipped: int = 0
+    replaced: int = 0
+    not_replaced: int = 0  # unwanted groups that were trained all the same
+    reward_errors: int = 0
+    truncated: int = 0  # completions
+    inserted_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+def _totals_of(groups: Iterable[events.GroupScored]) -> _Totals:
+    totals = _Totals()
     for group in groups:
         if group.is_skipped:
-            counts["groups_skipped"] += 1
+            totals.skipped += 1
         if group.is_rejected:
-            counts["groups_replaced"] += 1
+            totals.replaced += 1
         elif group.is_unwanted:
-            counts["groups_not_replaced"] += 1
-    return counts
+            totals.not_replaced += 1
+        totals.reward_errors += len(group.errors)
+        totals.truncated += group.num_truncated
+        totals.inserted_tokens += group.num_inserted_tokens
+        totals.prompt_tokens += group.num_prompt_tokens
+    return totals
 
 
 def trained_tokens(line: Mapping[str, Any]) -> dict[str, int]:
@@ -107,8 +127,11 @@ def trained_tokens(line: Mapping[str, Any]) -> dict[str, int]:
     if "num_trainer_tokens" not in line:
         total = line.get("num_tokens", 0)
         line = {"num_completion_tokens": total, "num_trainer_tokens": total}
-    names = ("num_completion_tokens", "num_inserted_tokens", "num_trainer_tokens")
-    return {name: line.get(name, 0) for name in names}
+    return {
+        "num_completion_tokens": line.get("num_completion_tokens", 0),
+        "num_inserted_tokens": line.get("num_inserted_tokens", 0),
+        "num_trainer_tokens": line.get("num_trainer_tokens", 0),
+    }
 
 
 def _trained_tokens(before: Mapping[str, Any], trained: events.IterationTrained) -> dict[str, int]:
@@ -147,21 +170,24 @@ def _reward_metrics(
     groups: Sequence[events.GroupScored], reward_names: Sequence[str]
 ) -> dict[str, float]:
     """Reward metrics of the groups that have rewards; NaN if there are none."""
-    if not groups:
+    scored = [group for group in groups if not group.is_skipped]
+    if not scored:
         return dict.fromkeys(("reward", "reward_std", "frac_reward_zero_std"), math.nan)
-    rewards = np.array([group.rewards for group in groups])  # [N, G]
+    rewards = np.array([group.rewards for group in scored])  # [N, G]
+    is_equal_to_first = rewards == rewards[:, :1]
     metrics = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
-        "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(axis=1).mean()),
+        "frac_reward_zero_std": float(is_equal_to_first.all(axis=1).mean()),
     }
     for number, name in enumerate(reward_names):
-        scores = np.array([group.rewards_by_function[number] for group in groups], dtype=np.float64)
-        count = np.count_nonzero(~np.isnan(scores))  # NaN: the function did not apply
+        of_groups = [group.rewards_by_function[number] for group in scored]
+        scores = np.array(of_groups, dtype=np.float64)  # [N, G], NaN: it did not apply
+        count = np.count_nonzero(~np.isnan(scores))
         if count > 0:
-            sample_correction = 1 if count > 1 else 0
+            ddof = 1 if count > 1 else 0
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
-            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=sample_correction))
+            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=ddof))
     return metrics
 
 
@@ -174,8 +200,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Return what `summary.json` says about the iterations, whose metrics are `lines`."""
 
-    def total(name: str) -> float:  # a metric may be missing in lines of an older version
-        return sum(line.get(name) or 0 for line in lines)
+    def total(name: str) -> float:
+        return sum(values_of(lines, name))
 
     num_averaged = LAST_ITERATIONS if schedule.iterations >= 2 * LAST_ITERATIONS else 1
     rewards = {name: ends(lines, f"rewards/{name}/mean", num_averaged) for name in reward_names}
@@ -219,7 +245,7 @@ def summarize(
 
 
 def values_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """Return a metric of each line that has it."""
+    """Return a metric of each line that has it: lines of an older version may not."""
     values = []
     for line in lines:
         value = line.get(name)
@@ -244,11 +270,11 @@ def no_learning_warning(
 ) -> str:
     """Explain what keeps a run from learning, by its metrics; empty if nothing does."""
     newest = lines[-NO_LEARNING_ITERATIONS:]
-    if len(newest) < NO_LEARNING_ITERATIONS or any(line["reward"] is None for line in newest):
+    if len(values_of(newest, "reward")) < NO_LEARNING_ITERATIONS:  # None: all were skipped
         return ""
-    alike = min(line["frac_reward_zero_std"] for line in newest)
-    cut_off = min(line["completions/clipped_ratio"] for line in newest)
-    length = max(line["completions/mean_length"] for line in newest)
+    alike = min(values_of(newest, "frac_reward_zero_std"))
+    cut_off = min(values_of(newest, "completions/clipped_ratio"))
+    length = max(values_of(newest, "completions/mean_length"))
     found = []
     causes = []
     if alike >= EXTREME_SHARE and not batches.keeps_zero_advantages:
@@ -330,7 +356,7 @@ def overlap(lines: Collection[Mapping[str, Any]]) -> float:
     """Return the share (0 to 1) of the shorter of generating and training that overlapped."""
 
     def total(name: str) -> float:
-        return sum(line.get(f"perf/{name}_seconds") or 0.0 for line in lines)
+        return sum(values_of(lines, f"perf/{name}_seconds"))
 
     infer = total("infer")
     train = total("train")
