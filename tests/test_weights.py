@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -129,10 +130,14 @@ class Peer:
 
     def send(self, version, names=SHAPES, dtype=None):
         self.gathered = []
+        alive = [lambda: None]  # the weight that was gathered last
 
         def gather(weight, dtype):
+            assert alive.pop()() is None, "two whole weights at a time"
             self.gathered.append(weight.numel())
-            return weight.to(dtype)
+            whole = weight.to(dtype, copy=True)
+            alive.append(weakref.ref(whole))
+            return whole
 
         values = make_weights(version)
         weights = [Weight.stored(name, values[name], is_trained=True) for name in names]

@@ -225,11 +225,11 @@ class WeightChannel:
             self._signal_read(number - len(self._buckets))
             for piece in pieces:
                 if piece.start == 0:
-                    values = torch.empty(0)  # free this weight before the next is gathered
+                    # Free this weight before the next is gathered: no name may refer to a part.
+                    values = torch.empty(0)
                     values = next(gathered).reshape(-1)
-                part = values[piece.start : piece.start + piece.count]
                 place = piece.view(self._bucket(number))
-                place.copy_(part)
+                place.copy_(values[piece.start : piece.start + piece.count])
             self._start(number)
         self._wait_for_all_but(0)
         num_buckets = len(self._plan)
