@@ -9,6 +9,7 @@ from easyrl.config import load_config
 from easyrl.events import Activity, Span, UnderWay
 from easyrl.runtime import watchdog as module
 from easyrl.runtime.metrics import no_learning_warning
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.watchdog import Watchdog
 from own_processes import WAIT_SECONDS
 from runs import SMALL, descendants, start, wait_for_line, wait_until_gone, workers
@@ -121,7 +122,8 @@ HEALTHY = {
 
 def warning(*changes):
     lines = [{"iteration": number, **HEALTHY, **each} for number, each in enumerate(changes, 5)]
-    return no_learning_warning(lines, load_config(), Path("my run"))
+    spec = resolve(load_config())
+    return no_learning_warning(lines, spec.batches, spec.limits, Path("my run"))
 
 
 @pytest.mark.parametrize(
