@@ -131,10 +131,12 @@ def default_reward(data: DataConfig) -> str | None:
     for name in data.datasets:
         if name.startswith(REASONING_GYM):
             rewards.add("reasoning_gym")
-        else:
-            preset = PRESETS.get(name) or PRESETS.get(data.preset or "")
-            rewards.add(None if preset is None else preset.reward)
-    return rewards.pop() if len(rewards) == 1 else None
+            continue
+        preset = PRESETS.get(name) or PRESETS.get(data.preset or "")
+        rewards.add(preset.reward if preset else None)
+    if len(rewards) != 1:
+        return None
+    return rewards.pop()
 
 
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:

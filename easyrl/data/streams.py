@@ -359,8 +359,9 @@ class PromptStream:
         self._columns: dict[str, None] = {}  # of all data sets: a set that keeps the order
         for each in self._data:
             blank = dict.fromkeys(each.columns)
-            names = each.form.reward_columns(each.form.named(blank))
-            self._columns.update(dict.fromkeys(names))
+            row = each.form.named(blank)
+            for name in each.form.reward_columns(row):
+                self._columns[name] = None
 
     @property
     def epoch_length(self) -> int | None:
@@ -376,8 +377,8 @@ class PromptStream:
         block, position = divmod(index, BLOCK)
         turn = self._turns[position]
         number = turn.dataset
-        num_before = block * self._counts[number] + turn.num_before
-        prompt = self._data[number].prompt(num_before)
+        num_in_blocks = block * self._counts[number]
+        prompt = self._data[number].prompt(num_in_blocks + turn.num_before)
         return self._with_source(prompt, number, index)
 
     def _with_source(self, prompt: Prompt, number: int, index: int) -> Prompt:

@@ -161,13 +161,16 @@ class Countdown(Task):
 
 
 def applied(operation: str, left: int, right: int) -> int | None:
-    """Return `left operation right`; None where that is negative or not an integer."""
-    if operation == "/":
-        is_integer = right != 0 and left % right == 0
-        return left // right if is_integer else None
+    """Return `left operation right` of two numbers from 0 on; None where that is negative or not an
+    integer."""
+    if operation == "+":
+        return left + right
+    if operation == "*":
+        return left * right
     if operation == "-":
         return left - right if left >= right else None
-    return left + right if operation == "+" else left * right
+    is_integer = right != 0 and left % right == 0
+    return left // right if is_integer else None
 
 
 class Guess(Task):

@@ -100,13 +100,13 @@ class History:
         lines = [line for number, line in self.lines.items() if number and "reward" in line]
         if not lines:
             return {}
-        newest = max(self.series(ACCURACY), default=0)
         so_far = replace(self.spec.schedule, iterations=len(lines))
         state = SavedState(num_iterations=len(lines))
         num_devices = max(1, count_devices(self.devices.values()))
         names = self.spec.rewards.names
         summary = summarize(lines, so_far, names, state, num_devices)
-        measured = {
+        newest = max(self.series(ACCURACY), default=0)
+        measured: dict[str, Mapping[str, Any]] = {
             "before": self.lines.get(0, {}),
             "after": self.lines[newest] if newest else {},
         }
@@ -154,8 +154,9 @@ def read_history(folder: Path) -> History:
     with contextlib.suppress(ValueError):  # no trace, or one of an older version
         for event in RunFiles(folder).read():
             run._apply(event)
-    if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
-        for line in from_1(folder, GrowingFile(folder / METRICS).read()):
+    metrics = folder / METRICS
+    if metrics.is_file():  # has every iteration; a long trace has lost the oldest ones
+        for line in from_1(folder, GrowingFile(metrics).read()):
             number = line["iteration"]
             from_trace = run.lines.get(number, {})
             run.lines[number] = {**from_trace, **line, OVERLAP: overlap([line])}

@@ -6,7 +6,7 @@ Used without a terminal and with --no-live; the table also follows the live view
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from shlex import quote
@@ -75,11 +75,12 @@ class PlainLines:
                 print_end(exit_code, message)
 
     def _report_checkpoint(self, saved: events.CheckpointSaved) -> None:
-        iteration = saved.policy_version // self._run.spec.schedule.updates_per_iteration
-        path = self._run.folder / CHECKPOINTS / str(saved.policy_version)
+        version = saved.policy_version
+        iteration = version // self._run.spec.schedule.updates_per_iteration
+        path = self._run.folder / CHECKPOINTS / str(version)
         mib = saved.num_bytes / 2**20
-        size = f"{mib:,.0f} MiB in {saved.seconds:.1f} s"
-        say(f"checkpoint of iteration {iteration}: {path} ({size})")
+        seconds = saved.seconds
+        say(f"checkpoint of iteration {iteration}: {path} ({mib:,.0f} MiB in {seconds:.1f} s)")
 
     def _report_evaluation(self, evaluated: events.Evaluated) -> None:
         accuracy = evaluated.accuracy
@@ -223,13 +224,13 @@ def _accuracy_rows(summary: Mapping[str, Any], sampling: SamplingChoice) -> Iter
         accuracy = summary[f"accuracy_{when}"]
         reward = summary.get(f"held_out_reward_{when}")
         values.append(with_error(accuracy, summary.get(f"error_{when}")))
-        rewards.append(shown(reward, ".3f"))
+        rewards.append(reward)
         if mean_reward(accuracy, reward):
             is_graded = True
     change = " → ".join(values)
     yield "held-out accuracy", f"{change} ({training_sampling(sampling)})"
     if is_graded:
-        yield "  mean reward", " → ".join(rewards)
+        yield "  mean reward", _change(rewards)
     best = summary.get("accuracy_best")
     if best is not None and best > summary["accuracy_after"]:
         yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
@@ -237,17 +238,22 @@ def _accuracy_rows(summary: Mapping[str, Any], sampling: SamplingChoice) -> Iter
 
 def _reward_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """The reward at the start and at the end; of several reward functions each one's, too."""
-    first = shown(summary["reward_first"], ".3f")
-    last = shown(summary["reward_last"], ".3f")
+    change = _change([summary["reward_first"], summary["reward_last"]])
     of_what = "first and last iteration"
     if summary["iterations"] >= 2 * LAST_ITERATIONS:
         of_what = f"means of the first and last {LAST_ITERATIONS} iterations"
-    yield "reward", f"{first} → {last} ({of_what})"
+    yield "reward", f"{change} ({of_what})"
     functions = summary.get("rewards", {})  # older versions lack it
     if len(functions) > 1:
         for name, ends in functions.items():
-            values = " → ".join(shown(end, ".3f") for end in ends)
-            yield f"  {shorten(name, 24)}", values
+            short_name = shorten(name, 24)
+            yield f"  {short_name}", _change(ends)
+
+
+def _change(values: Iterable[float | None]) -> str:
+    """Return `0.250 → 0.500`."""
+    texts = [shown(value, ".3f") for value in values]
+    return " → ".join(texts)
 
 
 def _token_rows(summary: Mapping[str, Any]) -> Iterator[Row]:

@@ -185,18 +185,19 @@ def _lanes(run: History, since: float, until: float) -> dict[str, list[str]]:
     """Return what took most of each slice of the time, by worker, and when both groups worked."""
     seconds = max(1e-6, until - since) / NUM_SLICES
     lanes: dict[str, list[str]] = {}
-    is_group_working = {
-        "rollout": np.zeros(NUM_SLICES, bool),
-        "train": np.zeros(NUM_SLICES, bool),
-    }
+    generates = np.zeros(NUM_SLICES, bool)  # any rollout worker
+    trains = np.zeros(NUM_SLICES, bool)
     for worker in run.state.workers.values():
         slices = worker.seconds_by_kind(since, seconds, NUM_SLICES)
         lane: list[str] = [main_kind(work, seconds) for work in slices]
-        group, _, _ = worker.name.partition("-")  # of "rollout-0"
-        is_group_working[group] |= np.isin(lane, WORKING)
         lanes[worker.name] = lane
-    are_both_working = is_group_working["rollout"] & is_group_working["train"]
-    lanes[BOTH] = [BOTH if are_working else "wait" for are_working in are_both_working]
+        is_working = np.isin(lane, WORKING)
+        if worker.name.startswith("rollout"):
+            generates |= is_working
+        else:
+            trains |= is_working
+    both = np.where(generates & trains, BOTH, "wait")
+    lanes[BOTH] = both.tolist()
     return lanes
 
 

@@ -97,11 +97,15 @@ def _settings(runs: Sequence[Mapping[str, Any]]) -> list[Setting]:
     defaults = by_name(Config().model_dump(mode="json"))
     rows = []
     for key in KEYS:
-        default = json.dumps(defaults[key], ensure_ascii=False)
-        values = [json.dumps(settings[key], ensure_ascii=False) for settings in runs]
+        default = _to_json(defaults[key])
+        values = [_to_json(settings[key]) for settings in runs]
         if set(values) != {default} and key != "output.dir":
             rows.append(Setting(key, default, values))
     return rows
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 class ShownSample(NamedTuple):

@@ -43,7 +43,8 @@ def say(text: str, stream: TextIO | None = None, keep: str = "\n\t") -> None:
     try:
         print(printable(text, keep), file=stream, flush=True)
     except OSError:  # the reader of a pipe is gone, or a disk is full: the run continues
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
 
 
 def say_once(already: set[str], key: str, text: str) -> None:

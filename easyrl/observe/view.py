@@ -352,7 +352,8 @@ def _lane(
     """Draw one character per slice of time, for what took most of it, and the busy share.
     `seconds`: length of a slice."""
     # Slices start at multiples of their length, so that a lane moves by whole characters.
-    since = (int(until // seconds) - num_slices) * seconds
+    last = int(until // seconds)
+    since = (last - num_slices) * seconds
     lane = []
     busy_seconds = 0.0
     for work in worker.seconds_by_kind(since, seconds, num_slices):
@@ -438,10 +439,12 @@ def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> l
             title += f", branches: {len(branches)}"
         num_left = height - len(lines)
         num_prompt_lines = max(1, num_left // 3)
-        prompt = _wrapped(group.prompt or "", width, "dim")[-num_prompt_lines:]
+        prompt = _wrapped(group.prompt or "", width, "dim")
+        prompt = prompt[-num_prompt_lines:]
         completion = _wrapped(sample.completion, width)
         num_free = num_left - len(prompt) - 1  # without the title
-        if lines and num_free < min(3, len(completion)):
+        num_needed = min(MIN_SAMPLE_LINES, len(completion))
+        if lines and num_free < num_needed:
             break
         if len(completion) > num_free > 2:  # its start, and its end with the answer
             cut = num_free // 2
