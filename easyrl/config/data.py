@@ -39,7 +39,8 @@ class DataConfig(Section):
     """Settings of a task of reasoning_gym, as in {max_digits: 2}; of several data sets by the names
     of the tasks: {chain_sum: {max_digits: 2}}."""
     preset: Annotated[str | None, PROMPT_FORM] = Field(default=None, min_length=1)
-    """A preset whose settings apply to rows of your own that have its columns. Null: none."""
+    """Preset whose form of prompts and reward are used for rows of your own, which must have its
+    columns. Null: none."""
     weights: Annotated[list[PositiveFloat] | None, COMPARED] = Field(default=None, min_length=1)
     """Shares of a list of data sets, exact to a thousandth; null: equal shares."""
     prompt_column: Annotated[str | None, PROMPT_FORM] = Field(default=None, min_length=1)
@@ -83,18 +84,29 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
-        is_alone = len(self.datasets) == 1 and self.datasets[0].startswith(REASONING_GYM)
-        of_tasks = {REASONING_GYM + k for k, v in self.options.items() if isinstance(v, dict)}
-        if not is_alone and (len(of_tasks) < len(self.options) or of_tasks - {*self.datasets}):
+        if not self._options_fit():
             expected = "expected {TASK: {OPTION: VALUE}} for tasks of reasoning_gym in"
             raise ValueError(f"data.options: {expected} {self.shown}, got {self.options}")
-        weights, num = self.weights, len(self.datasets)
-        if weights and (len(weights) != num or min(weights) * 1000 < sum(weights)):
+        num_datasets = len(self.datasets)
+        weights = self.weights
+        if weights and (len(weights) != num_datasets or min(weights) * 1000 < sum(weights)):
             raise ValueError(
-                f"data.weights: expected one for each of {counted(num, 'data set')}, at least a "
-                f"thousandth of their sum, got {weights}"
+                f"data.weights: expected one for each of {counted(num_datasets, 'data set')}, at "
+                f"least a thousandth of their sum, got {weights}"
             )
-        if isinstance(self.columns, list) and len(self.columns) != num:
-            expected = f"expected a list of names for each of {counted(num, 'data set')}"
+        if isinstance(self.columns, list) and len(self.columns) != num_datasets:
+            expected = f"expected a list of names for each of {counted(num_datasets, 'data set')}"
             raise ValueError(f"data.columns: {expected}, got {len(self.columns)}")
         return self
+
+    def _options_fit(self) -> bool:
+        """Return whether the options are those of a single task, or each names a task of `dataset`
+        and has that task's options."""
+        is_single_task = len(self.datasets) == 1 and self.datasets[0].startswith(REASONING_GYM)
+        if is_single_task:
+            return True
+        for task, options in self.options.items():
+            is_here = f"{REASONING_GYM}{task}" in self.datasets
+            if not (is_here and isinstance(options, dict)):
+                return False
+        return True

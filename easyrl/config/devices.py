@@ -36,13 +36,14 @@ def parse_device_set(text: str) -> DeviceSet:
     """Parse `0-3`, `0,2,5`, `0-1,4`, `cpu`, `cpu:3`, `ray:4` or `ray:cpu:4`. Raises ValueError."""
     if match := re.fullmatch(r"ray:(cpu:)?([1-9][0-9]{0,3})", text.strip()):
         kind: Literal["cpu", "accelerator"] = "cpu" if match[1] else "accelerator"
-        return DeviceSet(kind, tuple(range(int(match[2]))), is_ray=True)
+        count = int(match[2])
+        return DeviceSet(kind, tuple(range(count)), is_ray=True)
     if match := re.fullmatch(r"cpu(?::([1-9][0-9]{0,3}))?", text.strip()):
-        return DeviceSet("cpu", tuple(range(int(match[1] or 1))))
+        count = int(match[1] or 1)
+        return DeviceSet("cpu", tuple(range(count)))
     indices: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
-        part_indices = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        part_indices = _indices_of(part)
         if not part_indices or set(indices) & set(part_indices):
             raise ValueError(
                 "expected 0-3 (a range), 0,2,5 (each once), cpu or cpu:3 (3 workers), or on a Ray "
@@ -52,15 +53,29 @@ def parse_device_set(text: str) -> DeviceSet:
     return DeviceSet("accelerator", tuple(sorted(indices)))
 
 
+def _indices_of(part: str) -> range:
+    """Parse `5` or `0-3`. Anything else is an empty range."""
+    match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
+    if match is None:
+        return range(0)
+    first = int(match[1])
+    last = int(match[2] or first)
+    return range(first, last + 1)
+
+
 def range_words(indices: Sequence[int]) -> str:
-    """`0-3,6`, which `parse_device_set` reads."""
+    """Write ascending indices as `0-3,6`, which `parse_device_set` reads."""
     ranges: list[list[int]] = []
     for index in indices:
         if ranges and index == ranges[-1][-1] + 1:
             ranges[-1].append(index)
         else:
             ranges.append([index])
-    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
+    words = []
+    for each in ranges:
+        first, last = each[0], each[-1]
+        words.append(str(first) if first == last else f"{first}-{last}")
+    return ",".join(words)
 
 
 def _check(text: str | None) -> str | None:
@@ -96,8 +111,14 @@ class DevicesConfig(Section):
 
 
 def count_devices(names: Collection[str]) -> int:
-    """Count the workers' devices: the CPU once per worker, a shared accelerator once, both of an
-    engine on `cuda:0,1`."""
-    cpus = [name for name in names if name.endswith("cpu")]  # `10.0.0.2/cpu` on a cluster
-    parts = [name.rpartition(":") for name in {*names} - {*cpus}]
-    return len(cpus) + len({(kind, n) for kind, _, numbers in parts for n in numbers.split(",")})
+    """Count the workers' devices. The CPU counts once per worker, an accelerator once, also if two
+    workers share it. An engine on `cuda:0,1` has two."""
+    num_cpus = 0
+    accelerators = set()
+    for name in names:
+        if name.endswith("cpu"):  # on a cluster, `10.0.0.2/cpu`
+            num_cpus += 1
+            continue
+        kind, _, numbers = name.rpartition(":")
+        accelerators |= {(kind, number) for number in numbers.split(",")}
+    return num_cpus + len(accelerators)

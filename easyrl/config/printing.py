@@ -24,32 +24,40 @@ def to_commented_yaml(
     `only_changes`: print only keys whose value is not the default. `only`: print only these keys
     and sections. With either, a comment gives the default.
     """
-    keys: Iterable[str] = _changed_keys(config, Config()) if only_changes else KEYS
+    shown = _changed_keys(config, Config()) if only_changes else list(KEYS)
     if only:
-        keys = [key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in only)]
-    shown = list(keys)
+        shown = [key for key in shown if _is_in(key, only)]
     has_defaults = only_changes or bool(only)
     text = ""
     for name, section in SECTIONS.items():
-        if not any(key.startswith(f"{name}.") for key in shown):
+        if not any(_is_in(key, [name]) for key in shown):
             continue
-        *outer, last = name.split(".")
+        *outer, last_part = name.split(".")
         indent = "  " * len(outer)
         if text and not outer:
             text += "\n"
-        text += f"{_comment(section.__doc__, indent)}{indent}{last}:\n"
+        text += _comment(section.__doc__, indent)
+        text += f"{indent}{last_part}:\n"
         for key in shown:
             if key.rpartition(".")[0] == name:
                 text += _setting(key, config, f"{indent}  ", has_default=has_defaults)
     return text
 
 
+def _is_in(key: str, names: Iterable[str]) -> bool:
+    """Return whether the key is one of these, or in one of these sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def _setting(key: str, config: Config, indent: str, *, has_default: bool) -> str:
     value_of = attrgetter(key)
     text = _comment(KEYS[key].description, indent)
     if has_default:
-        text += _comment(f"Default: {yaml_value(value_of(Config()))}", indent)
-    return f"{text}{indent}{key.rpartition('.')[2]}: {yaml_value(value_of(config))}\n"
+        default = yaml_value(value_of(Config()))
+        text += _comment(f"Default: {default}", indent)
+    last_part = key.rpartition(".")[2]
+    value = yaml_value(value_of(config))
+    return f"{text}{indent}{last_part}: {value}\n"
 
 
 def _changed_keys(config: Config, base: Config) -> list[str]:
@@ -59,16 +67,19 @@ def _changed_keys(config: Config, base: Config) -> list[str]:
 def to_arguments(config: Config, base: Config) -> list[str]:
     """Return the arguments of `easyrl grpo` that make `config` of `base`: first options, then
     words, as ["--seed", "3", "train.save_every=5"]."""
-    option_of = {key: f"--{name.replace('_', '-')}" for name, key in OPTIONS.items()}
+    name_of_option = {key: name.replace("_", "-") for name, key in OPTIONS.items()}
     options: list[str] = []
     words: list[str] = []
     for key in _changed_keys(config, base):
         value = attrgetter(key)(config)
-        if key not in option_of or isinstance(value, dict | None):  # an option is a text
+        is_text = not isinstance(value, dict | None)  # else an option cannot have it
+        if key in name_of_option and is_text:
+            values = value if isinstance(value, list) else [value]
+            for each in values:
+                options.append(f"--{name_of_option[key]}")
+                options.append(str(each))
+        else:
             words.append(f"{key}={yaml_value(value)}")
-            continue
-        for each in value if isinstance(value, list) else [value]:
-            options += [option_of[key], str(each)]
     return options + words
 
 

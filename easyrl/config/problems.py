@@ -28,8 +28,9 @@ def _problem(details: Mapping[str, Any]) -> str:
     if kind == "model_type":
         first_key = next(key for key in KEYS if key.startswith(f"{name}."))
         message = f"expected keys of this section, as in {first_key}=..."
-    given = json.dumps(details["input"], ensure_ascii=False, default=str)
-    instead = INSTEAD.get((name, str(details["input"]).lower()))
+    value = details["input"]
+    given = json.dumps(value, ensure_ascii=False, default=str)
+    instead = INSTEAD.get((name, str(value).lower()))
     advice = f"; use {instead}" if instead else ""
     return f"{name}: {message}, got {given}{advice}"
 
@@ -37,8 +38,9 @@ def _problem(details: Mapping[str, Any]) -> str:
 def _unknown(name: str, value: Any) -> str:
     """Explain an unknown key or section `name` that has this value in the settings."""
     if name in KEYS or name in SECTIONS:  # the full name stands in a file, as `train.seed: 1`
-        nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
-        return f"{name}: expected in its section, as in {nested}"
+        opened = name.replace(".", ": {")
+        closing = "}" * name.count(".")
+        return f"{name}: expected in its section, as in {opened}: ...{closing}"
     while isinstance(value, dict) and len(value) == 1:  # name the key in an unknown section
         ((key, value),) = value.items()
         name += f".{key}"

@@ -106,14 +106,17 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value in mapping:
-                problem = f"expected each key once, as a word, got '{key.value}'"
-                raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
-            if ":" in key.value and not value.value:
-                problem = f"expected a space after the colon, got '{key.value}'"
-                raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
-            mapping[key.value] = self.construct_object(value, deep=True)
+            name = key.value
+            if not isinstance(key, yaml.ScalarNode) or name in mapping:
+                raise _bad_key(key, f"expected each key once, as a word, got '{name}'")
+            if ":" in name and not value.value:
+                raise _bad_key(key, f"expected a space after the colon, got '{name}'")
+            mapping[name] = self.construct_object(value, deep=True)
         return mapping
+
+
+def _bad_key(key: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, key.start_mark)
 
 
 SCALARS = {

@@ -108,10 +108,14 @@ class RewardConfig(Section):
             raise ValueError(f"reward.weights: {expected}, got {self.weights}")
         if "none" in functions and len(functions) > 1:
             raise ValueError(f"reward.functions: expected none alone, got {', '.join(functions)}")
-        if ("regex" in functions) != (self.pattern is not None):
+        has_pattern = self.pattern is not None
+        needs_pattern = "regex" in functions
+        if has_pattern != needs_pattern:
             expected = "expected a regular expression with the function regex, else null"
             raise ValueError(f"reward.pattern: {expected}, got {self.pattern!r}")
-        if ("judge" in functions) != (self.judge.url is not None):
+        has_url = self.judge.url is not None
+        needs_url = "judge" in functions
+        if has_url != needs_url:
             expected = "expected a server's address with the function judge, else null"
             raise ValueError(f"reward.judge.url: {expected}, got {self.judge.url!r}")
         return self

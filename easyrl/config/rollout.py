@@ -145,16 +145,31 @@ class SamplingChoice:
 
     @classmethod
     def of_training(cls, rollout: RolloutConfig) -> Self:
-        length, temperature = rollout.max_completion_length, rollout.temperature
-        return cls(rollout.num_generations, length, temperature, rollout.top_k, rollout.top_p)
+        return cls(
+            num_samples=rollout.num_generations,
+            max_completion_length=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+        )
 
     @classmethod
     def of_evaluation(
         cls, config: EvalConfig, rollout: RolloutConfig, of_preset: Mapping[str, Any]
     ) -> Self:
-        """Settings of the user, else of the preset (by the keys of `eval`), else of training."""
-        values = {**dict(rollout), "num_samples": 1, "temperature": 0.0, **of_preset}
-        values |= {key: value for key, value in config if value is not None}
+        """Return the user's settings, else the preset's (`of_preset`, by the keys of `eval`), else
+        one greedy sample of the length in training."""
+        values: dict[str, Any] = {
+            "num_samples": 1,
+            "max_completion_length": rollout.max_completion_length,
+            "temperature": 0.0,
+            "top_k": rollout.top_k,
+            "top_p": rollout.top_p,
+        }
+        for given in (of_preset, dict(config)):
+            for name in values:
+                if given.get(name) is not None:
+                    values[name] = given[name]
         if values["temperature"] == 0.0 and values["num_samples"] > 1:
             values["temperature"] = rollout.temperature
-        return cls(**{name: values[name] for name in cls.__slots__})
+        return cls(**values)

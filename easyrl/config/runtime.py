@@ -20,9 +20,9 @@ class RuntimeConfig(Section):
     """`auto`: resume from the newest whole checkpoint in output.dir, or start a new run if there is
     none, so that one command serves for the start and for every restart."""
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0.0)
-    """Longest time, in seconds, of a weight transfer's steps, of a step that train workers take
-    together, and of a reward call (then see `reward.on_error`). After it the run stops and says
-    why, or replaces the rollout worker that it waited for."""
+    """Longest time, in seconds, of each step of a weight transfer, of a step that train workers
+    take together, and of a reward call. After it a rollout worker that does not take part in a
+    transfer is replaced, `reward.on_error` decides about a call, and otherwise the run ends."""
     stall_seconds: Annotated[float | None, MAY_CHANGE] = Field(default=1800.0, gt=0.0)
     """Time in seconds without progress (a token; with vLLM a finished group; a trained micro-batch,
     a transfer, a step of the start) after which the workers' stacks are written to the logs of the

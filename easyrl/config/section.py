@@ -33,14 +33,17 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_type(cls, value: Any, info: Any) -> Any:
-        annotation = (field := cls.model_fields[info.field_name]).annotation
+        field = cls.model_fields[info.field_name]
+        annotation = field.annotation
         if value is None and isinstance(annotation, type) and issubclass(annotation, Section):
             return {}  # a section whose keys are all commented out
         if value == "none" and AS_LIST in field.metadata:
             return [value]  # the reward `none`
-        if isinstance(value, str) and value.lower() == "none" and NoneType in kinds(annotation):
+        accepted = kinds(annotation)
+        if isinstance(value, str) and value.lower() == "none" and NoneType in accepted:
             return None  # as Python writes it
-        if isinstance(value, bool) and {int, float} & {*kinds(annotation)}:
+        takes_number = int in accepted or float in accepted
+        if isinstance(value, bool) and takes_number:  # a bool is an int, too
             raise ValueError("expected a number")
         return value
 
