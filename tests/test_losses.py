@@ -225,6 +225,20 @@ def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path):
         assert found == expected
 
 
+@pytest.mark.parametrize(("parameter", "attribute"), [
+    ("config", "algorithm.epsilon"),
+    ("settings", "algorithm.epsilon"),
+    ("options", "epsilon"),
+])  # fmt: skip
+def test_a_loss_gets_all_settings_or_those_of_the_loss(parameter, attribute, tmp_path):
+    source = REINFORCE.replace("loss(inputs)", f"loss(inputs, {parameter})")
+    source = source.replace("per_token.sum()", f"per_token.sum() * {parameter}.{attribute}")
+    source += f"\ndef loss_denominator({parameter}, **counts): return {parameter}.{attribute}"
+    options = resolve(own_config(tmp_path, source)).loss
+    found = load_loss(options)
+    assert found.loss_denominator(options, num_completions=8, num_tokens=70) == 0.2
+
+
 def test_a_loss_may_be_a_teachers_divergence_alone(tmp_path):
     source = REINFORCE.replace("-inputs.advantages * inputs.logprobs", "inputs.teacher.divergence")
     own = own_config(tmp_path, source)
