@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,14 @@ class Prompt:
                 if len(json.dumps(value, allow_nan=False)) <= MAX_REFERENCE:
                     found[name] = value
         return found
+
+
+class GroupKey(NamedTuple):
+    """Key of a group in a rollout worker. It seeds the group's sampling."""
+
+    kind: int  # 0: it is trained, 1: it is part of an evaluation
+    number: int  # of the iteration or the evaluation round
+    prompt_index: int
 
 
 IndexedPrompt = tuple[int, Prompt]  # a group's index in the iteration, and its prompt

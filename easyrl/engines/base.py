@@ -76,7 +76,7 @@ class Engine:
         if not 0 < len(request.prompt_ids) <= longest:
             raise ConfigError(
                 f"data.max_prompt_length: expected prompts of 1 to {longest} tokens, got "
-                f"{len(request.prompt_ids)} in prompt {request.key}"
+                f"{len(request.prompt_ids)} in prompt {tuple(request.key)}"
             )
         self._waiting.append(request)
 

@@ -5,8 +5,8 @@
     train worker ──weights─────┘                          ▼
                                     ring ◄── group ◄── advantages
 
-With environments (`episodes`) they act between two turns of a completion. The loop alternates
-between one engine step and everything else.
+What happens between two turns of a completion is up to its episodes (`environments.base`). The loop
+alternates between one engine step and everything else.
 """
 
 import time
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -44,18 +44,21 @@ from easyrl.types import (
     BrokenInvariant,
     Completion,
     Float32,
+    GroupKey,
     IndexedPrompt,
+    Int32,
     Messages,
     Prompt,
     RolloutGroup,
+    no_tokens,
 )
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
-TRAIN, EVALUATE = 0, 1
-Key = tuple[int, int, int]
-"""(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): it seeds sampling."""
+TRAIN = 0
+EVALUATE = 1
+DEFAULT_MEMORY_FRACTION = 0.9  # of a device that an engine has for itself
 
 
 @dataclass(slots=True)
@@ -64,14 +67,32 @@ class _Group:
 
     index: int  # in its iteration
     prompt: Prompt
-    known: int | None  # checksum of what a dead worker has delivered
-    # Once it is generated and being scored:
+    known: int | None  # checksum, if a dead worker has delivered it; None: it has not
+    # Set once the group is generated and is being scored:
     prompt_ids: Sequence[int] = ()
     completions: Sequence[Completion] = ()  # [G]
     text: str = ""  # of the prompt, with the first episode's observation
     texts: Sequence[str] = ()  # of its completions; of episodes, the conversations
     scoring_started: float = 0.0
-    episodes: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # lists [G] by key
+    episodes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """What is shown of its episodes, as {"ended_by": ["answer", "length"]}: [G] each."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A group for the ring."""
+
+    group: RolloutGroup
+    report: events.GroupScored | None  # None: it has been sent
+
+
+class _Judged(NamedTuple):
+    """A scored group, and what is done with it."""
+
+    rewards: Float32  # [G]; NaN in a skipped group
+    is_skipped: bool
+    is_unwanted: bool  # another prompt should replace it
+    is_rejected: bool  # another prompt replaces it
 
 
 class RolloutWorker:
@@ -90,18 +111,19 @@ class RolloutWorker:
         def report(text: str) -> None:
             control.send(events.Note(f"{settings.name}: {text}"))
 
-        # It starts meanwhile.
+        # The processes of rewards and environments start while this one loads the model.
         of_models = settings.reward_environment
         self.reward_pool = RewardPool(self.spec.rewards, settings.sources or {}, report, of_models)
         self.episodes = self._make_episodes(report)
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
-        pin(settings.cores)  # after these processes: they may run on any core
+        pin(settings.cores)  # after these processes have started: they may run on any core
         control.send(events.Starting("loading the model"))
         try:
-            self.tokenizer, self.engine = self._load()
-            self.engine.report, self.engine.use_cores = report, self.cores.use_available
-            num_rows = settings.max_concurrent_groups * self.sampling.num_samples
-            self.episodes.bind(self.engine, self.tokenizer, num_rows)
+            self.tokenizer = tokenizer_of(self.spec.model)
+            self.engine = self._make_engine()
+            self.engine.report = report
+            self.engine.use_cores = self.cores.use_available
+            self.episodes.bind(self.engine, self.tokenizer, self._num_rows)
         except BaseException:
             self._close_pools()
             raise
@@ -111,9 +133,13 @@ class RolloutWorker:
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
         self._is_last_round = False
-        self._groups: dict[Key, _Group] = {}
-        self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
-        """Groups for the ring, with their reports if these have not been sent."""
+        self._groups: dict[GroupKey, _Group] = {}
+        self._outbox: deque[_Outgoing] = deque()
+
+    @property
+    def _num_rows(self) -> int:
+        """Most sequences that the engine generates at a time."""
+        return self.settings.max_concurrent_groups * self.sampling.num_samples
 
     def _make_episodes(self, report: Callable[[str], None]) -> Episodes:
         """Start the processes of environments or an agent, if there are any."""
@@ -135,42 +161,51 @@ class RolloutWorker:
         endpoint = Endpoint(spec, self.sampling)
         return AgentEpisodes(spec, agents, endpoint, max_open_groups=most)
 
-    def _load(self) -> tuple[Any, Engine]:
-        spec, model = self.spec, self.spec.model
-        tokenizer = tokenizer_of(model)
+    def _make_engine(self) -> Engine:
+        """Load the model into an engine. Raises ConfigError."""
+        spec = self.spec
+        model = spec.model
         has_branches = spec.episodes is not None and spec.episodes.agent is not None
         sampling = sampling_settings(
             spec.engine, spec.limits, self.sampling, has_branches=has_branches
         )
         if self.settings.engine == "vllm":
-            return tokenizer, self._start_vllm(tokenizer, sampling)
-        trusted, device = model.trust_remote_code, self.settings.device
-        policy = load_policy(model.path, device, trust_remote_code=trusted, dtype=model.dtype)
-        policy.stop_at(tokenizer.eos_token_id)
+            return self._start_vllm(sampling)
+        policy = load_policy(
+            model.path,
+            self.settings.device,
+            trust_remote_code=model.trust_remote_code,
+            dtype=model.dtype,
+        )
+        policy.stop_at(self.tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
-        if policy.no_packing_reason is not None:  # the train worker reports it
-            if spec.episodes is not None:
-                raise ConfigError(
-                    f"{spec.episodes.key}: expected a model that the embedded engine or "
-                    f"vLLM can serve, got {model.path}: {policy.no_packing_reason}"
-                )
-            return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
-        num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
-        return tokenizer, EmbeddedEngine(policy, sampling, num_rows=num_rows, tokenizer=tokenizer)
+        reason = policy.no_packing_reason
+        if reason is None:
+            return EmbeddedEngine(
+                policy, sampling, num_rows=self._num_rows, tokenizer=self.tokenizer
+            )
+        if spec.episodes is not None:
+            raise ConfigError(
+                f"{spec.episodes.key}: expected a model that the embedded engine or "
+                f"vLLM can serve, got {model.path}: {reason}"
+            )
+        return GenerateEngine(policy, sampling, tokenizer=self.tokenizer)
 
-    def _start_vllm(self, tokenizer: Any, sampling: SamplingSettings) -> Engine:
+    def _start_vllm(self, sampling: SamplingSettings) -> Engine:
         from easyrl.engines.vllm.engine import VllmEngine
 
         self.control.send(events.Starting("starting vLLM"))
-        settings, spec = self.settings, self.spec.engine
+        settings = self.settings
+        spec = self.spec.engine
+        own_fraction = spec.memory_fraction or DEFAULT_MEMORY_FRACTION
         return VllmEngine(
             self.spec.model,
             sampling,
             device=settings.device,
-            stop_at=tokenizer.eos_token_id,
+            stop_at=self.tokenizer.eos_token_id,
             max_concurrent_groups=settings.max_concurrent_groups,
             num_generations=self.sampling.num_samples,
-            memory_fraction=settings.memory_fraction or spec.memory_fraction or 0.9,
+            memory_fraction=settings.memory_fraction or own_fraction,
             is_device_shared=settings.memory_fraction is not None,
             tensor_parallel_size=spec.tensor_parallel_size,
             log_file=settings.log_file,
@@ -183,15 +218,16 @@ class RolloutWorker:
             while True:
                 self._wait_for_work()
                 if self._deferred or self.control.poll():
-                    command = self._deferred.popleft() if self._deferred else self.control.recv()
-                    if not self._obey(command):
+                    command = self._take_command()
+                    if isinstance(command, events.Stop):
                         return
+                    self._obey(command)
                 if self.engine.can_step and not self._outbox:
                     self._generate()
-                for finished in self.episodes.advance():
-                    self._score(*finished)
+                for request, completions in self.episodes.advance():
+                    self._score(request, completions)
                 for key, scored in self.reward_pool.finished():
-                    self._finish_group(cast(Key, key), scored)
+                    self._finish_group(cast(GroupKey, key), scored)
                 self._publish()
         finally:
             self.engine.close()
@@ -201,26 +237,34 @@ class RolloutWorker:
         self.reward_pool.close()
         self.episodes.close()
 
+    def _take_command(self) -> events.Command:
+        if self._deferred:
+            return self._deferred.popleft()
+        command: events.Command = self.control.recv()
+        return command
+
     def _wait_for_work(self) -> None:
+        """Wait until there is something to do, with the cores lent to others."""
         if self._deferred or (self.engine.can_step and not self._outbox):
             return
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
         wakers += self.episodes.wakers
-        is_scoring = any(group.completions for group in self._groups.values())
-        is_short = self.episodes.has_work  # `advance` looks for calls that take too long
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
-        acts = self.engine.has_work and not self.engine.can_step  # all wait for environments
-        shown_as: events.SpanKind = "score" if is_scoring or acts else "wait"
+        is_scoring = any(group.completions for group in self._groups.values())
+        is_short = self.episodes.has_work  # `advance` looks for calls that take too long
+        timeout = POLL_SECONDS if is_scoring or is_short else None
+        all_are_suspended = self.engine.has_work and not self.engine.can_step
+        shown_as: events.SpanKind = "score" if is_scoring or all_are_suspended else "wait"
         measured = self.timeline.measure("wait", shown_as=shown_as, is_short=is_short)
         with self.cores.idle(), measured:
             # Record one span for all wake-ups: each report resets the watchdog.
-            while not wait(wakers, POLL_SECONDS if is_scoring or is_short else None):
+            while not wait(wakers, timeout):
                 if self.reward_pool.is_broken or is_short:
                     break
 
-    def _obey(self, command: events.Command) -> bool:
+    def _obey(self, command: events.Command) -> None:
         match command:
             case events.InitWeightChannel(rank, world_size, generation):
                 self._join_weights(rank, world_size, generation)
@@ -228,15 +272,13 @@ class RolloutWorker:
                 self._receive_weights(version)
             case events.Generate(iteration, prompts, is_last_round, known):
                 if iteration != self._iteration:
-                    self._iteration, self._busy_seconds = iteration, 0.0
+                    self._iteration = iteration
+                    self._busy_seconds = 0.0
                 self._is_last_round = is_last_round  # rounds do not overlap
                 num_generations = self.sampling.num_samples
                 self._submit(TRAIN, iteration, prompts, num_generations, known)
             case events.Evaluate(round_, prompts, num_samples, known):
                 self._submit(EVALUATE, round_, list(enumerate(prompts)), num_samples, known)
-            case events.Stop():
-                return False
-        return True
 
     def _join_weights(self, rank: int, world_size: int, generation: int) -> None:
         endpoint = self.settings.weight_endpoint(rank, world_size, generation)
@@ -263,7 +305,8 @@ class RolloutWorker:
     def _is_cancelled(self) -> bool:
         while self.control.poll():
             self._deferred.append(self.control.recv())
-        return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
+        ending = events.CancelExchange | events.Stop
+        return any(isinstance(command, ending) for command in self._deferred)
 
     def _submit(
         self,
@@ -274,14 +317,12 @@ class RolloutWorker:
         known: Mapping[int, int],
     ) -> None:
         for group_index, prompt in prompts:
-            key = kind, number, prompt.index
+            key = GroupKey(kind, number, prompt.index)
             self._groups[key] = _Group(group_index, prompt, known.get(prompt.index))
             self.episodes.submit(key, prompt, num_generations)
 
-    def _render(self, content: str | Messages) -> list[int]:
-        return render_prompt(content, self.tokenizer, self.spec.chat_template_kwargs)
-
     def _generate(self) -> None:
+        """Make one step of the engine."""
         started = self.timeline.begin("generate")
         maybe_sleep()
         self.cores.use_available()
@@ -297,44 +338,49 @@ class RolloutWorker:
 
     def _score(self, request: GroupRequest, completions: list[Completion]) -> None:
         """Send a group to the rewards; drop it if a dead worker has delivered it."""
-        key = cast(Key, request.key)
+        key = GroupKey(*request.key)
         group = self._groups[key]
-        content, answers = self.episodes.finish(key, completions)
+        texts = self.episodes.finish(key, completions)
         if group.known is not None:
-            del self._groups[key]
-            self.episodes.forget(key)
-            if checksum(completions) != group.known:
-                raise BrokenInvariant(
-                    f"group {group.index} of iteration {key[1] + 1} (prompt {group.prompt.index}) "
-                    "was generated again after its worker's death, and differs"
-                )
-            self.control.send(events.GroupRecomputed(group.prompt.index))
+            self._drop_known(key, group, completions)
             return
-        group.prompt_ids, group.completions = request.prompt_ids, completions
-        group.text, group.texts = _as_text(content), [_as_text(each) for each in answers]
+        group.prompt_ids = request.prompt_ids
+        group.completions = completions
+        group.text = _as_text(texts.prompt)
+        group.texts = [_as_text(answer) for answer in texts.answers]
         group.scoring_started = time.monotonic()
-        ids = [each.token_ids[each.is_sampled].tolist() for each in completions]
+        sampled_ids = [each.token_ids[each.is_sampled].tolist() for each in completions]
         state = TrainerState(self.policy_version, self.spec.num_updates)
-        call = Call(content, answers, ids, group.prompt.columns, state)
-        elsewhere = self.episodes.judge(key, call)
-        self.reward_pool.submit(key, call, elsewhere)
+        call = Call(texts.prompt, texts.answers, sampled_ids, group.prompt.columns, state)
+        self.reward_pool.submit(key, call, self.episodes.judge(key, call))
 
-    def _finish_group(self, key: Key, scored: Scored) -> None:
-        kind, number, _ = key
+    def _drop_known(self, key: GroupKey, group: _Group, completions: list[Completion]) -> None:
+        """Drop a group that a dead worker has delivered. Raises BrokenInvariant if it differs."""
+        del self._groups[key]
+        self.episodes.forget(key)
+        if checksum(completions) != group.known:
+            raise BrokenInvariant(
+                f"group {group.index} of iteration {key.number + 1} (prompt {group.prompt.index}) "
+                "was generated again after its worker's death, and differs"
+            )
+        self.control.send(events.GroupRecomputed(group.prompt.index))
+
+    def _finish_group(self, key: GroupKey, scored: Scored) -> None:
+        """Deliver a scored group: to the ring, or as a part of an evaluation."""
         group = self._groups.pop(key)
         self.timeline.add("score", group.scoring_started)
-        metrics, group.episodes = self.episodes.forget(key)
-        scored = scored._replace(metrics=scored.metrics | metrics)
-        rewards = np.full(len(group.texts), np.nan, dtype=np.float32)  # of a skipped one
-        if scored.scores:
-            rewards = weighted_sum(scored.scores, self.spec.rewards.weights)
-        if kind == TRAIN:
-            self._deliver(number, group, scored, rewards)
+        record = self.episodes.forget(key)
+        group.episodes = record.columns
+        scored = scored._replace(metrics=scored.metrics | record.metrics)
+        judged = self._judge(scored, len(group.texts))
+        if key.kind == TRAIN:
+            self._deliver(key.number, group, scored, judged)
             return
+        no_advantages = np.zeros_like(judged.rewards)
         answer = events.PromptEvaluated(
-            number,
+            key.number,
             group.prompt.index,
-            self._samples(group, scored, rewards, np.zeros_like(rewards), is_kept=True),
+            self._samples(group, scored, judged.rewards, no_advantages, is_kept=True),
             group.text,
             errors=scored.errors,
             logged=scored.metrics,
@@ -342,112 +388,137 @@ class RolloutWorker:
         )
         self.control.send(answer)
 
-    def _deliver(self, iteration: int, own: _Group, scored: Scored, rewards: Float32) -> None:
-        """Put a scored group into the outbox, or reject an unwanted one: another prompt replaces
-        it. In the last round none is rejected: completions count in the loss's denominator."""
-        how, completions = self.spec.advantages, own.completions
+    def _judge(self, scored: Scored, num_completions: int) -> _Judged:
+        """Decide what is done with a group. In the last round none is rejected: completions count
+        in the loss's denominator."""
         is_skipped = not scored.scores
-        trained_rewards = np.zeros_like(rewards) if is_skipped else rewards
-        has_equal_rewards = bool((trained_rewards == trained_rewards[0]).all())
-        is_unwanted = is_skipped or (how.dynamic_sampling and has_equal_rewards)
+        if is_skipped:
+            rewards = np.full(num_completions, np.nan, dtype=np.float32)
+        else:
+            rewards = weighted_sum(scored.scores, self.spec.rewards.weights)
+        has_equal_rewards = bool((rewards == rewards[0]).all())
+        is_unwanted = is_skipped or (has_equal_rewards and self.spec.advantages.dynamic_sampling)
         is_rejected = is_unwanted and not self._is_last_round
-        content = own.prompt.teacher_content
-        of_teacher = [] if content is None else self._render(content)
-        if len(of_teacher) > (longest := self.spec.limits.max_prompt_length):
-            raise ConfigError(
-                f"data.max_prompt_length: expected prompts of the teacher of at most {longest} "
-                f"tokens, got {len(of_teacher)} in prompt {own.prompt.index}"
-            )
-        tree = group_tree(len(own.prompt_ids), completions)
-        group = RolloutGroup(
-            iteration=iteration,
-            policy_version=self.policy_version,
-            group_index=own.index,
-            prompt_index=own.prompt.index,
-            prompt_ids=np.array(own.prompt_ids, dtype=np.int32),
-            teacher_prompt_ids=np.array(of_teacher, dtype=np.int32),
-            completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
-            completion_ids=np.concatenate([completion.token_ids for completion in completions]),
-            rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),
-            loss_mask=np.concatenate([completion.is_sampled for completion in completions]),
-            rewards=trained_rewards,
-            advantages=group_advantages(
-                trained_rewards * how.has_rewards,
-                how.scale,
-                how.estimator,
-            ),
-            truncated=np.array([c.finish_reason == "length" for c in completions]),
-            node_lengths=tree.lengths.astype(np.int32),
-            node_parents=tree.parents.astype(np.int32),
-        )
-        kept = self.spec.num_samples_kept
-        is_sample = (kept is None or own.index < kept) and not is_rejected
-        samples = self._samples(own, scored, rewards, group.advantages, is_kept=is_sample)
+        return _Judged(rewards, is_skipped, is_unwanted, is_rejected)
+
+    def _deliver(self, iteration: int, own: _Group, scored: Scored, judged: _Judged) -> None:
+        """Put a group into the outbox with its report; if it is rejected, only report it."""
+        group = self._as_rollout_group(iteration, own, judged)
+        num_kept = self.spec.num_samples_kept
+        is_sample = (num_kept is None or own.index < num_kept) and not judged.is_rejected
+        samples = self._samples(own, scored, judged.rewards, group.advantages, is_kept=is_sample)
+        num_prompt = len(own.prompt_ids)
         report = events.GroupScored(
             iteration=iteration + 1,
             group_index=own.index,
             prompt_index=own.prompt.index,
-            rewards=rewards.tolist(),
+            rewards=judged.rewards.tolist(),
             rewards_by_function=scored.scores,
-            completion_lengths=[completion.num_sampled for completion in completions],
+            completion_lengths=[each.num_sampled for each in own.completions],
             num_truncated=int(group.truncated.sum()),
             busy_seconds=self._busy_seconds,
             errors=scored.errors,
-            is_skipped=is_skipped,
-            is_unwanted=is_unwanted,
-            is_rejected=is_rejected,
+            is_skipped=judged.is_skipped,
+            is_unwanted=judged.is_unwanted,
+            is_rejected=judged.is_rejected,
             logged=scored.metrics,
             prompt=own.text,
             columns=own.prompt.references() if is_sample else {},
             samples=samples if is_sample else (),
             shown=samples[0],
-            checksum=checksum(completions),
-            num_inserted_tokens=sum(completion.num_inserted for completion in completions),
-            num_prompt_tokens=sum(c.num_read_before(len(own.prompt_ids)) for c in completions),
+            checksum=checksum(own.completions),
+            num_inserted_tokens=sum(each.num_inserted for each in own.completions),
+            num_prompt_tokens=sum(each.num_read_before(num_prompt) for each in own.completions),
         )
-        if is_rejected:
+        if judged.is_rejected:
             self.control.send(report)
         else:
-            self._outbox.append((group, report))
+            self._outbox.append(_Outgoing(group, report))
+
+    def _as_rollout_group(self, iteration: int, own: _Group, judged: _Judged) -> RolloutGroup:
+        """Return a group as the train workers get it."""
+        options = self.spec.advantages
+        completions = own.completions
+        rewards = np.zeros_like(judged.rewards) if judged.is_skipped else judged.rewards
+        # Without rewards a teacher is the only signal.
+        scored = rewards if options.has_rewards else np.zeros_like(rewards)
+        tree = group_tree(len(own.prompt_ids), completions)
+        lengths = [len(each.token_ids) for each in completions]
+        return RolloutGroup(
+            iteration=iteration,
+            policy_version=self.policy_version,
+            group_index=own.index,
+            prompt_index=own.prompt.index,
+            prompt_ids=np.array(own.prompt_ids, dtype=np.int32),
+            teacher_prompt_ids=self._teacher_prompt_ids(own.prompt),
+            completion_lengths=np.array(lengths, dtype=np.int32),
+            completion_ids=np.concatenate([each.token_ids for each in completions]),
+            rollout_logprobs=np.concatenate([each.logprobs for each in completions]),
+            loss_mask=np.concatenate([each.is_sampled for each in completions]),
+            rewards=rewards,
+            advantages=group_advantages(scored, options.scale, options.estimator),
+            truncated=np.array([each.finish_reason == "length" for each in completions]),
+            node_lengths=tree.lengths.astype(np.int32),
+            node_parents=tree.parents.astype(np.int32),
+        )
+
+    def _teacher_prompt_ids(self, prompt: Prompt) -> Int32:
+        """Return the tokens of the teacher's own prompt; none if it has none. Raises ConfigError
+        if it is too long."""
+        if prompt.teacher_content is None:
+            return no_tokens()
+        ids = render_prompt(prompt.teacher_content, self.tokenizer, self.spec.chat_template_kwargs)
+        longest = self.spec.limits.max_prompt_length
+        if len(ids) > longest:
+            raise ConfigError(
+                f"data.max_prompt_length: expected prompts of the teacher of at most {longest} "
+                f"tokens, got {len(ids)} in prompt {prompt.index}"
+            )
+        return np.array(ids, dtype=np.int32)
 
     def _samples(
         self, group: _Group, scored: Scored, rewards: Float32, advantages: Float32, *, is_kept: bool
     ) -> list[events.Sample]:
         """Return the completions of a group as samples.jsonl keeps them, with all tokens of prompt
         and completion as texts. Where it keeps none: the first completion, without these."""
-        names = self.spec.rewards.names
-        scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
         decode = self.tokenizer.decode
+        shown = group.completions if is_kept else group.completions[:1]
         prompt = decode(group.prompt_ids) if is_kept else ""
-        return [
-            events.Sample(
-                group.texts[n],
-                float(rewards[n]),
-                float(advantages[n]),
-                {name: values[n] for name, values in scored.columns.items()},
-                {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
-                completion.num_sampled,
-                completion.finish_reason == "length",
-                (prompt, decode(completion.token_ids.tolist())) if is_kept else (),
-                {key: values[n] for key, values in group.episodes.items()},
-                completion.num_inserted,
+        scores: dict[str, Sequence[float | None]] = {}
+        for index, name in enumerate(self.spec.rewards.names):
+            is_skipped = not scored.scores
+            scores[name] = [None] * len(rewards) if is_skipped else scored.scores[index]
+        samples: list[events.Sample] = []
+        for index, completion in enumerate(shown):
+            raw = (prompt, decode(completion.token_ids.tolist())) if is_kept else ()
+            sample = events.Sample(
+                completion=group.texts[index],
+                reward=float(rewards[index]),
+                advantage=float(advantages[index]),
+                columns=_entry(scored.columns, index),
+                rewards=_entry(scores, index),
+                length=completion.num_sampled,
+                truncated=completion.finish_reason == "length",
+                raw=raw,
+                episode=_entry(group.episodes, index),
+                inserted_tokens=completion.num_inserted,
             )
-            for n, completion in enumerate(group.completions if is_kept else group.completions[:1])
-        ]
+            samples.append(sample)
+        return samples
 
     def _publish(self) -> None:
         """Put finished groups into the ring while it has free slots. Each is reported before: if
         this worker dies, the controller knows all groups that the ring may have."""
         while self._outbox:
             assert self.port is not None
-            group, report = self._outbox[0]
-            if report is not None:
+            outgoing = self._outbox[0]
+            if outgoing.report is not None:
                 if not wait([self.port.writable_fd], timeout=0.0):
                     return
                 maybe_sleep()
-                self.control.send(report)
-                self._outbox[0] = group, None
-            if not self.port.put(group):  # another worker was faster
+                self.control.send(outgoing.report)
+                outgoing.report = None
+            if not self.port.put(outgoing.group):  # another worker was faster
                 return
             self._outbox.popleft()
 
@@ -456,11 +527,12 @@ def sampling_settings(
     engine: EngineSpec, limits: TokenLimits, choice: SamplingChoice, *, has_branches: bool
 ) -> SamplingSettings:
     """Return the settings of an engine. `has_branches`: prompts may have what others sampled."""
-    longest, most = limits.max_prompt_length, choice.max_completion_length
+    most = choice.max_completion_length
+    max_length = limits.max_prompt_length + most
     return SamplingSettings(
-        max_prompt_length=longest + most * has_branches,
+        max_prompt_length=max_length if has_branches else limits.max_prompt_length,
         max_completion_length=most,
-        max_length=longest + most,
+        max_length=max_length,
         temperature=choice.temperature,
         top_k=choice.top_k,
         top_p=choice.top_p,
@@ -471,12 +543,20 @@ def sampling_settings(
 
 def checksum(completions: Sequence[Completion]) -> int:
     """Return the CRC-32 of a group's token ids, log-probabilities and trees."""
-    arrays = list[np.ndarray[Any, Any]]()
-    for each in completions:
-        arrays += [each.token_ids, each.logprobs]
-        if each.tree is not None:
-            arrays += [each.tree.lengths, each.tree.parents]
-    return zlib.crc32(b"".join(array.tobytes() for array in arrays))
+    arrays: list[np.ndarray[Any, Any]] = []
+    for completion in completions:
+        arrays += [completion.token_ids, completion.logprobs]
+        if completion.tree is not None:
+            arrays += [completion.tree.lengths, completion.tree.parents]
+    value = 0
+    for array in arrays:
+        value = zlib.crc32(array.tobytes(), value)
+    return value
+
+
+def _entry(columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
+    """Return one completion's value of each column."""
+    return {name: values[index] for name, values in columns.items()}
 
 
 def _as_text(content: str | Messages) -> str:
