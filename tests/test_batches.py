@@ -28,7 +28,7 @@ from easyrl.model.policy import Policy
 from easyrl.runtime.resolve import resolve
 from easyrl.types import MicroBatch
 from easyrl.workers import batches as batches_module
-from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
+from easyrl.workers.batches import GroupReader, Origin, UpdateEnd, micro_steps
 from own_workers import (
     FIRST,
     ITERATION,
@@ -92,7 +92,7 @@ class Feed:
 
     def reader(self, num_groups, **config):
         own = config_of(num_groups, **config)
-        return GroupReader(own, self.consumer, (ITERATION, VERSION), self.arrive)
+        return GroupReader(own, self.consumer, Origin(ITERATION, VERSION), self.arrive)
 
     def steps(self, num_groups, **how):
         """What `num_ranks` ranks get, one rank's after the other's."""

@@ -33,7 +33,7 @@ from easyrl.config import load_config
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
-from easyrl.workers.batches import GroupReader
+from easyrl.workers.batches import GroupReader, Origin
 
 PRODUCERS, CONSUMERS = (0, 1), (2, 3)
 NUM_GROUPS, NUM_SLOTS = 4, 3
@@ -254,7 +254,7 @@ def consume(world, owner):
     port = world.ring.attach(owner)
     while not world.is_stopped:
         iteration, version = world.iteration, world.iteration
-        reader = GroupReader(SPEC.batches, port, (iteration, version), lambda: None)
+        reader = GroupReader(SPEC.batches, port, Origin(iteration, version), lambda: None)
         reader._prompts = world.prompts
 
         def may_go_on(iteration=iteration):

@@ -23,7 +23,7 @@ arrival decided, short completions would be trained first.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,12 +44,19 @@ class UpdateEnd:
     num_loss_tokens: int  # unmasked tokens of these groups, rollouts without a gradient included
 
 
+class Origin(NamedTuple):
+    """What a group was generated for."""
+
+    iteration: int
+    policy_version: int
+
+
 class GroupReader:
     """Reader of one iteration's groups from the ring, all of one policy. A worker that dies can
     leave a group twice: the late duplicate is dropped and counted."""
 
     def __init__(
-        self, spec: BatchSpec, port: RingPort, expected: tuple[int, int], wait: Callable[[], None]
+        self, spec: BatchSpec, port: RingPort, expected: Origin, wait: Callable[[], None]
     ) -> None:
         """`expected`: the iteration, and the policy version that was broadcast at its start.
         `wait` returns when the ring may hold another group."""
@@ -58,28 +65,36 @@ class GroupReader:
         self.num_duplicates = 0  # groups dropped
         self.completion_tokens = 0  # sampled ones of the groups handed out
         self.inserted_tokens = 0  # in the completions of these groups
-        self._spec, self._port = spec, port
+        self._spec = spec
+        self._port = port
         self._expected = expected
-        self._previous = expected[0] - 1, expected[1] - spec.updates_per_iteration
-        self._previously_taken = {*np.flatnonzero(port.ring.taken == self._previous[0]).tolist()}
+        self._previous = Origin(
+            expected.iteration - 1, expected.policy_version - spec.updates_per_iteration
+        )
+        was_taken = port.ring.taken == self._previous.iteration  # [groups]
+        self._previously_taken = set(np.flatnonzero(was_taken).tolist())
         self._wait_for_group = wait
         self._prompts: dict[int, int] = {}  # of the groups that have arrived, by group index
         self._arrived: dict[int, Lease] = {}  # those not handed out, in order of arrival
 
     def next(self, update: int, *, wait: bool) -> Lease | None:
         """Return the update's next group; None, with `wait=False`, if it has not arrived yet."""
-        while (index := self._available(update)) is None:
+        while True:
+            index = self._available(update)
+            if index is not None:
+                return self._hand_out(index)
             lease = self._port.get()
-            if lease is not None:
-                if self._accept(lease.group):
-                    self._arrived[lease.group.group_index] = lease
-                else:
-                    self.num_duplicates += 1
-                    lease.release()
-            elif wait or self._spec.waits_for_all:
+            if lease is None:
+                if not wait and not self._spec.waits_for_all:
+                    return None
                 self._wait_for_group()
+            elif self._accept(lease.group):
+                self._arrived[lease.group.group_index] = lease
             else:
-                return None
+                self.num_duplicates += 1
+                lease.release()
+
+    def _hand_out(self, index: int) -> Lease:
         lease = self._arrived.pop(index)
         num_sampled = int(lease.group.loss_mask.sum())
         self.completion_tokens += num_sampled
@@ -95,28 +110,33 @@ class GroupReader:
         """Check that the groups up to this update, and no others, were handed out."""
         num_groups = (update + 1) * self.groups_per_update
         got = sorted(self._prompts.keys() - self._arrived.keys())
-        if got != [*range(num_groups)]:
+        if got != list(range(num_groups)):
             raise RuntimeError(f"expected groups 0 to {num_groups - 1} once each, got {got}")
 
     def _available(self, update: int) -> int | None:
+        """Return the index of the update's next group, if that has arrived."""
         has_all = len(self._prompts) == self._spec.prompts_per_iteration
         if self._spec.waits_for_all and not has_all:
             return None
         if self._spec.is_deterministic:
             return self.num_read if self.num_read in self._arrived else None
-        of_update = (i for i in self._arrived if i // self.groups_per_update == update)
-        return next(of_update, None)
+        for index in self._arrived:
+            if index // self.groups_per_update == update:
+                return index
+        return None
 
     def _accept(self, group: RolloutGroup) -> bool:
         """Return whether the group is new. Raises RuntimeError if it is off-policy or not due."""
-        got, index = (group.iteration, group.policy_version), group.group_index
+        got = Origin(group.iteration, group.policy_version)
+        index = group.group_index
         if got == self._previous and index in self._previously_taken:
             return False
         if got != self._expected:
+            expected = self._expected
             raise RuntimeError(
                 f"off-policy group of prompt {group.prompt_index}: expected iteration "
-                f"{self._expected[0] + 1} and policy version {self._expected[1]}, got {got[0] + 1} "
-                f"and {got[1]}"
+                f"{expected.iteration + 1} and policy version {expected.policy_version}, got "
+                f"{got.iteration + 1} and {got.policy_version}"
             )
         if self._prompts.get(index) == group.prompt_index:
             return False
@@ -135,49 +155,88 @@ def micro_steps(
 ) -> Iterator[Sequence[MicroBatch | UpdateEnd]]:
     """Yield what each rank gets: for each update the micro-batches of its micro-steps, then its
     UpdateEnd. Raises RuntimeError for a group that is off-policy or not due."""
-    max_tokens = spec.max_tokens
-    waits_until_full = spec.is_deterministic
-    mask_truncated = spec.mask_truncated_completions
-    new_rows = partial(Rows, max_tokens, shares_prompts=shares_prompts)
+    for update in range(spec.updates_per_iteration):
+        steps = _UpdateSteps(spec, reader, update, num_ranks, shares_prompts=shares_prompts)
+        yield from steps.micro_batches()
+        reader.finish_update(update)
+        yield [UpdateEnd(steps.num_loss_tokens)] * num_ranks
 
-    def packed(rows: Rows, complete: list[Lease]) -> list[MicroBatch]:
+
+class _UpdateSteps:
+    """The micro-steps of one update: a step is filled until it is full, or nothing else has
+    arrived."""
+
+    def __init__(
+        self,
+        spec: BatchSpec,
+        reader: GroupReader,
+        update: int,
+        num_ranks: int,
+        *,
+        shares_prompts: bool,
+    ) -> None:
+        self.num_loss_tokens = 0
+        self._spec = spec
+        self._reader = reader
+        self._update = update
+        self._num_ranks = num_ranks
+        self._shares_prompts = shares_prompts
+        self._num_left = reader.groups_per_update  # groups that are not read
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._rows = Rows(self._spec.max_tokens, shares_prompts=self._shares_prompts)
+        self._leases: list[Lease] = []  # of the groups with rollouts in this step
+
+    def micro_batches(self) -> Iterator[list[MicroBatch]]:
+        """Yield a micro-batch for each rank, step after step."""
+        while self._num_left:
+            lease = self._reader.next(self._update, wait=self._must_wait())
+            if lease is not None:
+                yield from self._add_group(lease)
+            if not self._rows.rows:  # no rollout of these groups has a gradient
+                while self._leases:
+                    self._leases.pop().release()
+            elif lease is None or not self._num_left:
+                yield self._packed(self._leases)
+                self._begin_step()
+
+    def _must_wait(self) -> bool:
+        """Whether the step is too small to be trained before another group has arrived."""
+        if self._spec.is_deterministic or not self._rows.rows:
+            return True
+        smallest = MIN_FILL * self._spec.max_tokens * self._num_ranks
+        is_little = self._rows.num_tokens < smallest
+        # Do not wait while this process holds every slot: no group could arrive.
+        return is_little and len(self._leases) < self._reader.num_slots
+
+    def _add_group(self, lease: Lease) -> Iterator[list[MicroBatch]]:
+        """Add the rollouts of a group, and yield each step that is full meanwhile."""
+        self._num_left -= 1
+        self._leases.append(lease)
+        mask_truncated = self._spec.mask_truncated_completions
+        mask = lease.group.trained_mask(mask_truncated=mask_truncated)
+        self.num_loss_tokens += int(mask.sum())
+        rollouts = split_group(
+            lease.group,
+            mask_truncated=mask_truncated,
+            keep_zero_advantages=self._spec.keeps_zero_advantages,
+        )
+        for rollout in rollouts:
+            if not self._rows.add(rollout, max_rows=self._num_ranks):
+                yield self._packed(self._leases[:-1])
+                self._begin_step()
+                self._leases.append(lease)
+                self._rows.add(rollout)
+
+    def _packed(self, complete: list[Lease]) -> list[MicroBatch]:
         """Copy the rollouts, then free the slots of the groups that are complete."""
-        shares = share_out(rows, num_ranks)
-        step = [pack(own, shares_prompts=shares_prompts) if own else EMPTY for own in shares]
+        step: list[MicroBatch] = []
+        for share in share_out(self._rows, self._num_ranks):
+            step.append(pack(share, shares_prompts=self._shares_prompts) if share else EMPTY)
         for lease in complete:
             lease.release()
         return step
-
-    for update in range(spec.updates_per_iteration):
-        num_left, num_loss_tokens = reader.groups_per_update, 0
-        rows, leases = new_rows(), list[Lease]()
-        while num_left:
-            # Do not wait while this process holds every slot: no group could arrive.
-            is_little = rows.num_tokens < MIN_FILL * max_tokens * num_ranks
-            should_wait = is_little and len(leases) < reader.num_slots
-            lease = reader.next(update, wait=waits_until_full or not rows.rows or should_wait)
-            if lease is not None:
-                num_left -= 1
-                leases.append(lease)
-                mask = lease.group.trained_mask(mask_truncated=mask_truncated)
-                num_loss_tokens += int(mask.sum())
-                for rollout in split_group(
-                    lease.group,
-                    mask_truncated=mask_truncated,
-                    keep_zero_advantages=spec.keeps_zero_advantages,
-                ):
-                    if not rows.add(rollout, max_rows=num_ranks):
-                        yield packed(rows, leases[:-1])
-                        rows, leases = new_rows(), [lease]
-                        rows.add(rollout)
-            if not rows.rows:  # no rollout of these groups has a gradient
-                while leases:
-                    leases.pop().release()
-            elif lease is None or not num_left:
-                yield packed(rows, leases)
-                rows, leases = new_rows(), []
-        reader.finish_update(update)
-        yield [UpdateEnd(num_loss_tokens)] * num_ranks
 
 
 class Rows:
@@ -218,9 +277,13 @@ def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
             refilled.add(rollout)
         return refilled.rows
 
-    alone = partial(Rollout.num_tokens_behind, previous=None, shares_prompts=rows.shares_prompts)
-    longest = max(map(alone, rollouts))
+    longest = 0  # tokens of a rollout that is alone in its row
+    for rollout in rollouts:
+        num_tokens = rollout.num_tokens_behind(None, shares_prompts=rows.shares_prompts)
+        longest = max(longest, num_tokens)
     budgets = range(longest, max(longest, rows.max_tokens) + 1)  # the last one suffices
     best = bisect_left(budgets, True, key=lambda budget: len(filled(budget)) <= num_ranks)
     shares = filled(budgets[best])
-    return shares + [[] for _ in range(num_ranks - len(shares))]
+    while len(shares) < num_ranks:
+        shares.append([])
+    return shares

@@ -8,7 +8,9 @@ make the same calls, each with its own micro-batches, and get the same gradient,
 
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -24,7 +26,6 @@ from easyrl.model.sharding import TrainRanks, own_part
 from easyrl.model.tri_model import TriModel
 from easyrl.types import MicroBatch
 
-# Metric of the iteration -> the sum over its tokens whose mean it is.
 MEANS = {
     "entropy": "entropy",
     "clip_ratio/low_mean": "clipped_low",
@@ -36,6 +37,7 @@ MEANS = {
     "teacher/kl": "teacher_kl",
     "teacher/top_token_agreement": "teacher_agrees",
 }
+"""Metrics of an iteration that are means over its tokens, with the sum that each is made of."""
 ADAM_BETAS = (0.9, 0.99)
 
 
@@ -71,9 +73,12 @@ class Learner:
         )
         self._functions = load_loss(spec.loss)
         summed = {*self._functions.metrics, "logp_difference"}
-        self._means = {mean: name for mean, name in MEANS.items() if name in summed}
-        own = sorted(summed - {"tokens", *MEANS.values()})
-        self._means |= {f"loss/{name}": name for name in own}
+        self._means: dict[str, str] = {}  # as MEANS, with the sums of this loss
+        for metric, name in MEANS.items():
+            if name in summed:
+                self._means[metric] = name
+        for name in sorted(summed - {"tokens", *MEANS.values()}):
+            self._means[f"loss/{name}"] = name
         self._zero_gradients()
         self.begin_iteration(0)
 
@@ -93,7 +98,9 @@ class Learner:
         self._iteration = iteration
         if self.tri_model.old is not None:
             self.tri_model.old.copy_from_policy()
-        self._sums = {name: self._zero() for name in ("tokens", *self._means.values())}
+        self._sums = {"tokens": self._zero()}
+        for name in self._means.values():
+            self._sums[name] = self._zero()
         self._largest_difference = self._zero()
         self._updates: list[dict[str, float]] = []
         self._loss = self._zero()
@@ -113,9 +120,8 @@ class Learner:
                 f"layers on this machine: {reason}"
             ) from error
         self._loss += outputs.loss.detach()
-        difference = torch.where(
-            inputs.loss_mask, (inputs.old_logprobs - inputs.rollout_logprobs).abs(), 0.0
-        )
+        of_engine = inputs.old_logprobs - inputs.rollout_logprobs
+        difference = torch.where(inputs.loss_mask, of_engine.abs(), 0.0)
         sums = outputs.metrics | {"logp_difference": difference.sum()}
         for name, value in sums.items():
             self._sums[name] += value
@@ -123,8 +129,10 @@ class Learner:
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
         scores = self.tri_model.logprobs(batch, policy_is_old=not self._updates)
-        names = "rollout_logprobs", "advantages", "loss_mask", "completion_of_token"
-        arrays = {name: torch.from_numpy(getattr(batch, name)) for name in names}
+
+        def on_device(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(self.policy.device)
+
         return LossInputs(
             logprobs=scores.logprobs,
             old_logprobs=scores.old_logprobs,
@@ -132,7 +140,10 @@ class Learner:
             entropy=scores.entropy,
             num_completions=batch.num_completions,
             teacher=scores.teacher,
-            **{name: array.to(self.policy.device) for name, array in arrays.items()},
+            rollout_logprobs=on_device(batch.rollout_logprobs),
+            advantages=on_device(batch.advantages),
+            loss_mask=on_device(batch.loss_mask),
+            completion_of_token=on_device(batch.completion_of_token),
         )
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
@@ -142,10 +153,14 @@ class Learner:
         denominator = self._functions.loss_denominator(
             self._spec.loss, num_completions=num_completions, num_tokens=num_tokens
         )
-        gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
+        gradients: list[Tensor] = []
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                gradients.append(own_part(parameter.grad))
         own_norm = float(torch.nn.utils.get_total_norm(gradients))
-        square, loss = self.ranks.reduce([own_norm * own_norm, float(self._loss)])
-        norm, loss = math.sqrt(square) / denominator, loss / denominator
+        square, loss_sum = self.ranks.reduce([own_norm * own_norm, float(self._loss)])
+        norm = math.sqrt(square) / denominator
+        loss = loss_sum / denominator
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         learning_rate = optimizer.learning_rate * learning_rate_factor(self._iteration, optimizer)
         if is_finite:
@@ -160,8 +175,13 @@ class Learner:
         devices.synchronize(self.policy.device)
         self.policy_version += 1
         self._loss = self._zero()
-        update = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
-        self._updates.append(update | {"num_updates_not_finite": float(not is_finite)})
+        update = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "num_updates_not_finite": 0.0 if is_finite else 1.0,
+        }
+        self._updates.append(update)
 
     def metrics(self) -> dict[str, float]:
         """Return the iteration's metrics under TRL's names: means over its tokens or its updates.
@@ -170,11 +190,14 @@ class Learner:
         sums = dict(zip(self._sums, totals, strict=True))
         (largest,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
         tokens = sums["tokens"] or math.nan
-        metrics = {name: sums[total] / tokens for name, total in self._means.items()}
+        metrics: dict[str, float] = {}
+        for metric, name in self._means.items():
+            metrics[metric] = sums[name] / tokens
         metrics["sampling/sampling_logp_difference/max"] = largest if tokens > 0 else math.nan
         for name in self._updates[0]:
-            values = [update[name] for update in self._updates]
-            metrics[name] = sum(values) / (1 if name.startswith("num_") else len(values))
+            total = sum(update[name] for update in self._updates)
+            is_count = name.startswith("num_")
+            metrics[name] = total if is_count else total / len(self._updates)
         return metrics
 
     def _zero(self) -> Tensor:

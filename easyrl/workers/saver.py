@@ -47,10 +47,12 @@ class CheckpointSaver:
                     checkpoint_files.name_best(path.parent, command.best_version)
                 checkpoint_files.keep_newest(path.parent, self._keep)
         except BaseException as cause:  # torch's own CheckpointException is no Exception
-            # torch writes the errors of all ranks below each other.
             lines = (str(cause).strip() or type(cause).__name__).splitlines()
-            error = lines[-1 if hasattr(cause, "failures") else 0]
+            # torch writes the errors of all ranks below each other.
+            is_of_all_ranks = hasattr(cause, "failures")
+            error = lines[-1] if is_of_all_ranks else lines[0]
             if self._ranks.rank == 0:
                 checkpoint_files.discard_unfinished(path.parent)  # free the disk for the next one
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._send(CheckpointSaved(command.policy_version, time.monotonic() - began, size, error))
+        seconds = time.monotonic() - began
+        self._send(CheckpointSaved(command.policy_version, seconds, size, error))

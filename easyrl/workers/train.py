@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
 from easyrl.types import MicroBatch
-from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
+from easyrl.workers.batches import GroupReader, Origin, UpdateEnd, micro_steps
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
@@ -50,6 +50,20 @@ from easyrl.workers.timeline import Timeline
 
 class Dropped(Exception):
     """The controller has dropped the current iteration."""
+
+
+class _State(NamedTuple):
+    """The training state at a boundary between two iterations."""
+
+    policy_version: int
+    tensors: dict[str, Tensor]
+
+
+class _Joined(NamedTuple):
+    """What became of joining a weight channel."""
+
+    channel: WeightChannel | None  # None on other ranks than 0, and where it failed
+    error: str = ""
 
 
 class TrainWorker:
@@ -74,8 +88,8 @@ class TrainWorker:
         self.ranks = self._join_ranks()
         keep = self.spec.keep_checkpoints
         self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
-        self._state_before_updates: tuple[int, dict[str, Tensor]] | None = None
-        """Policy version and state, kept while updates move the policy away from them."""
+        self._state_before_updates: _State | None = None
+        """Kept while updates move the policy away from it."""
         with self.ranks.naming_failures():
             self.learner = self._load()
         self.channel: WeightChannel | None = None
@@ -105,9 +119,11 @@ class TrainWorker:
         )
 
     def _load(self) -> Learner:
-        settings, model = self.settings, self.spec.model
+        settings = self.settings
+        model = self.spec.model
         self.control.send(events.Starting("loading the model"))
-        policy = self._load_policy(model.path, "float32" if self.ranks.mesh is None else None)
+        is_sharded = self.ranks.mesh is not None
+        policy = self._load_policy(model.path, None if is_sharded else "float32")
         if policy.no_packing_reason is not None:
             repeated = "so the prompt is repeated for each completion, which is slower"
             one_by_one = "the embedded engine completes prompts one by one"
@@ -142,11 +158,15 @@ class TrainWorker:
         return policy
 
     def run(self) -> None:
-        while not isinstance(command := self._next_command(), events.Stop):
+        while True:
+            command = self._next_command()
+            if isinstance(command, events.Stop):
+                return
             with self.ranks.naming_failures():
                 self._obey(command)
 
     def _next_command(self) -> Any:
+        """Wait for a command. Rank 0 sends it to the other ranks."""
         if not self.is_first_rank:
             return self._receive()
         with self.cores.idle():
@@ -166,7 +186,8 @@ class TrainWorker:
         if not ready:
             with self._waiting():
                 ready = wait(sources)
-        return (self.control if self.control in ready else self.settings.pipes[0]).recv()
+        source = self.control if self.control in ready else self.settings.pipes[0]
+        return source.recv()
 
     def _take_command(self) -> Any:
         return self._deferred.popleft() if self._deferred else self.control.recv()
@@ -177,7 +198,9 @@ class TrainWorker:
                 if self.channel is not None:
                     self.channel.close()
                 self.has_exchanged = False
-                self.channel, self._channel_error = self._join_channel(world_size, generation)
+                joined = self._join_channel(world_size, generation)
+                self.channel = joined.channel
+                self._channel_error = joined.error
             case events.ExchangeWeights(version):
                 self._exchange_weights(version)
             case events.SendWeights():
@@ -202,30 +225,32 @@ class TrainWorker:
     def _state_at(self, policy_version: int) -> Mapping[str, Tensor]:
         """Return the state at the newest boundary, even if the next iteration has begun."""
         kept = self._state_before_updates
-        if kept is not None and kept[0] == policy_version:
+        if kept is not None and kept.policy_version == policy_version:
             self._state_before_updates = None  # it is no longer overwritten
-            return kept[1]
+            return kept.tensors
         assert self.learner.policy_version == policy_version
         return self.learner.state()
 
-    def _join_channel(self, world_size: int, generation: int) -> tuple[WeightChannel | None, str]:
-        """Return the channel (only on rank 0), or none and the error."""
+    def _join_channel(self, world_size: int, generation: int) -> _Joined:
+        """Join a weight channel, which only rank 0 does."""
         if not self.is_first_rank:
-            return None, ""
+            return _Joined(None)
         endpoint = self.settings.weight_endpoint(0, world_size, generation)
         try:
             channel = WeightChannel(endpoint, self._is_cancelled)
         except (ConnectionError, TimeoutError) as error:
-            return None, str(error)
-        if (reason := channel.not_shared_reason) is not None:
+            return _Joined(None, str(error))
+        reason = channel.not_shared_reason
+        if reason is not None:
             why = f"two processes cannot share the device's: {reason}"
             self._send(events.Note(f"weights are copied through the CPU: {why}"))
-        return channel, ""
+        return _Joined(channel)
 
     def _is_cancelled(self) -> bool:
         while self.control.poll():
             self._deferred.append(self.control.recv())
-        return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
+        ending = events.CancelExchange | events.Stop
+        return any(isinstance(command, ending) for command in self._deferred)
 
     def _exchange_weights(self, version: int) -> None:
         assert version == self.learner.policy_version
@@ -235,7 +260,8 @@ class TrainWorker:
         with self.timeline.measure("weights"):
             error = self._broadcast(self.channel, version, only_trained=only_trained)
         if error:
-            self.channel, self._channel_error = None, error
+            self.channel = None
+            self._channel_error = error
         self.has_exchanged = True
         self.timeline.report()
         self._send(events.WeightsExchanged(version, self._channel_error))
@@ -244,8 +270,9 @@ class TrainWorker:
         self, channel: WeightChannel | None, version: int, *, only_trained: bool = False
     ) -> str:
         """Send the weights, or gather them too on other ranks; return a failed channel's error."""
-        policy, merge = self.learner.policy, self.settings.engine == "vllm"
-        weights = policy.weights(only_trained=only_trained, merge=merge)
+        policy = self.learner.policy
+        is_vllm = self.settings.engine == "vllm"
+        weights = policy.weights(only_trained=only_trained, merge=is_vllm)
         # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.
         dtype = None if policy.adapter else getattr(torch, self.spec.model.dtype)
 
@@ -267,7 +294,8 @@ class TrainWorker:
 
     def _send_weights(self, command: events.SendWeights) -> None:
         """Send the iteration's policy, which is the old one after the first of several updates."""
-        version, old = command.policy_version, None
+        version = command.policy_version
+        old = None  # the policy of the iteration, if that is no longer the newest
         if version != self.learner.policy_version:
             old = self.learner.tri_model.old
             if version != self._iteration_version or old is None:
@@ -276,13 +304,14 @@ class TrainWorker:
         self._close_temporary_channel()
         self.ranks.drop_gathered()
         with self.timeline.measure("weights"):
-            channel, error = self._join_channel(command.world_size, command.generation)
+            joined = self._join_channel(command.world_size, command.generation)
+            error = joined.error
             if not error:
                 if self.is_first_rank:  # now, since the others' waits for it have a bound
                     self._dispatch(command)
                 with nullcontext() if old is None else old.in_place():
-                    error = self._broadcast(channel, version)
-        self._temporary_channel = channel
+                    error = self._broadcast(joined.channel, version)
+        self._temporary_channel = joined.channel
         self._report(events.WeightsExchanged(version, error))
 
     def _close_temporary_channel(self) -> None:
@@ -296,8 +325,9 @@ class TrainWorker:
         self._iteration_version = version
         # `Halt` may drop later updates; the checkpoint then needs the state before the first one.
         if self.spec.batches.updates_per_iteration > 1 and self.spec.keep_checkpoints > 0:
-            _, earlier = self._state_before_updates or (0, {})
-            self._state_before_updates = version, self.learner.state(earlier)
+            kept = self._state_before_updates
+            earlier = {} if kept is None else kept.tensors  # its memory is used again
+            self._state_before_updates = _State(version, self.learner.state(earlier))
         try:
             self._report(self._train(iteration))
         except Dropped:
@@ -310,7 +340,7 @@ class TrainWorker:
         reader = None
         if self.is_first_rank:
             assert self.port is not None
-            expected = iteration, self.learner.policy_version
+            expected = Origin(iteration, self.learner.policy_version)
             reader = GroupReader(self.spec.batches, self.port, expected, self._wait_for_group)
         batches = self.spec.batches
         num_completions = batches.groups_per_update * batches.num_generations
@@ -319,7 +349,8 @@ class TrainWorker:
         for batch in self._received() if reader is None else self._dispatched(reader):
             if isinstance(batch, UpdateEnd):
                 self.cores.use_available()
-                started, num_tokens = time.monotonic(), 0
+                started = time.monotonic()
+                num_tokens = 0
                 self.learner.step(num_completions=num_completions, num_tokens=batch.num_loss_tokens)
             else:
                 started = self.timeline.begin("train")
@@ -362,11 +393,12 @@ class TrainWorker:
         num_left = self.spec.batches.updates_per_iteration
         while num_left:
             message = self._receive()
-            if isinstance(message, MicroBatch | UpdateEnd):
-                num_left -= isinstance(message, UpdateEnd)
-                yield message
-            else:
+            if not isinstance(message, MicroBatch | UpdateEnd):
                 self._obey_early(message)
+                continue
+            if isinstance(message, UpdateEnd):
+                num_left -= 1
+            yield message
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -407,7 +439,8 @@ class TrainWorker:
             )
 
     def _save(self, folder: Path) -> events.ModelSaved:
-        policy, is_writer = self.learner.policy, self.is_first_rank
+        policy = self.learner.policy
+        is_writer = self.is_first_rank
         tokenizer = tokenizer_of(self.spec.model)
         if policy.adapter is not None:
             with replace_folder(folder.with_name(ADAPTER), is_writer=is_writer) as new:
