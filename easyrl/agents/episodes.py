@@ -58,6 +58,7 @@ MAX_REFUSED = 16
 """Requests beyond a limit after which an agent is given up: it may ask for ever."""
 STEPS_TOGETHER = 4  # engine steps between two looks at new requests: a batch of rows costs less
 PREFIX_TOKENS = 256  # tokens before an answer that reading its calls may need
+DIGEST_BYTES = 16
 MAX_TOOL_SETS = 64  # of which conversations are remembered
 
 
@@ -274,9 +275,11 @@ class AgentEpisodes(Episodes):
         is_resumed = num_choices == 1 and self._is_resumable(shared, len(ids))
         num_new = len(ids) - shared.num_tokens
         available = (num_left - num_new) // num_choices
-        if episode.num_reserved and wanted is not None and wanted > available:
+        limit = available
+        if wanted is not None and wanted <= available:
+            limit = wanted
+        elif wanted is not None and episode.num_reserved:
             return False
-        limit = available if wanted is None else min(wanted, available)
         num_branches = len(episode.sequences)
         if not is_resumed:
             num_branches += num_choices
@@ -284,9 +287,6 @@ class AgentEpisodes(Episodes):
         if refusal is not None:
             self._refuse(episode, request, refusal)
             return True
-        episode.num_requests += 1
-        episode.num_tokens += num_new
-        episode.num_reserved += num_choices * limit
         if is_resumed and shared.parent is not None:
             self._resume(shared.parent, ids, limit)
             sequences = [shared.parent]
@@ -294,9 +294,12 @@ class AgentEpisodes(Episodes):
             sequences = self._branch(episode, ids, shared, num_choices)
             prompt = _NewPrompt(episode.group.key, tuple(ids), limit)
             self._new.setdefault(prompt, []).extend(sequences)
+        episode.num_requests += 1
+        episode.num_tokens += num_new
         for sequence in sequences:
             sequence.request = request
             sequence.num_reserved = limit
+            episode.num_reserved += limit
         episode.answering[request] = sequences
         return True
 
@@ -490,11 +493,12 @@ class AgentEpisodes(Episodes):
         episode = sequence.episode
         turn = sequence.last_turn
         text = self._decode(turn.token_ids.tolist())
+        prompt = request.prompt
         recorded = Recorded(sequence, len(sequence.ids))
-        episode.texts.append(RecordedText(request.prompt + text, recorded))
-        question = {"role": "user", "content": request.prompt}
+        episode.texts.append(RecordedText(prompt + text, recorded))
+        question = {"role": "user", "content": prompt}
         answer = {"role": "assistant", "content": text}
-        digest = _digest(request.prompt.encode(), answer)
+        digest = _digest(prompt.encode(), answer)
         episode.keep_conversation(digest, [question, answer])
         return {"text": self._before_stop(text, turn), "finish_reason": _finish_reason(turn)}
 
@@ -649,5 +653,8 @@ def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         calls.append((function["name"], arguments))
-    text = json.dumps([message["role"], message["content"] or "", calls], sort_keys=True)
-    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+    role = message["role"]
+    content = message["content"] or ""
+    text = json.dumps([role, content, calls], sort_keys=True)
+    digest = hashlib.blake2b(before + text.encode(), digest_size=DIGEST_BYTES)
+    return digest.digest()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from easyrl.environments.tool_calls.values import Unreadable, shown, skip_space
 
+MAX_REST = 40  # characters in a message of what follows
 Declared = Mapping[str, frozenset[str] | None]
 """Names of the arguments by tool; None: a tool that takes others, too."""
 
@@ -99,10 +100,12 @@ def _last_repeated_mark(marks: Marks, text: str) -> int:
 def expect(text: str, start: int, word: str) -> int:
     """Return where a word ends that follows after spaces. Raises Unreadable."""
     begin = skip_space(text, start)
-    if not text.startswith(word, begin):
-        got = shown(text[begin : begin + 40]) if begin < len(text) else "the end of the turn"
-        raise Unreadable(f"expected {shown(word)}, got {got}")
-    return begin + len(word)
+    if text.startswith(word, begin):
+        return begin + len(word)
+    got = "the end of the turn"
+    if begin < len(text):
+        got = shown(text[begin : begin + MAX_REST])
+    raise Unreadable(f"expected {shown(word)}, got {got}")
 
 
 def no_such_tool(name: str, names: Iterable[str]) -> str:
