@@ -264,6 +264,13 @@ def test_a_slow_or_wrong_call_fails_and_others_go_on(open_pool):
         play(open_pool("OddStep"), "go")
 
 
+def test_a_slow_reward_names_the_setting_of_its_limit(open_pool):
+    pool = open_pool("Own", "reward.timeout_seconds=1")
+    run(pool, "setattr(Own, 'get_reward', lambda self: time.sleep(60))")
+    with pytest.raises(TimeoutError, match=r"reward\.timeout_seconds"):
+        scores(pool, 1, 0)
+
+
 def test_a_dead_process_ends_its_groups_only(open_pool):
     pool = open_pool("Own", "rollout.environment_workers=2")
     start(pool, key=OTHER)  # in the second process
