@@ -5,61 +5,47 @@
                             └───────── answer ◄──────── turn ◄───────────┘
     all episodes of a group have ended ─► their sequences ─► completions, as trees of tokens
 
-A request whose messages begin as a conversation that was answered begins with its tokens, and what
-is new is rendered behind them. A sequence that is suspended exactly there is resumed. Otherwise a
-new one begins: a branch. It shares the longest beginning that its prompt has in common with the
-group's prompt or an earlier sequence of its episode. Suspended sequences are ended, the oldest
-first, where others need rows.
+A request that continues a conversation begins with its tokens (`history`). A sequence that is
+suspended exactly there is resumed. Otherwise a new one begins: a branch. It shares the longest
+beginning that its prompt has in common with the group's prompt or an earlier sequence of its
+episode. Suspended sequences are ended, the oldest first, where others need rows.
 
 In deterministic runs requests are served at barriers: when no sequence can be continued and every
 episode waits for one answer or has ended, all are served, in a fixed order.
 """
 
-import hashlib
-import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from easyrl.agents.endpoint import ApiError, Endpoint, Request, no_episode
+from easyrl.agents.history import History
 from easyrl.agents.pool import AgentPool
 from easyrl.agents.program import Value
 from easyrl.agents.sequences import (
     Episode,
     Group,
-    Recorded,
-    RecordedText,
     Sequence,
     Shared,
     join_sequences,
 )
-from easyrl.config import ConfigError
 from easyrl.config.rollout import MAX_BRANCHES
 from easyrl.config.spec import EpisodeSpec
-from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts, mean, num_common
-from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Key
 from easyrl.environments.host_pool import FAILURES, CallFailed, HostKilled
-from easyrl.environments.loading import Interface
 from easyrl.environments.pool import row_of
-from easyrl.environments.tool_calls.calls import Calls
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
 
 MAX_REFUSED = 16
 """Requests beyond a limit after which an agent is given up: it may ask for ever."""
 STEPS_TOGETHER = 4  # engine steps between two looks at new requests: a batch of rows costs less
-PREFIX_TOKENS = 256  # tokens before an answer that reading its calls may need
-DIGEST_BYTES = 16
-MAX_TOOL_SETS = 64  # of which conversations are remembered
 
 
 class _NewPrompt(NamedTuple):
@@ -96,11 +82,8 @@ class AgentEpisodes(Episodes):
 
     def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
         self._num_rows = num_rows
-        self._decode = text_decoder(tokenizer)
-        self._conversations_with = lru_cache(MAX_TOOL_SETS)(self._make_conversations)
-        self._is_regular = lru_cache(MAX_TOOL_SETS)(self._check_regular)
+        self._history = History(self._spec, tokenizer, engine.end_tokens)
         self.pool.loaded()
 
     @property
@@ -265,7 +248,7 @@ class AgentEpisodes(Episodes):
         if episode.num_reserved and (wanted is None or num_choices * wanted > num_left):
             return False
         try:
-            ids = self._ids_of(episode, request)
+            ids = self._history.ids_of(episode, request)
         except (ValueError, TypeError) as error:  # also of the tokenizer and the template
             self._refuse(episode, request, ApiError(str(error)))
             return True
@@ -329,55 +312,7 @@ class AgentEpisodes(Episodes):
             return ApiError(text, "context_length_exceeded")
         return None
 
-    # -- the tokens of a request ------------------------------------------------------------------
-
-    def _ids_of(self, episode: Episode, request: Request) -> list[int]:
-        """Return the tokens of a request: those of the longest answered conversation that it
-        continues, and what is new behind them. Raises ConfigError."""
-        if request.messages:
-            return self._ids_of_chat(episode, request)
-        continued: RecordedText | None = None
-        for each in episode.texts:
-            is_longer = continued is None or len(each.text) > len(continued.text)
-            if is_longer and request.prompt.startswith(each.text):
-                continued = each
-        if continued is None:
-            return render_prompt(request.prompt, self._tokenizer)
-        rest = request.prompt[len(continued.text) :]
-        new_ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
-        return continued.recorded.ids + list(new_ids)
-
-    def _ids_of_chat(self, episode: Episode, request: Request) -> list[int]:
-        tools = _as_key(request.tools)
-        conversations = self._conversations_with(tools)
-        digests = [tools.encode()]  # of the conversation before each message
-        for message in request.messages:
-            digests.append(_digest(digests[-1], message))
-        request.digest = digests.pop()
-        num_known = 0
-        for number, digest in enumerate(digests):
-            if digest in episode.recorded:
-                num_known = number
-        new = request.messages[num_known:]
-        are_new = all(message["role"] in ("tool", "user", "system") for message in new)
-        if num_known and are_new and self._is_regular(tools, new[0]["role"]):
-            request.continued = digests[num_known]
-            before = episode.recorded[request.continued].ids
-            return before + conversations.suffix(new, before[-1])
-        return conversations.prompt_ids(request.messages)
-
-    def _make_conversations(self, tools: str) -> Conversations:
-        interface = Interface(json.loads(tools), False, False)
-        ends = self._engine.end_tokens
-        return Conversations(self._spec, self._tokenizer, interface, ends, is_checked=False)
-
-    def _check_regular(self, tools: str, role: str) -> bool:
-        """Whether the template writes the same behind every answer."""
-        try:
-            self._conversations_with(tools).check(role)
-        except ConfigError:
-            return False
-        return True
+    # -- sequences --------------------------------------------------------------------------------
 
     def _most_shared(self, episode: Episode, ids: list[int]) -> Shared:
         """Return what begins with most of the tokens: the group's prompt, or a sequence of the
@@ -402,8 +337,6 @@ class AgentEpisodes(Episodes):
         num_new = length - shared.num_tokens
         is_whole = shared.num_tokens == len(parent.ids)
         return is_whole and 0 < num_new < parent.last_turn.num_left
-
-    # -- the engine -------------------------------------------------------------------------------
 
     def _resume(self, sequence: Sequence, ids: list[int], limit: int) -> None:
         """Continue a suspended sequence up to these tokens."""
@@ -475,66 +408,16 @@ class AgentEpisodes(Episodes):
         choices: list[dict[str, Any]] = []
         num_sampled = 0
         for index, sequence in enumerate(sequences):
-            read = self._read_message if request.messages else self._read_text
-            choice = read(request, sequence)
+            choice = self._history.read_answer(request, sequence)
             choices.append({**choice, "logprobs": None, "index": index})
             num_sampled += len(sequence.last_turn.token_ids)
-        last = sequences[-1]
-        num_prompt = len(last.ids) - len(last.last_turn.token_ids)
+        num_prompt = sequences[0].num_before_turn
         usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_sampled,
             "total_tokens": num_prompt + num_sampled,
         }
         request.reply({"choices": choices, "usage": usage})
-
-    def _read_text(self, request: Request, sequence: Sequence) -> dict[str, Any]:
-        """Return a text completion, and remember it: requests may continue it."""
-        episode = sequence.episode
-        turn = sequence.last_turn
-        text = self._decode(turn.token_ids.tolist())
-        prompt = request.prompt
-        recorded = Recorded(sequence, len(sequence.ids))
-        episode.texts.append(RecordedText(prompt + text, recorded))
-        question = {"role": "user", "content": prompt}
-        answer = {"role": "assistant", "content": text}
-        digest = _digest(prompt.encode(), answer)
-        episode.keep_conversation(digest, [question, answer])
-        return {"text": self._before_stop(text, turn), "finish_reason": _finish_reason(turn)}
-
-    def _read_message(self, request: Request, sequence: Sequence) -> dict[str, Any]:
-        """Return an answer of a chat, and remember it: requests may continue it."""
-        episode = sequence.episode
-        turn = sequence.last_turn
-        length = len(sequence.ids)
-        start = length - len(turn.token_ids)
-        prefix = sequence.ids[max(start - PREFIX_TOKENS, 0) : start]
-        conversations = self._conversations_with(_as_key(request.tools))
-        read = conversations.read_turn(turn.token_ids.tolist(), prefix)
-        # What only the schema refuses goes to the agent as written: its own program checks it.
-        calls: Calls = []
-        if request.reads_calls:
-            calls = [call for call in read.calls if call.arguments is not None]
-        text = self._before_stop(read.around if calls else read.text, turn)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message["content"] = text or None
-            message["tool_calls"] = _as_openai(calls, episode.num_calls)
-        episode.num_calls += len(calls)
-        digest = _digest(request.digest, message)
-        episode.recorded[digest] = Recorded(sequence, length)
-        episode.conversations.pop(request.continued, None)
-        episode.keep_conversation(digest, [*request.messages, message])
-        reason = "tool_calls" if calls else _finish_reason(turn)
-        return {"message": message, "finish_reason": reason}
-
-    def _before_stop(self, text: str, turn: Turn) -> str:
-        """Return the text before the first stop string, as OpenAI's API does."""
-        if turn.is_cut:
-            return text
-        for stop in self._spec.stop:
-            text = text.partition(stop)[0]
-        return text
 
     # -- finished groups --------------------------------------------------------------------------
 
@@ -617,44 +500,3 @@ def _scored(group: Group, *, is_only_reward: bool) -> Scored:
     for name, values in named.items():
         metrics[f"rewards/{name}/mean"] = mean(values)
     return Scored([scores], errors, metrics, {})
-
-
-def _finish_reason(turn: Turn) -> str:
-    return "length" if turn.is_cut else "stop"
-
-
-def _as_key(tools: list[dict[str, Any]]) -> str:
-    """Return descriptions of tools in a form that conversations are remembered by."""
-    return json.dumps(tools, sort_keys=True)
-
-
-def _as_openai(calls: Calls, number: int) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's form. `number`: of the first one in its episode, of which ids are
-    made where the model has written none."""
-    found: list[dict[str, Any]] = []
-    used: set[str] = set()
-    for call in calls:
-        call_id = call.call_id
-        if not call_id or call_id in used:
-            call_id = f"call{number:05}"
-        used.add(call_id)
-        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-        found.append({"id": call_id, "type": "function", "function": function})
-        number += 1
-    return found
-
-
-def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """Digest a conversation up to a message: roles, texts and calls, whatever else they have."""
-    calls: list[tuple[str, Any]] = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        calls.append((function["name"], arguments))
-    role = message["role"]
-    content = message["content"] or ""
-    text = json.dumps([role, content, calls], sort_keys=True)
-    digest = hashlib.blake2b(before + text.encode(), digest_size=DIGEST_BYTES)
-    return digest.digest()

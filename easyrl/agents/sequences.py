@@ -42,6 +42,22 @@ class Sequence:
         assert self.turn is not None, "the sequence is not suspended"
         return self.turn
 
+    @property
+    def sampled_ids(self) -> list[int]:
+        """Tokens of its newest turn."""
+        ids: list[int] = self.last_turn.token_ids.tolist()
+        return ids
+
+    @property
+    def num_before_turn(self) -> int:
+        """Tokens before its newest turn."""
+        return len(self.ids) - len(self.last_turn.token_ids)
+
+    @property
+    def recorded(self) -> "Recorded":
+        """All of its tokens so far."""
+        return Recorded(self, len(self.ids))
+
 
 class Shared(NamedTuple):
     """What the tokens of a request have in common with an earlier sequence of its episode."""
