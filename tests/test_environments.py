@@ -15,7 +15,7 @@ from easyrl.environments.host import Acted
 from easyrl.environments.host_pool import CallFailed, HostLost
 from easyrl.environments.loading import Interface
 from easyrl.environments.pool import EnvironmentPool, check_environments
-from easyrl.environments.tool_calls.calls import BadCall, ToolCall, read_calls
+from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
 from easyrl.runtime.resolve import resolve

@@ -11,7 +11,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.rollout import ToolFormat
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interface
-from easyrl.environments.tool_calls.calls import BadCall, ToolCall, read_calls, read_turn
+from easyrl.environments.tool_calls import BadCall, ToolCall, read_calls, read_turn
 from easyrl.environments.tool_calls.formats import FORMATS
 from easyrl.runtime.resolve import resolve
 from runs import lines_of, succeed, write_rows

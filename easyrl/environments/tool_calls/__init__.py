@@ -9,3 +9,14 @@ formats          the known formats; `json_formats`, `tag_formats` and `literal_f
 arguments        compares arguments with the JSON schema of the tool
 values           reads JSON and Python literals
 """
+
+from easyrl.environments.tool_calls.calls import (
+    BadCall,
+    Calls,
+    ToolCall,
+    Turn,
+    read_calls,
+    read_turn,
+)
+
+__all__ = ["BadCall", "Calls", "ToolCall", "Turn", "read_calls", "read_turn"]
