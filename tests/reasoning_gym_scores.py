@@ -17,6 +17,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from easyrl.data.reasoning_gym import is_never_right
+
 NUM_ITEMS = 6
 SIZE = 10  # of the data sets: items of `acre` depend on it
 CONSTANTS = [
@@ -38,6 +40,7 @@ CONSTANTS = [
         "()",
     ),
     *("anything", "no solution", "I do not know."),
+    *("nan", "nan + nani", "inf", "-inf", "1e400", "0.0", "x", "?", "[[]]", "1/2", "10"),
 ]
 SENTENCES = [
     "The answer is {}.",
@@ -95,6 +98,8 @@ def findings_of(name: str) -> set[str]:
     if any(score("", item) > 0 for item in items):
         found.add("empty")
     for text in CONSTANTS:
+        if is_never_right(name, text):
+            continue
         for item, answer in zip(items, answers, strict=True):
             # Of a task that has no answers nobody knows here whether the constant is one.
             if answer is not None and score(text, item) == 1 and not are_equal(text, answer):

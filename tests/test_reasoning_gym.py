@@ -73,6 +73,14 @@ def test_the_librarys_scorer_reads_the_answer_and_gives_parts():
     assert scores == [0, None]
 
 
+def test_no_number_is_no_answer():
+    """The scorer of this task would give it full marks."""
+    row = ReasoningGym("complex_arithmetic", "{}", 1).train_row(0, 0)
+    texts = [row["answer"], "nan", "NaN", "<answer>nan + nani</answer>", "1 + nani", "inf"]
+    columns = {"entry": [row["entry"]] * len(texts), "task": [row["task"]] * len(texts)}
+    assert functions.reasoning_gym(texts, **columns) == [1, 0, 0, 0, 0, 0]
+
+
 def test_the_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"easyrl-train\[reasoning-gym\]"):

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -38,6 +39,9 @@ REFUSED = {
 }
 """Tasks whose scorer gives full marks to a wrong answer, whatever the question: name -> answer. As
 of reasoning-gym 0.1.25. `tests/reasoning_gym_scores.py` looks at all tasks."""
+NEVER_RIGHT = {"complex_arithmetic": re.compile("nan", re.IGNORECASE)}  # min(1.0, nan) is 1.0
+"""Patterns of answers to which a task's scorer gives full marks, whatever the question, but which
+no problem of the task has. The reward gives them 0, and the task can be used."""
 PROGRAM = "import sys; sys.path[:] = {}; from easyrl.data.reasoning_gym import serve; serve()"
 _lock = threading.Lock()  # of the generator's pipes
 
@@ -79,6 +83,11 @@ def _check_scorer(name: str, source: str) -> None:
             f"{source}: expected a task whose scorer rewards right answers alone, got '{name}', "
             f"which gives full marks to {REFUSED[name]} (reasoning-gym 0.1.25); use another task"
         )
+
+
+def is_never_right(name: str, answer: str) -> bool:
+    """Return whether a text is the answer to no problem of the task, whatever its scorer says."""
+    return name in NEVER_RIGHT and NEVER_RIGHT[name].search(answer) is not None
 
 
 @cache

@@ -15,7 +15,7 @@ from fractions import Fraction
 from operator import add, mul, sub, truediv
 from typing import Any
 
-from easyrl.data.reasoning_gym import library_data
+from easyrl.data.reasoning_gym import is_never_right, library_data
 from easyrl.data.values import answers_of, is_missing
 from easyrl.types import Messages, text_of
 
@@ -48,12 +48,15 @@ def final_text(completion: str | Messages) -> str:
 def exact_match(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
     """Score 1.0 where all of the completion after the thinking equals the answer, ignoring
     surrounding white space; else 0.0. None where the row has no answer."""
-    scores: list[float | None] = []
-    for completion, answer_of_row in zip(completions, answer, strict=True):
-        accepted = [each.strip() for each in answers_of(answer_of_row)]
-        text = final_text(completion).strip()
-        scores.append(float(text in accepted) if accepted else None)
-    return scores
+    return [*map(_exact_match_score, completions, answer)]
+
+
+def _exact_match_score(completion: str | Messages, answer: Any) -> float | None:
+    accepted = [each.strip() for each in answers_of(answer)]
+    if not accepted:
+        return None
+    text = final_text(completion).strip()
+    return float(text in accepted)
 
 
 def regex(pattern: str, /, completions: Completions, **_: Sequence[Any]) -> list[float]:
@@ -117,8 +120,11 @@ def countdown(
 
 def _solves(completion: str | Messages, nums: Any, target: Any) -> bool:
     """`nums`: a list of numbers, or its text; `target`: a number, or its text."""
-    numbers = sorted(map(Fraction, re.findall(r"\d+\.?\d*", str(nums))))
-    answers = ANSWER.findall(final_text(completion)) or [""]
+    number_texts = re.findall(r"\d+\.?\d*", str(nums))
+    numbers = sorted(map(Fraction, number_texts))
+    answers = ANSWER.findall(final_text(completion))
+    if not answers:
+        return False
     expression = answers[-1].strip()
     if len(expression) > COUNTDOWN_MAX_LENGTH:
         return False
@@ -166,10 +172,11 @@ def reasoning_gym(
         data = library_data(name, options)
         text = final_text(completion)
         tagged = ANSWER.findall(text)
-        answer = tagged[-1] if tagged else text
+        answer = (tagged[-1] if tagged else text).strip()
         score = 0.0
-        with suppress(Exception):
-            score = float(data.score_answer(answer.strip(), entry_of_row))
+        if not is_never_right(name, answer):
+            with suppress(Exception):
+                score = float(data.score_answer(answer, entry_of_row))
         scores.append(score)
     return scores
 
@@ -180,9 +187,15 @@ def agent(completions: Completions, **_: Any) -> list[float | None]:
 
 
 async def environment(environments: Sequence[Any], **_: Any) -> list[float | None]:
-    """Score each episode by its environment's own `get_reward`; None where it has none."""
+    """Score each episode by its environment's own `get_reward`, which may be asynchronous; None
+    where it has none. All are called before one is awaited."""
     begun = []
     for each in environments:
         get_reward = getattr(each, "get_reward", lambda: None)
         begun.append(get_reward())
-    return [await score if inspect.isawaitable(score) else score for score in begun]
+    scores = []
+    for score in begun:
+        if inspect.isawaitable(score):
+            score = await score  # noqa: PLW2901
+        scores.append(score)
+    return scores
