@@ -510,6 +510,7 @@ ADDS = {
     "try": "try: add(1, None)\nexcept TypeError: pass\nelse: assert False\nassert add(1, 2) in {3}",
     "in place": "values = [1, 2]\nadd(values, 3)\nassert values == [1, 2, 3]",
     "check": CHECK,
+    "pytest": "class TestAdd:\n    def test_add(self): assert add(1, 2) == 3",
     "function": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
 }
 
@@ -547,6 +548,32 @@ def test_wrong_programs_and_drafts_in_the_thinking_score_0():
     draft = f"<think>{fenced(ADD)}"
     for answer, expected in (("", 0.0), ("</think>No.", 0.0), (f"</think>{fenced(ADD)}", 1.0)):
         assert score(draft + answer, "assert add(1, 2) == 3") == expected
+
+
+PYTEST = {
+    "class": "class TestAdd:\n    def test_add(self): assert add(1, 2) == 3",
+    "setup_method": "class TestAdd:\n    def setup_method(self): self.n = 2\n"
+    "    def test_add(self): assert add(1, self.n) == 3",
+    "setup_class": "class TestAdd:\n    @classmethod\n    def setup_class(cls): cls.n = 2\n"
+    "    def test_add(self): assert add(1, self.n) == 3",
+    "parametrize": "import pytest\n"
+    "@pytest.mark.parametrize('a, b', [(1, 2), pytest.param(2, 3)])\n"
+    "@pytest.mark.parametrize('c', [0])\n"
+    "def test_add(a, b, c): assert add(a, b) == a + b + c",
+    "parametrize a method": "import pytest\nclass TestAdd:\n"
+    "    @pytest.mark.parametrize(['a'], [[1], [2]])\n"
+    "    def test_add(self, a): assert add(a, 2) == a + 2",
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", PYTEST)
+def test_tests_of_pytest_are_called(name):
+    assert score(ADD, PYTEST[name]) == 1.0
+    assert score("def add(a, b): return 0", PYTEST[name]) == 0.0
+    assert score("def add(a, b): return a + b if a == 1 else 0", PYTEST[name]) == (
+        0.0 if "parametrize" in name else 1.0
+    )
 
 
 def test_rows_without_tests_have_no_score():
@@ -671,6 +698,12 @@ def test_the_last_python_block_is_the_program():
     ([1, 2], r"got \[1, 2\]"),
     ("assert add(1,", "assert add"),
     ("import math\nx = 3\ndef f(): pass", "assert, a call"),
+    # what is never called would be passed by all programs
+    ("async def test_f():\n    assert f()", "assert, a call"),
+    ("class Helper:\n    def test_f(self): assert f()", "assert, a call"),
+    ("class TestF:\n    def helper(self): assert f()", "assert, a call"),
+    ("def g(): pass\nif __name__ == '__main__':\n    assert f()", "assert, a call"),
+    ("'Tests'\nx: int = 3\nx += 1\npass", "assert, a call"),
     (CHECK, "entry_point"),
     ({"inputs": ["1"]}, "inputs"),
     ({"inputs": ["1"], "outputs": ["2", "3"]}, "outputs"),

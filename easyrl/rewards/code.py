@@ -25,16 +25,31 @@ from easyrl.rewards import sandbox
 from easyrl.rewards.code_blocks import find_program
 from easyrl.rewards.code_names import names_used
 from easyrl.rewards.functions import Completions, final_text
+from easyrl.types import Prompt
 
 FORMS = (
     'column tests: expected Python code or a list of it, {"inputs": [...], "outputs": [...]} (with '
     '"fn_name" for function calls), or a list of {"input": ..., "output": ...}'
 )
-TOLERANCE = 1e-6  # relative and absolute; for numbers whose expected value has a decimal point
-MAX_LENGTH = 2**20  # of outputs in characters, and eight times the expected length
+TOLERANCE = 1e-6
+"""Relative and absolute tolerance for numbers whose expected value has a decimal point."""
+MAX_LENGTH = 2**20
+"""Characters of an output that are read, beside eight times the expected length."""
 SETUP_COLUMNS = ("test_imports", "test_setup_code")
 OPTIONAL_COLUMNS = ("entry_point", "metadata", *SETUP_COLUMNS)
 """Columns that are read beside `tests`. In LiveCodeBench's rows `metadata` is JSON."""
+
+
+DEFINITIONS = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
+    ast.AsyncFunctionDef,
+    ast.Pass,
+)
+"""Statements that run nothing of a program, beside functions and classes that nobody calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +62,20 @@ class Suite:
     """
 
     kind: Literal["asserts", "stdin", "function"]
-    tests: list[Any]  # sources; standard inputs; or argument lists
-    expected: list[Any]  # outputs; lists of values of which each is right; of asserts "passed"
-    function: str | None = None  # to call; of asserts the entry point for `check`
+    tests: list[Any]
+    """Sources of Python, standard inputs, or lists of arguments, by the kind."""
+    expected: list[Any]
+    """For each test: "passed", the output, or a list of values of which each is right."""
+    function: str | None = None
+    """The function that is called; with asserts the entry point, the argument of `check`."""
     has_integer_keys: bool = False
-    """Whether JSON has made strings of the integer keys of a dictionary, the first argument."""
+    """Whether the first argument may be a dictionary whose integer keys JSON has made strings."""
 
     @property
     def has_usual_names(self) -> bool:
-        """Whether programs need not import usual names. Graders of contest problems import them;
-        where there is an entry point (HumanEval), the row's prompt does. MBPP has neither."""
+        """Whether programs may use the names of `code_names` without importing them. Graders of
+        contest problems import these names; where there is an entry point (HumanEval), the row's
+        prompt does. Neither is true of MBPP."""
         return self.kind != "asserts" or self.function is not None
 
     def passes(self, program: str, settings: RewardConfig) -> bool:
@@ -109,21 +128,23 @@ def program_of(text: str) -> str:
     return text if program is None else program
 
 
-def check_code(rewards: RewardSpec, columns: Mapping[str, Any]) -> None:
+def check_code(rewards: RewardSpec, example: Prompt) -> None:
     """Check the time limits, the first row and the sandbox before a run. Raises ConfigError."""
-    reward, limit = rewards.options, rewards.timeout_seconds
-    if reward.code_timeout_seconds >= limit:
+    settings = rewards.options
+    limit = rewards.timeout_seconds
+    if settings.code_timeout_seconds >= limit:
         raise ConfigError(
             f"reward.code_timeout_seconds: expected less than {limit:g}, the limit of a call "
             "(reward.timeout_seconds, by default runtime.timeout_seconds), got "
-            f"{reward.code_timeout_seconds:g}"
+            f"{settings.code_timeout_seconds:g}"
         )
     try:
-        if not is_missing(columns["tests"]):
-            read_tests(columns["tests"], columns)
-        sandbox.find_variant(reward.code_sandbox)
+        tests = example.columns["tests"]
+        if not is_missing(tests):
+            read_tests(tests, example.columns)
+        sandbox.find_variant(settings.code_sandbox)
     except sandbox.SandboxError as error:
-        raise ConfigError(f"reward.code_sandbox={reward.code_sandbox}: {error}") from None
+        raise ConfigError(f"reward.code_sandbox={settings.code_sandbox}: {error}") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -159,9 +180,11 @@ def _function_of(test: Mapping[str, Any], columns: Mapping[str, Any]) -> str | N
     """Return the name of the function that the tests call; None where programs read their standard
     input. Raises KeyError for calls of a function that nothing names."""
     named = test.get("fn_name") or _function_in_metadata(test)
-    is_call = "function" in str(test.get("testtype") or test.get("type"))
-    if named or not is_call:
-        return named
+    if named:
+        return str(named)
+    kind = str(test.get("testtype") or test.get("type"))
+    if "function" not in kind:
+        return None
     of_row = _function_in_metadata(columns) or columns.get("entry_point")
     if not of_row:
         raise KeyError("entry_point")
@@ -185,8 +208,8 @@ def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
     called = ("test", "check") if entry_point else ("test",)
     if not any(_runs_something(statement, called) for statement in statements):
         raise ValueError(
-            "column tests: expected an assert, a call, a function test_*, or check(candidate) and "
-            f"a column entry_point, got {sources[0]!r:.80}"
+            "column tests: expected an assert, a call, a function test_*, a class Test*, or "
+            f"check(candidate) and a column entry_point, got {sources[0]!r:.80}"
         )
     setup = ""
     for name in SETUP_COLUMNS:
@@ -198,9 +221,21 @@ def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
 def _runs_something(statement: ast.stmt, called: tuple[str, ...]) -> bool:
     """Return whether a statement of a test does more than to define names. `called`: beginnings of
     the names of functions that are called."""
-    if isinstance(statement, ast.FunctionDef):
-        return statement.name.startswith(called)
-    return not isinstance(statement, (ast.Import, ast.ImportFrom, ast.Assign))
+    match statement:
+        case ast.FunctionDef(name=name):
+            return name.startswith(called)
+        case ast.ClassDef(name=name, bases=bases, body=body):
+            is_called = name.startswith("Test") or bases  # pytest's, or derived from unittest's
+            return bool(is_called) and any(_is_test_method(each) for each in body)
+        case ast.If(test=condition):
+            return "__name__" not in ast.unparse(condition)  # it is "tests", not "__main__"
+        case ast.Expr(value=ast.Constant()):  # such as a docstring
+            return False
+    return not isinstance(statement, DEFINITIONS)
+
+
+def _is_test_method(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.FunctionDef) and statement.name.startswith("test")
 
 
 def _read_livecodebench(
@@ -218,9 +253,13 @@ def _read_apps(inputs: Sequence[Any], outputs: Sequence[Any], function: str | No
     _check_pairs(inputs, outputs)
     if function is None:
         return _read_stdin(inputs, outputs)
-    arguments = list(map(_as_arguments, inputs))
-    expected = list(map(_right_values, outputs))
-    return Suite("function", arguments, expected, function, has_integer_keys=True)
+    return Suite(
+        "function",
+        tests=[*map(_as_arguments, inputs)],
+        expected=[*map(_right_values, outputs)],
+        function=function,
+        has_integer_keys=True,
+    )
 
 
 def _check_pairs(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -233,7 +272,7 @@ def _read_stdin(inputs: Sequence[Any], outputs: Sequence[Any]) -> Suite:
 
 
 def _as_arguments(value: Any) -> list[Any]:
-    """A list of arguments; in a string they are JSON, one per line."""
+    """Return the list of arguments of a call. In a string they are JSON, one per line."""
     if isinstance(value, str):
         lines = value.rstrip("\n").split("\n") if value.strip() else []
         return list(map(_as_value, lines))
@@ -254,13 +293,13 @@ def _right_values(output: Any) -> list[Any]:
 
 
 def _as_text(value: Any) -> str:
-    """Text that some data sets have as a list of lines."""
+    """Return the text of a value: some data sets have a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _as_value(value: Any) -> Any:
-    """The value of JSON; what is none stays as it is. Raises ValueError for a longer integer than
-    MAX_INT_DIGITS."""
+    """Read a string as JSON; return other values and other strings unchanged. Raises ValueError for
+    an integer with more digits than MAX_INT_DIGITS."""
     if isinstance(value, str):
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(value)
@@ -287,7 +326,7 @@ def _same_word(word: str, expected: str) -> bool:
     try:
         if "." in expected:
             return _is_close(float(word), float(expected))
-        return Decimal(word) == Decimal(expected)  # exact: `3.0` is 3
+        return Decimal(word) == Decimal(expected)  # without rounding: 3.0 equals 3
     except (ValueError, ArithmeticError):
         return False
 
@@ -304,16 +343,23 @@ def same_value(output: str, expected: Any) -> bool:
 def _is_same(value: Any, expected: Any) -> bool:
     """Compare as Python does (1, 1.0 and True are equal), but numbers within TOLERANCE where the
     expected one is a float."""
-    if isinstance(value, list) and isinstance(expected, list):
-        return len(value) == len(expected) and all(map(_is_same, value, expected))
-    if isinstance(value, dict) and isinstance(expected, dict):
-        if value.keys() != expected.keys():
-            return False
-        return all(_is_same(value[key], expected[key]) for key in value)
-    if isinstance(value, int | float) and isinstance(expected, float):
-        with contextlib.suppress(OverflowError):  # an integer beyond all floats
-            return _is_close(value, expected)
+    match value, expected:
+        case list(), list():
+            return _are_same_lists(value, expected)
+        case dict(), dict():
+            if value.keys() != expected.keys():
+                return False
+            return all(_is_same(value[key], expected[key]) for key in value)
+        case int() | float(), float():
+            with contextlib.suppress(OverflowError):  # the integer is larger than any float
+                return _is_close(value, expected)
     return bool(value == expected)
+
+
+def _are_same_lists(values: list[Any], expected: list[Any]) -> bool:
+    if len(values) != len(expected):
+        return False
+    return all(map(_is_same, values, expected))
 
 
 def _is_close(value: float, expected: float) -> bool:

@@ -29,13 +29,14 @@ ACTION = re.compile(
     r"^[ \t]*(?:async +def|def|class|import) +\w|^[ \t]*from +[\w.]+ +import\b|\b(?:print|write)\(",
     re.MULTILINE,
 )
-"""What programs have, and outputs, sample inputs and explanations in blocks of their own lack."""
+"""A statement as most programs have one. Blocks with outputs, sample inputs or explanations have
+none."""
 BEGIN_OF_CODE = re.compile(
     r"[ \t]*(?:@\w|import +\w|from +[\w.]+ +import\b|print\("
     r"|(?:async +def|def|class) +\w+.*[:(]|(?:for|while|with|if|try)\b.*:[ \t]*(?:#.*)?$"
     r"|[A-Za-z_][\w.]*(?:, *\w+)* *[-+*/]?=(?!=))"
 )
-"""Begin of a program's first line, as no sentence begins."""
+"""How the first line of a program begins, and sentences do not."""
 ONE_LINE = re.compile(
     r"^[ \t>]*```(?!`)(?:python\d?|py)?\b[ \t]*([^`\n]+)```[ \t.]*$", re.MULTILINE | re.IGNORECASE
 )
@@ -47,16 +48,16 @@ STRING_OR_COMMENT = re.compile(
 comment."""
 END_OF_STRING = {quotes: re.compile(rf"\\.|({quotes})") for quotes in ('"""', "'''")}
 MAX_FENCES_IN_STRING = 20
-"""Fences that are passed over while the end of a string is looked for: it takes linear time."""
+"""How many fences the search for the end of a string passes over. So it takes linear time."""
 
 
 class Fence(NamedTuple):
     """A line with marks that open or end a block."""
 
-    margin: str  # indentation of the line
-    before: str  # text between the margin and the marks
+    margin: str  # the line's indentation
+    before: str  # the text between the margin and the marks
     marks: str  # "```", or more of them
-    label: str  # what follows
+    label: str  # the text behind the marks, as "python"
 
     @property
     def position(self) -> int:
@@ -75,8 +76,9 @@ class Fence(NamedTuple):
             return True
         if MIN_MARKS * "`" in self.before:  # code within a line
             return False
-        is_introduced = INTRODUCTION.search(self.before.strip()) is not None
-        return self.is_python or (is_introduced and not self.label)
+        if self.label:
+            return self.is_python
+        return INTRODUCTION.search(self.before.strip()) is not None
 
     def ends(self, opening: "Fence") -> bool:
         """Whether the block of `opening` ends here: at a fence of its own, behind the last line of
@@ -92,19 +94,22 @@ class Fence(NamedTuple):
 
 @dataclass(slots=True)
 class Block:
-    fence: Fence  # that opened it
+    """A block of code."""
+
+    fence: Fence  # the one that opened the block
     lines: list[str] = field(default_factory=list)
     is_closed: bool = False
     has_fence_in_string: bool = False
 
     @property
     def is_certain(self) -> bool:
-        """False for what follows a sentence like "I wrote it in ```python"."""
+        """Whether this must be a block: a sentence such as "I wrote it in ```python" can look like
+        the begin of one that has no end."""
         return self.is_closed or not self.fence.before
 
     @property
     def source(self) -> str:
-        """The content without the block's indentation."""
+        """Content without the block's indentation."""
         margin = self.fence.margin
         lines = [_without_margin(line, margin) for line in self.lines]
         text = "\n".join(lines)
@@ -144,12 +149,18 @@ def find_program(text: str) -> str | None:
 def _last_that_acts(blocks: Sequence[Block]) -> str | None:
     """Return the last block that looks like a program. Those without a label come first, and those
     that may be none come last."""
-    found: dict[str, str] = {}
+    unlabelled = labelled = uncertain = None
     for block in blocks:
-        if ACTION.search(block.source):
-            kind = "labelled" if block.fence.label else "unlabelled"
-            found[kind if block.is_certain else "uncertain"] = block.source
-    return found.get("unlabelled") or found.get("labelled") or found.get("uncertain")
+        source = block.source
+        if not ACTION.search(source):
+            continue
+        if not block.is_certain:
+            uncertain = source
+        elif block.fence.label:
+            labelled = source
+        else:
+            unlabelled = source
+    return unlabelled or labelled or uncertain
 
 
 def _last_statement(blocks: Sequence[Block]) -> str | None:
@@ -260,8 +271,9 @@ def _read_block(block: Block, lines: Sequence[str], start: int) -> int:
 
 
 def _is_closed_later(block: Block, string: str, lines: Sequence[str], start: int) -> bool:
-    """Return whether the string that is open before line `start` ends within the block: no fence
-    in a string is the last one. In a program that lacks the end of a string, it is."""
+    """Return whether the string that is open before line `start` ends within the block, so that a
+    later fence is the block's end. Where a program lacks the end of a string, no later fence is
+    outside of strings, and the first one is the block's end."""
     num_fences = 0
     for index in range(start, len(lines)):
         line = lines[index]
@@ -279,12 +291,12 @@ def _is_closed_later(block: Block, string: str, lines: Sequence[str], start: int
 class Strings(NamedTuple):
     """What is quoted in a line of Python."""
 
-    spans: list[tuple[int, int]]  # of each string its begin and its end
-    is_open: str  # quotes of the string that the line does not end, else ""
+    spans: list[tuple[int, int]]  # begin and end of each string
+    is_open: str  # quotes of the string that goes on in the next line, else ""
 
 
 def _strings_of(line: str, open_before: str) -> Strings:
-    """Find the strings of a line. `open_before`: quotes of the one that is open at its begin."""
+    """Find the strings of a line. `open_before`: quotes of the string that the line continues."""
     spans: list[tuple[int, int]] = []
     quotes = open_before
     start = 0
@@ -324,16 +336,17 @@ def _is_in_string(line: str, open_before: str, position: int) -> bool:
 
 
 def read_fence(line: str) -> Fence | None:
-    """Split a line at its marks. A line of tildes begins with them; backticks can stand behind
-    words, and no further one follows. (No regular expression: lines of many thousand marks do
-    occur, and need linear time.)"""
+    """Split a line at its marks; return None if it has none. Tildes must be at the line's begin;
+    backticks may stand behind words, but no further backtick may follow. This is no regular
+    expression because lines of many thousand marks do occur, and must take linear time."""
     content = line.lstrip(MARGIN)
     margin = line[: len(line) - len(content)]
     if content.startswith(MIN_MARKS * "~"):
         label = content.lstrip("~")
-        return Fence(margin, "", content[: len(content) - len(label)], label.strip())
-    until, _, label = content.rpartition("`")
-    before = until.rstrip("`")
+        marks = content.removesuffix(label)
+        return Fence(margin, "", marks, label.strip())
+    until_last_mark, _, label = content.rpartition("`")
+    before = until_last_mark.rstrip("`")
     num_marks = len(content) - len(before) - len(label)
     if num_marks < MIN_MARKS:
         return None

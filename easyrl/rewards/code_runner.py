@@ -42,10 +42,10 @@ MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
 NUM_OPEN_FILES = 128
 NUM_PROCESSES = 64
-"""Threads included, and those of other processes of the same user where it has any."""
+"""Processes and threads of a program, to which other processes of the same user are added."""
 PROGRAM_FAULT = 99
 RECURSION_LIMIT = 50_000
-"""Of programs for contest problems, as in LiveCodeBench's grader. Python's own is 1,000."""
+"""Limit for contest problems, as in LiveCodeBench's grader. Python's own limit is 1,000."""
 
 # Rights to files under Landlock (`landlock.h`): bits of a mask.
 EXECUTE = 1 << 0
@@ -125,7 +125,8 @@ SYSTEM_CALLS = {
         "clone3": 435,
     },
 }
-"""Numbers of system calls by processor. `processor` is its number for the kernel's audit."""
+"""Numbers of system calls by processor. "processor" is the processor's own number
+(`AUDIT_ARCH_*`)."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -152,7 +153,7 @@ def main() -> None:
 
 
 def read_json() -> Any:
-    """Read the next part of stdin, and nothing of what follows it."""
+    """Read the next part of stdin, and nothing of the parts behind it."""
     num_bytes = int.from_bytes(os.read(0, 8), "little")
     return json.loads(os.read(0, num_bytes))
 
@@ -208,37 +209,49 @@ def run_program(job: dict[str, Any], output: IO[bytes]) -> None:
 def redirect(stdin: int | None = None, stdout: int | None = None) -> None:
     """Connect standard input, output and error with these files, by default with /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null if stdin is None else stdin, 0)
-    os.dup2(null if stdout is None else stdout, 1)
+    if stdin is None:
+        stdin = null
+    if stdout is None:
+        stdout = null
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
     os.dup2(null, 2)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
 def execute(job: dict[str, Any], name: str) -> ModuleType:
-    """Run the program as a module of this name, which has the names of the program only. Those that
-    it may use without importing them (`job["names"]`) count as built-in ones in this process."""
+    """Run the program as a module with this name. The names that it may use without importing them
+    (`job["names"]`) become built-in ones, so that the module has only the program's own names."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # too much output ends the program
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else it could not open /dev/stdin
     sys.modules[name] = module = ModuleType(name)
     sys.argv = [f"{name}.py"]
-    for known, (module_name, attribute) in job["names"].items():
-        library = importlib.import_module(module_name)
-        value = getattr(library, attribute) if attribute else library
-        setattr(builtins, known, value)
+    add_built_in_names(job["names"])
     # Without `dont_inherit` the program would have the future imports of this file.
     code = compile(job["program"], f"<{name}>", "exec", dont_inherit=True)
     exec(code, module.__dict__)
     return module
 
 
+def add_built_in_names(names: dict[str, tuple[str, str]]) -> None:
+    """Add names of libraries to the built-in ones. `names`: the module of each and its attribute,
+    or "" for the module itself."""
+    for name, (module_name, attribute) in names.items():
+        value = importlib.import_module(module_name)
+        if attribute:
+            value = getattr(value, attribute)
+        setattr(builtins, name, value)
+
+
 def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
     """Call a method of the class Solution, or else a function; return its value as JSON."""
-    solution = names.get("Solution")
-    if name in names and not hasattr(solution, name):
+    solution_class = names.get("Solution")
+    if name in names and not hasattr(solution_class, name):
         function = names[name]
     else:
-        function = getattr(names["Solution"](), name)
+        solution = names["Solution"]()
+        function = getattr(solution, name)
     value = function(*arguments)
     return json.dumps(value, default=as_plain)
 
@@ -252,10 +265,10 @@ def with_integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value that JSON has, for one that equals it (or for a set, a list)."""
-    if hasattr(value, "tolist"):  # an array or a number of NumPy
+    """Return a value that JSON can write and that equals this one; for a set, a list."""
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         return value.tolist()
-    if hasattr(value, "as_integer_ratio"):  # a decimal number or a fraction
+    if hasattr(value, "as_integer_ratio"):  # decimal numbers and fractions
         return int(value) if value == int(value) else float(value)
     return list(value)
 
@@ -275,7 +288,7 @@ def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
         peer.encode(module)  # its first object
         peer.wait()
     os.close(replies_writer)  # to see the program's end
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # lest the program raises an exception here
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the program must raise no exception here
     source = read_json()
     redirect()
     peer = Peer("test", replies_reader, calls_writer, TEST_OPERATIONS)
@@ -290,7 +303,7 @@ def run_asserts(job: dict[str, Any], output: IO[bytes]) -> None:
 
 def run_test(source: str, program: Any, entry_point: str | None) -> None:
     """Execute the source of a test, then call what it defines: `check` with the entry point, the
-    functions test_*, and the tests of the classes of unittest. Raises what these raise."""
+    functions test_*, and the tests of classes as pytest does. Raises what these raise."""
     sys.modules["solution"] = solution = ModuleType("solution")
     solution.__getattr__ = program.__getattr__  # type: ignore[method-assign]
     code = compile(source, "<tests>", "exec", dont_inherit=True)
@@ -304,11 +317,61 @@ def run_test(source: str, program: Any, entry_point: str | None) -> None:
     unittest = sys.modules.get("unittest")
     for name, value in [*names.items()]:
         if isinstance(value, FunctionType) and name.startswith("test"):
-            value()
-        elif unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
+            call_with_parameters(value, value)
+        elif not isinstance(value, type):
+            continue
+        elif unittest and issubclass(value, unittest.TestCase):
+            suite = unittest.defaultTestLoader.loadTestsFromTestCase(value)
             result = unittest.TestResult()
-            unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+            suite.run(result)
             assert result.wasSuccessful()
+        elif name.startswith("Test"):
+            run_test_class(value)
+
+
+def run_test_class(test_class: type) -> None:
+    """Call the methods test_* of a class of pytest, each of a new instance."""
+    for name in dir(test_class):
+        if not name.startswith("test"):
+            continue
+        instance = test_class()
+        for fixture in ("setup_class", "setup_method"):
+            set_up_test = getattr(instance, fixture, None)
+            if set_up_test is not None:
+                takes_method = fixture == "setup_method" and set_up_test.__code__.co_argcount > 1
+                if takes_method:
+                    set_up_test(getattr(instance, name))
+                else:
+                    set_up_test()
+        call_with_parameters(getattr(instance, name), getattr(test_class, name))
+
+
+def call_with_parameters(test: Any, function: Any) -> None:
+    """Call a test once, or with all combinations of the parameters that marks of pytest give its
+    function (`pytest.mark.parametrize`)."""
+    calls: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            choices = parameters_of(*mark.args, **mark.kwargs)
+            calls = [{**call, **choice} for call in calls for choice in choices]
+    for arguments in calls:
+        test(**arguments)
+
+
+def parameters_of(argnames: Any, argvalues: Any, **_: Any) -> list[dict[str, Any]]:
+    """Return the arguments of each call for a mark `parametrize`, whose parameters these are."""
+    names = argnames
+    is_single = False
+    if isinstance(argnames, str):
+        names = [name.strip() for name in argnames.split(",")]
+        is_single = len(names) == 1
+    choices = []
+    for value in argvalues:
+        values = [value] if is_single else value
+        if type(value).__name__ == "ParameterSet":  # of `pytest.param`
+            values = value.values
+        choices.append(dict(zip(names, values, strict=True)))
+    return choices
 
 
 class Names(dict):  # type: ignore[type-arg]  # its values are Any
@@ -353,9 +416,12 @@ class Peer:
         self.operations = operations
         self.reader = open(reader, "rb")  # noqa: SIM115
         self.writer = open(writer, "wb")  # noqa: SIM115
-        self.objects: list[Any] = []  # own ones, of which the other process has proxies
-        self.proxies: dict[int, Any] = {}  # by the index of the other process's object
-        self.references: dict[int, Any] = {}  # of both, encoded, by id()
+        self.objects: list[Any] = []
+        """Own objects of which the other process has proxies."""
+        self.proxies: dict[int, Any] = {}
+        """Proxies of the other process's objects, by their index there."""
+        self.references: dict[int, Any] = {}
+        """How own objects and proxies are encoded, by their id()."""
         self.lock = threading.RLock()
 
     def call(self, operation: str, target: Any, *arguments: Any, **named: Any) -> Any:
@@ -431,7 +497,7 @@ class Peer:
         return reference
 
     def decode(self, data: Any) -> Any:
-        """Reverse `encode` of the other process. May raise anything."""
+        """Return the value that the other process has encoded. May raise any exception."""
         if not isinstance(data, list):
             return data
         tag, *parts = data
@@ -453,14 +519,15 @@ class Peer:
 
 
 peer: Peer
-"""The only one of this process."""
+"""This process's end of the pipes."""
 
 
 class Proxy:  # noqa: PLW1641 (it gets __hash__ below)
-    """An object of the other process, which is asked for all that is done to it.
+    """Stand for an object of the other process, which does all that is done to the proxy.
 
-    COMPARISONS work between two of these. Another value, which can be what a test expects, does
-    not get to the program by them: it is compared with a plain copy of the object.
+    Two proxies are compared in the other process. A comparison with any other value is done in this
+    one, with a plain copy of the object: the value may be what a test expects, and must not get to
+    the program.
     """
 
     __slots__ = ()
@@ -507,17 +574,31 @@ def take_apart(value: Any) -> tuple[str, Any] | None:
     if isinstance(value, BaseException):
         return "error", (kind, value.args, vars(value))
     if isinstance(value, (type, ModuleType)):
-        path = [value.__name__] if kind is ModuleType else [value.__module__, value.__name__]
-        return ("library", path) if from_library(*path) is value else None
+        return take_library_apart(value)
     is_of_library = kind.__module__ in COPIED
     if is_of_library and from_library(kind.__module__, kind.__name__) is kind:
-        make, arguments, *state = value.__reduce_ex__(2)
-        is_made_by_class = make is kind and not any(state)
-        return ("copy", (kind, *arguments)) if is_made_by_class else None
+        return take_instance_apart(value)
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, (numpy.ndarray, numpy.generic)):
         return "array", (value.tolist(), str(value.dtype))
     return None
+
+
+def take_library_apart(value: type | ModuleType) -> tuple[str, Any] | None:
+    """Return the tag and the path of a module or a class that both processes import."""
+    path = [value.__name__]
+    if type(value) is not ModuleType:
+        path = [value.__module__, value.__name__]
+    return ("library", path) if from_library(*path) is value else None
+
+
+def take_instance_apart(value: Any) -> tuple[str, Any] | None:
+    """Return the tag, the class and its arguments for an instance that these alone make."""
+    kind = type(value)
+    make, arguments, *state = value.__reduce_ex__(2)
+    if make is not kind or any(state):
+        return None
+    return "copy", (kind, *arguments)
 
 
 def from_library(module: str, name: str = "") -> Any:
@@ -547,8 +628,8 @@ def make_error(parts: list[Any]) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """Give a list, set or dictionary the content of another one, also in what it contains. Return
-    `old`, or `new` where `old` cannot be changed to it."""
+    """Change a list, set or dictionary, and those that it contains, to the content of another one.
+    Return `old`, or `new` where `old` cannot be changed to it."""
     if type(old) is not type(new):
         return new
     if isinstance(old, list):
@@ -568,16 +649,20 @@ def update(old: Any, new: Any) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    """Return a value whose class is derived from a plain one as an instance of that, else None."""
+    """Return a copy whose class is a plain one (`list` for a class derived from `list`); None where
+    the value's class is derived from no plain one."""
     for kind, (parts_of, make) in CODECS.items():
         if isinstance(value, kind):
             parts = [*parts_of(value)]
             return make(parts)
-    return json.loads(json.dumps(value)) if isinstance(value, (float, str)) else None
+    if isinstance(value, (float, str)):
+        return json.loads(json.dumps(value))
+    return None
 
 
 def access_test(value: Any, name: str, *new: Any) -> Any:
-    """Read or set an attribute of an instance of a test's class; others lead to all its names."""
+    """Read or set an attribute of an instance of a class that the test defines. Attributes of other
+    objects are denied: by them a program could reach all names of the test."""
     if name != "__name__" and (type(value).__module__ != "tests" or name.startswith("_")):
         raise AttributeError(name)
     return setattr(value, name, *new) if new else getattr(value, name)
@@ -585,8 +670,8 @@ def access_test(value: Any, name: str, *new: Any) -> Any:
 
 COPIED = ("collections", "datetime", "decimal", "fractions")
 LIBRARIES = (*COPIED, "builtins", "json.decoder")
-"""Modules whose classes both processes import; the values of the first are copied, too."""
-CODECS: dict[type, tuple[Any, Any]] = {  # the parts of a value, and how they make it
+"""Modules whose classes both processes import. Instances of the classes of COPIED are copied."""
+CODECS: dict[type, tuple[Any, Any]] = {  # by class: take a value apart, make it of its parts
     int: (lambda value: [hex(value)], lambda parts: int(parts[0], 16)),
     bytes: (lambda value: [value.decode("latin-1")], lambda parts: parts[0].encode("latin-1")),
     complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
@@ -607,7 +692,7 @@ OPERATIONS = (
     "add mul truediv floordiv mod pow matmul"
 )
 COMPARISONS = ("lt", "le", "gt", "ge", "sub")
-"""A difference tells whether a result is close to the expected one."""
+"""Operations that tell how close a result is to the expected one."""
 for each in (*OPERATIONS.split(), *COMPARISONS):
     setattr(Proxy, f"__{each}__", forward(each))
 PROGRAM_OPERATIONS = {**vars(builtins), **vars(operator), "plain_copy": plain_copy}
@@ -735,10 +820,13 @@ def make_filter(numbers: dict[str, int], is_in_bwrap: bool) -> Filter:
 def deny_system_calls(is_in_bwrap: bool) -> None:
     """Let the calls of `make_filter` fail with ENOSYS. Raises KeyError on other processors than
     those of SYSTEM_CALLS, and OSError where the kernel has no seccomp."""
-    program = make_filter(SYSTEM_CALLS[os.uname().machine], is_in_bwrap)
+    numbers = SYSTEM_CALLS[os.uname().machine]
+    program = make_filter(numbers, is_in_bwrap)
     memory = ctypes.create_string_buffer(program.assemble())
-    sock_fprog = struct.pack("@HP", len(program.instructions), ctypes.addressof(memory))
-    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, sock_fprog, 0, 0):
+    address = ctypes.addressof(memory)
+    sock_fprog = struct.pack("@HP", len(program.instructions), address)
+    error = libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, sock_fprog, 0, 0)
+    if error:
         raise OSError(ctypes.get_errno(), "seccomp")
 
 

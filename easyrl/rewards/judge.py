@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from easyrl.config import ConfigError, JudgeConfig, RewardConfig
+from easyrl.config import ConfigError, JudgeConfig
+from easyrl.config.spec import RewardSpec
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.data.values import is_missing
 from easyrl.types import Messages, Prompt, text_of
@@ -160,7 +161,7 @@ class Judge:
             timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx2.Limits(),
         )
-        self._slots: list[int] | None = None  # files of the free ones
+        self._slots: list[int] | None = None  # descriptors of the free slots' files
         self._queue = asyncio.Lock()
 
     async def __call__(
@@ -171,7 +172,10 @@ class Judge:
         **columns: Sequence[Any],
     ) -> list[float]:
         """Score the completions of a prompt from 0 to 1. One missing answer fails the call."""
-        row = {name: values[0] for name, values in columns.items() if name not in RESERVED_COLUMNS}
+        row = {}
+        for name, values in columns.items():
+            if name not in RESERVED_COLUMNS:
+                row[name] = values[0]
         texts = [text_of(completion) for completion in completions]
         questions = self.questions(prompts[0], texts, row)
         different = list(dict.fromkeys(questions))
@@ -198,17 +202,21 @@ class Judge:
     def questions(
         self, prompt: str | Messages, texts: Sequence[str], row: Mapping[str, Any]
     ) -> list[str]:
-        """The questions about a group: one per completion, or one for all in the mode `listwise`.
-        Raises ConfigError for a placeholder without a column."""
+        """Write the questions about a group: one per completion, or one for all in the mode
+        `listwise`. Raises ConfigError for a placeholder without a column."""
         if not isinstance(prompt, str):
-            prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+            lines = [f"{message['role']}: {message['content']}" for message in prompt]
+            prompt = "\n".join(lines)
+        values = {**row, "prompt": prompt}
         if self._settings.mode == "listwise":
-            numbered = (f"Answer {number}:\n{text}" for number, text in enumerate(texts, 1))
-            values = {**row, "prompt": prompt, "completions": "\n\n".join(numbered)}
+            numbered = [f"Answer {number}:\n{text}" for number, text in enumerate(texts, 1)]
+            values["completions"] = "\n\n".join(numbered)
             return [self._fill_template(values)]
-        return [
-            self._fill_template({**row, "prompt": prompt, "completion": each}) for each in texts
-        ]
+        questions = []
+        for text in texts:
+            values["completion"] = text
+            questions.append(self._fill_template(values))
+        return questions
 
     def _fill_template(self, values: Mapping[str, Any]) -> str:
         """Replace the placeholders in one pass, so that braces in values and those of JSON stay."""
@@ -234,7 +242,7 @@ class Judge:
         file = self._folder / digest[:2] / digest
         cached = _read_cached(file)
         if cached is not None:
-            with contextlib.suppress(JudgeError):  # by another rule
+            with contextlib.suppress(JudgeError):  # cached when another rule read the scores
                 scores = self._verdict(cached, num_scores)
                 counts["judge_cache_hits"] += 1
                 return scores
@@ -266,7 +274,8 @@ class Judge:
         return json.dumps(self._settings.options | body)
 
     async def try_once(self, question: str) -> None:
-        """Send the question in no slot, as another run may hold all; leave nothing open."""
+        """Ask the question without a slot, since another run may hold all of them, and close the
+        connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._folder):
             pass
@@ -296,15 +305,7 @@ class Judge:
             raise self._error(repr(error), "judge_dropped") from None
         finally:
             counts["judge_seconds"] += time.monotonic() - started
-        status = response.status_code
-        if status == 429 or status >= 500:
-            wait = re.fullmatch(r"\d+(\.\d+)?", response.headers.get("Retry-After", ""))
-            delay = float(wait[0]) if wait else 0.0
-            raise self._error(f"{status} {response.text}", "judge_refused", delay)
-        if status != 200:
-            name = self._settings.key_variable
-            about = f" (reward.judge.key_variable: {name})" if status in (401, 403) else ""
-            raise self._error(f"{status}{about} {response.text}")
+        self._check_status(response)
         try:
             reply = response.json()
             answer = _answer_of(reply["choices"][0])
@@ -317,6 +318,20 @@ class Judge:
             raise self._error(problem, "judge_unreadable") from None
         return answer
 
+    def _check_status(self, response: Any) -> None:
+        """Raise JudgeError unless the server has answered the request."""
+        status = response.status_code
+        if status == 200:
+            return
+        if status == 429 or status >= 500:
+            wait = re.fullmatch(r"\d+(\.\d+)?", response.headers.get("Retry-After", ""))
+            delay = float(wait[0]) if wait else 0.0
+            raise self._error(f"{status} {response.text}", "judge_refused", delay)
+        about = ""
+        if status in (401, 403):
+            about = f" (reward.judge.key_variable: {self._settings.key_variable})"
+        raise self._error(f"{status}{about} {response.text}")
+
     def _verdict(self, answer: Answer, num_scores: int) -> list[float]:
         """Read the scores of an answer that its server has finished. Without a `finish_reason` the
         text alone decides. Raises JudgeError."""
@@ -327,9 +342,8 @@ class Judge:
             raise self._no_verdict(problem, is_cut_off=True)
         if reason in SUPPRESSED:
             raise self._no_verdict(f"the server suppressed the answer; {shown}")
-        if (
-            reason is not None and reason not in FINISHED
-        ):  # as "abort", "error" of a server that is stopped
+        is_finished = reason is None or reason in FINISHED
+        if not is_finished:  # "abort" or "error" of a server that is stopped, or an unknown reason
             raise self._error(f"the server broke the answer off; {shown}", "judge_refused")
         if answer.only_thinks:
             thinks = "the answer is nothing but thinking (message.content is empty)"
@@ -346,18 +360,30 @@ class Judge:
             what = "nothing but thinking" if answer.strip() else "empty"
             raise self._no_verdict(f"the answer is {what}, {answer!r}; {self._raise_limit()}")
         found = self._find_scores(text)
+        scores = self._scale(found)
+        if scores is None or len(scores) != num_scores:
+            low, high = self._settings.range
+            rule = f"pattern {self._settings.pattern}"
+            if self._settings.field:
+                rule = f"field {self._settings.field}"
+            expected = f"expected {num_scores} of {low:g} to {high:g} by reward.judge.{rule}"
+            problem = f"{expected}, got {found} in the answer {answer!r}"
+            raise self._error(problem, "judge_unreadable")
+        return scores
+
+    def _scale(self, found: Any) -> list[float] | None:
+        """Map what was found from the range of scores to 0 … 1; None where it has anything else."""
         low, high = self._settings.range
-        with contextlib.suppress(ValueError, TypeError):
-            scores = [float(value) for value in found]
-            if len(scores) == num_scores and all(low <= score <= high for score in scores):
-                return [(score - low) / (high - low) for score in scores]
-        rule = f"pattern {self._settings.pattern}"
-        if self._settings.field:
-            rule = f"field {self._settings.field}"
-        problem = (
-            f"expected {num_scores} of {low:g} to {high:g} by reward.judge.{rule}, got {found}"
-        )
-        raise self._error(f"{problem} in the answer {answer!r}", "judge_unreadable")
+        scores = []
+        try:
+            for value in found:
+                score = float(value)
+                if not low <= score <= high:
+                    return None
+                scores.append((score - low) / (high - low))
+        except (ValueError, TypeError):
+            return None
+        return scores
 
     def _find_scores(self, text: str) -> Any:
         """Return what stands in the places of scores: a list of anything, or None."""
@@ -395,8 +421,8 @@ class Judge:
         return limit is not None and (usage.get("completion_tokens") or 0) >= limit
 
     def _no_verdict(self, problem: str, *, is_cut_off: bool = False) -> JudgeError:
-        """The error of an answer that has no verdict, however its scores are read. A server that
-        does not sample answers the same request alike, so asking again would not help."""
+        """Make the error for an answer that has no verdict, however its scores are read. A server
+        that does not sample answers the same request alike, so asking again would not help."""
         count = "judge_cut_off" if is_cut_off else "judge_unreadable"
         return self._error(problem, count, is_lasting=_is_deterministic(self._settings.options))
 
@@ -408,15 +434,15 @@ class Judge:
         *,
         is_lasting: bool = False,
     ) -> JudgeError:
-        """The error, without the key, which a server's answer may repeat."""
+        """Make an error. Its text does not have the key, which a server's answer may repeat."""
         text = problem.replace(self._key, "***") if self._key else problem
         problem = f"{self._url}: {text[:500]}"
         return JudgeError(problem, count, delay_seconds, is_lasting=is_lasting)
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
-        """Hold one of the slots, which all processes that ask this server share: locks on files,
-        which Linux releases when a process dies."""
+        """Hold one of the slots that all processes which ask this server share. A slot is a lock on
+        a file, which Linux releases when its process dies."""
         if self._slots is None:
             folder = self._folder / f"slots-{hashlib.sha256(self._url.encode()).hexdigest()}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -450,10 +476,12 @@ def _read_key(variable: str | None) -> str:
 
 def _raise_first_error(answers: Sequence[Any]) -> None:
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
-    if len(errors) > 1 and isinstance(errors[0], JudgeError):
-        raise JudgeError(f"{len(errors)} of {len(answers)} answers have no score: {errors[0]}")
-    if errors:
-        raise errors[0]
+    if not errors:
+        return
+    first = errors[0]
+    if len(errors) > 1 and isinstance(first, JudgeError):
+        raise JudgeError(f"{len(errors)} of {len(answers)} answers have no score: {first}")
+    raise first
 
 
 def _answer_of(choice: Mapping[str, Any]) -> Answer:
@@ -526,10 +554,12 @@ def _read_cached(file: Path) -> Answer | None:
 
 
 def _write_cached(file: Path, answer: Answer) -> None:
+    """Write a file of the cache at once, since other processes may read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent)
+    stored = {"text": answer.text, "finish_reason": answer.finish_reason}
     with os.fdopen(handle, "w") as partial:
-        json.dump({"text": answer.text, "finish_reason": answer.finish_reason}, partial)
+        json.dump(stored, partial)
     Path(name).replace(file)
 
 
@@ -551,13 +581,14 @@ def read_template(settings: JudgeConfig) -> dict[str, str]:
         raise ConfigError(f"reward.judge.template: cannot be read: {error}") from None
 
 
-def check_judge(reward: RewardConfig, example: Prompt) -> list[str]:
+def check_judge(rewards: RewardSpec, example: Prompt) -> list[str]:
     """Ask the judge once before a run (`reward.check`); return a warning if there is no score.
     Raises ConfigError for a template, a key or a server with which a run would fail."""
-    judge = Judge(reward.judge)
+    settings = rewards.options
+    judge = Judge(settings.judge)
     texts = ["This is a dummy completion."]
     (question,) = judge.questions(example.content, texts, example.columns)
-    if not reward.check:
+    if not settings.check:
         return []
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
@@ -567,7 +598,7 @@ def check_judge(reward: RewardConfig, example: Prompt) -> list[str]:
             raise ConfigError(f"reward.judge.url: {error}") from None
         return [f"warning: reward.judge: {error}"]
     except TimeoutError:
-        return [f"warning: {reward.judge.url} has not answered in {CHECK_SECONDS:g} s"]
+        return [f"warning: {settings.judge.url} has not answered in {CHECK_SECONDS:g} s"]
     except OSError as error:
         raise ConfigError(f"reward.judge: no cache folder (XDG_CACHE_HOME): {error}") from None
     return []

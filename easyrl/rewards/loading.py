@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,19 @@ from easyrl.config.reward import JudgeConfig
 from easyrl.config.spec import RewardSpec
 from easyrl.data.hub import is_hub_id
 from easyrl.data.streams import RESERVED_COLUMNS
-from easyrl.formatting import EXTRAS, require
-from easyrl.rewards import functions, math
-from easyrl.rewards.code import check_code, code
+from easyrl.formatting import require
+from easyrl.rewards import builtin
+from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import RewardFunction
-from easyrl.rewards.judge import Judge, read_template
+from easyrl.rewards.judge import read_template
 from easyrl.types import Prompt
 from easyrl.user_code import digest_files, load_function, read_files
 
-KEY = "reward.functions (--reward)"
-BUILT_IN: Mapping[str, Callable[[RewardSpec], RewardFunction]] = {
-    "none": lambda rewards: functions.none,
-    "exact_match": lambda rewards: functions.exact_match,
-    "math": lambda rewards: math.math,
-    "gsm8k": lambda rewards: math.gsm8k,
-    "code": lambda rewards: functools.partial(code, rewards.options),
-    "judge": lambda rewards: Judge(rewards.options.judge),
-    "regex": lambda rewards: functools.partial(functions.regex, rewards.options.pattern or ""),
-    "format": lambda rewards: functions.format_,
-    "countdown": lambda rewards: functions.countdown,
-    "length_penalty": lambda rewards: functools.partial(
-        functions.length_penalty, rewards.max_completion_length
-    ),
-    "environment": lambda rewards: functions.environment,
-    "reasoning_gym": lambda rewards: functions.reasoning_gym,
-    "agent": lambda rewards: functions.agent,
-}
-"""Each binds a function to its settings."""
-PER_COMPLETION = ("code", "math", "reasoning_gym")  # slow: each completion is a call of its own
-FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function, "
-FORMS += "or the folder or hub id (owner/name) of a reward model"
+KEY = builtin.KEY
+FORMS = (
+    f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function, or the folder "
+    "or hub id (owner/name) of a reward model"
+)
 MODELS = "easyrl.model.reward_model"
 """Module that scores by reward models. It is in a higher layer, so it is imported by its name."""
 
@@ -69,32 +51,22 @@ def check_given(rewards: RewardSpec) -> None:
 
 
 def check_rewards(rewards: RewardSpec, example: Prompt, specs: Sequence[str] | None = None) -> None:
-    """Load every function, or those of `specs`, and check that the data has its columns."""
+    """Load every function, or those of `specs`, and check that the data has its columns and what a
+    built-in one needs. Raises ConfigError."""
     check_given(rewards)
+    given = [*RESERVED_COLUMNS, *example.columns]
+    if rewards.acts in ("environment", "tools"):
+        given.append("environments")
     for spec in rewards.functions if specs is None else specs:
         function = load_reward(spec, rewards)
-        if spec == "environment" and rewards.acts != "environment":
-            raise ConfigError(
-                f"{KEY}: 'environment' is the reward of an environment: expected "
-                "rollout.environment (--environment) too, as in --environment guess"
-            )
-        if spec == "agent" and rewards.acts != "agent":
-            raise ConfigError(f"{KEY}: 'agent' is the reward of rollout.agent (--agent), got none")
-        own = ["environments"] if rewards.acts in ("environment", "tools") else []
-        given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns, *own])
+        arguments = accepted_arguments(function, dict.fromkeys(given))
         try:
-            inspect.signature(function).bind(**accepted_arguments(function, given))
+            inspect.signature(function).bind(**arguments)
         except TypeError as error:
             raise lacks_column(spec, str(error), example) from None
-        if spec == "code":
-            check_code(rewards, example.columns)
-        column = {"gsm8k": "answer", "countdown": "target"}.get(spec, "")
-        if str in map(type, math.reference_numbers(example.columns.get(column))):
-            raise ConfigError(
-                f"{KEY}: '{spec}': expected a number in the column {column} (for gsm8k alone or "
-                f"after ####), got {example.columns[column]!r:.80}; math and exact_match compare "
-                "other answers"
-            )
+        built_in = BUILT_IN.get(spec)
+        if built_in is not None:
+            built_in.check(rewards, example)
 
 
 def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
@@ -105,10 +77,12 @@ def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
 
 
 def load_reward(spec: str, rewards: RewardSpec) -> RewardFunction:
-    if spec in BUILT_IN:
-        if spec in EXTRAS:
-            require(spec, f"{KEY}: '{spec}'")
-        return BUILT_IN[spec](rewards)
+    """Return the function of an entry. Raises ConfigError where it cannot be loaded."""
+    built_in = BUILT_IN.get(spec)
+    if built_in is not None:
+        if built_in.extra is not None:
+            require(built_in.extra, f"{KEY}: '{spec}'")
+        return built_in.make(rewards)
     if is_model(spec):
         return functools.partial(importlib.import_module(MODELS).score, rewards, spec)
     return load_function(spec, KEY, FORMS + did_you_mean(spec, BUILT_IN))
@@ -117,7 +91,10 @@ def load_reward(spec: str, rewards: RewardSpec) -> RewardFunction:
 def read_sources(code: Mapping[str, Sequence[str]], judge: JudgeConfig) -> dict[str, str]:
     """Read the user's files by path: all workers use them as they are now. `code`: `RunSpec.code`,
     the functions and classes by the keys that name them."""
-    return read_files(chain(*code.values())) | read_template(judge)
+    entries: list[str] = []
+    for of_key in code.values():
+        entries += of_key
+    return read_files(entries) | read_template(judge)
 
 
 def digest_code(code: Mapping[str, Sequence[str]], judge: JudgeConfig) -> dict[str, str]:
@@ -133,5 +110,6 @@ def accepted_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that the function has parameters for."""
     parameters = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}

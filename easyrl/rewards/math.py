@@ -22,10 +22,10 @@ from easyrl.types import Messages
 MAX_CPU_SECONDS = 3
 """Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
 LIMITED_CLOCK = -8
-"""Clock of Linux that RLIMIT_CPU is compared with, CPUCLOCK_PROF of this process: it counts ticks,
-and is seconds ahead of `time.process_time`, or behind it, in a process that has lived for long."""
+"""The clock that Linux compares with RLIMIT_CPU (CPUCLOCK_PROF of this process). It counts ticks:
+in a process that has run for long it differs from `time.process_time` by seconds."""
 FORMULA = re.compile(r"\\boxed|\$[^$]*\$|\\\(|\\\[|####|[Aa]nswer\b")
-"""Marks of an answer in a text; a text without one is the answer as a whole."""
+"""Marks of an answer in a text. A text without one is an answer as a whole."""
 CURRENCY = re.compile(r"(?<!\\)\\\$|[€£¥₹]")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?=\{)|([^\s{$][^\s$]*?)(?=[.,;]?(?:[\s$]|\Z)))")
 """`\fbox{42}`, or `\boxed 42`."""
@@ -46,7 +46,7 @@ WRAPPING = re.compile(  # LaTeX around a number
 EXPRESSION = re.compile(
     r"[\\^_+*×÷√²³½]|\A-?\d[\d,.]*\s*(?:[A-Za-z%]+\s+)?(?:[-–]|and\b|or\b|to\b)\s*\d"
 )
-"""Marks of what is no single number: `2^5`, `5-3`, `2 days and 3 hours`."""
+"""Signs that a text is more than one number: `2^5`, `5-3`, `2 days and 3 hours`."""
 
 
 def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:
@@ -60,13 +60,14 @@ def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) ->
     """
     import math_verify  # noqa: F401  takes seconds, which do not count
 
-    before = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = mathematics.ceil(time.clock_gettime(LIMITED_CLOCK)) + MAX_CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, before[1]))
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
+    seconds_used = time.clock_gettime(LIMITED_CLOCK)
+    limit = mathematics.ceil(seconds_used) + MAX_CPU_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))
     try:
         return [*map(_math_score, completions, answer)]
     finally:
-        resource.setrlimit(resource.RLIMIT_CPU, before)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft_limit, hard_limit))
 
 
 def _math_score(completion: str | Messages, answer: Any) -> float | None:

@@ -32,8 +32,8 @@ from easyrl.config import ConfigError
 from easyrl.config.spec import RewardSpec
 from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards import loading
+from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import GroupLost, RewardError
-from easyrl.rewards.judge import check_judge
 from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
 from easyrl.types import Float32, Prompt
 
@@ -45,11 +45,13 @@ MAX_RESTARTS = 3  # pools that may break one after the other without scoring a g
 
 @dataclass(slots=True, eq=False)
 class _Task:
+    """A call of some functions on some completions of a group."""
+
     call: Call
-    completions: slice  # in the group
-    future: Future[Any]  # the arguments of `Scored`
-    is_repeated: bool = False  # after a kill
-    is_elsewhere: bool = False  # not in this pool
+    completions: slice  # those of the group that are scored
+    future: Future[Any]  # its result: the arguments of `Scored`
+    is_repeated: bool = False  # after its process was killed
+    is_elsewhere: bool = False  # another process than the pool's scores them
 
 
 class RewardPool:
@@ -62,18 +64,37 @@ class RewardPool:
         report: Callable[[str], None] = lambda text: None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`sources`: of the user's files (`loading.read_sources`).
-        `report` is called when lost reward processes are replaced. `environment`: variables that
-        show the process of the reward models its device."""
-        self._rewards, self._report = rewards, report
+        """Start the reward processes.
+
+        Args:
+            rewards: the functions, and how they are run.
+            sources: texts of the user's files by path (`loading.read_sources`).
+            report: is called with a text when lost reward processes are replaced.
+            environment: environment variables that show the process of the reward models its
+                device.
+        """
+        self._rewards = rewards
+        self._report = report
         self._environment = environment or {}
         self._sources = sources
-        specs = rewards.functions
-        self._per_completion = [n for n, each in enumerate(specs) if each in loading.PER_COMPLETION]
-        self._models = [n for n, spec in enumerate(specs) if loading.is_model(spec)]
-        self._judges = [n for n, spec in enumerate(specs) if spec == "judge"]
-        others = {*self._per_completion, *self._models, *self._judges}
-        self._fast = [n for n in range(len(specs)) if n not in others]
+        # Indices of the functions, by how they are called.
+        self._models: list[int] = []
+        self._shared: list[int] = []
+        self._own_calls: list[int] = []
+        self._per_completion: list[int] = []
+        lists = {
+            "shared": self._shared,
+            "own": self._own_calls,
+            "per_completion": self._per_completion,
+        }
+        for index, spec in enumerate(rewards.functions):
+            reward = BUILT_IN.get(spec)
+            if reward is not None:
+                lists[reward.call].append(index)
+            elif loading.is_model(spec):
+                self._models.append(index)
+            else:
+                self._shared.append(index)
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -84,19 +105,34 @@ class RewardPool:
     ) -> None:
         """Score the completions of one prompt by all functions. `elsewhere`: functions that are
         called in another process, and their future result."""
-        size, (others, future) = len(group.completions), elsewhere or ((), None)
-        parts = [(numbers, slice(0, size)) for numbers in (self._models, self._fast, self._judges)]
-        parts += [([each], slice(n, n + 1)) for each in self._per_completion for n in range(size)]
-        tasks = self._groups[key] = []
-        if future is not None:
-            call = group._replace(functions=others)
-            tasks.append(_Task(call, slice(0, size), future, is_elsewhere=True))
+        size = len(group.completions)
+        whole = slice(0, size)
+        tasks: list[_Task] = []
+        called_elsewhere: Sequence[int] = ()
+        if elsewhere is not None:
+            called_elsewhere, future = elsewhere
+            call = group._replace(functions=called_elsewhere)
+            tasks.append(_Task(call, whole, future, is_elsewhere=True))
             future.add_done_callback(lambda _: self._wake())
-        for numbers, part in parts:
-            if functions := [number for number in numbers if number not in others]:
-                texts, ids = group.completions[part], group.completion_ids[part]
-                call = group._replace(functions=functions, completions=texts, completion_ids=ids)
+
+        def add_task(functions: Sequence[int], part: slice) -> None:
+            functions = [index for index in functions if index not in called_elsewhere]
+            if functions:
+                call = group._replace(
+                    functions=functions,
+                    completions=group.completions[part],
+                    completion_ids=group.completion_ids[part],
+                )
                 tasks.append(_Task(call, part, self._schedule(call)))
+
+        add_task(self._models, whole)
+        add_task(self._shared, whole)
+        for function in self._own_calls:
+            add_task([function], whole)
+        for function in self._per_completion:
+            for index in range(size):
+                add_task([function], slice(index, index + 1))
+        self._groups[key] = tasks
 
     def finished(self) -> list[tuple[Hashable, Scored]]:
         """Return the groups scored since the last call, without waiting. Raises RewardError where a
@@ -108,11 +144,16 @@ class RewardPool:
         for task in chain(*self._groups.values()):
             if _was_killed(task) and not task.is_repeated:
                 self._report("a reward process was killed by SIGKILL; its call is repeated")
-                task.is_repeated, task.future = True, self._schedule(task.call)
-        keys = [key for key, tasks in self._groups.items() if all(map(_is_over, tasks))]
-        if keys:
+                task.future = self._schedule(task.call)
+                task.is_repeated = True
+        finished_keys = [key for key, tasks in self._groups.items() if all(map(_is_over, tasks))]
+        if finished_keys:
             self._num_restarts = 0
-        return [(key, self._collect(self._groups.pop(key))) for key in keys]
+        scored = []
+        for key in finished_keys:
+            tasks = self._groups.pop(key)
+            scored.append((key, self._collect(tasks)))
+        return scored
 
     @property
     def is_broken(self) -> bool:
@@ -120,7 +161,7 @@ class RewardPool:
         return bool(self._groups) and not all(pool.active for pool in self._pools)
 
     def fileno(self) -> int:
-        """Readable when `finished` has something: for select or multiprocessing.connection.wait."""
+        """Return a descriptor for `select`, readable when `finished` has something."""
         return self._wake_fd
 
     def close(self) -> None:
@@ -131,17 +172,21 @@ class RewardPool:
             self._wake_fd = -1
 
     def _start_pools(self) -> None:
-        rewards, models = self._rewards, self._models
+        """Start the processes of the functions, and the one of the reward models, if there are
+        any. The pool of the models is the last one."""
+        rewards = self._rewards
         self._pools: list[ProcessPool] = []
-        if len(models) < len(rewards.functions):
-            num_workers = rewards.options.num_workers
-            self._pools = [_open_pool(num_workers, rewards, self._sources)]
-            self._pools[0].schedule(int)  # pebble starts the processes with the first task
-        if models:
-            specs = [rewards.functions[number] for number in models]
-            self._pools.append(_open_pool(1, rewards, self._sources, specs, self._environment))
-            loads = Call("", [], [], {}, functions=models)  # no completions, and no timeout
-            self._pools[-1].schedule(run_call, (loads,))
+        if len(self._models) < len(rewards.functions):
+            pool = _open_pool(rewards.options.num_workers, rewards, self._sources)
+            pool.schedule(int)  # pebble starts the processes with the first task
+            self._pools.append(pool)
+        if self._models:
+            specs = [rewards.functions[index] for index in self._models]
+            pool = _open_pool(1, rewards, self._sources, specs, self._environment)
+            # A call without completions loads the models. It has no timeout.
+            loading_call = Call("", [], [], {}, functions=self._models)
+            pool.schedule(run_call, (loading_call,))
+            self._pools.append(pool)
 
     def _restart(self) -> None:
         self._num_restarts += 1
@@ -156,10 +201,9 @@ class RewardPool:
                     task.future = self._schedule(task.call)
 
     def _schedule(self, call: Call) -> Future[Any]:
-        pool = self._pools[-1 if call.functions[0] in self._models else 0]
-        limit: float | None = self._rewards.timeout_seconds
-        if call.functions[0] in self._judges:  # its retries and their timeouts bound it
-            limit = self._rewards.options.timeout_seconds
+        first = call.functions[0]  # the others are called alike
+        pool = self._pools[-1] if first in self._models else self._pools[0]
+        limit = self._limit_of(self._rewards.functions[first])
         future: Future[Any] = Future()
         try:
             future = pool.schedule(run_call, (call,), timeout=limit)
@@ -168,37 +212,55 @@ class RewardPool:
         future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
         return future
 
+    def _limit_of(self, spec: str) -> float | None:
+        """Return the longest time of a call in seconds; None: the function ends it itself."""
+        reward = BUILT_IN.get(spec)
+        if reward is not None and reward.has_own_timeouts:
+            return self._rewards.options.timeout_seconds
+        return self._rewards.timeout_seconds
+
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed: nobody waits
+        with contextlib.suppress(OSError):  # closed, so nobody waits
             os.eventfd_write(self._wake_fd, 1)
 
     def _collect(self, tasks: Sequence[_Task]) -> Scored:
+        """Join the results of a group's calls. Raises RewardError, see `finished`."""
         num_completions = max(task.completions.stop for task in tasks)
-        group = Scored([[0.0] * num_completions for _ in self._rewards.names], [], {}, {})
+        all_scores: list[list[float | None]] = []
+        for _ in self._rewards.names:
+            all_scores.append([0.0] * num_completions)
+        group = Scored(all_scores, [], {}, {})
         for task in tasks:
             result = self._result_of(task)
-            # A call that did not return has no scores: they stay 0.
-            for function, scores in zip(task.call.functions, result.scores, strict=False):
-                group.scores[function][task.completions] = scores
+            if result.scores:  # else the call did not return: its scores stay 0
+                for function, scores in zip(task.call.functions, result.scores, strict=True):
+                    all_scores[function][task.completions] = scores
             group.errors.extend(result.errors)
             group.metrics.update(result.metrics)
             group.columns.update(result.columns)
-        for index, values in enumerate(zip(*group.scores, strict=True)):
-            if set(values) == {None}:
-                group.scores[0][index] = 0.0
-                names = ", ".join(self._rewards.names)
-                group.errors.append(
-                    f"reward ({names}): every function returned None for completion {index}: "
-                    "does the row lack an answer? (reward.on_error=zero takes 0)"
-                )
+        self._replace_missing(group, num_completions)
         if not group.errors:
             return group
         prompt = f"for the prompt {tasks[0].call.prompt!r:.200}"
         errors = [f"{error}\n{prompt}" for error in dict.fromkeys(group.errors)]
-        if self._rewards.options.on_error == "stop":
+        on_error = self._rewards.options.on_error
+        if on_error == "stop":
             raise RewardError(errors[0])
-        is_skipped = self._rewards.options.on_error == "skip_group"
-        return group._replace(scores=[] if is_skipped else group.scores, errors=errors)
+        if on_error == "skip_group":
+            return group._replace(scores=[], errors=errors)
+        return group._replace(errors=errors)
+
+    def _replace_missing(self, group: Scored, num_completions: int) -> None:
+        """Score 0 where no function has a score, with an error."""
+        for index in range(num_completions):
+            if any(scores[index] is not None for scores in group.scores):
+                continue
+            group.scores[0][index] = 0.0
+            names = ", ".join(self._rewards.names)
+            group.errors.append(
+                f"reward ({names}): every function returned None for completion {index}: "
+                "does the row lack an answer? (reward.on_error=zero takes 0)"
+            )
 
     def _result_of(self, task: _Task) -> Scored:
         match task.future.exception():
@@ -211,7 +273,8 @@ class RewardPool:
                 self._report(f"{error}; its group's rewards are 0")
                 return Scored([], [], {}, {})
             case ProcessExpired(exitcode=code):
-                if code == -signal.SIGXCPU and {*task.call.functions} <= {*self._per_completion}:
+                is_of_completion = task.call.functions[0] in self._per_completion
+                if code == -signal.SIGXCPU and is_of_completion:
                     return Scored([], [], {}, {})  # math.MAX_CPU_SECONDS: the score is 0
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 problem = f"ended its process ({how}); reward.on_error decides what follows"
@@ -226,13 +289,18 @@ def try_rewards(rewards: RewardSpec, example: Prompt | None) -> list[str]:
     prompt, the user's functions, which have a process of their own, are only loaded. Raises
     ConfigError for one that cannot be loaded, lacks a column, or takes or returns another form."""
     loading.check_given(rewards)
-    specs = rewards.functions
-    known = {*loading.BUILT_IN, *rewards.models}  # models are checked elsewhere
-    own = [each for each in specs if each not in known and not each.startswith("easyrl.")]
-    warnings = []
+    own: list[str] = []
+    others: list[str] = []
+    for spec in rewards.functions:
+        is_model = spec in rewards.models  # they are checked elsewhere
+        is_own = spec not in BUILT_IN and not is_model and not spec.startswith("easyrl.")
+        (own if is_own else others).append(spec)
+    warnings: list[str] = []
     if example is not None:
-        loading.check_rewards(rewards, example, [spec for spec in specs if spec not in own])
-        warnings += check_judge(rewards.options, example) if "judge" in specs else []
+        loading.check_rewards(rewards, example, others)
+        for spec in others:
+            if spec in BUILT_IN:
+                warnings += BUILT_IN[spec].try_once(rewards, example)
     if not own:
         return warnings
     pool = _open_pool(1, rewards, {}, own)
@@ -242,8 +310,9 @@ def try_rewards(rewards: RewardSpec, example: Prompt | None) -> list[str]:
             try:
                 warnings.append(tried.result())
             except (TimeoutError, ProcessExpired) as error:
-                is_late = isinstance(error, TimeoutError)
-                how = f"took longer than {CHECK_SECONDS:g} s" if is_late else "ended its process"
+                how = "ended its process"
+                if isinstance(error, TimeoutError):
+                    how = f"took longer than {CHECK_SECONDS:g} s"
                 warnings.append(f"warning: reward '{spec}' {how} when it was tried (reward.check)")
     except BrokenProcessPool:  # the process ended while it started
         if "easyrl.api.calls" not in sys.modules:
@@ -251,11 +320,11 @@ def try_rewards(rewards: RewardSpec, example: Prompt | None) -> list[str]:
         raise ConfigError(UNGUARDED_MESSAGE) from None
     finally:
         _end_pools([pool])
-    return list(filter(None, warnings))
+    return [warning for warning in warnings if warning]
 
 
 def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Float32:
-    """The weighted sum [G] of the functions' scores [functions][G]; None does not count."""
+    """Return the weighted sum [G] of the functions' scores [functions][G]. None does not count."""
     table = np.array(scores, dtype=np.float64)  # None becomes nan; scores themselves are finite
     rewards: Float32 = np.nansum(table * np.array(weights)[:, None], axis=0).astype(np.float32)
     return rewards

@@ -43,7 +43,8 @@ SYSTEM_FILES = (
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 TMP_BYTES = 128 << 20
-TOTAL_BYTES = 4 << 30  # of a program's processes and files in memory, where a cgroup can bound it
+TOTAL_BYTES = 4 << 30
+"""Memory of a program's processes and of its files in memory, where a cgroup can bound it."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -174,15 +175,17 @@ def _write_job(job: dict[str, Any], stdin: IO[bytes]) -> None:
     """Write the job with the number of its tests, then each test, as JSON behind its length. So the
     runner can read each test after the program of the one before has ended."""
     tests = job["tests"]
-    for part in ({**job, "tests": len(tests)}, *tests):
+    without_tests = {**job, "tests": len(tests)}
+    for part in (without_tests, *tests):
         data = json.dumps(part).encode()
-        stdin.write(len(data).to_bytes(8, "little") + data)
+        length = len(data).to_bytes(8, "little")
+        stdin.write(length + data)
     stdin.seek(0)
 
 
 def _make_memory_group(stack: contextlib.ExitStack) -> Callable[[], object] | None:
-    """Make a memory cgroup for one program where this process may: as root outside of containers.
-    Returns what a new process calls to join it. `stack` removes it."""
+    """Make a memory cgroup for one program, where this process may: as root outside of containers.
+    Return a function by which a new process joins it, else None. `stack` removes the cgroup."""
     own = Path("/proc/self/cgroup")
     lines = own.read_text().splitlines() if own.exists() else []
     for line in lines:
@@ -242,7 +245,8 @@ def _bwrap_command(variant: str) -> list[str]:
 
 @functools.cache
 def _read_only_paths() -> list[str]:
-    """The system's files and this Python environment, by its name and as it is without links."""
+    """Return the paths of the system's files and of this Python environment, the latter with and
+    without links."""
     paths = set()
     for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix):
         with_links = os.path.abspath(prefix)  # noqa: PTH100 (`resolve` would follow the links)
@@ -252,7 +256,7 @@ def _read_only_paths() -> list[str]:
 
 
 def _count_own_threads() -> int:
-    """Count the threads of this process's user, all of which count for RLIMIT_NPROC."""
+    """Count the threads of this process's user: RLIMIT_NPROC counts all of them."""
     count = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ them. Asynchronous functions are awaited together, on one event loop: a client m
 import asyncio
 import contextlib
 import copy
+import importlib
 import inspect
 import io
 import json
@@ -29,12 +30,15 @@ from easyrl.config.spec import RewardSpec
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import allow_long_integers, die_with_parent, maybe_sleep, set_name
 from easyrl.rewards import loading
+from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import RewardFunction
 from easyrl.types import Messages, Prompt
 from easyrl.user_code import user_traceback
 
-MAX_SCORE = 1e30  # scores are summed with weights in float32, whose largest number is about 3e38
-MAX_OUTPUT_CHARACTERS = 2**24  # of a function in a call, so that endless output fills no disk
+MAX_SCORE = 1e30
+"""Largest score: the weighted sum is float32, whose largest number is about 3e38."""
+MAX_OUTPUT_CHARACTERS = 2**24
+"""Characters that a call may print, so that endless output fills no disk."""
 NEEDS_MESSAGES = (
     "reads chat messages (completion[0]['content']), but the prompts of the data are strings: set "
     "data.chat=true, which makes chats of them, or read the string"
@@ -78,11 +82,12 @@ class BoundedOutput(io.TextIOWrapper):
     """Standard output and error of all calls. Each call may print MAX_OUTPUT_CHARACTERS."""
 
     _num_left: ContextVar[list[int]] = ContextVar("num_left")
-    _last: ClassVar = [MAX_OUTPUT_CHARACTERS]  # of the newest call, for threads that one starts
+    _last: ClassVar = [MAX_OUTPUT_CHARACTERS]
+    """What is left to the newest call, for threads that a function starts."""
 
     @classmethod
     def begin_call(cls) -> None:
-        """Count what this context (a thread or a task) prints as the output of a new call."""
+        """Begin a new call, to which all that this context (a thread or a task) prints counts."""
         cls._last = [MAX_OUTPUT_CHARACTERS]
         cls._num_left.set(cls._last)
 
@@ -98,7 +103,7 @@ _rewards: RewardSpec
 _functions: list[RewardFunction] = []
 _loop = asyncio.Runner()
 Await = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine. Where environments are, their own event loop does."""
+"""Runs a coroutine to its end. In a process of environments it is their event loop that does."""
 
 
 def start(
@@ -107,9 +112,15 @@ def start(
     specs: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Initialize a process of the pool. `sources`: of the user's files (`user_code.sources`);
-    `specs`: the functions that it calls, if not all; `environment`: variables of the process of
-    the reward models, whose memory is not limited (None: another process)."""
+    """Initialize a reward process.
+
+    Args:
+        rewards: the functions, and how they are run.
+        sources: texts of the user's files, by path, as `user_code.sources` keeps them.
+        specs: the functions that this process calls; by default all.
+        environment: environment variables that are set before torch is imported. They are given to
+            the process of the reward models alone, whose memory is not limited.
+    """
     global _rewards  # noqa: PLW0603  one process, one run
     _rewards = rewards
     os.environ.update(environment or {})  # before torch is imported
@@ -124,65 +135,92 @@ def start(
     set_name(PROCESS_NAME)
     allow_long_integers()
     output = BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
-    sys.stdout = sys.stderr = output  # what `--dry-run` prints to its own is a config file
+    # Functions print to standard error: `--dry-run` writes a config file to standard output.
+    sys.stdout = sys.stderr = output
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process first
+    with contextlib.suppress(OSError):  # Linux then ends this process first where memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
     memory_limit_gib = rewards.options.memory_limit_gib
     if memory_limit_gib is not None and environment is None:
         # Private writable memory; RLIMIT_AS would count what is only mapped, too.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        with contextlib.suppress(ValueError):  # the hard limit is lower
+        with contextlib.suppress(ValueError):  # the hard limit may be lower
             limit = int(memory_limit_gib * 2**30)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    if "math" in (specs or rewards.functions):
-        import math_verify  # noqa: F401  takes long: before the first call's timeout runs
+    for spec in specs or rewards.functions:
+        built_in = BUILT_IN.get(spec)
+        if built_in is not None and built_in.preload is not None:
+            importlib.import_module(built_in.preload)  # before the first call's timeout runs
 
 
 def functions_with_environments() -> list[int]:
+    """Return the indices of the functions that are called where the environments are."""
     return [index for index, each in enumerate(_loaded()) if loading.needs_environments(each)]
 
 
 def _loaded() -> list[RewardFunction]:
-    if not _functions:  # here, since pebble does not report an initializer's error
-        _functions.extend(loading.load_reward(spec, _rewards) for spec in _rewards.functions)
+    """Return all functions, which the first call loads: pebble reports no initializer's error."""
+    if not _functions:
+        for spec in _rewards.functions:
+            _functions.append(loading.load_reward(spec, _rewards))
     return _functions
+
+
+class _Log:
+    """What the functions of a call log beside their scores."""
+
+    def __init__(self, num_completions: int) -> None:
+        self.num_completions = num_completions
+        self.columns: dict[str, list[Any]] = {}
+        self.values: dict[str, list[float]] = {}
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column to the samples, one value per completion."""
+        if column in SAMPLE_COLUMNS or len(values) != self.num_completions:
+            raise ValueError(
+                f"log_extra: expected {self.num_completions} values, one per completion, and a "
+                f"name other than {', '.join(SAMPLE_COLUMNS)}, got {len(values)} values for "
+                f"'{column}'"
+            )
+        self.columns[str(column)] = [_as_json(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number to metrics.jsonl, averaged over the iteration's groups."""
+        number = float(value)
+        self.values.setdefault(str(name), []).append(number)
+
+    def means(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in self.values.items()}
 
 
 def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _loop.run) -> Scored:
     """Score the completions. Raises ConfigError where a function cannot be loaded."""
     maybe_sleep()
     num_completions = len(call.completions)
-    result = Scored([], [], {}, {})
-    logged: dict[str, list[float]] = {}
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        """Add a column to the samples, one value per completion."""
-        if column in SAMPLE_COLUMNS or len(values) != num_completions:
-            raise ValueError(
-                f"log_extra: expected {num_completions} values, one per completion, and a name "
-                f"other than {', '.join(SAMPLE_COLUMNS)}, got {len(values)} values for '{column}'"
-            )
-        result.columns[str(column)] = [_as_json(value) for value in values]
-
-    def log_metric(name: str, value: float) -> None:
-        """Log a number to metrics.jsonl, averaged over the iteration's groups."""
-        logged[str(name)] = [*logged.get(str(name), []), float(value)]
-
-    services: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric}
-    services |= {"environments": environments} if environments else {}
-    for index, returned in zip(call.functions, _call_all(call, services, run_async), strict=True):
+    log = _Log(num_completions)
+    services: dict[str, Any] = {"log_extra": log.log_extra, "log_metric": log.log_metric}
+    if environments:
+        services["environments"] = environments
+    all_returned = _call_all(call, services, run_async)
+    all_scores: list[list[float | None]] = []
+    errors: list[str] = []
+    for index, returned in zip(call.functions, all_returned, strict=True):
         try:
-            result.scores.append(_as_scores(returned, num_completions))
+            scores = _as_scores(returned, num_completions)
         except BaseException as error:  # SystemExit too: the process belongs to the rewards
-            result.scores.append([0.0] * num_completions)
-            name = _rewards.names[index]
-            limit = ""
-            if isinstance(error, MemoryError):
-                limit = f"\n(reward.memory_limit_gib is {_rewards.options.memory_limit_gib})"
-            result.errors.append(f"reward '{name}' failed:\n{user_traceback(error)}{limit}")
-    result.metrics.update({name: sum(values) / len(values) for name, values in logged.items()})
+            scores = [0.0] * num_completions
+            errors.append(_describe_failure(index, error))
+        all_scores.append(scores)
+    result = Scored(all_scores, errors, log.means(), log.columns)
     return Scored(*json.loads(json.dumps(result)))  # the caller unpickles nothing of a user's
+
+
+def _describe_failure(index: int, error: BaseException) -> str:
+    name = _rewards.names[index]
+    limit = ""
+    if isinstance(error, MemoryError):
+        limit = f"\n(reward.memory_limit_gib is {_rewards.options.memory_limit_gib})"
+    return f"reward '{name}' failed:\n{user_traceback(error)}{limit}"
 
 
 def try_function(spec: str, example: Prompt | None) -> str:
@@ -195,36 +233,63 @@ def try_function(spec: str, example: Prompt | None) -> str:
     if not _rewards.options.check or loading.needs_environments(function):
         return ""
     _functions[:] = [function]
-    content, num_dummies = example.content, min(8, _rewards.num_generations)
-    returned = _call_on_dummies(content, example, num_dummies)
-    has_all = all(value is not None for value in example.columns.values())
-    is_of_column = "left operand" in str(returned)  # `18 in completion`
-    # A missing value may be what is wrong, too.
-    if isinstance(returned, WRONG_FORM) and has_all and not is_of_column:
-        is_text = isinstance(content, str)
-        other: Messages | str = [{"role": "user", "content": content}] if is_text else str(content)
-        if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):
-            need = NEEDS_MESSAGES if is_text else NEEDS_TEXT
-            raise ConfigError(f"{loading.KEY}: '{spec}' {need}")
-    if isinstance(returned, KeyError) and isinstance(key := (*returned.args, None)[0], str):
-        # It is a column, and not a key of the function's own, if a row with it has another end.
-        row = replace(example, columns={key: None, **example.columns})
-        if repr(_call_on_dummies(content, row, num_dummies)) != repr(returned):
-            raise loading.lacks_column(spec, f"it reads the column '{key}'", example)
+    num_dummies = min(8, _rewards.num_generations)
+    returned = _call_on_dummies(example.content, example, num_dummies)
+    if isinstance(returned, WRONG_FORM):
+        _check_form(spec, example, num_dummies, returned)
+    if isinstance(returned, KeyError):
+        _check_key(spec, example, num_dummies, returned)
     try:
         _as_scores(returned, num_dummies)
     except BaseException as error:
-        if returned is not error and isinstance(error, TypeError):
+        has_returned = returned is not error
+        if has_returned and isinstance(error, TypeError):
             raise ConfigError(f"{loading.KEY}: '{spec}' on dummy completions: {error}") from None
-        # A match that dummies lack is None, which has no attributes.
-        is_mistake = isinstance(error, AttributeError | TypeError) and "NoneType" not in str(error)
-        if is_mistake or isinstance(error, (NameError, ImportError)):
+        if _is_mistake(error):
             raise ConfigError(f"{loading.KEY}: '{spec}':\n{user_traceback(error)}") from None
         return (
             f"warning: reward '{spec}' failed on a dummy completion; the run starts, since real "
             f"ones may differ (reward.check=false: no such calls):\n{user_traceback(error)}"
         )
     return ""
+
+
+def _check_form(spec: str, example: Prompt, num_dummies: int, error: BaseException) -> None:
+    """Raise ConfigError where a function fails because it reads chat messages and gets strings, or
+    the reverse: then it does not fail with the other form."""
+    if any(value is None for value in example.columns.values()):
+        return  # a missing value may be what is wrong
+    if "left operand" in str(error):
+        return  # `18 in completion`: the value of the column is no text
+    content: Messages | str = str(example.content)
+    need = NEEDS_TEXT
+    if isinstance(example.content, str):
+        content = [{"role": "user", "content": example.content}]
+        need = NEEDS_MESSAGES
+    returned = _call_on_dummies(content, example, num_dummies)
+    if not isinstance(returned, BaseException):
+        raise ConfigError(f"{loading.KEY}: '{spec}' {need}")
+
+
+def _check_key(spec: str, example: Prompt, num_dummies: int, error: KeyError) -> None:
+    """Raise ConfigError where the missing key is a column, and not a key of the function's own: a
+    row that has it then has another result."""
+    key = error.args[0] if error.args else None
+    if not isinstance(key, str):
+        return
+    columns = {key: None, **example.columns}
+    row = replace(example, columns=columns)
+    returned = _call_on_dummies(example.content, row, num_dummies)
+    if repr(returned) != repr(error):
+        raise loading.lacks_column(spec, f"it reads the column '{key}'", example)
+
+
+def _is_mistake(error: BaseException) -> bool:
+    """Return whether an exception shows a mistake in the function, whatever the completion is."""
+    if isinstance(error, (NameError, ImportError)):
+        return True
+    # A match that dummies lack is None, which has no attributes.
+    return isinstance(error, (AttributeError, TypeError)) and "NoneType" not in str(error)
 
 
 class _DummyMessages(list[dict[str, str]]):
@@ -236,27 +301,33 @@ class _DummyMessages(list[dict[str, str]]):
         return super().__contains__(value)
 
 
-def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> Any:
-    texts: list[Any] = [f"This is dummy completion {n}." for n in range(number)]
-    if not isinstance(content, str):
-        texts = [_DummyMessages([{"role": "assistant", "content": text}]) for text in texts]
-    call = Call(content, texts, [[0] * 5] * number, example.columns, functions=[0])
-    (returned,) = _call_all(call, dict.fromkeys(("log_extra", "log_metric"), lambda *_: None))
+def _call_on_dummies(content: str | Messages, example: Prompt, num_dummies: int) -> Any:
+    """Return what the function returns, or the exception that it raises."""
+    completions: list[Any] = []
+    for number in range(num_dummies):
+        text = f"This is dummy completion {number}."
+        if isinstance(content, str):
+            completions.append(text)
+        else:
+            message = {"role": "assistant", "content": text}
+            completions.append(_DummyMessages([message]))
+    ids = [[0] * 5] * num_dummies
+    call = Call(content, completions, ids, example.columns, functions=[0])
+    services = {"log_extra": _log_nothing, "log_metric": _log_nothing}
+    (returned,) = _call_all(call, services)
     return returned
+
+
+def _log_nothing(name: str, value: Any) -> None:
+    """Stand for `log_extra` and `log_metric` in a call on dummies."""
 
 
 def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.run) -> list[Any]:
     """Return each function's result or exception. Each gets its own copy of the arguments."""
-    texts, is_chat = call.completions, not isinstance(call.prompt, str)
-    chat = [
-        [{"role": "assistant", "content": each}] if isinstance(each, str) else each
-        for each in texts
-    ]
-    data: dict[str, Any] = {name: [value] * len(texts) for name, value in call.columns.items()}
-    data |= {"prompts": [call.prompt] * len(texts), "completions": chat if is_chat else texts}
-    data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
+    data = _arguments_of(call)
+    functions = [_loaded()[index] for index in call.functions]
     returned: list[Any] = []
-    for function in (_loaded()[index] for index in call.functions):
+    for function in functions:
         BoundedOutput.begin_call()
         try:
             arguments = copy.deepcopy(loading.accepted_arguments(function, data))
@@ -265,6 +336,24 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
         except BaseException as error:
             returned.append(error)
     return list(run_async(_await_all(returned)))
+
+
+def _arguments_of(call: Call) -> dict[str, Any]:
+    """Return the arguments for functions by name. Lists have an entry per completion."""
+    num_completions = len(call.completions)
+    data: dict[str, Any] = {}
+    for name, value in call.columns.items():
+        data[name] = [value] * num_completions
+    completions: list[Any] = list(call.completions)
+    if not isinstance(call.prompt, str):
+        for index, text in enumerate(completions):
+            if isinstance(text, str):
+                completions[index] = [{"role": "assistant", "content": text}]
+    data["prompts"] = [call.prompt] * num_completions
+    data["completions"] = completions
+    data["completion_ids"] = call.completion_ids
+    data["trainer_state"] = call.trainer_state
+    return data
 
 
 async def _await_all(returned: Iterable[Any]) -> list[Any]:
@@ -280,10 +369,10 @@ def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
     if isinstance(returned, BaseException):
         raise returned
     scores: list[float | None] = []
-    with contextlib.suppress(Exception):  # any: `float` calls the user's types
-        values = [] if isinstance(returned, (Mapping, Set)) else list(returned)  # no order
-        numbers = [value for value in values if not isinstance(value, str)]
-        scores = [None if value is None else float(value) for value in numbers]  # also of torch
+    has_no_order = isinstance(returned, (Mapping, Set))
+    if not has_no_order:
+        with contextlib.suppress(Exception):  # any: `float` calls the user's types, as of torch
+            scores = [*map(_as_score, returned)]
     is_list = len(scores) == num_completions
     if is_list and all(score is None or abs(score) <= MAX_SCORE for score in scores):
         return scores
@@ -291,6 +380,12 @@ def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
         f"expected a list of {num_completions} finite numbers or None, one per completion, got "
         f"{reprlib.repr(returned)}"
     )
+
+
+def _as_score(value: Any) -> float | None:
+    if isinstance(value, str):
+        raise TypeError("a text is no number")
+    return None if value is None else float(value)
 
 
 def _as_json(value: Any) -> Any:

@@ -32,7 +32,7 @@ from easyrl.model.checkpoint_files import (
     newest_checkpoint,
 )
 from easyrl.model.export import ModelSource, find_model, run_of
-from easyrl.rewards.loading import BUILT_IN
+from easyrl.rewards.builtin import BUILT_IN
 from easyrl.runtime import run_folder
 from easyrl.runtime.resolve import resolve
 
