@@ -20,6 +20,7 @@ from easyrl.config import ConfigError
 from easyrl.rewards import pool as pool_module
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
+from easyrl.rewards.loading import read_sources
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call
 from easyrl.types import Prompt
@@ -144,7 +145,8 @@ def open_pool(own, reports):
                 at.write_text(FUNCTIONS)
             specs = [name if name == "math" else f"{at}:{name}" for name in names]
             rewards = rewards_of(*specs, **{"reward__num_workers": 1} | settings)
-            pool = RewardPool(rewards, {}, reports.append)
+            sources = read_sources({"reward.functions": rewards.functions}, rewards.options.judge)
+            pool = RewardPool(rewards, sources, reports.append)
             opened.callback(pool.close)
             return pool
 
