@@ -81,11 +81,21 @@ X32_BIT = 1 << 30  # of numbers in the ABI x32, whose system calls are others
 CLONE_NEWUSER = 1 << 28
 
 DENIED_CALLS = (
-    *("shmget", "semget", "msgget", "mq_open", "add_key"),  # what outlives the program
-    "memfd_create",  # memory that no limit counts
-    *("unshare", "setns"),
-    "io_uring_setup",  # whose operations no filter sees
-    "clone3",  # whose flags cannot be filtered
+    # What these make outlives the program:
+    "shmget",
+    "semget",
+    "msgget",
+    "mq_open",
+    "add_key",
+    # Its memory is counted by no limit:
+    "memfd_create",
+    # Namespaces of its own would give the program rights:
+    "unshare",
+    "setns",
+    # The filter does not see its operations:
+    "io_uring_setup",
+    # The filter cannot read its flags:
+    "clone3",
 )
 DENIED_CALLS_WITHOUT_BWRAP = ("socket", "setpgid", "setsid")
 """In `bwrap` the program has namespaces of its own for the network and for processes."""

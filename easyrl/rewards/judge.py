@@ -66,18 +66,47 @@ CHECK_SECONDS = 4.5  # of the question before a run
 # Values of `finish_reason` in lower case: OpenAI's, and those that other servers pass on.
 NO_REASON = {"", "null", "none"}
 FINISHED = {
-    *("stop", "stop_sequence", "stop_token", "eos", "eos_token", "end", "end_turn"),
-    *("complete", "completed", "tool_call", "tool_calls", "tool_use", "function_call"),
+    "stop",
+    "stop_sequence",
+    "stop_token",
+    "eos",
+    "eos_token",
+    "end",
+    "end_turn",
+    "complete",
+    "completed",
+    "tool_call",
+    "tool_calls",
+    "tool_use",
+    "function_call",
 }
 CUT_OFF = {
-    *("length", "max_length", "max_tokens", "max_completion_tokens", "max_output_tokens"),
-    *("max_new_tokens", "token_limit", "model_length", "context_length_exceeded"),
+    "length",
+    "max_length",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "token_limit",
+    "model_length",
+    "context_length_exceeded",
     "model_context_window_exceeded",
 }
 SUPPRESSED = {
-    *("content_filter", "content_filtered", "guardrail_intervened", "safety", "image_safety"),
-    *("sensitive", "recitation", "refusal", "repetition", "blocklist", "prohibited_content"),
-    *("spii", "language", "model_armor"),
+    "content_filter",
+    "content_filtered",
+    "guardrail_intervened",
+    "safety",
+    "image_safety",
+    "sensitive",
+    "recitation",
+    "refusal",
+    "repetition",
+    "blocklist",
+    "prohibited_content",
+    "spii",
+    "language",
+    "model_armor",
 }
 """The server ended the answer because of its text."""
 LIMITS = ("max_tokens", "max_completion_tokens")  # options that limit an answer's tokens
