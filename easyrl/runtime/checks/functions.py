@@ -12,7 +12,8 @@ from easyrl.environments.pool import check_environments
 from easyrl.formatting import require
 from easyrl.model.files import fingerprint
 from easyrl.model.reward_model import check_reward_models
-from easyrl.rewards.loading import BUILT_IN, check_rewards, digest_code
+from easyrl.rewards.builtin import BUILT_IN
+from easyrl.rewards.loading import check_rewards, digest_code
 from easyrl.rewards.pool import try_rewards
 from easyrl.types import Prompt
 
