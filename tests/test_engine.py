@@ -34,6 +34,7 @@ from tiny_models import (
     UNSHARED,
     VOCABULARY,
     WINDOW,
+    WITH_STATES,
     pieces_of,
     tiny_model,
 )
@@ -46,7 +47,8 @@ EOS = 2
 MAX_PROMPT, MAX_COMPLETION = 12, 16
 EMBEDDED = ("qwen3", "llama", "mistral", "gemma2")
 GENERATE = {
-    **{name: UNSHARED[name][0] for name in ("qwen3_next", "mamba", "gpt_oss", "bloom")},
+    "qwen3_next": WITH_STATES["qwen3_next"],
+    **{name: UNSHARED[name][0] for name in ("mamba", "gpt_oss", "bloom")},
     "recurrent_gemma": {"num_key_value_heads": 1, "lru_width": 32, "attention_window_size": WINDOW},
     # Their caches need the positions of the new tokens.
     "bamba": {

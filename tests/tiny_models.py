@@ -79,23 +79,15 @@ FAMILIES = {
 }
 
 OLD_SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "n_positions": 64}
-LINEAR = "layer 0 is of type linear_attention"
+OTHER_RESULTS = "a packed row gives other results"
 NO_INTERFACE = "uses transformers' attention interface"
 
 # For each family its configuration, and the reported reason.
 UNSHARED = {
-    "qwen3_next": (  # linear attention in most layers
-        {
-            **(GROUPED | EXPERTS | SHARED_EXPERT),
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-        LINEAR,
-    ),
-    "mamba": ({"state_size": 4, "conv_kernel": 4, "time_step_rank": 4}, LINEAR),  # a recurrence
+    "mamba": (
+        {"state_size": 4, "conv_kernel": 4, "time_step_rank": 4},
+        OTHER_RESULTS,
+    ),  # it loses its state
     "gpt_oss": (
         {**GROUPED, **EXPERTS, "layer_types": ["full_attention"] * 3},
         "layer 0 has attention sinks",
@@ -118,8 +110,70 @@ UNSHARED = {
         "does not pass its sliding window",
     ),
     # It computes positions from the tokens themselves.
-    "roberta": ({"is_decoder": True}, "a packed row gives other results"),
+    "roberta": ({"is_decoder": True}, OTHER_RESULTS),
 }
+LONG = {"max_position_embeddings": 512}
+DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+CONVOLUTION = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+MAMBA_2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 64,
+}
+WITH_STATES = {
+    "qwen3_5_text": GROUPED | LONG | DELTA_RULE,
+    "qwen3_5_moe_text": GROUPED | LONG | DELTA_RULE | EXPERTS | SHARED_EXPERT,
+    "qwen3_next": GROUPED | LONG | DELTA_RULE | EXPERTS | SHARED_EXPERT,
+    "olmo_hybrid": GROUPED | LONG | DELTA_RULE,
+    "lfm2": GROUPED | LONG | CONVOLUTION,
+    "lfm2_moe": GROUPED | LONG | CONVOLUTION | EXPERTS | EXPERT_SIZE | {"num_dense_layers": 1},
+    "granitemoehybrid": GROUPED
+    | LONG
+    | MAMBA_2
+    | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 16}
+    | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "falcon_h1": GROUPED | LONG | MAMBA_2 | {"mamba_d_ssm": 64},
+    "bamba": GROUPED | LONG | MAMBA_2 | {"attn_layer_indices": [1]},
+    "nemotron_h": {
+        **GROUPED,
+        **LONG,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 64,
+    },
+    "zamba2": {
+        **GROUPED,
+        **LONG,
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "attention_head_dim": 16,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "chunk_size": 64,
+        "num_mem_blocks": 1,
+    },
+    "mamba2": {
+        "max_position_embeddings": 512,
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 64,
+    },
+}
+"""Families whose layers have a state, as it is computed in packed rows."""
+
 SPREAD = 0.1
 """Spread of the weights: with more, gradients of recurrences exceed float32's precision."""
 

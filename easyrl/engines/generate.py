@@ -115,22 +115,33 @@ class GenerateEngine(PolicyEngine):
         limit = request.limits(sampling)[0]
         keys = [(*request.key, i) for i in range(size)]
         uniforms = np.stack([uniform_stream(sampling.seed, key, limit) for key in keys])  # [G, R]
-        ids = torch.tensor([list(request.prompt_ids)] * size, device=device)
+        prompt = torch.tensor([list(request.prompt_ids)], device=device)
+        ids = prompt.expand(size, -1)
         tokens, logprobs = np.zeros((size, limit), np.int32), np.zeros((size, limit), np.float32)
         lengths, stopped = np.zeros(size, np.int64), np.zeros(size, np.bool_)  # 0: not ended
         has_positions = use_cache and self.policy.layers_accept("position_ids")
         cache: dict[str, Any] = {}
         for position in range(limit):
-            new = ids[:, -1:] if cache else ids  # [G, L]
+            if cache:
+                new = ids[:, -1:]  # [G, 1]
+            elif use_cache:
+                new = prompt  # [1, L]: its cache is copied for all rows
+            else:
+                new = ids  # [G, L]
             inputs = {"input_ids": new, "use_cache": use_cache, **cache}
             if has_positions:
                 # Not every model asks its cache where the new tokens are (Bamba, MiniMax).
                 numbers = torch.arange(ids.shape[1] - new.shape[1], ids.shape[1], device=device)
-                inputs["position_ids"] = numbers.expand(size, -1)
+                inputs["position_ids"] = numbers.expand(len(new), -1)
             output = self.policy.run_layers(**inputs)
-            cache = self._cache_of(output) if use_cache else {}
+            hidden = output.last_hidden_state[:, -1].expand(size, -1)
+            if use_cache:
+                is_of_prompt = not cache
+                cache = self._cache_of(output)
+                if is_of_prompt:
+                    _copy_row(cache, size, device)
             uniform = torch.from_numpy(uniforms[:, position]).to(device)
-            drawn = sample(self.policy.head(output.last_hidden_state[:, -1]), uniform, sampling)
+            drawn = sample(self.policy.head(hidden), uniform, sampling)
             ids = torch.cat([ids, drawn[0].unsqueeze(1)], dim=1)
             tokens[:, position], logprobs[:, position] = (x.cpu().numpy() for x in drawn)
             for row in np.flatnonzero(lengths == 0):
@@ -174,3 +185,10 @@ class GenerateEngine(PolicyEngine):
         got = np.concatenate([completion.logprobs for completion in completions])
         largest = float(np.abs(expected.cpu().numpy() - got).max())
         return math.inf if math.isnan(largest) else largest
+
+
+def _copy_row(cache: dict[str, Any], size: int, device: torch.device) -> None:
+    """Copy the only row of a model's cache, so that it has `size` rows."""
+    first_row = torch.zeros(size, dtype=torch.int64, device=device)
+    for rows in cache.values():
+        rows.reorder_cache(first_row)

@@ -34,19 +34,19 @@ from easyrl.model.mixers.attention import ATTENTION_NAME
 from easyrl.model.mixers.interface import UnsupportedLayer
 from easyrl.model.mixers.packed_row import connect
 from easyrl.model.mixers.recording import RecordingLayout
+from easyrl.model.mixers.recurrent import recurrent_layers
 from easyrl.model.policy import decoder_layers
 
-CHECKED_TREE = TokenTree.joined(
-    [
-        TokenTree.of_group(3, [2, 4]),
-        TokenTree(np.array([2, 3, 1, 2]), np.array([NONE, 0, 1, 1])),
-    ]
-)
-"""The packed row of the check: a group, and a tree in which a completion branches."""
-SEQUENCES = [
-    CHECKED_TREE.tokens_of(CHECKED_TREE.path(leaf)).tolist() for leaf in CHECKED_TREE.leaves
-]
-"""The numbers of the tokens of each of its sequences, as [[0, 1, 2, 3, 4], [0, 1, 2, 5, …], …]."""
+GROUP = TokenTree.of_group(3, [2, 4])
+BRANCHED = TokenTree(np.array([2, 3, 1, 2]), np.array([NONE, 0, 1, 1]))
+"""A completion branches."""
+BEHIND_ONE_TOKEN = TokenTree(np.array([1, 2, 1, 2, 1]), np.array([NONE, 0, 1, 2, 2]))
+"""Branches continue nodes of one token: the prompt, and a part of a completion."""
+CHECKED_TREE = TokenTree.joined([GROUP, BRANCHED])
+"""The packed row of the check."""
+CHUNK_KEYS = ("chunk_size", "mamba_chunk_size")  # of config.json
+USUAL_CHUNK = 64
+"""Layers with a state compute this many tokens at once, unless config.json says otherwise."""
 NUM_DRAWS = 3  # rows of random tokens; one must agree, since rounding may change a token's experts
 CHECKED_WORDS = 512
 """Size of the vocabulary, if the model's is larger, while a narrow model is checked in float32."""
@@ -138,9 +138,17 @@ def choose_attention(model: Any) -> str | None:
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
         return None
-    if model._supports_attention_backend and _best_of_draws(_gap_to_eager, model) is not None:
-        model.set_attn_implementation("eager")
+    model.set_attn_implementation(own_attention(model))
     return reason
+
+
+def own_attention(model: Any) -> str:
+    """Return the name of transformers' attention for a model that runs without a layout: the one
+    that it has, or `eager` if that gives other results."""
+    name: str = model.config._attn_implementation
+    if model._supports_attention_backend and _best_of_draws(_gap_to_eager, model) is not None:
+        return "eager"
+    return name
 
 
 def check_causal(model: Any, path: str) -> None:
@@ -160,10 +168,11 @@ def _versions_of_weights(model: Any) -> list[int]:
 
 def _unsupported_reason(model: Any) -> str | None:
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    reason = unsupported_layer(layer_types)
+    has_states = bool(recurrent_layers(model))
+    reason = unsupported_layer(layer_types, may_have_states=has_states)
     if reason is not None:
         return reason
-    if model._supports_attention_backend:
+    if model._supports_attention_backend or has_states:
         return None
     return f"no layer of {type(model).__name__} uses transformers' attention interface"
 
@@ -174,9 +183,10 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
     for one of them, else its last result. Raises ConfigError."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
+    num_tokens = _checked_tree(model).num_tokens
     reason = None
     for _ in range(NUM_DRAWS):
-        drawn = torch.randint(vocabulary_size, (CHECKED_TREE.num_tokens,), generator=generator)
+        drawn = torch.randint(vocabulary_size, (num_tokens,), generator=generator)
         try:
             reason = reason_of(model, drawn.to(model.device))
         except Exception as error:  # any, depending on what the model's code expects
@@ -185,6 +195,19 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
         if reason is None:
             return None
     return reason
+
+
+def _checked_tree(model: Any) -> TokenTree:
+    """Return the tree of the row to check. With states it has parts that are longer than what the
+    model's kernels compute at once."""
+    if not recurrent_layers(model):
+        return CHECKED_TREE
+    text_config = model.config.get_text_config()
+    chunk = USUAL_CHUNK
+    for key in CHUNK_KEYS:
+        chunk = max(chunk, getattr(text_config, key, 0))
+    across_chunks = TokenTree.of_group(chunk + 6, [chunk + 2, 1, 5])
+    return TokenTree.joined([CHECKED_TREE, BEHIND_ONE_TOKEN, across_chunks])
 
 
 def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
@@ -205,11 +228,13 @@ def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
+    tree = _checked_tree(model)
+    sequences = [tree.tokens_of(tree.path(leaf)) for leaf in tree.leaves]
     with _attending(model, "eager"):
-        alone = [_logits(model, tokens[sequence]) for sequence in SEQUENCES]
-    positions = torch.from_numpy(CHECKED_TREE.positions)[None].to(tokens.device)
-    layout = RecordingLayout(CHECKED_TREE, tokens.device)
-    numbering = _NumberingFinder()
+        alone = [_logits(model, tokens[sequence]) for sequence in sequences]
+    positions = torch.from_numpy(tree.positions)[None].to(tokens.device)
+    layout = RecordingLayout(tree, tokens.device)
+    numbering = _NumberingFinder(tree.num_tokens)
     current = connect(model)
     try:
         with _attending(model, ATTENTION_NAME), current.use(layout), numbering:
@@ -221,7 +246,7 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     reason = layout.unsupported_reason(model) or numbering.reason
     if reason is not None:
         return reason
-    for sequence, expected in zip(SEQUENCES, alone, strict=True):
+    for sequence, expected in zip(sequences, alone, strict=True):
         if not _agree(packed[sequence], expected):
             return "a packed row gives other results than its sequences alone"
     return None
@@ -257,11 +282,14 @@ class _NumberingFinder(TorchFunctionMode):
     """Find code that numbers a packed row's tokens instead of using their positions: it may show
     only in rows longer than the check's (llama4_text from `floor_scale` on)."""
 
-    reason: str | None = None
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.reason: str | None = None
+        self._num_tokens = num_tokens  # of the row
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.arange and len(result) == CHECKED_TREE.num_tokens:
+        if func is torch.arange and len(result) == self._num_tokens:
             caller = sys._getframe(1).f_code  # nothing else says who numbers the tokens
             if not caller.co_filename.endswith(SORTS_BY_EXPERTS):
                 self.reason = f"{caller.co_qualname} uses a token's index in the row"

@@ -205,6 +205,7 @@ def model_size(
         mlp_width = experts * config.get("num_experts_per_tok", 1)
         mlp_width += config.get("shared_expert_intermediate_size", 0)
     head_size = config.get("head_dim", width // heads)
+    layer_types = config.get("layer_types", ())
     if "v_head_dim" in config:  # latent attention: keys and values differ
         names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         head_size = sum(config.get(name, 0) for name in names) // 2
@@ -217,7 +218,7 @@ def model_size(
         head_size=head_size,
         vocabulary_size=vocabulary,
         is_tied=config.get("tie_word_embeddings", False),
-        is_batched=unsupported_layer(config.get("layer_types", ())) is None,
+        is_batched=unsupported_layer(layer_types, may_have_states=False) is None,
         num_weights=num_weights,
         num_trained=num_trained,
         stored_dtype=stored_dtype.removeprefix("torch."),

@@ -24,8 +24,9 @@ from easyrl.model.files import eos_token_ids
 from easyrl.model.inputs import ModelInputs, real_tokens
 from easyrl.model.lora import Adapter, Merger
 from easyrl.model.mixers.attention import register_attention
-from easyrl.model.mixers.interface import CurrentLayout
+from easyrl.model.mixers.interface import CurrentLayout, Layout
 from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow, connect
+from easyrl.model.mixers.recurrent import exclude_from_compiling
 from easyrl.model.sharding import whole
 from easyrl.types import MicroBatch, Weight, WeightPiece
 
@@ -86,6 +87,7 @@ class Policy:
     def compile(self) -> None:
         """Compile each decoder layer around its attention, before `checkpoint_activations`."""
         register_attention(is_compiled=True)
+        exclude_from_compiling(self.model)
         # Each mode, kind of row and number of threads, which changes with shared cores, counts.
         torch._dynamo.config.recompile_limit = 64
         for block in self.blocks:
@@ -112,7 +114,7 @@ class Policy:
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs [K, H] for the tokens `inputs.logits_at` of the packed row."""
         call = self._call(inputs)
-        with self._current_layout.use(inputs.layout):
+        with self._current_layout.use(self._layout_of(inputs)):
             output = self.run_layers(**call.arguments, use_cache=False)
         hidden: Tensor = output.last_hidden_state[call.row]
         return hidden[inputs.logits_at]
@@ -145,9 +147,13 @@ class Policy:
     def logits_by_own_forward(self, inputs: ModelInputs) -> Tensor:
         """Return logits [T, V] of the whole row by the model's own forward, layers and head."""
         call = self._call(inputs)
-        with self._current_layout.use(inputs.layout):
+        with self._current_layout.use(self._layout_of(inputs)):
             logits: Tensor = self.model(**call.arguments, use_cache=False).logits[call.row]
         return logits
+
+    def _layout_of(self, inputs: ModelInputs) -> Layout | None:
+        """Return the layout for the model's layers; None: they run its sequences one by one."""
+        return inputs.layout if self.no_packing_reason is None else None
 
     def _call(self, inputs: ModelInputs) -> _Call:
         if self.no_packing_reason is None:

@@ -176,6 +176,7 @@ class RolloutWorker:
             self.settings.device,
             trust_remote_code=model.trust_remote_code,
             dtype=model.dtype,
+            is_for_engine=True,
         )
         policy.stop_at(self.tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
@@ -189,6 +190,9 @@ class RolloutWorker:
                 f"{spec.episodes.key}: expected a model that the embedded engine or "
                 f"vLLM can serve, got {model.path}: {reason}"
             )
+        if self.settings.owner_id == 0:
+            one_by_one = "so the embedded engine completes prompts one by one, which is slower"
+            self.control.send(events.Note(f"rollout.engine: {reason}, {one_by_one}"))
         return GenerateEngine(policy, sampling, tokenizer=self.tokenizer)
 
     def _start_vllm(self, sampling: SamplingSettings) -> Engine:

@@ -126,8 +126,7 @@ class TrainWorker:
         policy = self._load_policy(model.path, None if is_sharded else "float32")
         if policy.no_packing_reason is not None:
             repeated = "so the prompt is repeated for each completion, which is slower"
-            one_by_one = "the embedded engine completes prompts one by one"
-            note = f"model.attention: {policy.no_packing_reason}, {repeated}; {one_by_one}"
+            note = f"model.attention: {policy.no_packing_reason}, {repeated}"
             self._report(events.Note(note))
         teacher = None
         if self.spec.teacher is not None and self.spec.teacher.path is not None:

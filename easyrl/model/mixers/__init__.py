@@ -8,19 +8,18 @@ another. So a mixer decides whether a row of several sequences is exact.
                                    trainer: `packed_row.PackedRow`
                                    engine:  a step's layout, with the cache (`engines`)
 
-There is one kind at present:
+There are two kinds:
 
     attention   `Layout.attend(query, key, value, settings)`: softmax over the keys of the path
+    recurrent   `LayoutWithStates.scan(run, hidden)`: each node begins with its parent's final state
 
-A new kind of layer, for example one with a recurrent state, has to provide:
+A new kind of layer has to provide:
 
 1. A file in this package that finds such layers by what their modules do, and lets them ask the
    model's `interface.CurrentLayout`. It does not rely on keyword arguments: some decoders do not
    pass them to their layers. It is called by `packed_row.connect`.
-2. A method of `interface.Layout`. For a state it is `scan(x, parent_state)`: the outputs of a
-   node's tokens and the state after them, given the state after its parent. `PackedRow` runs it
-   over the whole tree; the layout of an engine's step reads and writes the state in a cache beside
-   keys and values.
+2. A method of `interface.Layout`. `PackedRow` runs it over the whole tree. The layout of an
+   engine's step reads and writes what the layer stores in a cache.
 3. What it supports and stores, in this file: the names of its layers in `config.json`, the clause
    with which it refuses others, and the elements that a token costs (keys and values) or a node
    (a state).
@@ -31,15 +30,23 @@ this file needs neither torch nor weights: a plan reads it.
 
 from collections.abc import Sequence
 
-ATTENTION_LAYERS = ("full_attention", "sliding_attention")
-"""Entries of `layer_types` in config.json whose layers the attention mixer supports."""
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+"""Entries of `layer_types` in config.json whose layers the attention mixer supports. (`attention`
+and `mamba` are names from before transformers 5.24.)"""
+RECURRENT_LAYERS = ("linear_attention", "conv", "mamba", "hybrid")
+"""The same for the recurrent mixer. A `hybrid` layer has attention too."""
+LAYERS_WITHOUT_MIXER = ("mlp", "moe")
 
 
-def unsupported_layer(layer_types: Sequence[str]) -> str | None:
+def unsupported_layer(layer_types: Sequence[str], *, may_have_states: bool = True) -> str | None:
     """Return a clause that names the first layer that no mixer supports; None if all may be
-    supported. `layer_types`: of config.json; empty where a model does not list them."""
+    supported. `layer_types`: of config.json; empty where a model does not list them. Without
+    `may_have_states` layers with a state are unsupported."""
+    supported = [*ATTENTION_LAYERS, *LAYERS_WITHOUT_MIXER]
+    if may_have_states:
+        supported += RECURRENT_LAYERS
     for layer, kind in enumerate(layer_types):
-        if kind not in ATTENTION_LAYERS:
+        if kind not in supported:
             return f"layer {layer} is of type {kind}"
     return None
 

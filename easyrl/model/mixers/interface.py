@@ -1,14 +1,17 @@
 """The interface between a model's layers and the layout of the row that they run.
 
-Shapes: T tokens of the row, Hq query heads, Hkv key/value heads, D head size.
+Shapes: T tokens of the row, Hq query heads, Hkv key/value heads, D head size, H the model's width.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from easyrl.model.mixers.recurrent import RunLayer
 
 
 class UnsupportedLayer(Exception):
@@ -26,10 +29,19 @@ class LayerSettings:
 
 
 class Layout(Protocol):
-    """How the tokens of one forward see each other, in layers of every kind."""
+    """How the tokens of one forward see each other."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         """Compute attention over the row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
+
+
+@runtime_checkable
+class LayoutWithStates(Layout, Protocol):
+    """How the tokens of one forward see each other, in layers with a state too."""
+
+    def scan(self, run: "RunLayer", hidden: Tensor) -> Tensor:
+        """Run a layer over the row's hidden states: [T, H] -> [T, H]. Each node begins with the
+        state that its parent ends with."""
 
 
 class CurrentLayout:

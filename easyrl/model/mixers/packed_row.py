@@ -14,6 +14,7 @@ from easyrl import devices
 from easyrl.layout.tree import TokenTree
 from easyrl.model.mixers.attention import connect_attention
 from easyrl.model.mixers.interface import CurrentLayout, LayerSettings
+from easyrl.model.mixers.recurrent import RunLayer, TreeScan, connect_recurrent
 from easyrl.model.mixers.sdpa import SdpaAttention
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def connect(model: nn.Module) -> CurrentLayout:
     """Connect the layers of a model, of every kind, with one object: its current layout."""
     current = CurrentLayout()
     connect_attention(model, current)
+    connect_recurrent(model, current)
     return current
 
 
@@ -94,6 +96,13 @@ class PackedRow:
         if self._kernels.use_flex(query, key, settings):
             return self._flex.attend(query, key, value, settings)
         return self._sdpa.attend(query, key, value, settings)
+
+    def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
+        return self._scan.scan(run, hidden)
+
+    @cached_property
+    def _scan(self) -> TreeScan:
+        return TreeScan(self.tree, self._device)
 
     @cached_property
     def _sdpa(self) -> SdpaAttention:

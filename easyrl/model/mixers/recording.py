@@ -8,6 +8,7 @@ from torch import Tensor
 from easyrl.layout.tree import TokenTree
 from easyrl.model.mixers.interface import LayerSettings, UnsupportedLayer
 from easyrl.model.mixers.packed_row import PackedRow
+from easyrl.model.mixers.recurrent import RunLayer
 
 
 class RecordingLayout(PackedRow):
@@ -15,11 +16,12 @@ class RecordingLayout(PackedRow):
 
     def __init__(self, tree: TokenTree, device: torch.device | str = "cpu") -> None:
         super().__init__(tree, device)
-        self.settings: list[LayerSettings] = []  # of the layers that have run, in order
+        self.settings: list[LayerSettings] = []  # of the attention layers that have run, in order
+        self.has_states = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         expected_layer = len(self.settings)
-        if settings.layer != expected_layer:
+        if settings.layer != expected_layer and not self.has_states:
             raise UnsupportedLayer(
                 f"layer {settings.layer} calls attention when layer {expected_layer} should, "
                 "and the engine needs one call from each layer, in order"
@@ -27,20 +29,26 @@ class RecordingLayout(PackedRow):
         self.settings.append(settings)
         return super().attend(query, key, value, settings)
 
+    def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
+        self.has_states = True
+        return super().scan(run, hidden)
+
     def unsupported_reason(self, model: Any) -> str | None:
         """Return a clause about what the results of a short row do not show, or None: layers
         without attention, and sliding windows that the row is too short for."""
         text_config = model.config.get_text_config()
         num_layers = getattr(text_config, "num_hidden_layers", None) or 0
         num_recorded = len(self.settings)
-        if num_recorded < num_layers:
+        if num_recorded < num_layers and not self.has_states:
             return f"layer {num_recorded} does not use transformers' attention interface"
         layer_types = getattr(text_config, "layer_types", None)
         if not layer_types:
             has_window = getattr(text_config, "sliding_window", None) is not None
             kind = "sliding_attention" if has_window else "full_attention"
-            layer_types = [kind] * num_recorded
-        for settings, kind in zip(self.settings, layer_types, strict=False):
-            if kind == "sliding_attention" and settings.sliding_window is None:
+            layer_types = [kind] * max(num_layers, num_recorded)
+        for settings in self.settings:
+            is_listed = settings.layer < len(layer_types)
+            is_sliding = is_listed and layer_types[settings.layer] == "sliding_attention"
+            if is_sliding and settings.sliding_window is None:
                 return f"layer {settings.layer} does not pass its sliding window to its attention"
         return None

@@ -1,0 +1,264 @@
+"""The mixer of layers with a state: linear attention, Mamba-2, short convolutions.
+
+    a layer's own code ─► hidden states ─► `RecurrentMixer` ─► current layout's `scan`
+
+Such a layer reads its sequence from left to right and keeps a state of fixed size: a recurrent
+state, the last inputs of a convolution, or both. A packed row is exact if each node of its tree
+begins with the state that its parent ends with:
+
+    mixer(P) ─► state ─► copied to G rows ─► mixer([R1; ...; RG], state) ─► the row's tokens
+
+Gradients flow through the states: nothing is written in place.
+
+The layers are found by what they do: their code asks transformers' cache for a state. They get a
+`MixerState` in its place. transformers has these methods of a cache from 5.24 on; with an older
+release no layer is found, and such models run as padded batches.
+
+Shapes: T tokens of the packed row, H the model's width; B rows of a batch, L tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from easyrl.layout.tree import NONE, Ints, TokenTree
+from easyrl.model.mixers.interface import CurrentLayout, LayoutWithStates
+
+STATE_GETTERS = ("get_conv_state", "get_recurrent_state")
+"""Methods of transformers' cache that layers with a state call."""
+CACHE_ARGUMENT = "cache"
+SMALLEST_CONTINUATION = 2
+"""For a continuation of one token layers use another kernel, which may write the state in place."""
+LARGEST_PADDING = 0.5
+"""Rows of a batch are at least this part of the longest one."""
+
+
+class MixerState:
+    """The states of one layer behind a batch of B nodes, with the methods of transformers' `Cache`
+    that the layer calls (5.24). A layer may have several of each kind, which it numbers."""
+
+    def __init__(
+        self,
+        convolution: dict[int, Tensor] | None = None,
+        recurrent: dict[int, Tensor] | None = None,
+    ) -> None:
+        self._convolution = convolution or {}  # by number: [B, channels, kernel size]
+        self._recurrent = recurrent or {}  # by number: [B, ...]
+
+    def copies(self, number: int) -> MixerState:
+        """Return the state for `number` continuations of a batch of one node."""
+        convolution = {}
+        for index, state in self._convolution.items():
+            convolution[index] = state.expand(number, *state.shape[1:])
+        recurrent = {}
+        for index, state in self._recurrent.items():
+            recurrent[index] = state.expand(number, *state.shape[1:])
+        return MixerState(convolution, recurrent)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._convolution.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._recurrent.get(state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None) -> bool:
+        return bool(self._convolution or self._recurrent)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # no kernel may write the convolution's state in place
+
+    def update_conv_state(
+        self, new: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
+    ) -> Tensor:
+        """Append inputs [B, channels, L]. Return all that the convolution sees."""
+        state = self._convolution.get(state_idx)
+        if state is None:
+            state = new.new_zeros(*new.shape[:-1], conv_kernel_size)
+        seen = torch.cat([state, new], dim=-1)
+        self._convolution[state_idx] = seen[..., -conv_kernel_size:]
+        return seen
+
+    def update_recurrent_state(self, new: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self._recurrent[state_idx] = new
+        return new
+
+
+RunLayer = Callable[[Tensor, MixerState], Tensor]
+"""A layer's own code: hidden states [B, L, H] and the state before them, which it updates, to
+outputs [B, L, H]."""
+
+
+class RecurrentMixer:
+    """The forward of a layer with a state, for packed rows too."""
+
+    def __init__(self, module: nn.Module, current: CurrentLayout) -> None:
+        self.own_forward = module.forward
+        self._current = current
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layout = self._current.layout
+        if layout is None:
+            output: Tensor = self.own_forward(hidden_states, *args, **kwargs)
+            return output
+        assert isinstance(layout, LayoutWithStates), "the layout stores no states"
+        return layout.scan(self._run, hidden_states[0]).unsqueeze(0)
+
+    def _run(self, hidden: Tensor, state: MixerState) -> Tensor:
+        output: Tensor = self.own_forward(
+            hidden_states=hidden, attention_mask=None, **{CACHE_ARGUMENT: state}
+        )
+        return output
+
+
+def connect_recurrent(model: nn.Module, current: CurrentLayout) -> None:
+    """Let a model's layers with a state find the current layout."""
+    for module in recurrent_layers(model):
+        forward = module.forward
+        if isinstance(forward, RecurrentMixer):  # it is connected with another object
+            module.forward = forward.own_forward
+        module.forward = RecurrentMixer(module, current)
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose own code reads a state from transformers' cache."""
+    found = list[nn.Module]()
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        reads_state = any(getter in forward.__code__.co_names for getter in STATE_GETTERS)
+        if reads_state and CACHE_ARGUMENT in inspect.signature(forward).parameters:
+            found.append(module)
+    return found
+
+
+def exclude_from_compiling(model: nn.Module) -> None:
+    """Run the layers with a state as they are in layers that are compiled around them: how they are
+    run depends on the tree."""
+    disable: Any = torch.compiler.disable
+    for module in recurrent_layers(model):
+        module.forward = disable(module.forward)
+
+
+# -- a packed row ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Nodes that continue the same node, as rows that a layer runs at once, padded on the right."""
+
+    parent: int  # the node whose state they continue; NONE: they begin sequences
+    node: int  # the node whose state is kept; NONE: none is, because nothing continues the rows
+    tokens: Tensor  # [B, L] the row's token in each cell; of padding any
+    is_output: Tensor  # [B, L] whether the cell's output is that of its token
+
+
+class TreeScan:
+    """Run layers with a state over a packed row whose tokens form a tree.
+
+    A node that others continue runs alone, so that its state is that after its last token. Nodes
+    that nothing continues run together. Padding on the right is safe for these only: a state would
+    decay through it.
+
+    An inner node of one token does not run alone (`SMALLEST_CONTINUATION`). Instead each node that
+    continues it begins with its token.
+    """
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._batches = [_to_device(batch, device) for batch in _batches_of(tree)]
+        parts = [batch.tokens[batch.is_output] for batch in self._batches]
+        self._order = torch.cat(parts).argsort()
+
+    def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
+        """Return the layer's outputs [T, H] for the row's hidden states [T, H]."""
+        states = {NONE: MixerState()}
+        outputs = list[Tensor]()
+        for batch in self._batches:
+            rows = hidden[batch.tokens]
+            state = states[batch.parent].copies(len(rows))
+            output = run(rows, state)
+            outputs.append(output[batch.is_output])
+            if batch.node != NONE:
+                states[batch.node] = state
+        return torch.cat(outputs)[self._order]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """Tokens that a layer runs from one state on."""
+
+    parent: int  # the node whose state they continue, or NONE
+    tokens: Ints  # of ancestors that did not run alone, then of the node
+    num_repeated: int  # tokens at the beginning whose outputs another sequence gives
+
+
+def _batches_of(tree: TokenTree) -> list[_Batch]:
+    """Return the batches, each behind that which its rows continue."""
+    batches = list[_Batch]()
+    leaves: dict[int, list[_Sequence]] = {}  # by the node whose state they continue
+    begun: dict[int, _Sequence] = {}  # by inner node of one token: what its children begin with
+    is_run = set[int]()  # inner nodes of one token whose output some child gives
+    for node, parent in enumerate(tree.parents.tolist()):
+        sequence = _sequence_of(tree, node, parent, begun.get(parent), is_repeated=parent in is_run)
+        if parent in begun:
+            is_run.add(parent)
+        begins = sequence.parent == NONE
+        if not tree.has_children[node]:
+            leaves.setdefault(sequence.parent, []).append(sequence)
+        elif begins or len(sequence.tokens) >= SMALLEST_CONTINUATION:
+            batches.append(_batch(sequence.parent, [sequence], node))
+        else:
+            begun[node] = sequence
+    for parent, sequences in leaves.items():
+        for together in _of_similar_length(sequences):
+            batches.append(_batch(parent, together, NONE))
+    return batches
+
+
+def _sequence_of(
+    tree: TokenTree, node: int, parent: int, before: _Sequence | None, *, is_repeated: bool
+) -> _Sequence:
+    """Return the tokens to run for a node. `before`: of its parent, if that does not run alone;
+    `is_repeated`: another child of the parent gives these tokens' outputs."""
+    own = np.arange(tree.starts[node], tree.stops[node])
+    if before is None:
+        return _Sequence(parent, own, 0)
+    num_repeated = len(before.tokens) if is_repeated else before.num_repeated
+    return _Sequence(before.parent, np.concatenate([before.tokens, own]), num_repeated)
+
+
+def _of_similar_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+    """Group sequences so that at most `LARGEST_PADDING` of a row is padding."""
+    longest_first = sorted(sequences, key=lambda sequence: -len(sequence.tokens))
+    groups = list[list[_Sequence]]()
+    for sequence in longest_first:
+        if groups and len(sequence.tokens) >= LARGEST_PADDING * len(groups[-1][0].tokens):
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    return groups
+
+
+def _batch(parent: int, sequences: list[_Sequence], node: int) -> _Batch:
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    if parent != NONE:
+        longest = max(longest, SMALLEST_CONTINUATION)
+    tokens = np.zeros((len(sequences), longest), np.int64)
+    is_output = np.zeros((len(sequences), longest), np.bool_)
+    for row, sequence in enumerate(sequences):
+        length = len(sequence.tokens)
+        tokens[row, :length] = sequence.tokens
+        tokens[row, length:] = sequence.tokens[0]
+        is_output[row, sequence.num_repeated : length] = True
+    return _Batch(parent, node, torch.from_numpy(tokens), torch.from_numpy(is_output))
+
+
+def _to_device(batch: _Batch, device: torch.device) -> _Batch:
+    tokens = batch.tokens.to(device)
+    is_output = batch.is_output.to(device)
+    return _Batch(batch.parent, batch.node, tokens, is_output)

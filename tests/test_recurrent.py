@@ -1,0 +1,188 @@
+"""Layers with a state in packed rows, against each sequence alone."""
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from easyrl.layout.tree import NONE, TokenTree
+from easyrl.model import exactness
+from easyrl.model.exactness import choose_attention
+from easyrl.model.inputs import ModelInputs
+from easyrl.model.loading import load_policy
+from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
+from easyrl.model.mixers.packed_row import PackedRow, connect
+from easyrl.model.mixers.recurrent import MixerState, TreeScan, recurrent_layers
+from tiny_models import GROUPED, SPREAD, WITH_STATES, tiny_model
+
+TREE = TokenTree.joined(
+    [
+        TokenTree.of_group(70, [66, 1, 30]),  # across chunks of 64 tokens
+        TokenTree.of_group(1, [5, 2]),
+        TokenTree(np.array([3, 1, 2, 1, 1, 4, 1]), np.array([NONE, 0, 1, 1, 0, 4, 4])),
+    ]
+)
+
+
+class InFloat64(TorchFunctionMode):
+    """Compute in float64 where code asks for float32: the gated delta rule does whatever the
+    model's dtype is."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def sequences_of(tree):
+    return [tree.tokens_of(tree.path(leaf)) for leaf in tree.leaves]
+
+
+def gradients_of(model, logprobs):
+    """Gradients of a sum with random weights, so that no token's part vanishes."""
+    generator = torch.Generator().manual_seed(0)
+    loss = 0.0
+    for of_sequence in logprobs:
+        weights = torch.randn(of_sequence.shape, generator=generator, dtype=torch.float64)
+        loss = loss + (of_sequence * weights).sum()
+    model.zero_grad()
+    loss.backward()
+    return {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_sequences(family):
+    register_attention()
+    model = tiny_model(family, "eager", SPREAD, **WITH_STATES[family]).double()
+    if "experts" in str(WITH_STATES[family]):
+        model.set_experts_implementation("eager")  # the fused one has no float64
+    ids = torch.randint(3, 61, (TREE.num_tokens,), generator=torch.Generator().manual_seed(0))
+    positions = torch.from_numpy(TREE.positions)
+    with InFloat64():
+        alone = []
+        for sequence in sequences_of(TREE):
+            logits = model(input_ids=ids[None, sequence], use_cache=False).logits[0]
+            alone.append(logits.log_softmax(-1))
+        expected = gradients_of(model, alone)
+        current = connect(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        with current.use(PackedRow(TREE)):
+            row = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        logprobs = row.logits[0].log_softmax(-1)
+        together = [logprobs[sequence] for sequence in sequences_of(TREE)]
+        got = gradients_of(model, together)
+
+    assert recurrent_layers(model)
+    for one, other in zip(together, alone, strict=True):
+        assert float((one - other).abs().max()) <= 1e-10
+    whole = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
+    for name, gradient in expected.items():
+        scale = max(float(gradient.norm()), 1e-4 * whole)
+        assert float((got[name] - gradient).norm()) <= 1e-10 * scale, name
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_the_check_finds_that_rows_of_such_models_can_be_packed(family):
+    model = tiny_model(family, None, SPREAD, **WITH_STATES[family])
+    assert choose_attention(model) is None
+
+
+def test_the_check_finds_a_model_that_ignores_its_state():
+    """Mamba-1 does where several tokens continue one state (transformers 5.24)."""
+    jamba = {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+    jamba |= {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+    jamba |= {"expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    model = tiny_model("jamba", None, **(GROUPED | jamba))
+    assert "other results" in choose_attention(model)
+
+
+def test_the_check_crosses_the_chunks_of_a_models_kernels():
+    short = tiny_model("qwen3_5_text", None, **WITH_STATES["qwen3_5_text"])
+    long = tiny_model("bamba", None, **(WITH_STATES["bamba"] | {"mamba_chunk_size": 128}))
+    for model, chunk in ((short, 64), (long, 128)):
+        lengths = exactness._checked_tree(model).lengths
+        assert lengths.max() > chunk
+        parents = exactness._checked_tree(model).parents
+        behind_one_token = [lengths[parent] for parent in parents if parent != NONE]
+        assert min(behind_one_token) == 1
+
+
+def test_an_engine_without_states_runs_the_models_own_code(tmp_path):
+    model = tiny_model("qwen3_5_text", None, SPREAD, **WITH_STATES["qwen3_5_text"])
+    model.save_pretrained(tmp_path)
+    packed = load_policy(str(tmp_path))
+    for_engine = load_policy(str(tmp_path), is_for_engine=True)
+    assert packed.no_packing_reason is None
+    assert "state" in for_engine.no_packing_reason
+    assert for_engine.model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_a_layer_that_is_recomputed_in_the_backward_pass_finds_its_tree(tmp_path):
+    model = tiny_model("qwen3_5_text", None, SPREAD, **WITH_STATES["qwen3_5_text"])
+    model.save_pretrained(tmp_path)
+    gradients = []
+    for is_recomputed in (False, True):
+        policy = load_policy(str(tmp_path))
+        if is_recomputed:
+            policy.checkpoint_activations()
+        ids = torch.randint(3, 61, (TREE.num_tokens,), generator=torch.Generator().manual_seed(0))
+        inputs = ModelInputs.of_row(ids, TREE)
+        policy.forward(inputs).square().sum().backward()
+        gradients.append([weight.grad for weight in policy.trained_parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def copied(hidden, state):
+    """A layer whose output is the sum of all inputs so far, which it keeps as its state."""
+    before = state.get_recurrent_state(0)
+    total = hidden.cumsum(1) if before is None else before[:, None] + hidden.cumsum(1)
+    state.update_recurrent_state(total[:, -1], 0)
+    return total
+
+
+def test_each_token_is_computed_once_and_no_continuation_has_one_token():
+    rows = []
+
+    def run(hidden, state):
+        rows.append((hidden.shape[:2], state.has_previous_state()))
+        return copied(hidden, state)
+
+    hidden = torch.arange(1.0, TREE.num_tokens + 1)[:, None]
+    output = TreeScan(TREE, torch.device("cpu")).scan(run, hidden)
+    for sequence in sequences_of(TREE):
+        assert torch.equal(output[sequence], hidden[sequence].cumsum(0))
+    for (_, length), has_state in rows:
+        assert length > 1 or not has_state
+    num_cells = sum(number * length for (number, length), _ in rows)
+    assert num_cells < 1.5 * TREE.num_tokens
+
+
+def test_leaves_of_very_different_length_do_not_run_together():
+    tree = TokenTree.of_group(10, [100, 90, 3, 2, 60, 4])
+    shapes = []
+
+    def run(hidden, state):
+        shapes.append(tuple(hidden.shape[:2]))
+        return copied(hidden, state)
+
+    TreeScan(tree, torch.device("cpu")).scan(run, torch.ones(tree.num_tokens, 1))
+    assert shapes == [(1, 10), (3, 100), (3, 4)]
+
+
+def test_a_state_is_copied_without_memory_and_appends_to_its_convolution():
+    state = MixerState()
+    first = state.update_conv_state(torch.tensor([[[1.0, 2.0]]]), 0, conv_kernel_size=3)
+    assert first.tolist() == [[[0.0, 0.0, 0.0, 1.0, 2.0]]]
+    copies = state.copies(2)
+    seen = copies.update_conv_state(torch.tensor([[[3.0]], [[4.0]]]), 0, conv_kernel_size=3)
+    assert seen.tolist() == [[[0.0, 1.0, 2.0, 3.0]], [[0.0, 1.0, 2.0, 4.0]]]
+    assert state.get_conv_state(0).tolist() == [[[0.0, 1.0, 2.0]]]  # its own is as it was
