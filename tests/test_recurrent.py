@@ -96,12 +96,13 @@ def test_the_check_finds_that_rows_of_such_models_can_be_packed(family):
 
 
 def test_the_check_finds_a_model_that_ignores_its_state():
-    """Mamba-1 does where several tokens continue one state (transformers 5.24)."""
+    """Mamba-1 does where several tokens continue one state (transformers 5.24). With weights so
+    small its logits hardly show it."""
     jamba = {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}
     jamba |= {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
     jamba |= {"expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
-    model = tiny_model("jamba", None, **(GROUPED | jamba))
-    assert "other results" in choose_attention(model)
+    model = tiny_model("jamba", None, SPREAD, **(GROUPED | jamba))
+    assert "ignores the state" in choose_attention(model)
 
 
 def test_the_check_crosses_the_chunks_of_a_models_kernels():

@@ -79,6 +79,7 @@ FAMILIES = {
 }
 
 OLD_SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "n_positions": 64}
+IGNORED_STATE = "ignores the state"
 OTHER_RESULTS = "a packed row gives other results"
 NO_INTERFACE = "uses transformers' attention interface"
 
@@ -86,8 +87,8 @@ NO_INTERFACE = "uses transformers' attention interface"
 UNSHARED = {
     "mamba": (
         {"state_size": 4, "conv_kernel": 4, "time_step_rank": 4},
-        OTHER_RESULTS,
-    ),  # it loses its state
+        IGNORED_STATE,
+    ),
     "gpt_oss": (
         {**GROUPED, **EXPERTS, "layer_types": ["full_attention"] * 3},
         "layer 0 has attention sinks",

@@ -8,7 +8,7 @@ from torch import Tensor
 from easyrl.layout.tree import TokenTree
 from easyrl.model.mixers.interface import LayerSettings, UnsupportedLayer
 from easyrl.model.mixers.packed_row import PackedRow
-from easyrl.model.mixers.recurrent import RunLayer
+from easyrl.model.mixers.recurrent import RunLayer, continues_from_state
 
 
 class RecordingLayout(PackedRow):
@@ -31,6 +31,8 @@ class RecordingLayout(PackedRow):
 
     def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
         self.has_states = True
+        if not continues_from_state(run, hidden):
+            raise UnsupportedLayer("a layer's own code ignores the state that it is given")
         return super().scan(run, hidden)
 
     def unsupported_reason(self, model: Any) -> str | None:

@@ -36,6 +36,10 @@ STATE_GETTERS = ("get_conv_state", "get_recurrent_state")
 CACHE_ARGUMENT = "cache"
 SMALLEST_CONTINUATION = 2
 """For a continuation of one token layers use another kernel, which may write the state in place."""
+LARGEST_ERROR = 0.01
+"""Largest error of a continued sequence, as a part of what its state changes."""
+ROUNDING_STEPS = 100
+"""The same, in units of the dtype's rounding. Chunks of other lengths add in another order."""
 LARGEST_PADDING = 0.5
 """Rows of a batch are at least this part of the longest one."""
 
@@ -61,6 +65,12 @@ class MixerState:
         for index, state in self._recurrent.items():
             recurrent[index] = state.expand(number, *state.shape[1:])
         return MixerState(convolution, recurrent)
+
+    def without_recurrent(self) -> MixerState:
+        """Return the state without its recurrent part; of a convolution alone, an empty one."""
+        if not self._recurrent:
+            return MixerState()
+        return MixerState(dict(self._convolution))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._convolution.get(state_idx)
@@ -135,6 +145,28 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
         if reads_state and CACHE_ARGUMENT in inspect.signature(forward).parameters:
             found.append(module)
     return found
+
+
+def continues_from_state(run: RunLayer, hidden: Tensor) -> bool:
+    """Return whether a layer, given a sequence [T, H] in two parts, computes the second part from
+    the state after the first one.
+
+    Some code ignores the recurrent state where several tokens continue it (Mamba-1 in transformers
+    5.24). With small weights that hardly shows in a model's logits. So the error is compared with
+    what the state changes.
+    """
+    half = len(hidden) // 2
+    first = hidden[None, :half]
+    second = hidden[None, half:]
+    expected = run(hidden[None], MixerState())[:, half:]
+    state = MixerState()
+    run(first, state)
+    got = run(second, state.copies(1))
+    without_state = run(second, state.without_recurrent())
+    error = float((got - expected).abs().max())
+    effect = float((without_state - expected).abs().max())
+    rounding = ROUNDING_STEPS * torch.finfo(hidden.dtype).eps * float(expected.abs().max())
+    return error <= LARGEST_ERROR * effect + rounding
 
 
 def exclude_from_compiling(model: nn.Module) -> None:
