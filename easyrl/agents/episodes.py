@@ -44,8 +44,9 @@ from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
 
 MAX_REFUSED = 16
-"""Requests beyond a limit after which an agent is given up: it may ask for ever."""
-STEPS_TOGETHER = 4  # engine steps between two looks at new requests: a batch of rows costs less
+"""An agent is ended after more refused requests than these: it would ask forever."""
+STEPS_TOGETHER = 4
+"""Engine steps between two checks for new requests. Rows that begin together cost less."""
 
 
 class _NewPrompt(NamedTuple):
@@ -78,7 +79,7 @@ class AgentEpisodes(Episodes):
         self._new: dict[_NewPrompt, list[Sequence]] = {}  # not submitted yet
         self._num_live = 0  # sequences that the engine keeps
         self._replaced: set[str] = set()  # fields of requests that were reported
-        self._next_step = 0  # of the engine, after which requests are served
+        self._next_step = 0  # requests are served from this step of the engine on
 
     def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
         self._engine = engine

@@ -21,10 +21,11 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interface
 from easyrl.environments.tool_calls.calls import Calls
 
-PREFIX_TOKENS = 256  # tokens before an answer that reading its calls may need
+PREFIX_TOKENS = 256
+"""Tokens before an answer that are read with it: they show whether it begins inside a thought."""
 DIGEST_BYTES = 16
 INSERTED_ROLES = ("tool", "user", "system")  # of messages that the model has not written
-MAX_TOOL_SETS = 64  # that are remembered
+MAX_TOOL_SETS = 64  # whose conversations are remembered
 
 
 class History:

@@ -28,14 +28,14 @@ class Sequence:
     """A sequence of the engine."""
 
     episode: "Episode"
-    ids: list[int]  # all that are known: shared, inserted and sampled ones
-    parent: "Sequence | None"  # with which it shares its first tokens; None: the group's prompt
-    num_shared: int
-    num_prompt: int = 0  # tokens that the engine has got as its prompt
-    request: Request | None = None  # that it samples an answer for
+    ids: list[int]  # all tokens so far: shared, inserted and sampled ones
+    parent: "Sequence | None"  # shares its first tokens; None: these are of the group's prompt
+    num_shared: int  # tokens that it shares
+    num_prompt: int = 0  # tokens that the engine got as its prompt
+    request: Request | None = None  # the request whose answer it samples
     num_reserved: int = 0  # most tokens of that answer
-    turn: Turn | None = None  # its newest, while it is suspended
-    completion: Completion | None = None  # since it has ended
+    turn: Turn | None = None  # the newest turn, while the sequence is suspended
+    completion: Completion | None = None  # set when the sequence has ended
 
     @property
     def last_turn(self) -> Turn:
@@ -87,9 +87,9 @@ class RecordedText(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Episode:
     group: "Group"
-    number: int  # in all episodes of the group, those of an earlier start included
-    key: str  # at the endpoint
-    future: Future[Any]  # what the agent returns
+    number: int  # in the group; a group that is started again counts on
+    key: str  # with which its requests come to the endpoint
+    future: Future[Any]  # the agent's result, with the fields of `program.Value`
     sequences: list[Sequence] = field(default_factory=list)
     waiting: deque[Request] = field(default_factory=deque)
     answering: dict[Request, list[Sequence]] = field(default_factory=dict)
@@ -99,12 +99,12 @@ class Episode:
     conversations: dict[bytes, Messages] = field(default_factory=dict)
     """Those that nothing continues, by digest. The newest is the last."""
     num_requests: int = 0
-    num_tokens: int = 0  # distinct ones behind the group's prompt
-    num_reserved: int = 0  # most tokens that are being sampled
+    num_tokens: int = 0  # behind the group's prompt; what sequences share counts once
+    num_reserved: int = 0  # most tokens of the answers that are being sampled
     num_calls: int = 0
-    limit: str = ""  # that requests were refused for: "max_turns", "time", "length"
+    limit: str = ""  # why requests were refused: "max_turns", "time" or "length"
     num_refused: int = 0
-    is_cut: bool = False  # an answer, where the tokens of the episode ended
+    is_cut: bool = False  # an answer was cut off, because the episode had no tokens left
     has_ended: bool = False
     value: float | None = None
     parts: dict[str, float] = field(default_factory=dict)  # named rewards, whose sum is `value`
@@ -130,9 +130,10 @@ class Group:
     episodes: list[Episode] = field(default_factory=list)
     started: float = 0.0
     num_starts: int = 0
-    prompt_ids: list[int] | None = None  # of the first request, as long as a prompt may be
+    prompt_ids: list[int] | None = None
+    """Tokens of the first request, at most as many as a prompt may have. None: there was none."""
     num_open: int = 0  # sequences that have not ended
-    error: Exception | None = None
+    error: Exception | None = None  # why it cannot be trained
     is_finished: bool = False
 
     @property

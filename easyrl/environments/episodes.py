@@ -43,7 +43,7 @@ class _Episode:
     num_turns: int = 0
     num_calls: int = 0
     num_errors: int = 0
-    num_read: int = 0  # completion tokens that are in `messages`
+    num_read: int = 0  # tokens of the completion that `messages` has
     ended_by: EndReason = "length"
 
 
