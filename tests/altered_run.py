@@ -25,7 +25,7 @@ from typing import Any
 from easyrl.runtime import worker_process
 from easyrl.workers.settings import WorkerSettings
 
-set_up_environment = worker_process._set_up_environment
+set_up_environment = worker_process.set_up_process
 KINDS = "iteration", "evaluation"  # of requests, as numbered in their keys
 STEPS = 5
 """A worker dies in this step of its work: nothing is finished, or some groups are."""
@@ -151,7 +151,7 @@ def _hang(who: str) -> None:
     WorkerSettings.weight_endpoint = with_small_buckets  # type: ignore[method-assign]
 
 
-worker_process._set_up_environment = alter
+worker_process.set_up_process = alter
 if os.environ.get("HANG"):
     _hang(os.environ["HANG"])
 

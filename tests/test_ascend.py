@@ -79,7 +79,7 @@ settings = WorkerSettings(
     max_concurrent_groups=1, store="", log_file=None,
     device_indices=(2,), memory_fraction=0.25, engine=ENGINE,
 )
-worker_process._set_up_environment(worker_process.with_environment(settings))
+worker_process.set_up_process(worker_process.with_environment(settings))
 found = {"visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"]}
 if settings.engine == "embedded":
     import torch, torch_npu

@@ -15,7 +15,7 @@ import easyrl
 import easyrl_train
 from easyrl import events
 from easyrl.config import ConfigError, load_config, options_by_key
-from easyrl.runtime.worker_process import _describe
+from easyrl.runtime.worker_process import describe_failure
 from own_processes import WAIT_SECONDS
 from runs import easyrl as run_easyrl
 
@@ -92,7 +92,7 @@ def test_exit_codes_and_whose_mistake_it_is(error, code, monkeypatch):
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: events.RunEnded(3, ""))
     assert run_easyrl("grpo").exit_code == 3
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", Mock(side_effect=error))
-    result, of_worker = run_easyrl("grpo"), _describe(error)
+    result, of_worker = run_easyrl("grpo"), describe_failure(error)
     assert result.exit_code == code and "\x1b" not in result.stderr
     assert isinstance(result.exception, type(error) if code == 1 else SystemExit)
     assert of_worker.is_user_error == (code == 2) and bool(of_worker.traceback) != (code == 2)

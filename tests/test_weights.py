@@ -93,7 +93,7 @@ class Peer:
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "is_cancelled", True))
         config = Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}})
         self.settings = settings_on_cpu("rollout-0", config)
-        worker_process._set_up_environment(worker_process.with_environment(self.settings))
+        worker_process.set_up_process(worker_process.with_environment(self.settings))
 
     def end_at(self, what, signum):
         """Send this process a signal when it waits for `what`."""
@@ -133,7 +133,9 @@ class Peer:
         alive = [lambda: None]  # the weight that was gathered last
 
         def gather(weight, dtype):
-            assert alive.pop()() is None, "two whole weights at a time"
+            is_freed = alive.pop()() is None
+            # After a failure its traceback keeps the one that was being sent.
+            assert is_freed or self.channel._group is None, "two whole weights at a time"
             self.gathered.append(weight.numel())
             whole = weight.to(dtype, copy=True)
             alive.append(weakref.ref(whole))

@@ -1,4 +1,13 @@
-"""Entry points of worker processes, and their environment.
+"""What runs inside a worker's process: from its start to its exit code.
+
+    parent process             worker's process
+    ──────────────────────────────────────────────────────────────────────
+    with_environment
+    spawn ───────────────────► import the user's program
+                               worker_main
+    ◄── Starting ─────────────   set up torch, load the model: `workers/rollout.py`, `train.py`
+    ◄── Ready ────────────────   Worker.run, until `Stop` or the end of the pipe
+    ◄── Failed ───────────────   after an exception
 
 This module imports no torch: the environment must be set before torch is loaded.
 """
@@ -12,7 +21,7 @@ import sys
 import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
@@ -32,10 +41,24 @@ from easyrl.types import BrokenInvariant
 from easyrl.workers.settings import WorkerSettings
 
 
+class WorkerClass(NamedTuple):
+    """Where a worker's class is. It is imported once the environment is set."""
+
+    module: str
+    name: str
+
+
+WORKERS = {
+    "rollout": WorkerClass("easyrl.workers.rollout", "RolloutWorker"),
+    "train": WorkerClass("easyrl.workers.train", "TrainWorker"),
+}
+
+
 def worker_main(settings: WorkerSettings, ring: RingBuffer | None, control: Connection) -> None:
     role = settings.name.partition("-")[0]
     port = None if ring is None else ring.attach(settings.owner_id)
-    run_worker(f"easyrl.workers.{role}", f"{role.capitalize()}Worker", settings, port, control)
+    worker_class = WORKERS[role]
+    run_worker(worker_class.module, worker_class.name, settings, port, control)
 
 
 def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any) -> None:
@@ -49,15 +72,13 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         signal.signal(signum, signal.SIG_IGN)
     exit_code = 0
     try:
-        if settings.log_file is not None:  # for the output of this process and its children
-            log = os.open(settings.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
+        if settings.log_file is not None:
+            _redirect_output(settings.log_file)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # see Watchdog
         control.send(Starting("importing torch and transformers"))
-        _set_up_environment(settings)
-        worker = getattr(importlib.import_module(module), name)(settings, *arguments)
+        set_up_process(settings)
+        worker_class = getattr(importlib.import_module(module), name)
+        worker = worker_class(settings, *arguments)
         control.send(Ready())
         worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError, SystemExit):
@@ -65,13 +86,22 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
     except BaseException as error:
         exit_code = 1
         with contextlib.suppress(OSError):
-            control.send(_describe(error))
+            control.send(describe_failure(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # without waiting for a process group that is stuck in a collective
 
 
-def _describe(error: BaseException) -> Failed:
+def _redirect_output(log_file: str) -> None:
+    """Append the output of this process, and of processes that it starts, to its log."""
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def describe_failure(error: BaseException) -> Failed:
+    """Return the event that reports an exception, inside its handler."""
     if isinstance(error, ConfigError | RewardError):  # also of a full disk
         is_user_error = not isinstance(error, DiskError | RewardError)
         return Failed(str(error), traceback="", is_user_error=is_user_error)
@@ -110,20 +140,25 @@ def _is_vllm(settings: WorkerSettings) -> bool:
     return settings.engine == "vllm" and settings.name.startswith("rollout")
 
 
-def _set_up_environment(settings: WorkerSettings) -> None:
-    os.environ.update(settings.environment)  # the user's program may have changed them
+def set_up_process(settings: WorkerSettings) -> None:
+    """Import torch and set what holds for the whole process. Raises ConfigError if the process does
+    not see the devices that it was given."""
+    os.environ.update(settings.environment)  # the user's program may have changed it
 
     import torch
 
     quieten_transformers()
     torch.set_num_threads(settings.num_threads)
-    kind, expected = settings.device.partition(":")[0], len(settings.device_indices)
+    kind = settings.device.partition(":")[0]
     devices.load_backend(kind)
-    if expected and (seen := devices.num_usable(kind)) != expected:
-        raise ConfigError(
-            f"devices: expected {expected} for {settings.name}, got {seen}: the user's program "
-            'uses devices when it is imported; put that under `if __name__ == "__main__":`'
-        )
+    expected = len(settings.device_indices)
+    if expected > 0:
+        got = devices.num_usable(kind)
+        if got != expected:
+            raise ConfigError(
+                f"devices: expected {expected} for {settings.name}, got {got}: the user's program "
+                'uses devices when it is imported; put that under `if __name__ == "__main__":`'
+            )
     if settings.listener is not None:
         devices.serve_store(settings.listener)
     if settings.memory_fraction is not None and not _is_vllm(settings):  # vLLM has its own limit
