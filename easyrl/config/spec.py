@@ -197,7 +197,7 @@ class OptimizerSpec:
     activation_checkpointing: bool
     offload: tuple[Literal["reference", "old", "optimizer"], ...]
     reshard: Literal["auto"] | bool
-    """`auto`: `runtime.memory` chooses; a worker takes it for True."""
+    """`auto`: `runtime.memory_fit` chooses; a worker takes it for True."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,12 +43,14 @@ def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> 
         return config
     train = config.train
     least = config.max_tokens_per_micro_batch
-    token_choices = [least]
+    token_choices = []
     if not train.max_tokens_per_micro_batch:
-        token_choices = [tokens for tokens in MICRO_BATCH_TOKENS if tokens > least] + [least]
+        token_choices = [num_tokens for num_tokens in MICRO_BATCH_TOKENS if num_tokens > least]
+    token_choices.append(least)
     reshard_choices = (False, True) if train.reshard == "auto" else (train.reshard,)
     for reshard, max_tokens in product(reshard_choices, token_choices):
-        changed = change_config(config, {"train.reshard": reshard, TOKENS_KEY: max_tokens})
+        changes = {"train.reshard": reshard, TOKENS_KEY: max_tokens}
+        changed = change_config(config, changes)
         if fits(resolve(changed), placement, size):
             return changed
     return config
@@ -88,14 +90,18 @@ def _candidates(
     config: Config, placement: Placement, size: ModelSize, savings: Mapping[str, Sequence[Any]]
 ) -> Iterator[Changes]:
     """Yield changes to try: another engine last, then more savings, then another split."""
-    every = {key: values[-1] for key, values in savings.items()}
-    without_offload = {key: value for key, value in every.items() if key != "train.offload"}
-    engines = _engines(config, placement, size)
+    every: Changes = {}
+    for key, values in savings.items():
+        every[key] = values[-1]
     no_saving: Changes = {}
-    for engine, saved, split in product(
-        engines, (no_saving, without_offload, every), _splits(placement)
-    ):
+    stages = (no_saving, _without(every, "train.offload"), every)
+    engines = _engines(config, placement, size)
+    for engine, saved, split in product(engines, stages, _splits(placement)):
         yield engine | saved | split
+
+
+def _without(changes: Changes, key: str) -> Changes:
+    return {name: value for name, value in changes.items() if name != key}
 
 
 def _is_enough(config: Config, placement: Placement, size: ModelSize, changes: Changes) -> bool:
@@ -116,8 +122,10 @@ def _without_needless(
 ) -> Changes:
     """Take savings back that are not needed, or not in full, the least welcome first."""
     for key in reversed([*savings]):
-        rest = {name: value for name, value in changes.items() if name != key}
-        weaker = [rest, *(rest | {key: value} for value in savings[key])]
+        rest = _without(changes, key)
+        weaker = [rest]
+        for value in savings[key]:
+            weaker.append({**rest, key: value})
         for candidate in weaker:
             if _is_enough(config, placement, size, candidate):
                 changes = candidate

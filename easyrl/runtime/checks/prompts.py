@@ -26,7 +26,11 @@ def short_problems(
     examples = {location: problem.content for location, problem in problems.items()}
     tokenizer = load_prompt_tokenizer(spec, examples, tokenizer_path)
     skipped = find_too_long(spec, examples, interfaces, tokenizer)
-    return [problem for location, problem in problems.items() if location not in skipped]
+    kept = []
+    for location, problem in problems.items():
+        if location not in skipped:
+            kept.append(problem)
+    return kept
 
 
 def load_prompt_tokenizer(spec: RunSpec, examples: Examples, path: str = "") -> Any:
@@ -36,14 +40,16 @@ def load_prompt_tokenizer(spec: RunSpec, examples: Examples, path: str = "") -> 
     data = spec.data.options
     is_demo = path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     has_template = data.chat_template or data.chat_template_kwargs
-    are_short = all(_is_short_text(text, data.max_prompt_length) for text in examples.values())
-    if is_demo and are_short and not has_template:
+    if is_demo and not has_template and _are_short_texts(examples, data.max_prompt_length):
         return None
     return tokenizer_of(spec.model, path)
 
 
-def _is_short_text(content: str | Messages, most: int) -> bool:
-    return isinstance(content, str) and len(content) <= most
+def _are_short_texts(examples: Examples, most: int) -> bool:
+    for content in examples.values():
+        if not isinstance(content, str) or len(content) > most:
+            return False
+    return True
 
 
 def find_too_long(
