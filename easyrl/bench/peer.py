@@ -168,14 +168,17 @@ def run(
                 "peer": partial(run_trl, f"{name}, {peer}", work, inputs, settings),
             }
             runs = harness.take_turns(actions, rounds, num_warm_up=0)
-        rates = {}
+        rates: dict[str, list[float]] = {"easyrl": [], "peer": []}
+        lengths: dict[str, list[float]] = {"easyrl": [], "peer": []}
         for side, measured in runs.items():
-            rates[side] = [run.tokens_per_second for run in measured]
+            for each in measured:
+                rates[side].append(each.tokens_per_second)
+                lengths[side].append(each.mean_length)
         ratio = harness.median_ratio(rates["easyrl"], rates["peer"])
         row: harness.Row = {"row": name, "ratio": ratio, "peer": peer}
-        for side, measured in runs.items():
+        for side in runs:
             row[f"{side}_tokens_per_second"] = statistics.median(rates[side])
-            row[f"{side}_mean_length"] = statistics.mean(run.mean_length for run in measured)
+            row[f"{side}_mean_length"] = statistics.mean(lengths[side])
         yield row
 
 
@@ -300,7 +303,7 @@ def train_with_trl(settings: dict[str, Any]) -> None:
             ends.append(time.perf_counter())
 
     lines = Path(settings["prompts"]).read_text().splitlines()
-    prompts = [json.loads(line) for line in lines]
+    prompts = list(map(json.loads, lines))
     num_steps = 1 + settings["iterations"]
     lora = None
     if settings["rank"]:

@@ -148,7 +148,7 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     Special tokens have no text, except pairs of tags such as `<think>` and `</think>`: these belong
     to the form of an answer.
     """
-    special = {}
+    special = {}  # names of special tokens, by id
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:
             special[token_id] = str(token)
@@ -213,7 +213,8 @@ def check_prompts(
         except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from error
     too_long = {location for location, length in lengths.items() if length > limit}
-    if len(too_long) == len(examples) or (too_long and data.long_prompts == "stop"):
+    are_all = len(too_long) == len(examples)
+    if are_all or (too_long and data.long_prompts == "stop"):
         longest = max(lengths, key=lambda location: lengths[location])
         raise ConfigError(
             f"{longest}: expected at most {limit} tokens (data.max_prompt_length), got "

@@ -164,7 +164,8 @@ def _read_files(name: str, files: Iterable[Path], form: RowForm, seed: int | Non
             locations.append(f"{file}:{line}")
             rows.append(row)
             columns |= dict.fromkeys(row)
-    return DataSet(name, [columns | row for row in rows], form, seed, locations)
+    whole_rows = [columns | row for row in rows]
+    return DataSet(name, whole_rows, form, seed, locations)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -197,7 +198,11 @@ def open_hub(name: str) -> Table:
     subset, _, split = rest.partition(":")
 
     def load(datasets: Any) -> Any:
-        return datasets.load_dataset(repository, subset or None, split=split or "train")
+        return datasets.load_dataset(
+            repository,
+            subset or None,
+            split=split or "train",
+        )
 
     return _load(name, load, is_on_hub=True)
 

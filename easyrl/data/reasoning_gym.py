@@ -180,7 +180,8 @@ class ReasoningGym(Task):
         limit = MAX_INDEX
         data = library_data(self.name, self.options, SIZE, level)
         found: dict[str, dict[str, Any]] = {}  # by question
-        for _ in range(64 + 8 * number):
+        max_tries = 64 + 8 * number
+        for _ in range(max_tries):
             if len(found) == number:
                 break
             index = rng.randrange(limit)

@@ -86,7 +86,10 @@ class RowForm:
         if template is None and data.prompt_column is None:
             template = preset.prompt_template
         self.template = template or None
-        self.key = key or f"data.prompt_{'column' if self.template is None else 'template'}"
+        if self.template is None:
+            self.key = key or "data.prompt_column"
+        else:
+            self.key = key or "data.prompt_template"
         used = self._columns_of_template()
         if self.template and not (used or environments):
             raise ConfigError(
@@ -139,18 +142,19 @@ class RowForm:
             hint = f"as in {key}={next(iter(given), 'COLUMN')}"
         if self._is_mixed:
             hint += "; 'data.columns=[{}, …]' renames those of each data set"
+        names = ", ".join(given)
         return ConfigError(
-            f"{key}: expected a column of '{dataset}', which are {', '.join(given)}, got "
-            f"'{name}'; {hint}"
+            f"{key}: expected a column of '{dataset}', which are {names}, got '{name}'; {hint}"
         )
 
     def content(self, row: Row) -> str | Messages:
         """Make the prompt of a row. Raises ValueError where it has none, or no environment."""
         environment = row.get(ENVIRONMENT_COLUMN)
         if self.environments and environment not in self.environments:
+            names = ", ".join(self.environments)
             raise ValueError(
-                f"column '{ENVIRONMENT_COLUMN}': expected one of "
-                f"{', '.join(self.environments)} (rollout.environment), got {environment!r}"
+                f"column '{ENVIRONMENT_COLUMN}': expected one of {names} (rollout.environment), "
+                f"got {environment!r}"
             )
         content = self._given_content(row)
         if isinstance(content, str) and content:
@@ -249,8 +253,12 @@ class DataSet:
         teacher_content = None
         if self.teacher_form is not None:
             teacher_content = self.teacher_form.content(row)
-        columns = self.form.reward_columns(row)
-        return Prompt(index, self.form.content(row), columns, teacher_content)
+        return Prompt(
+            index,
+            self.form.content(row),
+            self.form.reward_columns(row),
+            teacher_content,
+        )
 
     def _row_at(self, index: int) -> Row:
         length = self.epoch_length

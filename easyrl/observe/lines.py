@@ -94,24 +94,31 @@ class PlainLines:
     def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
         number = metrics["iteration"]
         total = self._run.spec.schedule.iterations
+        reward = shown(metrics["reward"], ".3f")
+        no_spread = shown(metrics.get("frac_reward_zero_std"), ".0%")
+        length = metrics["completions/mean_length"]
         parts = [
             f"iteration {number}/{total}",
-            f"reward {shown(metrics['reward'], '.3f')}",
-            f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}",
-            f"length {metrics['completions/mean_length']:.1f}",
+            f"reward {reward}",
+            f"no spread {no_spread}",
+            f"length {length:.1f}",
         ]
         num_inserted = metrics.get("completions/mean_inserted_length")
         if num_inserted is not None:
             parts.append(f"inserted {num_inserted:.1f}")
-        parts.append(f"loss {shown(metrics['loss'], '+.4f')}")
-        parts.append(f"grad_norm {shown(metrics['grad_norm'], '.3f')}")
+        loss = shown(metrics["loss"], "+.4f")
+        grad_norm = shown(metrics["grad_norm"], ".3f")
+        parts.append(f"loss {loss}")
+        parts.append(f"grad_norm {grad_norm}")
         to_teacher = metrics.get("teacher/kl")
         if to_teacher is not None:
             parts.append(f"teacher KL {to_teacher:.4f}")
         if "tools/calls" in metrics:
             parts.append(f"tool calls {metrics['tools/calls']:.1f}")
-        parts.append(f"{metrics['perf/iteration_seconds']:.2f} s")
-        parts.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
+        seconds = metrics["perf/iteration_seconds"]
+        speed = metrics["perf/tokens_per_second"]
+        parts.append(f"{seconds:.2f} s")
+        parts.append(f"{speed:.0f} tokens/s")
         say("  ".join(parts))
         problems = problems_in(metrics)
         if problems:
@@ -310,11 +317,14 @@ def _judge_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """What judging took; nothing without a judge."""
     num_calls = summary.get("judge_calls")
     if num_calls is not None:
+        num_retries = summary["judge_retries"]
+        num_cached = summary["judge_cache_hits"]
+        num_tokens = summary["judge_tokens"]
+        seconds = summary["judge_seconds"]
         parts = [
-            f"{num_calls:,.0f} calls, {summary['judge_retries']:,.0f} of them retries",
-            f"{summary['judge_cache_hits']:,.0f} answers from the cache",
-            f"{summary['judge_tokens']:,.0f} tokens, "
-            f"{summary['judge_seconds']:,.0f} s of requests, added",
+            f"{num_calls:,.0f} calls, {num_retries:,.0f} of them retries",
+            f"{num_cached:,.0f} answers from the cache",
+            f"{num_tokens:,.0f} tokens, {seconds:,.0f} s of requests, added",
         ]
         yield "judge", "; ".join(parts)
     num_cut_off = summary.get("judge_cut_off")  # older versions lack it

@@ -85,8 +85,12 @@ class RunFiles:
             event = line.get("args") if is_line else None
             if isinstance(event, events.RunStarted):
                 config = load_config(self.folder / "config.yaml")  # of the newest command
-                settings = config.model_dump(mode="json")
-                event = replace(event, folder=self.folder, spec=resolve(config), settings=settings)
+                event = replace(
+                    event,
+                    folder=self.folder,
+                    spec=resolve(config),
+                    settings=config.model_dump(mode="json"),
+                )
                 self._clock = line["ts"] / 1e6 - event.started
             if isinstance(event, Event):
                 yield event

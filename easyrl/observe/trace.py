@@ -146,10 +146,11 @@ class TraceWriter:
         new = len(self._processes) + 1
         process = self._processes.setdefault(worker, new)
         now = time.monotonic()
-        name = f"{worker} ({device})"
-        yield self._line(NAME, "process_name", now, {"name": name}, pid=process)
-        for thread, name in enumerate(THREADS):
-            yield self._line(NAME, "thread_name", now, {"name": name}, pid=process, tid=thread)
+        name = {"name": f"{worker} ({device})"}
+        yield self._line(NAME, "process_name", now, name, pid=process)
+        for thread, what in enumerate(THREADS):
+            name = {"name": what}
+            yield self._line(NAME, "thread_name", now, name, pid=process, tid=thread)
 
     def _worker_lines(self, event: FromWorker, process: int) -> Iterator[Line]:
         if isinstance(event.event, events.Activity):
@@ -160,7 +161,8 @@ class TraceWriter:
                 line["dur"] = round(seconds * MICROSECONDS)
                 yield line
         name = type(event.event).__name__
-        yield self._line(INSTANT, name, event.time, encode(event), pid=process, tid=EVENTS)
+        args = encode(event)
+        yield self._line(INSTANT, name, event.time, args, pid=process, tid=EVENTS)
 
     def _line(
         self,

@@ -236,8 +236,9 @@ def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[Ren
     devices = run.devices.values()
     num_devices = count_devices(devices)
     names = ", ".join(dict.fromkeys(devices))
-    what = f"{run.spec.model.path} on {run.spec.data.options.shown}"
-    title = f"  {what} · {counted(num_devices, 'device')} ({names})"
+    model = run.spec.model.path
+    data = run.spec.data.options.shown
+    title = f"  {model} on {data} · {counted(num_devices, 'device')} ({names})"
     yield _line(("EasyRL", "bold"), printable(title))
     yield _progress(state, run, now)
     if state.lines and not state.is_starting:
@@ -367,7 +368,8 @@ def _lane(
 def _rewards(state: RunState, width: int) -> Text:
     """Draw the rewards of all iterations, and the held-out accuracies."""
     rewards = [line["reward"] for line in state.lines.values()]
-    text = f"reward {shown(rewards[-1], '.3f')} "
+    newest = shown(rewards[-1], ".3f")
+    text = f"reward {newest} "
     accuracies = list(state.accuracies.values())
     accuracy = ""
     if accuracies:
@@ -410,12 +412,14 @@ def _figures(state: RunState, width: int) -> list[Text]:
     metrics = state.lines[state.num_done]
     figures = {}
     for name, (key, spec) in FIGURES.items():
-        if metrics.get(key) is not None:
-            figures[name] = shown(metrics[key], spec)
+        value = metrics.get(key)
+        if value is not None:
+            figures[name] = shown(value, spec)
     for key, value in metrics.items():
         function = function_of(key)
         if function and value is not None:
-            figures[shorten(function, width // 2)] = shown(value, ".3f")
+            name = shorten(function, width // 2)
+            figures[name] = shown(value, ".3f")
     lines: list[Text] = []
     for name, text in figures.items():
         figure = _line(f"{name} ", (text, "bold"))
@@ -432,8 +436,9 @@ def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> l
     for group in groups:
         sample = group.shown
         assert sample is not None
-        title = f"iteration {group.iteration}, reward {shown(sample.reward, '.3g')}"
-        title += f" (mean of the group {shown(fmean(group.rewards), '.3g')})"
+        reward = shown(sample.reward, ".3g")
+        mean = shown(fmean(group.rewards), ".3g")
+        title = f"iteration {group.iteration}, reward {reward} (mean of the group {mean})"
         branches = sample.episode.get("branches")
         if branches:
             title += f", branches: {len(branches)}"
