@@ -300,7 +300,9 @@ class Fleet:
     def _end_stall(self, names: Sequence[str], cause: str) -> None:
         """Kill rollout workers that others wait for. Raises WorkerFailure if that cannot help."""
         stalled = [worker for worker in self.rollout if worker.name in names]
-        if not names or len(stalled) < len(names) or self._needed is not None:
+        includes_trainer = len(stalled) < len(names)
+        is_stopping = self._needed is not None
+        if not names or includes_trainer or is_stopping:
             raise WorkerFailure(cause)
         for worker in stalled:
             worker.kill(f"was killed after a stall: {cause}")
@@ -374,9 +376,11 @@ class Fleet:
     def _replace(self, worker: Worker, lost: events.Lost) -> None:
         within = self._count_death(worker, lost)
         replacement = self._spawn_rollout(worker.number, "replacement")
-        self.rollout[self.rollout.index(worker)] = replacement
-        if worker in self._retiring:  # the replacement leaves in its stead
-            self._retiring[self._retiring.index(worker)] = replacement
+        position = self.rollout.index(worker)
+        self.rollout[position] = replacement
+        if worker in self._retiring:  # the replacement leaves instead
+            position = self._retiring.index(worker)
+            self._retiring[position] = replacement
         note = f"{worker.name} {lost.cause}; a new one starts in its place: {within}"
         self._notify(events.Note(f"{note}\n{lost.traceback}".rstrip()))
 

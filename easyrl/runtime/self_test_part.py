@@ -181,7 +181,8 @@ def _backward(logprobs: Tensor, weights: Tensor, model: Any) -> Result:
 def errors(result: Result, expected: Result) -> Errors:
     """Return the errors of a result against that in float64."""
     norms = {name: gradient.norm() for name, gradient in expected.gradients.items()}
-    total_norm = torch.stack(list(norms.values())).norm()
+    all_norms = torch.stack(list(norms.values()))
+    total_norm = all_norms.norm()
     gradient_errors = []
     for name, gradient in expected.gradients.items():
         difference = result.gradients[name].double() - gradient
@@ -189,7 +190,9 @@ def errors(result: Result, expected: Result) -> Errors:
         gradient_errors.append(difference.norm() / scale)
     logprob_errors = (result.logprobs.double() - expected.logprobs).abs()
     # Unlike Python's `max`, torch's is NaN if any value is.
-    return Errors(float(logprob_errors.max()), float(torch.stack(gradient_errors).max()))
+    largest_logprob_error = logprob_errors.max()
+    largest_gradient_error = torch.stack(gradient_errors).max()
+    return Errors(float(largest_logprob_error), float(largest_gradient_error))
 
 
 def check_weights(infer: str, train: str) -> None:
