@@ -99,7 +99,7 @@ def cut_into_buckets(entries: Sequence[WeightEntry], bucket_bytes: int) -> list[
                 offset = 0
                 continue
             count = min(num_free, num_elements - start)
-            buckets[-1].append(PlannedPiece(name, tuple(shape), start, count, dtype, offset))
+            buckets[-1].append(PlannedPiece(name, shape, start, count, dtype, offset))
             offset += count * dtype.itemsize
             start += count
     return [bucket for bucket in buckets if bucket]
@@ -213,11 +213,7 @@ class WeightChannel:
     def _send(
         self, policy_version: int, entries: list[WeightEntry], gathered: Iterator[Tensor]
     ) -> int:
-        text = json.dumps(entries).encode()
-        announced = torch.tensor([policy_version, len(text)], device=self._device)
-        self.broadcast(announced, "announcing a version")
-        names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-        self.broadcast(names, "sending names")
+        self._announce(policy_version, entries)
         self._plan = cut_into_buckets(entries, self._bucket_bytes)
         values = torch.empty(0)
         for number, pieces in enumerate(self._plan):
@@ -240,9 +236,17 @@ class WeightChannel:
             num_bytes += sum(piece.num_bytes for piece in pieces)
         return num_bytes
 
-    def receive(self, policy_version: int) -> Iterator[WeightPiece]:
-        """Yield the weights' pieces (ranks above 0). Raises RuntimeError for another version."""
-        assert self.rank > 0
+    def _announce(self, policy_version: int, entries: list[WeightEntry]) -> None:
+        """Send the version and what the receivers have to know of its weights, as JSON."""
+        text = json.dumps(entries).encode()
+        announced = torch.tensor([policy_version, len(text)], device=self._device)
+        self.broadcast(announced, "announcing a version")
+        names = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        names = names.to(self._device)
+        self.broadcast(names, "sending names")
+
+    def _receive_entries(self, policy_version: int) -> list[WeightEntry]:
+        """Receive what `_announce` sends. Raises RuntimeError for another version."""
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.broadcast(announced, "waiting for a version")
         version, num_bytes = announced.tolist()
@@ -252,8 +256,16 @@ class WeightChannel:
             )
         names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self.broadcast(names, "waiting for names")
-        received = json.loads(names.cpu().numpy().tobytes())
-        entries = [WeightEntry(*each) for each in received]
+        text = names.cpu().numpy().tobytes()
+        entries = []
+        for name, shape, dtype in json.loads(text):
+            entries.append(WeightEntry(name, tuple(shape), dtype))
+        return entries
+
+    def receive(self, policy_version: int) -> Iterator[WeightPiece]:
+        """Yield the weights' pieces (ranks above 0). Raises RuntimeError for another version."""
+        assert self.rank > 0
+        entries = self._receive_entries(policy_version)
         self._plan = cut_into_buckets(entries, self._bucket_bytes)
         num_started = 0
         for number, pieces in enumerate(self._plan):
