@@ -349,14 +349,16 @@ def _results(plan: Plan, answers: Answers, work: _Work) -> dict[str, Any]:
 def _compare(folder: EvalFolder, results: Mapping[str, Any], compared: _Compared) -> None:
     """Compare with another evaluation: write and show the figures, and list the problems."""
     comparison = compare(folder.answers, compared.answers, results["correct_reward"])
-    num_common = len(comparison.problems)
+    problems = comparison.problems
     least = min(len(folder.answers), len(compared.answers))
-    if num_common < least:
-        say(f"warning: only {num_common} of {counted(least, 'problem')} are in both")
+    if len(problems) < least:
+        say(f"warning: only {len(problems)} of {counted(least, 'problem')} are in both")
     name = str(compared.path)
     figures = finite({"with": name, **comparison.figures})
     folder.write_results({**results, "comparison": figures})
+    lines = []
+    for problem in problems:
+        lines.append(json.dumps(problem) + "\n")
     file = folder.path / "comparison.jsonl"
-    text = "".join(json.dumps(line) + "\n" for line in comparison.problems)
-    file.write_text(text, encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")
     show_comparison(comparison.figures, name, file)

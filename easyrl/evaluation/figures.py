@@ -31,12 +31,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def rewards_of(answers: Iterable[Lines]) -> npt.NDArray[np.float64]:
     """Return the rewards [N, S] of the problems that have all of them: no reward call failed."""
-    complete = []
+    table = []
     for lines in answers:
         rewards = [line["reward"] for line in lines]
-        if None not in rewards:
-            complete.append(rewards)
-    return np.array(complete, dtype=np.float64)
+        is_complete = None not in rewards
+        if is_complete:
+            table.append(rewards)
+    return np.array(table, dtype=np.float64)
 
 
 def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]:
@@ -161,8 +162,9 @@ def _complete_rewards(answers: Answers) -> dict[str, npt.NDArray[np.float64]]:
     num_samples = max(map(len, answers.values()), default=0)
     complete = {}
     for problem, lines in answers.items():
+        has_all_samples = len(lines) == num_samples
         rewards = rewards_of([lines])  # [1, S], or empty
-        if len(lines) == num_samples and len(rewards):
+        if has_all_samples and len(rewards) == 1:
             complete[problem] = rewards[0]
     return complete
 
@@ -240,11 +242,14 @@ def _mcnemar(differences: npt.NDArray[np.float64]) -> float:
     """Return the p-value for differences of one size, whose sum depends on the number of positive
     ones alone."""
     n = len(differences)
-    num_positive = int((differences > 0).sum())
-    num_fewer = min(num_positive, n - num_positive)
-    num_ways = sum(comb(n, k) for k in range(num_fewer + 1))
-    p_value: float = num_ways / 2 ** (n - 1)
-    return min(1.0, p_value)
+    is_positive = differences > 0
+    num_positive = int(is_positive.sum())
+    num_negative = n - num_positive
+    num_ways = 0  # to get no more signs of the rarer kind
+    for k in range(min(num_positive, num_negative) + 1):
+        num_ways += comb(n, k)
+    num_outcomes: int = 2**n
+    return min(1.0, 2 * num_ways / num_outcomes)
 
 
 def _flips(n: int, *, is_exact: bool) -> Iterator[npt.NDArray[Any]]:

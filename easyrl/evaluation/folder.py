@@ -43,15 +43,18 @@ class EvalFolder:
             raise ConfigError(f"{KEY}: cannot write '{self.path}': {error.strerror}") from None
 
     def _open(self, config_yaml: str, settings: Mapping[str, Any]) -> None:
-        self.path.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
+        folder = self.path
+        folder.mkdir(mode=run_folder.PRIVATE, parents=True, exist_ok=True)
         self.answers = self._complete_answers(settings)
-        self._lock = run_folder.lock_folder(self.path)
+        self._lock = run_folder.lock_folder(folder)
         samples = "".join(map(_as_text, self.answers.values()))
-        replace_file(self.path / SAMPLES, samples)
-        replace_file(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
-        replace_file(self.path / "config.yaml", config_yaml)
-        (self.path / "logs").mkdir(exist_ok=True)
-        for left_over in self.path.glob(f"{MODEL}*"):
+        replace_file(folder / SAMPLES, samples)
+        settings_text = json.dumps(settings, indent=2)
+        replace_file(folder / SETTINGS, f"{settings_text}\n")
+        replace_file(folder / "config.yaml", config_yaml)
+        logs = folder / "logs"
+        logs.mkdir(exist_ok=True)
+        for left_over in folder.glob(f"{MODEL}*"):
             shutil.rmtree(left_over, ignore_errors=True)
 
     def _complete_answers(self, settings: Mapping[str, Any]) -> dict[str, Lines]:
@@ -100,7 +103,10 @@ class EvalFolder:
 
 
 def _as_text(lines: Lines) -> str:
-    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    texts = []
+    for line in lines:
+        texts.append(json.dumps(line, allow_nan=False) + "\n")
+    return "".join(texts)
 
 
 def _by_problem(lines: Lines) -> Answers:

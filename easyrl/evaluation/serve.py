@@ -34,8 +34,10 @@ class _Requests(AgentEpisodes):
     def _accept(self, request: Request) -> None:
         number = next(self._numbers)
         request.key = str(number)
-        group = Group((number,), Prompt(0, "", {}), 1, started=time.monotonic())
-        self._episodes[request.key] = Episode(group, 0, request.key, Future())
+        prompt = Prompt(0, "", {})
+        group = Group((number,), prompt, 1, started=time.monotonic())
+        episode = Episode(group, 0, request.key, Future())
+        self._episodes[request.key] = episode
         super()._accept(request)
 
     def advance(self) -> list[Any]:

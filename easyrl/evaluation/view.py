@@ -73,10 +73,12 @@ class EvalView:
             reward = float(rewards.mean())
         speed = num_tokens / max(1e-9, seconds)
         num_answered = len(answers) - self._num_before
-        remaining = clock(num_left * seconds / num_answered)
+        seconds_left = num_left * seconds / num_answered
+        shown_accuracy = with_error(accuracy, error)
+        shown_reward = mean_reward(accuracy, reward)
         figures = (
-            f"accuracy {with_error(accuracy, error)}{mean_reward(accuracy, reward)}  "
-            f"{speed:,.0f} tokens/s  ETA {remaining}"
+            f"accuracy {shown_accuracy}{shown_reward}  {speed:,.0f} tokens/s  "
+            f"ETA {clock(seconds_left)}"
         )
         self.bar.update(self.bar.task_ids[0], completed=len(answers), figures=figures)
         if not self._is_live:
@@ -129,11 +131,14 @@ def _pass_text(pass_at_k: Mapping[str, float]) -> str:
 
 
 def _problems_text(results: Named) -> str:
-    text = f"{results['num_problems']}, {sampling_text(results)}"
-    if results["num_skipped"]:
-        text += f"; {results['num_skipped']} more with a failed reward call"
-    if results["num_too_long"]:
-        text += f"; {results['num_too_long']} more skipped as too long"
+    num_problems = results["num_problems"]
+    num_skipped = results["num_skipped"]
+    num_too_long = results["num_too_long"]
+    text = f"{num_problems}, {sampling_text(results)}"
+    if num_skipped:
+        text += f"; {num_skipped} more with a failed reward call"
+    if num_too_long:
+        text += f"; {num_too_long} more skipped as too long"
     return text
 
 
