@@ -330,6 +330,81 @@ def test_a_target_that_peft_refuses_is_named_and_shared_experts_can_be_asked_for
     assert check_lora(shared, "glm4_moe", model) == 2 * (32 + 16)
 
 
+HYBRID = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "hybrid_layer_ids": [1, 3],
+    "num_mem_blocks": 1,
+    "num_key_value_heads": 4,
+    "mamba_d_state": 8,
+    "n_mamba_heads": 8,
+    "mamba_expand": 2,
+    "mamba_ngroups": 1,
+    "chunk_size": 8,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+    "adapter_rank": 4,
+}
+LEFT_OUT = [
+    # the model, its sizes, a layer that is left out, what the start line calls it, and why it
+    # cannot be a target
+    ("llama4_text", {**ROUTED, "intermediate_size_mlp": 48}, "router", "router (router)", "got"),
+    ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "router", "router (router)", ""),
+    (
+        "mamba",
+        {"state_size": 4, "conv_kernel": 4, "time_step_rank": 4},
+        "dt_proj",
+        "dt_proj (its weight is read without a call)",
+        "reads without calling",
+    ),
+    ("zamba2", HYBRID, "o_proj", "o_proj (several layers share it)", "several layers share"),
+    ("recurrent_gemma", {"lru_width": 32}, "conv_1d", "conv_1d", "got"),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "layer", "shown", "why"), LEFT_OUT)
+def test_layers_whose_adapter_could_not_be_merged_are_left_out_and_named(
+    kind, sizes, layer, shown, why
+):
+    """A router returns several tensors, Mamba reads the weight of `dt_proj`, and of a weight that
+    two layers share only one adapter would reach the engine. Convolutions have no adapter."""
+    config = AutoConfig.for_model(kind, **SMALL_SIZES | sizes)
+
+    def base():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    line = describe_lora(LORA, kind, meta_model(config))
+    assert f" x {shown}" in line.partition("; frozen: ")[2]
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.target_modules: .*'{layer}'.*{why}"):
+        check_lora(LoraConfig(rank=2, target_modules=[layer]), kind, meta_model(config))
+    model = base()
+    adapter = Adapter(model, LORA, path=kind, seed=0)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    assert sum(weight.numel() for weight in trained) == check_lora(LORA, kind, meta_model(config))
+    with torch.no_grad():
+        for weight in trained:
+            weight.normal_(std=0.2)
+    ids = torch.arange(3, 20)[None]
+    adapted_logits = model(input_ids=ids, use_cache=False).logits
+    merged = base()
+    weights = adapter.weights(model.named_parameters())
+    state = {weight.name: weight.materialize() for weight in weights}
+    _, unexpected = merged.load_state_dict(state, strict=False)
+    assert not unexpected
+    got = merged(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(got, adapted_logits, rtol=0.0, atol=1e-4)
+
+
+def test_a_layer_that_two_targets_name_is_counted_once():
+    model = meta_model(AutoConfig.from_pretrained(TINY))
+    once, twice = (
+        check_lora(LoraConfig(rank=2, target_modules=names), "tiny", model)
+        for names in (["q_proj"], ["q_proj", "self_attn.q_proj"])
+    )
+    assert once == twice
+
+
 def test_a_run_from_an_adapter_says_that_it_is_merged_and_what_the_new_one_fits(tmp_path):
     from peft import LoraConfig as PeftConfig
     from peft import PeftModel, get_peft_model

@@ -13,9 +13,8 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -33,6 +32,11 @@ from easyrl.model.sharding import is_sharded, own_part
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.10's own use of it
 
+OF_MODEL = "model."
+OF_OPTIMIZER = "optimizer."
+"""The beginnings of the tensors' names."""
+STEP = "step"  # state of an optimizer that is a number; all other has the parameter's shape
+
 
 @torch.no_grad()
 def copy_of_training(
@@ -41,16 +45,18 @@ def copy_of_training(
     """Copy the tensors, or this rank's parts of them, to the CPU. An `earlier` copy is overwritten;
     an empty one asks for memory that an accelerator copies to fast, over and over."""
     tensors = _training(model, optimizer)
-    if earlier is None or earlier.keys() != tensors.keys():
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        for name, copy in copies.items():
-            if earlier is not None and tensors[name].device.type != "cpu":
-                part = copy.to_local() if is_sharded(copy) else copy  # the tensor itself
-                part.data = part.pin_memory()
-        return copies
+    if earlier is not None and earlier.keys() == tensors.keys():
+        for name, tensor in tensors.items():
+            own_part(earlier[name]).copy_(own_part(tensor), non_blocking=True)
+        return earlier
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own_part(earlier[name]).copy_(own_part(tensor), non_blocking=True)
-    return earlier
+        copy = tensor.detach().to("cpu", copy=True)
+        if earlier is not None and tensor.device.type != "cpu":
+            part = copy.to_local() if is_sharded(copy) else copy  # the tensor itself
+            part.data = part.pin_memory()
+        copies[name] = copy
+    return copies
 
 
 def write_tensors(
@@ -59,12 +65,22 @@ def write_tensors(
     """Write the tensors to `folder`, which is created, and return the SHA-256 of this rank's files
     when they are on the disk. All ranks of `process_group` (None: there is one rank) call this
     together; if one fails, all do. Raises OSError, or torch's wrapper of one."""
-    starts = accumulate((tensor.nbytes for tensor in tensors.values()), initial=0)
-    files = {name: 1 + start // FILE_BYTES for name, start in zip(tensors, starts, strict=False)}
+    file_numbers: dict[str, int] = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        file_numbers[name] = 1 + num_bytes // FILE_BYTES
+        num_bytes += tensor.nbytes
+    writer = _Writer(str(folder), file_numbers, save_distributed=True)
     is_alone = process_group is None
-    writer = _Writer(str(folder), files, save_distributed=True)
     save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=is_alone)
     return writer.digests
+
+
+class _File(NamedTuple):
+    """The content of one safetensors file."""
+
+    tensors: dict[str, Tensor]
+    offsets: dict[str, Any]  # where each tensor begins in the whole one, as torch reads it
 
 
 class _Writer(hf_storage.HuggingFaceStorageWriter):
@@ -72,21 +88,24 @@ class _Writer(hf_storage.HuggingFaceStorageWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's files. Raises OSError, which torch passes on to all ranks."""
-        shard, numbers = plan.storage_data["shard_index"], self.fqn_to_index_mapping or {}
-        files: dict[Path, list[Any]] = {}
+        rank = plan.storage_data["shard_index"]
+        file_numbers = self.fqn_to_index_mapping or {}
+        files: dict[str, _File] = {}
         for item in plan.items:
-            name = f"shard-{shard:05d}-model-{numbers[item.index.fqn]:05d}.safetensors"
-            files.setdefault(Path(self.path, name), []).append(item)
+            name = item.index.fqn
+            file_name = f"shard-{rank:05d}-model-{file_numbers[name]:05d}.safetensors"
+            file = files.setdefault(file_name, _File({}, {}))
+            file.tensors[name] = planner.resolve_data(item)
+            file.offsets[name] = {SAVED_OFFSETS_KEY: [*item.tensor_data.chunk.offsets]}
         with ThreadPoolExecutor(2) as threads:
             finished = {}
-            for path, items in files.items():
-                tensors = {each.index.fqn: planner.resolve_data(each) for each in items}
-                starts = {each.index.fqn: [*each.tensor_data.chunk.offsets] for each in items}
-                parts = {fqn: {SAVED_OFFSETS_KEY: at} for fqn, at in starts.items()}
-                metadata = {CUSTOM_METADATA_KEY: json.dumps(parts), "format": "pt"}
-                save_file(tensors, path, metadata)
-                finished[path.name] = threads.submit(finish_file, path)  # meanwhile
-        self.digests = {name: each.result() for name, each in finished.items()}
+            for file_name, file in files.items():
+                path = Path(self.path, file_name)
+                metadata = {CUSTOM_METADATA_KEY: json.dumps(file.offsets), "format": "pt"}
+                save_file(file.tensors, path, metadata)
+                # It is synced while the next one is written.
+                finished[file_name] = threads.submit(finish_file, path)
+        self.digests = {file_name: each.result() for file_name, each in finished.items()}
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result([])
         return done
@@ -98,32 +117,40 @@ def read_tensors(
 ) -> None:
     """Overwrite model and, if given, optimizer by the tensors in `folder`, bit for bit."""
     reader = hf_storage.HuggingFaceStorageReader(str(folder))
+    tensors: dict[str, Tensor] = {}
     if optimizer is None:
-        tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in _trained(model)}
+        for name, parameter in _trained(model).items():
+            tensors[f"{OF_MODEL}{name}"] = parameter
     else:
         _allocate_state(model, optimizer, reader.read_metadata().state_dict_metadata)
         tensors = _training(model, optimizer)
-    load(tensors, storage_reader=reader, process_group=process_group, no_dist=process_group is None)
+    is_alone = process_group is None
+    load(tensors, storage_reader=reader, process_group=process_group, no_dist=is_alone)
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the trained weights and the optimizer's state of them by their names."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in _trained(model):
-        tensors[f"model.{name}"] = parameter
+    for name, parameter in _trained(model).items():
+        tensors[f"{OF_MODEL}{name}"] = parameter
         for kind, value in optimizer.state[parameter].items():
-            tensors[f"optimizer.{name}.{kind}"] = value
+            tensors[f"{OF_OPTIMIZER}{name}.{kind}"] = value
     return tensors
 
 
 def _allocate_state(model: nn.Module, optimizer: Optimizer, stored: Iterable[str]) -> None:
     """Allocate the stored state of the fused optimizer, which has none before its first step."""
-    for name, parameter in _trained(model):
-        prefix = f"optimizer.{name}."
-        for kind in (key.removeprefix(prefix) for key in stored if key.startswith(prefix)):
-            is_step = kind == "step"  # a number; all other state has the parameter's shape
-            reference = torch.empty((), device=parameter.device) if is_step else parameter
-            optimizer.state[parameter][kind] = torch.zeros_like(reference)
+    trained = _trained(model)
+    for key in stored:
+        if not key.startswith(OF_OPTIMIZER):
+            continue
+        name, _, kind = key.removeprefix(OF_OPTIMIZER).rpartition(".")
+        if name not in trained:
+            continue
+        parameter = trained[name]
+        reference = torch.empty((), device=parameter.device) if kind == STEP else parameter
+        optimizer.state[parameter][kind] = torch.zeros_like(reference)

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError, move_inputs
 from easyrl.formatting import printable
@@ -30,7 +30,8 @@ FILE_BYTES = 2**28  # of a safetensors file, roughly; one is synced while the ne
 CHECKPOINTS = "checkpoints"  # name of the folder in a run folder
 STATE = "state.json"
 BEST = "best"
-UNFINISHED, DAMAGED = ".unfinished", ".damaged"
+UNFINISHED = ".unfinished"
+DAMAGED = ".damaged"
 FORMAT = 1  # format of state.json; incremented by changes that older versions cannot read
 OWN_CHECKSUM = "content_sha256"
 
@@ -50,10 +51,11 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
             raise ValueError(f"expected format {FORMAT}, got {content['format']}")
         if content.pop(OWN_CHECKSUM) != _content_sha256(content):
             raise ValueError("the content does not match its checksum")
-        for name in sorted(content["sha256"]) if verify else ():
-            file = path / name
-            if _sha256(file) != content["sha256"][name]:
-                raise ValueError("the content does not match its checksum")
+        if verify:
+            for name, expected in sorted(content["sha256"].items()):
+                file = path / name
+                if _sha256(file) != expected:
+                    raise ValueError("the content does not match its checksum")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"the checkpoint '{path}' cannot be read: {file.name}: {error}") from None
     state = content["state"]
@@ -84,26 +86,30 @@ def find_checkpoint(source: Path, *, verify: bool = True) -> Checkpoint:
     return found
 
 
-def newest_checkpoint(
-    folder: Path, *, verify: bool = True
-) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest complete checkpoint, and the newer damaged ones with each one's error."""
+class Newest(NamedTuple):
+    checkpoint: Checkpoint | None  # the newest complete one
+    damaged: dict[Path, str]  # newer ones, with each one's error
+
+
+def newest_checkpoint(folder: Path, *, verify: bool = True) -> Newest:
+    """Find the newest complete checkpoint."""
     damaged: dict[Path, str] = {}
     for path in reversed(checkpoints_in(folder)):
         try:
-            return read_checkpoint(path, verify=verify), damaged
+            return Newest(read_checkpoint(path, verify=verify), damaged)
         except ConfigError as error:
             if not path.exists():  # a running run has deleted it and published newer ones
                 return newest_checkpoint(folder, verify=verify)
             damaged[path] = str(error)
-    return None, damaged
+    return Newest(None, damaged)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return all published checkpoints, the oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+    published = [path for path in folder.iterdir() if path.name.isdecimal()]
+    return sorted(published, key=lambda path: int(path.name))
 
 
 def unfinished_name(path: Path) -> Path:
@@ -114,16 +120,15 @@ def unfinished_name(path: Path) -> Path:
 def publish(path: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
     """Publish the checkpoint in `unfinished_name(path)`. `known`: SHA-256 of some of its files."""
     written = unfinished_name(path)
-    files = sorted(written.iterdir())
-    content = {
-        "format": FORMAT,
-        "sha256": {file.name: (known or {}).get(file.name) or _sha256(file) for file in files},
-        "state": state,
-    }
+    digests = dict(known or {})
+    for file in sorted(written.iterdir()):
+        if file.name not in digests:
+            digests[file.name] = _sha256(file)
+    content = {"format": FORMAT, "sha256": digests, "state": state}
     content[OWN_CHECKSUM] = _content_sha256(content)
-    file = written / STATE
-    file.write_text(json.dumps(content))  # ends with a brace, so truncation is detected
-    _sync(file)
+    state_file = written / STATE
+    state_file.write_text(json.dumps(content))  # ends with a brace, so truncation is detected
+    _sync(state_file)
     _sync(written)
     written.rename(path)
     _sync(path.parent)

@@ -11,18 +11,27 @@ and the gradient is added in float32: in bfloat16 every addition would round the
 Shapes: K tokens, n of them in a chunk, H the model's width, V tokens of the vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
+from easyrl.model.files import FLOAT_BYTES
 from easyrl.model.policy import Policy
 
 LEAST_LOGPROB = -1e30  # of a token of probability 0: finite, so that 0 times it is 0
 BLOCK = 128  # tokens of the vocabulary that are summed first
+
+
+class TokenLogprobs(NamedTuple):
+    """Of K tokens, in float32, in nats."""
+
+    logprobs: Tensor  # [K]
+    entropies: Tensor  # [K] of the distribution that the token was drawn from
 
 
 def chunked_token_logprobs(
@@ -32,48 +41,62 @@ def chunked_token_logprobs(
     temperature: float,
     *,
     entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> TokenLogprobs:
     """Compute `token_logprobs(policy.head(hidden), targets, temperature)` of hidden states [K, H]
     and targets [K], a chunk at a time."""
-
     chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
-    num_chunks = -(-len(targets) * policy.vocabulary_size * 4 // chunk_bytes)
+    num_tokens = len(targets)
+    num_chunks = -(-num_tokens * policy.vocabulary_size * FLOAT_BYTES // chunk_bytes)
     if num_chunks <= 1:
         logits = policy.head(hidden)
         return token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
-    num_rows = -(-len(targets) // num_chunks)
-    logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        *(policy.head, num_rows, targets, temperature, entropy_gradient, hidden),
-        *policy.trained_parameters(),  # that the head does not use get no gradient
-    )
-    return logprobs, entropies
+    chunk_length = -(-num_tokens // num_chunks)
+    # Weights that the head does not use get no gradient.
+    weights = policy.trained_parameters()
+    chunked = _Chunks(policy.head, chunk_length, targets, temperature, entropy_gradient)
+    return TokenLogprobs(*_TokenLogprobs.apply(chunked, hidden, *weights))  # type: ignore[no-untyped-call]
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities [K] and entropies [K] of targets [K], given logits [K, V]: of the
-    sampling distribution softmax(logits / temperature), in float32, in nats. The entropies have a
-    gradient only with `entropy_gradient`, which an entropy bonus needs."""
-    logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        lambda rows: rows, max(1, len(targets)), targets, temperature, entropy_gradient, logits
+) -> TokenLogprobs:
+    """Return log-probabilities and entropies of targets [K], given logits [K, V]: of the sampling
+    distribution softmax(logits / temperature). The entropies have a gradient only with
+    `entropy_gradient`, which an entropy bonus needs."""
+    in_one = _Chunks(
+        lambda rows: rows, max(1, len(targets)), targets, temperature, entropy_gradient
     )
-    return logprobs, entropies
+    return TokenLogprobs(*_TokenLogprobs.apply(in_one, logits))  # type: ignore[no-untyped-call]
 
 
 def shifted_scores(logits: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature [K, V] in float32, shifted so that the largest of a row is 0."""
     # Such tensors are read and written as seldom as possible: on accelerators that is the time.
-    scores = torch.sub(logits, logits.detach().amax(dim=-1, keepdim=True).float()).float()
+    largest = logits.detach().amax(dim=-1, keepdim=True).float()
+    scores = torch.sub(logits, largest).float()
     return scores if temperature == 1.0 else scores.div_(temperature)
 
 
 def block_sums(values: Tensor) -> Tensor:
     """Sum BLOCK columns each: [K, V] -> [K, V / BLOCK, rounded up]; this keeps the long tail."""
     num_whole = values.shape[1] // BLOCK
-    whole, rest = values[:, : num_whole * BLOCK], values[:, num_whole * BLOCK :]
+    whole = values[:, : num_whole * BLOCK]
+    rest = values[:, num_whole * BLOCK :]
     sums = whole.view(len(values), num_whole, BLOCK).sum(dim=-1)
-    return torch.cat([sums, rest.sum(dim=-1, keepdim=True)], dim=1) if rest.shape[1] else sums
+    if rest.shape[1] == 0:
+        return sums
+    return torch.cat([sums, rest.sum(dim=-1, keepdim=True)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What all chunks of a computation have in common."""
+
+    head: Callable[[Tensor], Tensor]  # [n, H] -> logits [n, V]
+    length: int  # n
+    targets: Tensor  # [K]
+    temperature: float
+    has_entropy_gradient: bool
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -85,32 +108,35 @@ class _TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0917
-        ctx: Any,
-        head: Callable[[Tensor], Tensor],
-        num_rows: int,
-        targets: Tensor,
-        temperature: float,
-        entropy_gradient: bool,
-        hidden: Tensor,
-        *weights: Tensor,
+    def forward(
+        ctx: Any, chunks: _Chunks, hidden: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        chunks = []
-        parts = torch.split(hidden, num_rows), torch.split(targets, num_rows)
-        for rows, chosen in zip(*parts, strict=True):
-            scores = shifted_scores(head(rows), temperature)
+        """`weights`: those of the head, among others, so that they get a gradient."""
+        logprobs = list[Tensor]()
+        entropies = list[Tensor]()
+        log_totals = list[Tensor]()
+        of_chunks = zip(
+            torch.split(hidden, chunks.length),
+            torch.split(chunks.targets, chunks.length),
+            strict=True,
+        )
+        for rows, targets in of_chunks:
+            scores = shifted_scores(chunks.head(rows), chunks.temperature)
             exponentials = scores.exp()
             total = block_sums(exponentials).sum(dim=-1)
-            logprobs = scores.gather(1, chosen.unsqueeze(1)).squeeze(1) - total.log()
+            log_total = total.log()
+            log_totals.append(log_total)
+            logprobs.append(scores.gather(1, targets.unsqueeze(1)).squeeze(1) - log_total)
             weighted = exponentials.mul_(scores).nansum(dim=-1)  # 0 · log 0 is 0
-            chunks.append((logprobs, total.log() - weighted / total, total.log()))
-        logprobs, entropies, log_totals = map(torch.cat, zip(*chunks, strict=True))
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
+            entropies.append(log_total - weighted / total)
+        all_entropies = torch.cat(entropies)
+        if not chunks.has_entropy_gradient:
+            ctx.mark_non_differentiable(all_entropies)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, targets, entropies, log_totals)
-        ctx.head, ctx.num_rows, ctx.temperature, ctx.weights = head, num_rows, temperature, weights
-        return logprobs, entropies
+        ctx.save_for_backward(hidden, chunks.targets, all_entropies, torch.cat(log_totals))
+        ctx.chunks = chunks
+        ctx.weights = weights
+        return torch.cat(logprobs), all_entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -118,32 +144,64 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, targets, entropies, log_totals = ctx.saved_tensors
+        chunks: _Chunks = ctx.chunks
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(entropies)
         of_hidden = torch.empty_like(hidden)
         of_weights: list[Tensor | None] = [None] * len(ctx.weights)
-        for start in reversed(range(0, len(targets), ctx.num_rows)):
-            chunk = slice(start, start + ctx.num_rows)
+        for start in reversed(range(0, len(targets), chunks.length)):
+            chunk = slice(start, start + chunks.length)
             with torch.enable_grad():
                 rows = hidden[chunk].detach().requires_grad_()
-                logits = ctx.head(rows)
-            scores = shifted_scores(logits.detach(), ctx.temperature)
-            scores.sub_(log_totals[chunk].unsqueeze(1))
-            chosen = (of_logprobs[chunk] / ctx.temperature).unsqueeze(1)  # [n, 1]
-            if of_entropies is None:
-                gradient = scores.exp_().mul_(-chosen)
-            else:
-                gradient = scores.exp()
-                slopes = scores.clamp_(min=LEAST_LOGPROB).add_(entropies[chunk].unsqueeze(1))
-                slopes.mul_((of_entropies[chunk] / ctx.temperature).unsqueeze(1)).add_(chosen)
-                gradient.mul_(slopes.neg_())
-            gradient.scatter_add_(1, targets[chunk].unsqueeze(1), chosen)
-            of_hidden[chunk], *of_chunk = torch.autograd.grad(
-                logits, (rows, *ctx.weights), gradient.to(logits.dtype), allow_unused=True
+                logits = chunks.head(rows)
+            of_logits = _gradient_of_logits(
+                logits.detach(),
+                targets[chunk],
+                entropies[chunk],
+                log_totals[chunk],
+                chunks.temperature,
+                of_logprobs=of_logprobs[chunk],
+                of_entropies=None if of_entropies is None else of_entropies[chunk],
             )
-            for number, added in enumerate(of_chunk):
-                if added is not None and (total := of_weights[number]) is not None:
-                    total.add_(added)
-                elif added is not None:
-                    of_weights[number] = added.to(torch.float32, copy=True)
-        return None, None, None, None, None, of_hidden, *of_weights
+            of_rows, *of_chunk = torch.autograd.grad(
+                logits, (rows, *ctx.weights), of_logits.to(logits.dtype), allow_unused=True
+            )
+            of_hidden[chunk] = of_rows
+            _add_in_float32(of_weights, of_chunk)
+        return None, of_hidden, *of_weights
+
+
+def _gradient_of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    entropies: Tensor,
+    log_totals: Tensor,
+    temperature: float,
+    *,
+    of_logprobs: Tensor,
+    of_entropies: Tensor | None,
+) -> Tensor:
+    """Return the gradient [n, V] of a chunk's logits by the formulas of `_TokenLogprobs`."""
+    log_probabilities = shifted_scores(logits, temperature)
+    log_probabilities.sub_(log_totals.unsqueeze(1))
+    of_targets = (of_logprobs / temperature).unsqueeze(1)  # [n, 1]
+    if of_entropies is None:
+        gradient = log_probabilities.exp_().mul_(-of_targets)
+    else:
+        gradient = log_probabilities.exp()
+        slopes = log_probabilities.clamp_(min=LEAST_LOGPROB).add_(entropies.unsqueeze(1))
+        slopes.mul_((of_entropies / temperature).unsqueeze(1)).add_(of_targets)
+        gradient.mul_(slopes.neg_())
+    return gradient.scatter_add_(1, targets.unsqueeze(1), of_targets)
+
+
+def _add_in_float32(sums: list[Tensor | None], added: Sequence[Tensor | None]) -> None:
+    """Add gradients to their sums, which are None before the first one."""
+    for number, gradient in enumerate(added):
+        if gradient is None:
+            continue
+        total = sums[number]
+        if total is None:
+            sums[number] = gradient.to(torch.float32, copy=True)
+        else:
+            total.add_(gradient)

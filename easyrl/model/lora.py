@@ -7,8 +7,8 @@ merged, under its name without an adapter, or in parts that the embedded engine 
 A, B and the factor with each update. Of a sharded model merging a weight and saving the adapter are
 collective: all ranks call them together.
 
-Adapted are `nn.Linear` and transformers' `Conv1D`, except the head and what peft refuses: layers
-whose model reads their weight without calling them, such as `out_proj` of Mamba-2. Experts that
+Adapted are `nn.Linear` and transformers' `Conv1D`, except the head and layers beside which an
+adapter would have no effect, or one that merging cannot express (`_NOT_ADAPTED`). Experts that
 transformers fuses into one tensor stay frozen: peft would have to merge them in every forward.
 
 In models with fused experts peft takes every target whose name ends in `gate_proj`, `up_proj` or
@@ -17,13 +17,14 @@ The trainer injects these by their full names. A saved adapter lists them under 
 whose names peft takes as they are.
 """
 
+import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,28 @@ from easyrl.formatting import require
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
-PARTS = (".lora_A", ".lora_B", ".lora_scaling")
+A, B, SCALING = ".lora_A", ".lora_B", ".lora_scaling"
+PARTS = (A, B, SCALING)
 """The ends of the names of an adapter's parts, in the order in which they are sent."""
+ADAPTER_NAME = "default"  # peft's name of the only adapter
+
+
+class _NotAdapted(NamedTuple):
+    """A reason why a linear layer is left out."""
+
+    note: str  # beside the layer in the start line
+    clause: str  # behind the name of a target
+
+
+_REFUSED = _NotAdapted("peft refuses it", "which peft refuses for this model")
+"""Layers such as `out_proj` of Mamba-2, whose weight some kernels read."""
+_NOT_CALLED = _NotAdapted(
+    "its weight is read without a call", "whose weight the model reads without calling the layer"
+)
+"""Layers such as `dt_proj` of Mamba: an adapter beside them would have no effect."""
+_SHARED = _NotAdapted("several layers share it", "whose weight several layers share")
+"""Layers such as those of Zamba2's blocks: each would have an adapter of its own, and one merged
+weight cannot equal all of them."""
 
 
 def check_lora(lora: LoraConfig, path: str, model: Any) -> int:
@@ -44,31 +65,50 @@ def check_lora(lora: LoraConfig, path: str, model: Any) -> int:
     `meta` device. Raises ConfigError if the layers or peft are missing."""
     assert lora.rank is not None
     require("lora", "model.lora.rank: LoRA")
-    shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
-    return lora.rank * sum(map(sum, shapes))
+    num_trained = 0
+    for name in _select(model, lora, path).targets:
+        rows, columns = model.get_submodule(name).weight.shape
+        num_trained += lora.rank * (rows + columns)
+    return num_trained
 
 
 def describe_lora(lora: LoraConfig, path: str, model: Any) -> str:
     """Say which kinds of layers of the model of `path` are adapted, and which stay frozen, with
     their counts. The model may be on torch's `meta` device."""
-    adapted = set(_targets(model, lora, path))
+    targets, not_adapted = _select(model, lora, path)
+    adapted: Counter[str] = Counter(_kind(name) for name in targets)
+    frozen = _other_matrices(model)
+    for name in _linear_layers(model):
+        if name in not_adapted:
+            frozen[f"{_kind(name)} ({not_adapted[name].note})"] += 1
+        elif name not in targets:
+            frozen[_kind(name)] += 1
+    text = f"adapted layers: {_counted(adapted)}; frozen: {_counted(frozen)}"
+    if model.get_output_embeddings() is None:
+        return text
+    return f"{text} and the head" if frozen else f"{text}the head"
+
+
+def _other_matrices(model: Any) -> Counter[str]:
+    """Count the weights, by kind, that are neither in linear layers nor embeddings nor the head:
+    fused experts, routers, convolutions."""
+    head = model.get_output_embeddings()
     linear = _linear_layers(model)
-    refused = _refused_kinds(model, linear)
-    frozen = Counter(
-        f"{_kind(name)} (peft refuses it)" if _kind(name) in refused else _kind(name)
-        for name in linear
-        if name not in adapted
-    )
+    found: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        owner, _, kind = name.rpartition(".")
-        is_router = type(model.get_submodule(owner)).__name__.endswith("Router")
-        if parameter.ndim == 3 and ".experts." in f".{name}":
-            frozen[f"experts.{kind}"] += 1
-        elif parameter.ndim == 2 and is_router:
-            frozen[f"{_kind(owner)} (router)"] += 1
-    head = " and the head" if model.get_output_embeddings() is not None else ""
-    text = f"adapted layers: {_counted(Counter(map(_kind, adapted)))}"
-    return f"{text}; frozen: {_counted(frozen)}{head if frozen else head.removeprefix(' and ')}"
+        owner_name, _, kind = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if parameter.ndim < 2 or kind.endswith("bias"):
+            continue
+        if owner_name in linear or owner is head or isinstance(owner, nn.Embedding):
+            continue
+        if ".experts." in f".{name}":
+            found[f"experts.{kind}"] += 1
+        elif type(owner).__name__.endswith("Router"):
+            found[f"{_kind(owner_name)} (router)"] += 1
+        else:
+            found[_kind(owner_name) if kind == "weight" else kind] += 1
+    return found
 
 
 def _counted(kinds: Counter[str]) -> str:
@@ -80,68 +120,47 @@ class Adapter:
 
     def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
         import peft
-        from peft.utils.constants import DUMMY_TARGET_MODULES
 
-        assert lora.rank is not None
-        targets = _targets(model, lora, path)
-        literal = _literal(model, targets)
-        others = [name for name in targets if name not in literal]
-        config = peft.LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha or 2 * lora.rank,
-            target_modules=literal or DUMMY_TARGET_MODULES,
-            task_type="CAUSAL_LM",
-        )
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # old names, and Conv1D's layout
-            self._peft: Any = peft.get_peft_model(model, config)
-            if others:
-                saved: Any = self._peft.peft_config["default"]
-                if not literal:
-                    saved.target_modules = set()
-                tuner: Any = self._peft.base_model
-                tuner.inject_adapter(model, "default", state_dict=_keys(others))
-                # For whoever loads the adapter.
-                saved.target_parameters = [f"{name}.weight" for name in others]
-            self._layers: dict[str, Any] = {
-                name: module
-                for name, module in model.named_modules()
-                if isinstance(module, peft.tuners.lora.LoraLayer)
-            }
+            self._peft = _add_adapters(model, lora, path)
+            self._layers: dict[str, Any] = {}
+            for name, module in model.named_modules():
+                if isinstance(module, peft.tuners.lora.LoraLayer):
+                    self._layers[name] = module
             # peft has rounded them to the dtype of the frozen weights.
             torch.default_generator.manual_seed(seed)
             for layer in self._layers.values():
-                layer.lora_A["default"].reset_parameters()
-                layer.lora_B["default"].reset_parameters()
-                layer.reset_lora_parameters("default", True)
-        self._peft.peft_config["default"].base_model_name_or_path = resolve_model(path)
+                layer.lora_A[ADAPTER_NAME].reset_parameters()
+                layer.lora_B[ADAPTER_NAME].reset_parameters()
+                layer.reset_lora_parameters(ADAPTER_NAME, True)
+        self._peft.peft_config[ADAPTER_NAME].base_model_name_or_path = resolve_model(path)
         self._peft.eval()
         assert all(isinstance(layer, peft.tuners.lora.Linear) for layer in self._layers.values())
 
     def weights(self, named: Iterable[tuple[str, Tensor]], *, merge: bool = True) -> list[Weight]:
         """Turn the module's parameters into the weights of the model without adapters. Adapted ones
         are merged when they are materialized; unless `merge`, adapters are added in parts."""
-        weights = []
+        weights = list[Weight]()
         for name, tensor in named:
-            of_layer, _, kind = name.rpartition(".base_layer.")
-            if of_layer in self._layers:
-                plain = f"{of_layer}.{kind}"
+            layer_name, _, kind = name.rpartition(".base_layer.")
+            if layer_name in self._layers:
+                plain_name = f"{layer_name}.{kind}"
                 if kind == "weight" and merge:
-                    merged = partial(_merged, self._layers[of_layer])
-                    weights.append(Weight(plain, tensor, merged, is_trained=True))
+                    merged = partial(_merged, self._layers[layer_name])
+                    weights.append(Weight(plain_name, tensor, merged, is_trained=True))
                 else:
-                    weights.append(Weight.stored(plain, tensor, is_trained=False))
+                    weights.append(Weight.stored(plain_name, tensor, is_trained=False))
             elif name.rpartition(".lora_")[0] not in self._layers:
                 weights.append(Weight.stored(name, tensor, is_trained=False))
-        for layer, module in self._layers.items() if not merge else ():
-            parts = [part["default"].weight for part in (module.lora_A, module.lora_B)]
-            parts.append(torch.tensor([module.scaling["default"]], device=parts[0].device))
-            names = [f"{layer}.weight{part}" for part in PARTS]  # sorted, after the weight
-            weights += map(partial(Weight.stored, is_trained=True), names, parts)
+        if not merge:
+            for layer_name, layer in self._layers.items():
+                weights += _parts(f"{layer_name}.weight", layer)
         return weights
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
+        """Run the model without its adapters."""
         trained = [parameter for parameter in self._peft.parameters() if parameter.requires_grad]
         with self._peft.disable_adapter():
             for parameter in trained:
@@ -151,10 +170,50 @@ class Adapter:
 
     def save(self, folder: Path, *, is_writer: bool = True) -> None:
         """Write them in peft's format. All ranks call this together; one of them `is_writer`."""
-        named = self._peft.named_parameters()
-        state = {name: whole(weight).cpu() for name, weight in named if weight.requires_grad}
+        state: dict[str, Tensor] = {}
+        for name, weight in self._peft.named_parameters():
+            if weight.requires_grad:
+                state[name] = whole(weight).cpu()
         if is_writer:  # with embedding layers peft would query the hub
             self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+
+
+def _add_adapters(model: Any, lora: LoraConfig, path: str) -> Any:
+    """Let peft add adapters to a model; return peft's model of it."""
+    import peft
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    assert lora.rank is not None
+    targets = _select(model, lora, path).targets
+    literal = _literal(model, targets)
+    others = [name for name in targets if name not in literal]
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,
+        target_modules=literal or DUMMY_TARGET_MODULES,
+        task_type="CAUSAL_LM",
+    )
+    adapted: Any = peft.get_peft_model(model, config, adapter_name=ADAPTER_NAME)
+    if others:
+        saved: Any = adapted.peft_config[ADAPTER_NAME]
+        if not literal:
+            saved.target_modules = set()
+        adapted.base_model.inject_adapter(model, ADAPTER_NAME, state_dict=_keys(others))
+        # For whoever loads the adapter.
+        saved.target_parameters = [f"{name}.weight" for name in others]
+    return adapted
+
+
+def _parts(weight_name: str, layer: Any) -> list[Weight]:
+    """Return the adapter of a layer in parts, which are sorted after the weight."""
+    a = layer.lora_A[ADAPTER_NAME].weight
+    b = layer.lora_B[ADAPTER_NAME].weight
+    scaling = torch.tensor([layer.scaling[ADAPTER_NAME]], device=a.device)
+    return [
+        Weight.stored(f"{weight_name}{A}", a, is_trained=True),
+        Weight.stored(f"{weight_name}{B}", b, is_trained=True),
+        Weight.stored(f"{weight_name}{SCALING}", scaling, is_trained=True),
+    ]
 
 
 class Merger:
@@ -162,33 +221,41 @@ class Merger:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.base: dict[str, Tensor] = {}  # adapted weights, as received
-        self._parts: dict[str, Tensor] = {}  # of the adapter that is arriving
+        self._base: dict[str, Tensor] = {}  # adapted weights, as received
+        self._parts: dict[str, Tensor] = {}  # of the adapter that is arriving, by PARTS
 
     def forget(self, name: str) -> None:
-        """Note that a new base weight arrives."""
-        self.base.pop(name, None)
+        """Note that a weight arrives without an adapter."""
+        self._base.pop(name, None)
 
     @torch.no_grad()
     def load(self, piece: WeightPiece) -> None:
         """Take a piece of an adapter; merge the adapter once it is complete."""
-        name, _, part = piece.name.rpartition(".lora_")
+        name, _, part = piece.name.rpartition(".")
+        part = f".{part}"
         layer: Any = self._model.get_submodule(name.removesuffix(".weight"))
         weight = layer.weight.data
         if piece.start == 0:
             self._parts[part] = weight.new_empty(piece.shape, dtype=piece.values.dtype)
-        end = piece.start + len(piece.values)
-        self._parts[part].view(-1)[piece.start : end] = piece.values
-        if f".lora_{part}" == PARTS[-1]:  # it has one element
-            if name not in self.base:
-                self.base[name] = weight.clone()
-            _merge(self.base[name], self._parts.values(), not isinstance(layer, nn.Linear), weight)
+        stop = piece.start + len(piece.values)
+        self._parts[part].view(-1)[piece.start : stop] = piece.values
+        if part == SCALING:  # the last one, of one element
+            if name not in self._base:
+                self._base[name] = weight.clone()
+            parts = _AdapterParts(*(self._parts[part] for part in PARTS))
+            is_transposed = not isinstance(layer, nn.Linear)
+            _merge(self._base[name], parts, is_transposed=is_transposed, out=weight)
 
 
-def _merge(weight: Tensor, parts: Iterable[Any], is_transposed: bool, out: Tensor) -> Tensor:
+class _AdapterParts(NamedTuple):
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scaling: Any  # alpha / rank: a number, or a tensor of one
+
+
+def _merge(weight: Tensor, parts: _AdapterParts, *, is_transposed: bool, out: Tensor) -> Tensor:
     """Write W + (alpha / rank) B A, in the layout and dtype of W, into `out`."""
-    a, b, scaling = parts
-    delta = (b @ a).mul_(scaling)  # [out, in]
+    delta = (parts.b @ parts.a).mul_(parts.scaling)  # [out, in]
     return torch.add(weight, delta.T if is_transposed else delta, out=out)
 
 
@@ -196,30 +263,49 @@ def _merge(weight: Tensor, parts: Iterable[Any], is_transposed: bool, out: Tenso
 def _merged(layer: Any) -> Tensor:
     """Return a layer's merged weight. Tensors are gathered first, to keep the last bits."""
     weight: Tensor = whole(layer.base_layer.weight)
-    a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
-    parts = a, b, layer.scaling["default"]
-    return _merge(weight, parts, layer.fan_in_fan_out, torch.empty_like(weight))
+    parts = _AdapterParts(
+        a=whole(layer.lora_A[ADAPTER_NAME].weight),
+        b=whole(layer.lora_B[ADAPTER_NAME].weight),
+        scaling=layer.scaling[ADAPTER_NAME],
+    )
+    out = torch.empty_like(weight)
+    return _merge(weight, parts, is_transposed=layer.fan_in_fan_out, out=out)
 
 
-def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
-    """Return the names of the layers to adapt. Raises ConfigError for a target without layers."""
-    linear = _linear_layers(model)
-    refused = _refused_kinds(model, linear)
-    layers = [name for name in linear if _kind(name) not in refused]
+# -- which layers are adapted ----------------------------------------------------------------------
+
+
+class _Selection(NamedTuple):
+    targets: list[str]  # names of the layers to adapt, in the model's order
+    not_adapted: dict[str, _NotAdapted]  # by name: linear layers that cannot be
+
+
+def _select(model: Any, lora: LoraConfig, path: str) -> _Selection:
+    """Select the layers to adapt. Raises ConfigError for a target without layers."""
+    not_adapted = _not_adapted(model)
+    layers = [name for name in _linear_layers(model) if name not in not_adapted]
     if lora.target_modules is None:
-        return layers
-    chosen = []
+        return _Selection(layers, not_adapted)
+    chosen = set[str]()
     for target in lora.target_modules:
-        meant = [name for name in layers if f".{name}".endswith(f".{target}")]
+        meant = {name for name in layers if _is_meant(name, target)}
         if not meant:
             kinds = ", ".join(sorted({_kind(name) for name in layers}))
-            reason = ", which peft refuses for this model" if _kind(target) in refused else ""
+            reason = ""
+            for name, left_out in not_adapted.items():
+                if _is_meant(name, target):
+                    reason = f", {left_out.clause}"
             raise ConfigError(
                 f"model.lora.target_modules: expected linear layers of {path} that can be adapted "
                 f"({kinds}), got '{target}'{reason}"
             )
-        chosen += meant
-    return chosen
+        chosen |= meant
+    return _Selection([name for name in layers if name in chosen], not_adapted)
+
+
+def _is_meant(name: str, target: str) -> bool:
+    """Return whether a target, such as `q_proj` or `self_attn.q_proj`, means this layer."""
+    return f".{name}".endswith(f".{target}")
 
 
 def _kind(name: str) -> str:
@@ -227,25 +313,59 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _linear_layers(model: Any) -> list[str]:
-    """Return the names of the linear layers except the head, in the model's order."""
+def _linear_layers(model: Any) -> dict[str, nn.Module]:
+    """Return the linear layers except the head by their names, in the model's order."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
-    ]
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and _is_plain(module):
+            found[name] = module
+    return found
 
 
-def _refused_kinds(model: Any, layers: Iterable[str]) -> set[str]:
-    """Return the kinds of layers that peft refuses in models of this type, such as `out_proj` of
-    Mamba-2. peft decides itself, about a module of each kind with the model's config."""
+@torch.no_grad()
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a subclass of a linear layer returns what a linear layer does. Routers may
+    return several tensors (Llama 4, Phi-3.5-MoE)."""
+    if type(module).forward is nn.Linear.forward or not isinstance(module, nn.Linear):
+        return True
+    weight = module.weight
+    try:
+        output = module(
+            torch.zeros((1, module.in_features), dtype=weight.dtype, device=weight.device)
+        )
+    except Exception:  # any: it expects another input
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, module.out_features)
+
+
+def _not_adapted(model: Any) -> dict[str, _NotAdapted]:
+    """Return the linear layers that are left out by their names, with the reason."""
+    linear = _linear_layers(model)
+    kinds = {_kind(name) for name in linear}
+    reason_of_kind = dict.fromkeys(_uncalled_kinds(model, kinds), _NOT_CALLED)
+    reason_of_kind |= dict.fromkeys(_refused_kinds(model, kinds), _REFUSED)
+    num_uses: Counter[int] = Counter()  # by id of the parameter
+    for module in model.modules():
+        num_uses.update(id(parameter) for parameter in module.parameters(recurse=False))
+    found: dict[str, _NotAdapted] = {}
+    for name, module in linear.items():
+        if _kind(name) in reason_of_kind:
+            found[name] = reason_of_kind[_kind(name)]
+        elif num_uses[id(module.weight)] > 1:
+            found[name] = _SHARED
+    return found
+
+
+def _refused_kinds(model: Any, kinds: Collection[str]) -> set[str]:
+    """Return the kinds of layers that peft refuses in models of this type. peft decides itself,
+    about a module of each kind with the model's config."""
     import peft
 
-    refused = set()
-    for kind in sorted({_kind(name) for name in layers}):
+    refused = set[str]()
+    for kind in sorted(kinds):
         probe: Any = nn.Module()
         probe.config = model.config
         probe.add_module(kind, nn.Linear(1, 1, device="meta"))
@@ -259,6 +379,24 @@ def _refused_kinds(model: Any, layers: Iterable[str]) -> set[str]:
     return refused
 
 
+def _uncalled_kinds(model: Any, kinds: Collection[str]) -> set[str]:
+    """Return the kinds of layers that a forward of such a model never calls. It is run without
+    values, on torch's `meta` device; a model whose code needs values counts as calling all."""
+    config = copy.deepcopy(model.config)
+    called = set[str]()
+    try:
+        with torch.device("meta"), torch.no_grad():
+            probe: Any = type(model)._from_config(config, attn_implementation="eager")
+            for name, module in probe.named_modules():
+                kind = _kind(name)
+                module.register_forward_pre_hook(lambda *_, kind=kind: called.add(kind))
+            tokens = torch.zeros((1, 2), dtype=torch.int64)
+            probe(input_ids=tokens, use_cache=False)
+    except Exception:  # any, depending on the model's code
+        return set()
+    return set(kinds) - called
+
+
 def _keys(layers: Iterable[str]) -> dict[str, Tensor]:
     """Return a state dict with which peft adapts exactly these layers. It reads the keys only."""
     return {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
@@ -266,17 +404,24 @@ def _keys(layers: Iterable[str]) -> dict[str, Tensor]:
 
 def _literal(model: Any, targets: Iterable[str]) -> list[str]:
     """Return the targets that peft takes as they are, and not for fused experts."""
+    is_literal: dict[str, bool] = {}  # by kind
+    literal = list[str]()
+    for name in targets:
+        kind = _kind(name)
+        if kind not in is_literal:
+            is_literal[kind] = _is_literal(model, kind)
+        if is_literal[kind]:
+            literal.append(name)
+    return literal
+
+
+def _is_literal(model: Any, kind: str) -> bool:
     import peft
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    def is_literal(kind: str) -> bool:
-        config: Any = peft.LoraConfig(target_modules=[kind])
-        try:
-            convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # it is fused with another kind
-            return False
-        return kind in config.target_modules
-
-    targets = list(targets)
-    kinds = {kind for kind in {*map(_kind, targets)} if is_literal(kind)}
-    return [name for name in targets if _kind(name) in kinds]
+    config: Any = peft.LoraConfig(target_modules=[kind])
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # it is fused with another kind
+        return False
+    return kind in config.target_modules

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class TrainRanks:
     """This rank's view of all train ranks. Without `join` there is one, and nothing is sharded."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
     device = torch.device("cpu")
     mesh: DeviceMesh | None = None  # None: models stay whole
     group_for_files: dist.ProcessGroup | None = None  # for checkpoints; None: this rank is alone
@@ -53,7 +54,9 @@ class TrainRanks:
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks = cls()
-        ranks.rank, ranks.size, ranks.device = rank, size, device
+        ranks.rank = rank
+        ranks.size = size
+        ranks.device = device
         timeout = timedelta(seconds=timeout_seconds)
         with ranks.naming_failures():
             devices.join_train_world(device, store, rank, size, timeout)
@@ -72,7 +75,9 @@ class TrainRanks:
         from torch.distributed import fsdp
 
         on_accelerator = self.device.type != "cpu"
-        kept = fsdp.CPUOffloadPolicy(pin_memory=on_accelerator) if offload else fsdp.OffloadPolicy()
+        kept = fsdp.OffloadPolicy()
+        if offload:
+            kept = fsdp.CPUOffloadPolicy(pin_memory=on_accelerator)
         precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         self._parts = (*layers, module)
         for sharded in self._parts:
@@ -82,13 +87,15 @@ class TrainRanks:
             sharded.set_force_sum_reduction_for_comms(True)
             _reduce_unused(sharded)
         if self.keeps_gathered:
-            sharded.set_reshard_after_forward(False)
-            sharded.set_reshard_after_backward(False)
-            sharded.set_requires_gradient_sync(False)
+            root: Any = module
+            root.set_reshard_after_forward(False)
+            root.set_reshard_after_backward(False)
+            root.set_requires_gradient_sync(False)
 
         def convert(tensor: Tensor) -> Tensor:
-            wanted = torch.float32 if tensor.requires_grad else dtype
-            return tensor.to(wanted) if is_sharded(tensor) else tensor  # a buffer
+            if not is_sharded(tensor):  # a buffer
+                return tensor
+            return tensor.to(torch.float32 if tensor.requires_grad else dtype)
 
         module._apply(convert)  # type: ignore[no-untyped-call]
 
@@ -98,6 +105,7 @@ class TrainRanks:
             part.reshard()
 
     def reduce(self, values: Sequence[float], operation: Any = dist.ReduceOp.SUM) -> list[float]:
+        """Return each value's sum over the ranks, or the result of another operation."""
         if self.size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)
@@ -111,6 +119,7 @@ class TrainRanks:
             yield
         except RuntimeError as error:
             text = str(error)
+            # Gloo raises plain RuntimeErrors: nothing but their text tells them from others.
             if not isinstance(error, dist.DistError) and "gloo" not in text:
                 raise
             message = f"train rank {self.rank} of {self.size}, waiting for the others: {text}"
@@ -142,6 +151,7 @@ def _reduce_unused(sharded: Any) -> None:
 
 def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
     """Return whether this rank holds only a part of the weight or gradient."""
+    # No weight is a DTensor before its module is imported.
     loaded = sys.modules.get("torch.distributed.tensor")  # importing takes a second
     return loaded is not None and isinstance(weight, loaded.DTensor)
 

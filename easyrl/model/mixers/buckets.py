@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,60 +54,67 @@ class Bucket:
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
         """Write the real cells of a block [B*Hkv, G, L, D] to their tokens in [T, Hkv, G, D]."""
-        num_heads = tokens.shape[1]
-        cells = block.view(-1, num_heads, *block.shape[1:])  # [B, Hkv, G, L, D]
-        cells = cells.permute(0, 3, 1, 2, 4).reshape(-1, *tokens.shape[1:])  # [B*L, Hkv, G, D]
-        real = cells.index_select(0, self.real)
+        token_shape = tokens.shape[1:]  # [Hkv, G, D]
+        by_head = block.view(-1, token_shape[0], *block.shape[1:])  # [B, Hkv, G, L, D]
+        by_cell = by_head.permute(0, 3, 1, 2, 4)  # [B, L, Hkv, G, D]
+        real = by_cell.reshape(-1, *token_shape).index_select(0, self.real)
         tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
 
 
 def make_buckets(tree: TokenTree, device: torch.device) -> list[Bucket]:
     """Divide the nodes of a tree into buckets, the longest nodes first.
 
-    The nodes are sorted by length, so that a bucket is a range of them. The cuts minimize the sum
-    of padded scores and BUCKET_SCORES for each bucket, by dynamic programming over the distinct
-    widths.
+    The nodes are sorted by length, so that a bucket is a range of them.
     """
     longest_first = np.argsort(-tree.lengths, kind="stable")
     starts = tree.starts[longest_first]
     lengths = tree.lengths[longest_first]
-    # W distinct widths, falling; the nodes of width w are those from bounds[w] to bounds[w + 1].
     widths = np.array([padded_length(length) for length in lengths.tolist()])
-    negative_widths, first_nodes = np.unique(-widths, return_index=True)
-    bounds = np.append(first_nodes, len(lengths))  # [W + 1]
-    least_cost = np.zeros(len(bounds), dtype=np.int64)  # of the nodes before each bound
-    last_cut = np.zeros(len(bounds), dtype=np.int64)  # where the last of their buckets begins
-    for stop in range(1, len(bounds)):
-        num_nodes = bounds[stop] - bounds[:stop]
-        costs = least_cost[:stop] + num_nodes * negative_widths[:stop] ** 2
-        last_cut[stop] = costs.argmin()
-        least_cost[stop] = costs.min() + BUCKET_SCORES
-    cuts = [len(negative_widths)]
-    while cuts[-1] > 0:
-        cuts.append(int(last_cut[cuts[-1]]))
     buckets = list[Bucket]()
-    for first, last in pairwise(reversed(cuts)):
-        nodes = slice(bounds[first], bounds[last])
-        buckets.append(_make_bucket(starts[nodes], lengths[nodes], device))
+    for first, stop in pairwise(_cheapest_cuts(widths)):
+        buckets.append(_make_bucket(starts[first:stop], lengths[first:stop], device))
     return buckets
+
+
+def _cheapest_cuts(widths: Ints) -> list[int]:
+    """Divide nodes of these widths [N], the widest first, into ranges. Return each one's first node
+    and, at the end, N.
+
+    A range costs the padded scores of its nodes, and BUCKET_SCORES. The sum is minimized by dynamic
+    programming over the W distinct widths, between which there is no reason to cut.
+    """
+    num_nodes = len(widths)
+    _, first_nodes = np.unique(-widths, return_index=True)  # [W] where a width begins
+    scores = widths[first_nodes] ** 2  # [W] of each node in a range that begins there
+    least_costs = np.zeros(1, dtype=np.int64)  # of the nodes before each of the first bounds
+    last_cuts = [0]  # node at which the last of their ranges begins
+    bounds = [*first_nodes.tolist(), num_nodes]
+    for number, stop in enumerate(bounds[1:], start=1):
+        begins = first_nodes[:number]  # where the last range may begin
+        costs = least_costs + (stop - begins) * scores[:number]
+        cheapest = costs.argmin()
+        last_cuts.append(int(begins[cheapest]))
+        least_costs = np.append(least_costs, costs[cheapest] + BUCKET_SCORES)
+    cut_before = dict(zip(bounds, last_cuts, strict=True))
+    cuts = [num_nodes]
+    while cuts[-1] > 0:
+        cuts.append(cut_before[cuts[-1]])
+    return cuts[::-1]
 
 
 def _make_bucket(starts: Ints, lengths: Ints, device: torch.device) -> Bucket:
     """`starts`, `lengths` [B]: of the nodes, the longest first."""
     longest = padded_length(int(lengths[0]))
     offsets = np.arange(longest)
-    is_real = (offsets < lengths[:, None]).reshape(-1)  # [B*L]
-    numbers = (starts[:, None] + offsets).reshape(-1)
-    tokens = np.where(is_real, numbers, 0)
-    real = np.flatnonzero(is_real)
-
-    def on_device(array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    is_real = offsets < lengths[:, None]  # [B, L]
+    every_token = starts[:, None] + offsets  # [B, L]
+    tokens = torch.from_numpy(np.where(is_real, every_token, 0).reshape(-1))
+    padding = torch.from_numpy(np.flatnonzero(~is_real))
+    real = torch.from_numpy(np.flatnonzero(is_real))
     return Bucket(
         longest=longest,
-        tokens=on_device(tokens),
-        padding=on_device(np.flatnonzero(~is_real)),
-        real=on_device(real),
-        tokens_of_real=on_device(tokens[real]),
+        tokens=tokens.to(device),
+        padding=padding.to(device),
+        real=real.to(device),
+        tokens_of_real=tokens[real].to(device),
     )
