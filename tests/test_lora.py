@@ -348,7 +348,7 @@ HYBRID = {
 LEFT_OUT = [
     # the model, its sizes, a layer that is left out, what the start line calls it, and why it
     # cannot be a target
-    ("llama4_text", {**ROUTED, "intermediate_size_mlp": 48}, "router", "router (router)", "got"),
+    ("llama4_text", {**ROUTED, "intermediate_size_mlp": 48}, "router", "router (router)", ""),
     ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "router", "router (router)", ""),
     (
         "mamba",
@@ -358,7 +358,7 @@ LEFT_OUT = [
         "reads without calling",
     ),
     ("zamba2", HYBRID, "o_proj", "o_proj (several layers share it)", "several layers share"),
-    ("recurrent_gemma", {"lru_width": 32}, "conv_1d", "conv_1d", "got"),
+    ("recurrent_gemma", {"lru_width": 32}, "conv_1d", "conv_1d", ""),
 ]
 
 

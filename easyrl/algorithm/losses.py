@@ -101,7 +101,8 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     You Off-Policy RL Training"; mask, TRL.
     """
     inputs = _zero_masked(inputs)
-    mask, teacher = inputs.loss_mask, inputs.teacher
+    mask = inputs.loss_mask
+    teacher = inputs.teacher
     if teacher is not None and options.teacher_divergence is None:
         of_teacher = options.teacher_weight * (teacher.logprobs - inputs.old_logprobs)
         inputs = replace(inputs, advantages=inputs.advantages + of_teacher)
@@ -109,23 +110,19 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     log_ratio = inputs.logprobs - inputs.old_logprobs
     if options.importance_sampling_level == "sequence":
         log_ratio = _sum_over_completion(log_ratio, inputs) / lengths
-    per_token, is_low, is_high = _surrogate(inputs, torch.exp(log_ratio), options)
+    surrogate = _surrogate(inputs, torch.exp(log_ratio), options)
+    per_token = surrogate.per_token
     metrics = {
         "tokens": mask.sum(),
         "entropy": inputs.entropy.detach().sum(),
-        "clipped_low": is_low.sum(),
-        "clipped_high": is_high.sum(),
+        "clipped_low": surrogate.is_clipped_low.sum(),
+        "clipped_high": surrogate.is_clipped_high.sum(),
     }
     if options.correction != "none":
-        cap = options.importance_sampling_cap
-        with torch.no_grad():
-            weights = torch.exp(inputs.old_logprobs - inputs.rollout_logprobs)
-            is_over = weights > cap
-            beyond = cap if options.correction == "truncate" else 0.0
-            weights = torch.where(is_over, beyond, weights)
-        per_token = per_token * weights
-        metrics["importance_sampling_ratio"] = (weights * mask).sum()
-        metrics["importance_sampling_capped"] = (is_over & mask).sum()
+        correction = _correction(inputs, options)
+        per_token = per_token * correction.weights
+        metrics["importance_sampling_ratio"] = (correction.weights * mask).sum()
+        metrics["importance_sampling_capped"] = (correction.is_capped & mask).sum()
     if options.beta > 0.0:
         assert inputs.ref_logprobs is not None
         kl = kl_k3(inputs.logprobs, inputs.ref_logprobs)
@@ -187,8 +184,10 @@ def load_loss(options: LossOptions) -> Loss:
         inputs = _zero_masked(inputs)
         outputs = loss(inputs, *settings)
         metrics = {name: value.detach() for name, value in outputs.metrics.items()}
-        metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
-        metrics |= inputs.teacher.metrics() if inputs.teacher is not None else {}
+        metrics["tokens"] = inputs.loss_mask.sum()
+        metrics["entropy"] = inputs.entropy.detach().sum()
+        if inputs.teacher is not None:
+            metrics |= inputs.teacher.metrics()
         return LossOutputs(outputs.loss, metrics)
 
     def denominator(options: LossOptions, **counts: int) -> float:
@@ -199,16 +198,24 @@ def load_loss(options: LossOptions) -> Loss:
         divisor = denominator(options, num_completions=2, num_tokens=5)
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error
-    tensors = [outputs.loss, *outputs.metrics.values()] if isinstance(outputs, LossOutputs) else []
-    are_scalars = all(isinstance(each, Tensor) and each.ndim == 0 for each in tensors)
-    is_trained = tensors and are_scalars and outputs.loss.requires_grad
-    if not is_trained or not 0.0 < divisor < math.inf:
+    is_divisor = 0.0 < divisor < math.inf
+    if not _can_be_trained(outputs) or not is_divisor:
         raise ConfigError(
             f"{LOSS_KEY}: '{spec}': expected LossOutputs with a loss that has a gradient and with "
             "metrics, all scalar tensors, and a positive loss_denominator, got "
             f"{outputs!r:.200} and {divisor}"
         )
     return Loss(own_loss, denominator, own_loss(tiny, options).metrics.keys())
+
+
+def _can_be_trained(outputs: Any) -> bool:
+    """Return whether a loss of the user's returned what it should."""
+    if not isinstance(outputs, LossOutputs):
+        return False
+    for value in (outputs.loss, *outputs.metrics.values()):
+        if not isinstance(value, Tensor) or value.ndim > 0:
+            return False
+    return outputs.loss.requires_grad
 
 
 def _settings_for(function: Callable[..., Any], number: int, options: LossOptions) -> list[Any]:
@@ -224,10 +231,16 @@ def _settings_for(function: Callable[..., Any], number: int, options: LossOption
 def _tiny_inputs(options: LossOptions) -> LossInputs:
     """Two completions of three tokens, one of them masked, as a loss gets them."""
     values = torch.arange(6) / -10.0
-    logprobs, teacher = values.clone().requires_grad_(), None
+    logprobs = values.clone().requires_grad_()
+    teacher = None
     if options.has_teacher:
-        divergence = -(values if options.teacher_divergence is None else logprobs)
-        teacher = TeacherScores(values, divergence, -values, values < 0)
+        has_gradient = options.teacher_divergence is not None
+        teacher = TeacherScores(
+            logprobs=values,
+            divergence=-logprobs if has_gradient else -values,
+            kl=-values,
+            agrees=values < 0,
+        )
     return LossInputs(
         logprobs=logprobs,
         old_logprobs=values,
@@ -253,32 +266,60 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference  # near 0, exp - 1 would lose precision
 
 
-def _surrogate(
-    inputs: LossInputs, ratio: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `s_t` [K] of `policy_loss`, and which tokens are clipped below and above [K] bool.
-    Masked tokens have advantage 0: they are not counted."""
-    advantages, epsilon_high = inputs.advantages, options.epsilon_high
+class _Surrogate(NamedTuple):
+    """The first term of the loss. Masked tokens have advantage 0: they do not count as clipped."""
+
+    per_token: Tensor  # [K] `s_t` of `policy_loss`
+    is_clipped_low: Tensor  # [K] bool
+    is_clipped_high: Tensor  # [K] bool
+
+
+def _surrogate(inputs: LossInputs, ratio: Tensor, options: LossOptions) -> _Surrogate:
+    advantages = inputs.advantages
     if options.loss_type == "cispo":
-        is_above = ratio.detach() > epsilon_high
-        weight = ratio.detach().clamp(max=epsilon_high)
-        per_token = -weight * advantages * inputs.logprobs
-        return per_token, torch.zeros_like(is_above), is_above & (advantages != 0)
-    lower, upper = 1.0 - options.epsilon, 1.0 + epsilon_high
-    per_token = -torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
-    return per_token, (ratio < lower) & (advantages < 0), (ratio > upper) & (advantages > 0)
+        fixed_ratio = ratio.detach()
+        weight = fixed_ratio.clamp(max=options.epsilon_high)
+        is_above = fixed_ratio > options.epsilon_high
+        return _Surrogate(
+            per_token=-weight * advantages * inputs.logprobs,
+            is_clipped_low=torch.zeros_like(is_above),
+            is_clipped_high=is_above & (advantages != 0),
+        )
+    lower = 1.0 - options.epsilon
+    upper = 1.0 + options.epsilon_high
+    clipped = ratio.clamp(lower, upper)
+    return _Surrogate(
+        per_token=-torch.minimum(ratio * advantages, clipped * advantages),
+        is_clipped_low=(ratio < lower) & (advantages < 0),
+        is_clipped_high=(ratio > upper) & (advantages > 0),
+    )
+
+
+class _Correction(NamedTuple):
+    """The correction for the engine's numerics."""
+
+    weights: Tensor  # [K] `w_t` of `policy_loss`
+    is_capped: Tensor  # [K] bool: the weight exceeded the cap
+
+
+@torch.no_grad()
+def _correction(inputs: LossInputs, options: LossOptions) -> _Correction:
+    cap = options.importance_sampling_cap
+    weights = torch.exp(inputs.old_logprobs - inputs.rollout_logprobs)
+    is_capped = weights > cap
+    beyond_cap = cap if options.correction == "truncate" else 0.0
+    return _Correction(torch.where(is_capped, beyond_cap, weights), is_capped)
 
 
 def _zero_masked(inputs: LossInputs) -> LossInputs:
     """Set masked tokens, whose log-probability may be -inf, to 0 before any exp."""
-    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    zeroed: dict[str, Any] = {
-        name: torch.where(inputs.loss_mask, value, 0.0)
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
+    zeroed: dict[str, Any] = {}
+    for field in fields(inputs):
+        value = getattr(inputs, field.name)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            zeroed[field.name] = torch.where(inputs.loss_mask, value, 0.0)
     if inputs.teacher is not None:
-        of_teacher = (torch.where(inputs.loss_mask, value, 0) for value in inputs.teacher)
+        of_teacher = [torch.where(inputs.loss_mask, value, 0) for value in inputs.teacher]
         zeroed["teacher"] = TeacherScores(*of_teacher)
     return replace(inputs, **zeroed)
 

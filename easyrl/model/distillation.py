@@ -27,10 +27,15 @@ from torch.utils.checkpoint import checkpoint
 from easyrl.algorithm.losses import TeacherScores
 from easyrl.config.spec import TeacherSpec
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
+from easyrl.model.files import FLOAT_BYTES
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import LEAST_LOGPROB, block_sums, shifted_scores
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
+
+FORWARD = 0.0
+REVERSE = 1.0
+"""Weights of `divergence` that give KL(teacher || student) and KL(student || teacher)."""
 
 
 class Teacher(nn.Module):
@@ -59,30 +64,50 @@ class Teacher(nn.Module):
         """Compare both distributions of all tokens. `hidden` [K, H] and `own` [K, Ht] are the
         inputs of the heads of policy and teacher, `targets` [K] the sampled tokens."""
         size = min(policy.vocabulary_size, self.policy.vocabulary_size)
-        chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
-        num_rows = max(1, chunk_bytes // (2 * 4 * size))
+        temperature = self._spec.temperature
         weight = self._spec.divergence
         has_gradient = weight is not None and torch.is_grad_enabled()
+        trained_weight = REVERSE if weight is None else weight
 
         def compare(rows: Tensor, of_teacher: Tensor, chosen: Tensor) -> TeacherScores:
             with torch.no_grad():
-                logits = self.policy.head(of_teacher)[:, :size]
-                teacher = log_distribution(logits, self._spec.temperature)
-            student = log_distribution(policy.head(rows)[:, :size], self._spec.temperature)
+                teacher_logits = self.policy.head(of_teacher)[:, :size]
+                teacher = log_distribution(teacher_logits, temperature)
+            student = log_distribution(policy.head(rows)[:, :size], temperature)
             return TeacherScores(
-                teacher.gather(1, chosen.unsqueeze(1)).squeeze(1),
-                divergence(student, teacher, 1.0 if weight is None else weight),
-                divergence(student.detach(), teacher, 1.0),
-                student.argmax(dim=-1) == teacher.argmax(dim=-1),
+                logprobs=teacher.gather(1, chosen.unsqueeze(1)).squeeze(1),
+                divergence=divergence(student, teacher, trained_weight),
+                kl=divergence(student.detach(), teacher, REVERSE),
+                agrees=student.argmax(dim=-1) == teacher.argmax(dim=-1),
             )
 
-        parts = []
-        chunks = (torch.split(each, num_rows) for each in (hidden, own, targets))
+        chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+        both_rows_bytes = 2 * FLOAT_BYTES * size  # logits of policy and teacher for one token
+        num_rows = max(1, chunk_bytes // both_rows_bytes)
+        chunks = zip(
+            torch.split(hidden, num_rows),
+            torch.split(own, num_rows),
+            torch.split(targets, num_rows),
+            strict=True,
+        )
+        parts = list[TeacherScores]()
         with torch.set_grad_enabled(has_gradient):
-            for chunk in zip(*chunks, strict=True):
-                how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-                parts.append(checkpoint(compare, *chunk, **how))
-        return TeacherScores(*map(torch.cat, zip(*parts, strict=True)))
+            for rows, of_teacher, chosen in chunks:
+                part: Any = checkpoint(
+                    compare,
+                    rows,
+                    of_teacher,
+                    chosen,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+                parts.append(part)
+        return TeacherScores(
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            divergence=torch.cat([part.divergence for part in parts]),
+            kl=torch.cat([part.kl for part in parts]),
+            agrees=torch.cat([part.agrees for part in parts]),
+        )
 
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:
@@ -100,11 +125,14 @@ def divergence(student: Tensor, teacher: Tensor, weight: float) -> Tensor:
         KL(q || p) at w = 0 and KL(p || q) at w = 1, which it approaches, divided by w or 1 - w
 
     arXiv 2306.13649, section 2 and equation 1."""
-    if weight in (0.0, 1.0):
-        return _kl(student, teacher) if weight else _kl(teacher, student)
+    if weight == FORWARD:
+        return _kl(teacher, student)
+    if weight == REVERSE:
+        return _kl(student, teacher)
     middle = torch.logaddexp(teacher + math.log(weight), student + math.log1p(-weight))
     return weight * _kl(teacher, middle) + (1.0 - weight) * _kl(student, middle)
 
 
-def _kl(of: Tensor, to: Tensor) -> Tensor:
-    return (of.exp() * (of - to)).sum(dim=-1)
+def _kl(first: Tensor, second: Tensor) -> Tensor:
+    """Return KL(first || second) [n] of log-distributions [n, V]."""
+    return (first.exp() * (first - second)).sum(dim=-1)

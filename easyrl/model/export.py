@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ from easyrl.model.checkpoint_files import STATE, UNFINISHED, Checkpoint, find_ch
 
 TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"  # name of the adapter's folder beside a LoRA run's `model/`
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class DiskError(ConfigError):
@@ -46,7 +47,8 @@ def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False
     from safetensors import SafetensorError
 
     folder = folder.resolve()
-    new, old = (folder.with_name(f"{folder.name}.{token_hex(4)}{UNFINISHED}") for _ in "ab")
+    new = _beside(folder)
+    old = _beside(folder)
     try:
         yield new
         if is_writer:
@@ -59,6 +61,11 @@ def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
         raise DiskError(f"'{folder}' cannot be written: {error}") from error
+
+
+def _beside(folder: Path) -> Path:
+    """Return a path of its own beside `folder`, which is removed if it is left behind."""
+    return folder.with_name(f"{folder.name}.{token_hex(4)}{UNFINISHED}")
 
 
 def export_checkpoint(
@@ -95,15 +102,20 @@ def export_checkpoint(
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     read_tensors(checkpoint.path, policy.model)
-    name, sha256 = {"own": stored, "trained": trained}.get(dtype, dtype), policy.weights_sha256()
+    chosen: str = dtype
+    if dtype == "own":
+        chosen = stored
+    elif dtype == "trained":
+        chosen = trained
+    sha256 = policy.weights_sha256()
     text = card(checkpoint)
     with replace_folder(folder, is_new=not force) as new:
-        save_policy(policy, new, tokenizer, dtype=None if name == trained else name)
+        save_policy(policy, new, tokenizer, dtype=None if chosen == trained else chosen)
         if text is not None:
             (new / "README.md").write_bytes(text.encode(errors="replace"))
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
-        f"{folder} in {name} (weights as trained: sha256 {sha256})"
+        f"{folder} in {chosen} (weights as trained: sha256 {sha256})"
     )
 
 
@@ -129,18 +141,22 @@ class ModelSource:
 
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
-        digest = files.fingerprint(self.base)
+        text = files.fingerprint(self.base)
         generation = Path(resolve_model(self.base)) / "generation_config.json"
         if generation.is_file():  # it has end tokens
-            digest += generation.read_text()
+            text += generation.read_text()
+        digest = hashlib.sha256(text.encode())
         if self.kind == "model":
-            return hashlib.sha256(digest.encode()).hexdigest()
-        name = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
-        content = (Path(self.path) / name).read_bytes() + files.tokenizer_content(Path(self.path))
+            return digest.hexdigest()
+        folder = Path(self.path)
+        weights = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
+        digest.update((folder / weights).read_bytes())
+        digest.update(files.tokenizer_content(folder))
         if self.kind == "adapter":  # its factor; the base counts by its content
-            settings = json.loads((Path(self.path) / ADAPTER_CONFIG).read_text())
-            content += json.dumps(settings | {"base_model_name_or_path": ""}).encode()
-        return hashlib.sha256(digest.encode() + content).hexdigest()
+            settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+            settings["base_model_name_or_path"] = ""
+            digest.update(json.dumps(settings).encode())
+        return digest.hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:
         """Return a complete model's path, made in `folder` if necessary. Raises ConfigError."""
@@ -164,33 +180,9 @@ class ModelSource:
 
     def _merge(self, folder: Path) -> None:
         """Write the base model with the adapter merged, in float32, and the tokenizer."""
-        import torch
-        from safetensors.torch import load_file
-        from transformers import AutoModelForCausalLM
-
         tokenizer = files.load_tokenizer(self.tokenizer or self.base)
         try:
-            import peft
-
-            path, file = loadable_model(self.base), Path(self.path) / ADAPTER_WEIGHTS
-            base: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, trust_remote_code=False
-            )
-            embedding = base.get_input_embeddings()
-            [name] = (name for name, module in base.named_modules() if module is embedding)
-            saved = {key: len(w) for key, w in load_file(file).items() if f".{name}." in key}
-            rows = {length for key, length in saved.items() if key.endswith(".weight")}
-            num_tokens = base.resize_token_embeddings(*rows, mean_resizing=False).num_embeddings
-            if len(tokenizer) > max(num_tokens, len(files.load_tokenizer(self.base))):
-                raise ValueError(f"{len(tokenizer)} tokens, but {num_tokens} embeddings")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old names
-                warnings.filterwarnings("error", "Found missing adapter keys")
-                model = peft.PeftModel.from_pretrained(base, self.path)
-                others = load_file(file).keys() - peft.get_peft_model_state_dict(model).keys()
-                if unused := [key for key in others if ".lora_" in key]:
-                    raise ValueError(f"it has no layer for {unused[0]}")
-                merged = model.merge_and_unload()
+            merged = self._merged(len(tokenizer))
         except Exception as error:  # of many types
             raise ConfigError(
                 f"{KEY}: the adapter '{self.path}' cannot be merged into '{self.base}'; needed are "
@@ -201,21 +193,61 @@ class ModelSource:
             merged.save_pretrained(new)
             tokenizer.save_pretrained(new)
 
+    def _merged(self, num_tokens: int) -> Any:
+        """Return transformers' model with the adapter merged. `num_tokens`: of its tokenizer.
+        Raises an error of any type."""
+        import peft
+        import torch
+        from safetensors.torch import load_file
+        from transformers import AutoModelForCausalLM
+
+        base: Any = AutoModelForCausalLM.from_pretrained(
+            loadable_model(self.base), dtype=torch.float32, trust_remote_code=False
+        )
+        saved = load_file(Path(self.path) / ADAPTER_WEIGHTS)
+        num_embeddings = _resize_embeddings(base, saved)
+        if num_tokens > max(num_embeddings, len(files.load_tokenizer(self.base))):
+            raise ValueError(f"{num_tokens} tokens, but {num_embeddings} embeddings")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old names
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            model = peft.PeftModel.from_pretrained(base, self.path)
+            unused = saved.keys() - peft.get_peft_model_state_dict(model).keys()
+            for key in sorted(unused):
+                if ".lora_" in key:
+                    raise ValueError(f"it has no layer for {key}")
+            return model.merge_and_unload()
+
+
+def _resize_embeddings(model: Any, adapter: Mapping[str, Any]) -> int:
+    """Resize a model's embeddings to those that an adapter's weights have, if they have any; return
+    their number."""
+    embedding = model.get_input_embeddings()
+    [name] = (name for name, module in model.named_modules() if module is embedding)
+    lengths = set[int]()
+    for key, weight in adapter.items():
+        if f".{name}." in key and key.endswith(".weight"):
+            lengths.add(len(weight))
+    resized = model.resize_token_embeddings(*lengths, mean_resizing=False)
+    return int(resized.num_embeddings)
+
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
     """Find the model of `path`, or an adapter's (`base` if it names none). Raises ConfigError."""
     folder = Path(path).expanduser()
     is_folder = path not in BUILT_IN_MODELS and folder.is_dir()
-    is_adapter = is_folder and (folder / ADAPTER_CONFIG).is_file()
-    if is_adapter and not any(folder.glob("model*.safetensors")):
+    has_adapter = is_folder and (folder / ADAPTER_CONFIG).is_file()
+    if has_adapter and not any(folder.glob("model*.safetensors")):
         return _adapter(folder, base)
     if base is not None:
         raise ConfigError(f"--base: '{path}' is no adapter (it has no {ADAPTER_CONFIG}); omit it")
     found = ModelSource("model", path, path)
+    final_model = folder / "model"
+    has_run = (folder / STATE).is_file() or (folder / "config.yaml").is_file()
     # A run has ended once its summary exists.
-    if is_folder and (folder / "model").is_dir() and (folder / "summary.json").is_file():
-        found = ModelSource("model", str(folder / "model"), str(folder / "model"))
-    elif is_folder and ((folder / STATE).is_file() or (folder / "config.yaml").is_file()):
+    if is_folder and final_model.is_dir() and (folder / "summary.json").is_file():
+        found = ModelSource("model", str(final_model), str(final_model))
+    elif is_folder and has_run:
         checkpoint = find_checkpoint(folder)
         trained_from = checkpoint.state["config"]["model"]["path"]
         found = ModelSource("checkpoint", str(checkpoint.path), trained_from)

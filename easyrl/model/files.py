@@ -8,10 +8,10 @@ the controller and for the workers. Every failure is a ConfigError that names `m
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec, TokenLimits
@@ -21,13 +21,18 @@ from easyrl.model.mixers import elements_per_token, unsupported_layer
 SAFETENSORS = "model.safetensors"
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
-NUM_SAMPLES, SAMPLE_BYTES = 32, 4096  # the samples of a weights file that its fingerprint hashes
+NUM_SAMPLES = 32
+SAMPLE_BYTES = 4096
+"""A fingerprint hashes this many samples of each weights file, of this length."""
 FLOAT_BYTES = 4
 NARROW_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OTHER_NAMES_IN_VLLM = ("mixtral",)
 """Types of models whose weights have other names in vLLM than in transformers: seen with 0.32."""
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
+"""Patterns of a tokenizer's files."""
+QUANTIZED = ("quantization_config", "compression_config", "quantization")
+"""Keys of config.json that say that weights are quantized. The last is MLX's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +56,36 @@ def read_model_files(path: str, key: str = KEY, *, is_whole: bool = True) -> Mod
 def _read_model_files(path: str, *, is_whole: bool) -> ModelFiles:
     folder = Path(resolve_model(path))
     if not folder.is_dir():
-        folder, is_whole = model_config_from_hub(path).parent, False  # the rest is downloaded later
+        folder = model_config_from_hub(path).parent
+        is_whole = False  # the rest is downloaded later
     config = _read_json(folder / "config.json")
-    keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
-    parts = (config, config.get("text_config"))
-    is_quantized = any(part.get(key) for part in parts if part for key in keys)
-    if is_quantized or any(folder.glob("*quant*_config.json")):
+    if _is_quantized(folder, config):
         raise ConfigError(
             f"{KEY}: '{path}' has quantized weights, which can be neither trained nor evaluated; "
             "use the model that it was made from, in float32, bfloat16 or float16"
         )
-    num_weights, stored_dtype = _weights(folder, config, is_whole=is_whole)
-    for what, patterns in (
-        (f"weights ({SAFETENSORS})", (f"{SAFETENSORS}*", "pytorch_model.bin*")),
-        ("tokenizer (tokenizer.json)", TOKENIZERS),  # transformers would make an empty one
-    ):
-        if is_whole and not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise ConfigError(f"{KEY}: the folder '{path}' has no {what}; {FORMS}")
-    return ModelFiles(path, config, num_weights, stored_dtype)
+    weights = _read_weights(folder, config, is_whole=is_whole)
+    if is_whole:
+        missing = None
+        if not _has_any(folder, (f"{SAFETENSORS}*", "pytorch_model.bin*")):
+            missing = f"weights ({SAFETENSORS})"
+        elif not _has_any(folder, TOKENIZERS):  # transformers would make an empty one
+            missing = "tokenizer (tokenizer.json)"
+        if missing is not None:
+            raise ConfigError(f"{KEY}: the folder '{path}' has no {missing}; {FORMS}")
+    return ModelFiles(path, config, weights.number, weights.dtype)
+
+
+def _is_quantized(folder: Path, config: dict[str, Any]) -> bool:
+    parts = [config, config.get("text_config") or {}]
+    if any(part.get(key) for part in parts for key in QUANTIZED):
+        return True
+    return _has_any(folder, ["*quant*_config.json"])
+
+
+def _has_any(folder: Path, patterns: Iterable[str]) -> bool:
+    """Return whether the folder has a file whose name matches one of the patterns."""
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def fingerprint(path: str) -> str:
@@ -101,16 +118,19 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{KEY}: '{file}' cannot be read: {error}; {FORMS}") from None
 
 
-def _weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> tuple[int | None, str]:
-    """Return `num_weights` and `stored_dtype`. Unless `is_whole`, files may be missing."""
+class _StoredWeights(NamedTuple):
+    number: int | None  # elements of all weights, tied ones once; None if unknown
+    dtype: str  # torch's name of all weights' dtype; float32 if they differ or it is unknown
+
+
+def _read_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> _StoredWeights:
+    """Read the headers of the weight files. Unless `is_whole`, files may be missing."""
     from safetensors import SafetensorError, safe_open
 
-    files, index = [folder / SAFETENSORS], folder / f"{SAFETENSORS}.index.json"
-    if not files[0].is_file():
-        names = _read_json(index).get("weight_map", {}) if index.is_file() else {}
-        files = [folder / name for name in set(names.values())]
-    if not files or not (is_whole or all(file.is_file() for file in files)):
-        return None, "float32"
+    files = _weight_files(folder)
+    is_there = all(file.is_file() for file in files)
+    if not files or not (is_whole or is_there):
+        return _StoredWeights(None, "float32")
     sizes: dict[str, int] = {}
     dtypes: set[str] = set()
     for file in files:
@@ -127,7 +147,20 @@ def _weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> tuple[i
             ) from None
     if config.get("tie_word_embeddings"):
         sizes.pop("lm_head.weight", None)
-    return sum(sizes.values()), dtypes.pop() if len(dtypes) == 1 else "float32"
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    return _StoredWeights(sum(sizes.values()), dtype)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the paths of the safetensors files, which may be missing; empty if none is named."""
+    single = folder / SAFETENSORS
+    if single.is_file():
+        return [single]
+    index = folder / f"{SAFETENSORS}.index.json"
+    if not index.is_file():
+        return []
+    file_of_weight = _read_json(index).get("weight_map", {})
+    return [folder / name for name in set(file_of_weight.values())]
 
 
 def max_positions(model_config: dict[str, Any]) -> int | None:
@@ -136,7 +169,9 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
     config = model_config.get("text_config") or model_config
     longest = config.get("max_position_embeddings") or config.get("n_positions")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    # A model may have several, by kinds of layers: {"full_attention": {"rope_type": …}, …}.
+    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for each in settings:
         kind = each.get("rope_type") or each.get("type") or "default"
         if kind in ("longrope", "su"):
             original = "original_max_position_embeddings"
@@ -196,27 +231,25 @@ def model_size(
     config = model_config.get("text_config") or model_config
     config = {key: value for key, value in config.items() if value is not None}
     try:
-        layers, width = config["num_hidden_layers"], config["hidden_size"]
-        heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
+        num_layers = config["num_hidden_layers"]
+        width = config["hidden_size"]
+        num_heads = config["num_attention_heads"]
+        vocabulary_size = config["vocab_size"]
     except KeyError:
         return None
-    mlp_width = config.get("intermediate_size", 4 * width)
-    if experts := config.get("moe_intermediate_size"):
-        mlp_width = experts * config.get("num_experts_per_tok", 1)
-        mlp_width += config.get("shared_expert_intermediate_size", 0)
-    head_size = config.get("head_dim", width // heads)
+    head_size = config.get("head_dim", width // num_heads)
     layer_types = config.get("layer_types", ())
     if "v_head_dim" in config:  # latent attention: keys and values differ
-        names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        head_size = sum(config.get(name, 0) for name in names) // 2
+        key_size = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+        head_size = (key_size + config["v_head_dim"]) // 2
     return ModelSize(
-        num_layers=layers,
+        num_layers=num_layers,
         width=width,
-        mlp_width=max(mlp_width) if isinstance(mlp_width, list) else mlp_width,  # Gemma 3n
-        num_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads", heads),
+        mlp_width=_mlp_width(config, width),
+        num_heads=num_heads,
+        num_key_value_heads=config.get("num_key_value_heads", num_heads),
         head_size=head_size,
-        vocabulary_size=vocabulary,
+        vocabulary_size=vocabulary_size,
         is_tied=config.get("tie_word_embeddings", False),
         is_batched=unsupported_layer(layer_types, may_have_states=False) is None,
         num_weights=num_weights,
@@ -224,6 +257,19 @@ def model_size(
         stored_dtype=stored_dtype.removeprefix("torch."),
         is_in_vllm=config.get("model_type") not in OTHER_NAMES_IN_VLLM,
     )
+
+
+def _mlp_width(config: Mapping[str, Any], width: int) -> int:
+    """Return the width of the widest MLP: of all experts together that process one token."""
+    expert_width: int = config.get("moe_intermediate_size", 0)
+    if expert_width:
+        num_experts: int = config.get("num_experts_per_tok", 1)
+        shared: int = config.get("shared_expert_intermediate_size", 0)
+        return expert_width * num_experts + shared
+    mlp_width: int | list[int] = config.get("intermediate_size", 4 * width)
+    if isinstance(mlp_width, list):  # one for each layer (Gemma 3n)
+        return max(mlp_width)
+    return mlp_width
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:

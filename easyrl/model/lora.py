@@ -36,7 +36,9 @@ from easyrl.formatting import require
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
-A, B, SCALING = ".lora_A", ".lora_B", ".lora_scaling"
+A = ".lora_A"
+B = ".lora_B"
+SCALING = ".lora_scaling"
 PARTS = (A, B, SCALING)
 """The ends of the names of an adapter's parts, in the order in which they are sent."""
 ADAPTER_NAME = "default"  # peft's name of the only adapter

@@ -5,7 +5,7 @@ Each rollout worker has one process for all of them (`rewards.pool`), which alon
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import RewardSpec
@@ -21,17 +21,26 @@ from easyrl.processes import MemoryNeed
 from easyrl.rewards.loading import KEY
 from easyrl.types import Messages, Prompt
 
-LABEL_KEY, DEVICE_KEY = "reward.model_label", "reward.model_device"
+LABEL_KEY = "reward.model_label"
+DEVICE_KEY = "reward.model_device"
 CLASSIFIER = "ForSequenceClassification"
-_loaded: dict[str, tuple[Any, Any]] = {}
+
+
+class _Loaded(NamedTuple):
+    model: Any
+    tokenizer: Any
+
+
+_loaded: dict[str, _Loaded] = {}  # by path
 
 
 def check_reward_models(rewards: RewardSpec, example: Prompt | None) -> None:
     """Check what can be known of the reward models without their weights. Raises ConfigError."""
-    paths, label = rewards.models, rewards.options.model_label
-    if not paths and (label, rewards.options.model_device) != (None, "cpu"):
+    label = rewards.options.model_label
+    is_configured = label is not None or rewards.options.model_device != "cpu"
+    if is_configured and not rewards.models:
         raise ConfigError(f"{LABEL_KEY}, {DEVICE_KEY}: expected a reward model in {KEY}, got none")
-    for path in paths:
+    for path in rewards.models:
         names = read_model_files(path, KEY).config.get("architectures") or ["none"]
         if not all(name.endswith(CLASSIFIER) for name in names):
             expected = f"expected a model with the architecture ...{CLASSIFIER} (config.json)"
@@ -64,23 +73,29 @@ def score(
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    model, tokenizer = _loaded.get(path) or _load_model(rewards, path)
-    rows = [
-        torch.tensor(_encode(tokenizer, prompt, completion))
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    longest, most = max(map(len, rows), default=0), max_positions(model.config.to_dict())
+    if path not in _loaded:
+        _loaded[path] = _load_model(rewards, path)
+    model, tokenizer = _loaded[path]
+    rows = list[torch.Tensor]()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        rows.append(torch.tensor(_encode(tokenizer, prompt, completion)))
+    longest = max(map(len, rows), default=0)
+    most = max_positions(model.config.to_dict())
     if most is not None and longest > most:
         raise ValueError(f"expected at most {most} tokens of prompt and completion, got {longest}")
-    label = rewards.options.model_label if model.config.num_labels > 1 else 0
-    padding, device, scores = model.config.pad_token_id, model.device, []
+    padding = model.config.pad_token_id
+    batches = [[row] for row in rows]
     # transformers finds the last token of a padded row by the pad token.
-    batches = [rows] * bool(rows) if padding is not None else [[row] for row in rows]
+    if rows and padding is not None:
+        batches = [rows]
+    label = rewards.options.model_label if model.config.num_labels > 1 else 0
+    scores = list[float]()
     for batch in batches:
         ids = pad_sequence(batch, batch_first=True, padding_value=padding or 0)  # [B, T]
         mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
+        on_device = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
         with torch.inference_mode():
-            logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            logits = model(**on_device).logits
         scores += logits[:, label].tolist()
     return scores
 
@@ -90,14 +105,14 @@ def _encode(tokenizer: Any, prompt: str | Messages, completion: str | Messages) 
         return list(tokenizer(f"{prompt}{completion}")["input_ids"])
     messages: list[Any] = [*prompt, *completion]
     if prompt[-1]["role"] in ("assistant", "model"):  # the beginning of the answer
-        both = slice(len(prompt) - 1, len(prompt) + 1)
-        begun, first = messages[both]
-        messages[both] = [{**first, "content": begun["content"] + first["content"]}]
+        first = completion[0]
+        answer = {**first, "content": prompt[-1]["content"] + first["content"]}
+        messages = [*prompt[:-1], answer, *completion[1:]]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _load_model(rewards: RewardSpec, path: str) -> tuple[Any, Any]:
+def _load_model(rewards: RewardSpec, path: str) -> _Loaded:
     """Load model and tokenizer onto the device, which is the only one that this process sees."""
     import torch
 
@@ -114,8 +129,7 @@ def _load_model(rewards: RewardSpec, path: str) -> tuple[Any, Any]:
     padding = model.config.pad_token_id
     if padding is None or padding < 0:
         model.config.pad_token_id = tokenizer.pad_token_id
-    _loaded[path] = model, tokenizer
-    return model, tokenizer
+    return _Loaded(model, tokenizer)
 
 
 def _load(rewards: RewardSpec, path: str, auto_class: str, what: str, **options: Any) -> Any:

@@ -15,9 +15,8 @@ Shapes: T tokens of the packed row, K completion tokens in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,8 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 from easyrl.types import MicroBatch
 
+T = TypeVar("T")
+
 
 class TokenScores(NamedTuple):
     """What a loss needs of each completion token."""
@@ -45,12 +46,12 @@ class TokenScores(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """What the module returns, with and without its head. (FSDP needs a tuple.)"""
+    """What the module returns. (FSDP needs a tuple.)"""
 
-    hidden: Tensor | None = None  # [K, H] inputs of the head
-    logprobs: Tensor | None = None  # [K]
+    hidden: Tensor | None = None  # [K, H] inputs of the head; None where it has been run
+    logprobs: Tensor | None = None  # [K]; None without the head, as the others
     entropy: Tensor | None = None  # [K]
-    teacher: TeacherScores | None = None
+    teacher: TeacherScores | None = None  # None without a teacher, too
 
 
 class TriModel:
@@ -68,7 +69,8 @@ class TriModel:
             self._teacher = Teacher(own, spec.teacher, ranks)
         self._forward = _Forward(policy, self._teacher, spec)
         if ranks.mesh is not None:
-            dtype, offload = getattr(torch, spec.model.dtype), "optimizer" in kept_on_host
+            dtype = getattr(torch, spec.model.dtype)
+            offload = "optimizer" in kept_on_host
             ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
             policy.device = ranks.device
         self.old: OtherWeights | None = None
@@ -77,69 +79,89 @@ class TriModel:
             self.old = OtherWeights(policy, offload="old" in kept_on_host)
         self._reference: OtherWeights | Adapter | None = None
         if spec.loss.beta > 0.0:
-            offload = "reference" in kept_on_host
-            self._reference = policy.adapter or OtherWeights(policy, offload=offload)
+            # With LoRA it is the policy without its adapters.
+            self._reference = policy.adapter
+            if policy.adapter is None:
+                self._reference = OtherWeights(policy, offload="reference" in kept_on_host)
 
     def logprobs(self, batch: MicroBatch, *, policy_is_old: bool) -> TokenScores:
         """Score a micro-batch's completion tokens at the sampling temperature. `policy_is_old`: the
         policy has made no step in this iteration."""
-        assert policy_is_old or self.old is not None
-        inputs, targets = self._inputs_of(batch)
-        reference, old = self._reference, None if policy_is_old else self.old
-        ref_logprobs = None if reference is None else self._run_other(reference, inputs, targets)
-        old_logprobs = None if old is None else self._run_other(old, inputs, targets)
-        for_teacher = inputs
-        if batch.for_teacher is not None:
-            for_teacher = self._inputs_of(batch.for_teacher)[0]
-        if self._teacher is None:
-            of_teacher = None
-        elif self._teacher.policy is self.policy:
-            of_teacher = self._run_other(None, for_teacher, targets, has_head=False)
-        else:
-            of_teacher = self._teacher(for_teacher)
+        inputs = self.policy.inputs_of(batch)
+        targets = self._targets_of(batch)
+        ref_logprobs = None
+        if self._reference is not None:
+            ref_logprobs = self._logprobs_with(self._reference, inputs, targets)
+        old_logprobs = None
+        if not policy_is_old:
+            assert self.old is not None
+            old_logprobs = self._logprobs_with(self.old, inputs, targets)
+        of_teacher = None
+        if self._teacher is not None:
+            for_teacher = inputs
+            if batch.for_teacher is not None:
+                for_teacher = self.policy.inputs_of(batch.for_teacher)
+            of_teacher = self._hidden_of_teacher(self._teacher, for_teacher)
         own: _Outputs = self._forward(inputs, targets, of_teacher)
-        assert own.logprobs is not None and own.entropy is not None
+        logprobs = _given(own.logprobs)
         if old_logprobs is None:
-            old_logprobs = own.logprobs.detach()
-        return TokenScores(own.logprobs, own.entropy, old_logprobs, ref_logprobs, own.teacher)
+            old_logprobs = logprobs.detach()
+        return TokenScores(logprobs, _given(own.entropy), old_logprobs, ref_logprobs, own.teacher)
 
-    def _inputs_of(self, batch: MicroBatch) -> tuple[ModelInputs, Tensor]:
-        """Return the model's inputs and the targets [K]."""
-        targets = torch.from_numpy(batch.targets).to(self.policy.device)
-        return self.policy.inputs_of(batch), targets
+    def _targets_of(self, batch: MicroBatch) -> Tensor:
+        """Return the completion tokens [K] that the logits predict."""
+        return torch.from_numpy(batch.targets).to(self.policy.device)
 
     @torch.no_grad()
-    def _run_other(
-        self,
-        weights: OtherWeights | Adapter | None,
-        inputs: ModelInputs,
-        targets: Tensor,
-        *,
-        has_head: bool = True,
+    def _logprobs_with(
+        self, weights: OtherWeights | Adapter, inputs: ModelInputs, targets: Tensor
     ) -> Tensor:
-        """Run the module with these weights (None: its own). Return the log-probabilities [K], or
-        without a head its inputs [K, H]."""
-        drops = isinstance(weights, OtherWeights) or not self._ranks.keeps_gathered
-        if drops:
+        """Return the log-probabilities [K] of the model with these weights."""
+        writes_parts = isinstance(weights, OtherWeights)
+        self._drop_gathered(writes_parts=writes_parts)
+        with weights.in_place():
+            outputs: _Outputs = self._forward(inputs, targets)
+            self._drop_gathered(writes_parts=writes_parts)
+        return _given(outputs.logprobs)
+
+    @torch.no_grad()
+    def _hidden_of_teacher(self, teacher: Teacher, inputs: ModelInputs) -> Tensor:
+        """Return the inputs of the teacher's head [K, Ht]."""
+        if teacher.policy is not self.policy:
+            hidden: Tensor = teacher(inputs)
+            return hidden
+        self._drop_gathered(writes_parts=False)
+        outputs: _Outputs = self._forward(inputs)
+        self._drop_gathered(writes_parts=False)
+        return _given(outputs.hidden)
+
+    def _drop_gathered(self, *, writes_parts: bool) -> None:
+        """Free gathered weights, unless they stay gathered for the whole update. `writes_parts`:
+        each rank's parts of them are read or overwritten, which gathered ones would not show."""
+        if writes_parts or not self._ranks.keeps_gathered:
             self._ranks.drop_gathered()
-        with nullcontext() if weights is None else weights.in_place():
-            outputs: _Outputs = self._forward(inputs, targets, has_head=has_head)
-            if drops:
-                self._ranks.drop_gathered()
-        wanted = outputs.logprobs if has_head else outputs.hidden
-        assert wanted is not None
-        return wanted
 
     def finish_gradients(self, empty: MicroBatch) -> None:
-        """Sum the gradients over the ranks if that is still to be done, in the backward pass of a
-        micro-batch that adds nothing: when the last one runs, none knows that it is the last."""
-        if self._ranks.keeps_gathered:
-            root: Any = self._forward
-            root.set_requires_gradient_sync(True)
-            logprobs = self._forward(*self._inputs_of(empty)).logprobs
-            logprobs.backward(torch.zeros_like(logprobs))
-            root.set_requires_gradient_sync(False)
-            self._ranks.drop_gathered()
+        """Sum the gradients over the ranks where that is done once per update.
+
+        FSDP sums them in the backward pass of a micro-batch. Which one is the last is not known
+        when it runs, so the sum is left to the backward pass of `empty`, which adds nothing.
+        """
+        if not self._ranks.keeps_gathered:
+            return
+        root: Any = self._forward
+        root.set_requires_gradient_sync(True)
+        outputs: _Outputs = self._forward(self.policy.inputs_of(empty), self._targets_of(empty))
+        logprobs = _given(outputs.logprobs)
+        logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
+        root.set_requires_gradient_sync(False)
+        self._ranks.drop_gathered()
+
+
+def _given(value: T | None) -> T:
+    """Return a value that the module has computed in this call."""
+    assert value is not None
+    return value
 
 
 class _Forward(nn.Module):
@@ -150,27 +172,27 @@ class _Forward(nn.Module):
         self.model = policy.model
         self._policy = policy
         self._distil = None if teacher is None else teacher.distil  # no submodule of this one
-        self._logprobs = partial(
-            chunked_token_logprobs,
-            policy,
-            temperature=spec.temperature,
-            entropy_gradient=spec.loss.entropy_coef > 0.0,
-        )
+        self._temperature = spec.temperature
+        self._has_entropy_gradient = spec.loss.entropy_coef > 0.0
 
     def forward(
         self,
         inputs: ModelInputs,
-        targets: Tensor,
+        targets: Tensor | None = None,
         of_teacher: Tensor | None = None,
-        *,
-        has_head: bool = True,
     ) -> _Outputs:
-        """`of_teacher`: the inputs of the teacher's head. Without `has_head` only the inputs of the
-        policy's head are returned."""
+        """Score `targets`; without them return the inputs of the head. `of_teacher`: the inputs of
+        the teacher's head."""
         hidden = self._policy.hidden_states(inputs)
-        if not has_head:
+        if targets is None:
             return _Outputs(hidden=hidden)
-        logprobs, entropy = self._logprobs(hidden, targets)
+        logprobs, entropy = chunked_token_logprobs(
+            self._policy,
+            hidden,
+            targets,
+            self._temperature,
+            entropy_gradient=self._has_entropy_gradient,
+        )
         teacher = None
         if of_teacher is not None and self._distil is not None:
             teacher = self._distil(self._policy, hidden, of_teacher, targets)
@@ -187,10 +209,10 @@ class OtherWeights:
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
         self._parameters = policy.trained_parameters()
-        self._values = [_copy(own_part(parameter), offload) for parameter in self._parameters]
+        parts = [own_part(parameter) for parameter in self._parameters]
+        self._values = [_copy(part, offload) for part in parts]
         self._device = policy.device
-        kinds = {own_part(parameter).device.type for parameter in self._parameters}
-        self._is_read_remotely = kinds != {policy.device.type}
+        self._is_read_remotely = any(part.device.type != policy.device.type for part in parts)
 
     @torch.no_grad()
     def copy_from_policy(self) -> None:
@@ -199,15 +221,18 @@ class OtherWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        own = [
-            own_part(parameter).clone() if is_sharded(parameter) else parameter.data
-            for parameter in self._parameters
-        ]
+        """Run the policy's module with these weights."""
+        policys_own = list[Tensor]()
+        for parameter in self._parameters:
+            if is_sharded(parameter):
+                policys_own.append(own_part(parameter).clone())
+            else:
+                policys_own.append(parameter.data)
         try:
             self._write(self._values)
             yield
         finally:
-            self._write(own)
+            self._write(policys_own)
 
     def _write(self, values: Sequence[Tensor]) -> None:
         if self._is_read_remotely:  # a device reads CPU memory when it reaches the layer
