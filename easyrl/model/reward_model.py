@@ -104,9 +104,10 @@ def _encode(tokenizer: Any, prompt: str | Messages, completion: str | Messages) 
     if isinstance(prompt, str):
         return list(tokenizer(f"{prompt}{completion}")["input_ids"])
     messages: list[Any] = [*prompt, *completion]
-    if prompt[-1]["role"] in ("assistant", "model"):  # the beginning of the answer
-        first = completion[0]
-        answer = {**first, "content": prompt[-1]["content"] + first["content"]}
+    begun: Any = prompt[-1]
+    if begun["role"] in ("assistant", "model"):  # the beginning of the answer
+        first: Any = completion[0]
+        answer = {**first, "content": begun["content"] + first["content"]}
         messages = [*prompt[:-1], answer, *completion[1:]]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
