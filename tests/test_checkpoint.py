@@ -31,6 +31,7 @@ from easyrl.model.checkpoint_files import (
 from easyrl.model.export import export_checkpoint, find_model, run_of
 from easyrl.model.files import fingerprint
 from easyrl.model.loading import load_policy
+from easyrl.runtime.resolve import resolve
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
 from mistakes import TINY
@@ -42,8 +43,8 @@ __all__ = ["model", "ranks"]  # fixtures
 
 
 def test_restored_learner_continues_with_the_same_bits(tmp_path):
-    config = load_config(words=["train.learning_rate=1e-2"])
-    one, other = (Learner(load_policy("tiny"), config) for _ in range(2))
+    spec = resolve(load_config(words=["train.learning_rate=1e-2"])).for_training
+    one, other = (Learner(load_policy("tiny"), spec) for _ in range(2))
 
     def step(learner, seed):
         generator = torch.Generator().manual_seed(seed)

@@ -24,6 +24,7 @@ from easyrl.layout.row import Rollout, pack
 from easyrl.model.loading import load_policy
 from easyrl.model.policy import Policy
 from easyrl.model.saving import save_policy
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test_part import errors, packed
 from easyrl.workers.learner import ADAM_BETAS, Learner
 from real_models import real_model
@@ -143,7 +144,7 @@ def test_a_step_is_that_of_a_plain_loop_and_the_saved_model_has_the_same_logits(
     words = ["algorithm.loss_type=grpo", "algorithm.importance_sampling_correction=none"]
     words += [f"train.learning_rate={LEARNING_RATE}", "train.lr_scheduler_type=constant"]
     words += ["train.warmup_iterations=0", "train.max_grad_norm=0.5"]
-    learner = Learner(smollm2.policy, load_config(words=words))
+    learner = Learner(smollm2.policy, resolve(load_config(words=words)).for_training)
     for start in range(0, len(rollouts), NUM_GENERATIONS):
         learner.accumulate(pack(rollouts[start : start + NUM_GENERATIONS]))
     named = dict(learner.policy.model.named_parameters())
