@@ -117,11 +117,6 @@ class RolloutConfig(Section):
         return [] if is_function else shlex.split(self.agent or "")
 
     @property
-    def acts(self) -> str:
-        """The key of what acts in episodes."""
-        return "rollout.environment" if self.agent is None else "rollout.agent"
-
-    @property
     def has_environments(self) -> bool:
         return self.environment is not None or bool(self.tools) or self.agent is not None
 
