@@ -20,6 +20,7 @@ Shapes: T tokens of the packed row, H the model's width; B rows of a batch, L to
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from easyrl.layout.tree import NONE, Ints, TokenTree
 from easyrl.model.mixers.interface import CurrentLayout, LayoutWithStates
 
-STATE_GETTERS = ("get_conv_state", "get_recurrent_state")
+STATE_GETTERS = {"get_conv_state", "get_recurrent_state"}
 """Methods of transformers' cache that layers with a state call."""
 CACHE_ARGUMENT = "cache"
 SMALLEST_CONTINUATION = 2
@@ -58,13 +59,7 @@ class MixerState:
 
     def copies(self, number: int) -> MixerState:
         """Return the state for `number` continuations of a batch of one node."""
-        convolution = {}
-        for index, state in self._convolution.items():
-            convolution[index] = state.expand(number, *state.shape[1:])
-        recurrent = {}
-        for index, state in self._recurrent.items():
-            recurrent[index] = state.expand(number, *state.shape[1:])
-        return MixerState(convolution, recurrent)
+        return MixerState(_expanded(self._convolution, number), _expanded(self._recurrent, number))
 
     def without_recurrent(self) -> MixerState:
         """Return the state without its recurrent part; of a convolution alone, an empty one."""
@@ -100,6 +95,15 @@ class MixerState:
         return new
 
 
+def _expanded(states: dict[int, Tensor], number: int) -> dict[int, Tensor]:
+    """Return states [1, ...] as [number, ...], without a copy of their values."""
+    expanded = {}
+    for index, state in states.items():
+        own_shape = state.shape[1:]
+        expanded[index] = state.expand(number, *own_shape)
+    return expanded
+
+
 RunLayer = Callable[[Tensor, MixerState], Tensor]
 """A layer's own code: hidden states [B, L, H] and the state before them, which it updates, to
 outputs [B, L, H]."""
@@ -118,7 +122,8 @@ class RecurrentMixer:
             output: Tensor = self.own_forward(hidden_states, *args, **kwargs)
             return output
         assert isinstance(layout, LayoutWithStates), "the layout stores no states"
-        return layout.scan(self._run, hidden_states[0]).unsqueeze(0)
+        row = hidden_states[0]
+        return layout.scan(self._run, row).unsqueeze(0)
 
     def _run(self, hidden: Tensor, state: MixerState) -> Tensor:
         output: Tensor = self.own_forward(
@@ -141,8 +146,10 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     found = list[nn.Module]()
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
-        reads_state = any(getter in forward.__code__.co_names for getter in STATE_GETTERS)
-        if reads_state and CACHE_ARGUMENT in inspect.signature(forward).parameters:
+        names_in_code = forward.__code__.co_names
+        reads_state = not STATE_GETTERS.isdisjoint(names_in_code)
+        takes_cache = CACHE_ARGUMENT in inspect.signature(forward).parameters
+        if reads_state and takes_cache:
             found.append(module)
     return found
 
@@ -155,18 +162,26 @@ def continues_from_state(run: RunLayer, hidden: Tensor) -> bool:
     5.24). With small weights that hardly shows in a model's logits. So the error is compared with
     what the state changes.
     """
+    sequence = hidden.unsqueeze(0)
     half = len(hidden) // 2
-    first = hidden[None, :half]
-    second = hidden[None, half:]
-    expected = run(hidden[None], MixerState())[:, half:]
+    first = sequence[:, :half]
+    second = sequence[:, half:]
+    whole = run(sequence, MixerState())
+    expected = whole[:, half:]
     state = MixerState()
     run(first, state)
     got = run(second, state.copies(1))
     without_state = run(second, state.without_recurrent())
-    error = float((got - expected).abs().max())
-    effect = float((without_state - expected).abs().max())
-    rounding = ROUNDING_STEPS * torch.finfo(hidden.dtype).eps * float(expected.abs().max())
+
+    error = _largest(got - expected)
+    effect = _largest(without_state - expected)
+    eps = torch.finfo(hidden.dtype).eps
+    rounding = ROUNDING_STEPS * eps * _largest(expected)
     return error <= LARGEST_ERROR * effect + rounding
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max())
 
 
 def exclude_from_compiling(model: nn.Module) -> None:
@@ -222,10 +237,11 @@ class TreeScan:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """Tokens that a layer runs from one state on."""
+    """Tokens that a layer runs from one state on: those of a node, or its parent's only token and
+    these."""
 
     parent: int  # the node whose state they continue, or NONE
-    tokens: Ints  # of ancestors that did not run alone, then of the node
+    tokens: Ints
     num_repeated: int  # tokens at the beginning whose outputs another sequence gives
 
 
@@ -233,64 +249,71 @@ def _batches_of(tree: TokenTree) -> list[_Batch]:
     """Return the batches, each behind that which its rows continue."""
     batches = list[_Batch]()
     leaves: dict[int, list[_Sequence]] = {}  # by the node whose state they continue
-    begun: dict[int, _Sequence] = {}  # by inner node of one token: what its children begin with
-    is_run = set[int]()  # inner nodes of one token whose output some child gives
+    joined = set[int]()  # inner nodes of one token that run with each of their children
+    given = set[int]()  # those of them whose output a child before gives
     for node, parent in enumerate(tree.parents.tolist()):
-        sequence = _sequence_of(tree, node, parent, begun.get(parent), is_repeated=parent in is_run)
-        if parent in begun:
-            is_run.add(parent)
-        begins = sequence.parent == NONE
+        tokens = np.arange(tree.starts[node], tree.stops[node])
+        if parent in joined:
+            grandparent = int(tree.parents[parent])
+            with_parent = np.concatenate([[tree.starts[parent]], tokens])
+            sequence = _Sequence(grandparent, with_parent, num_repeated=int(parent in given))
+            given.add(parent)
+        else:
+            sequence = _Sequence(parent, tokens, num_repeated=0)
+
+        can_run = sequence.parent == NONE or len(sequence.tokens) >= SMALLEST_CONTINUATION
         if not tree.has_children[node]:
             leaves.setdefault(sequence.parent, []).append(sequence)
-        elif begins or len(sequence.tokens) >= SMALLEST_CONTINUATION:
+        elif can_run:
             batches.append(_batch(sequence.parent, [sequence], node))
         else:
-            begun[node] = sequence
+            joined.add(node)
     for parent, sequences in leaves.items():
         for together in _of_similar_length(sequences):
             batches.append(_batch(parent, together, NONE))
     return batches
 
 
-def _sequence_of(
-    tree: TokenTree, node: int, parent: int, before: _Sequence | None, *, is_repeated: bool
-) -> _Sequence:
-    """Return the tokens to run for a node. `before`: of its parent, if that does not run alone;
-    `is_repeated`: another child of the parent gives these tokens' outputs."""
-    own = np.arange(tree.starts[node], tree.stops[node])
-    if before is None:
-        return _Sequence(parent, own, 0)
-    num_repeated = len(before.tokens) if is_repeated else before.num_repeated
-    return _Sequence(before.parent, np.concatenate([before.tokens, own]), num_repeated)
-
-
 def _of_similar_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
     """Group sequences so that at most `LARGEST_PADDING` of a row is padding."""
     longest_first = sorted(sequences, key=lambda sequence: -len(sequence.tokens))
     groups = list[list[_Sequence]]()
+    shortest_length = math.inf  # that the last group may have
     for sequence in longest_first:
-        if groups and len(sequence.tokens) >= LARGEST_PADDING * len(groups[-1][0].tokens):
-            groups[-1].append(sequence)
-        else:
-            groups.append([sequence])
+        length = len(sequence.tokens)
+        if length < shortest_length:
+            groups.append([])
+        if not groups[-1]:
+            shortest_length = LARGEST_PADDING * length
+        groups[-1].append(sequence)
     return groups
 
 
 def _batch(parent: int, sequences: list[_Sequence], node: int) -> _Batch:
+    """Pad sequences that continue `parent` to rows. `node`: see `_Batch`."""
     longest = max(len(sequence.tokens) for sequence in sequences)
     if parent != NONE:
         longest = max(longest, SMALLEST_CONTINUATION)
-    tokens = np.zeros((len(sequences), longest), np.int64)
-    is_output = np.zeros((len(sequences), longest), np.bool_)
+    shape = (len(sequences), longest)
+    tokens = np.zeros(shape, np.int64)
+    is_output = np.zeros(shape, np.bool_)
     for row, sequence in enumerate(sequences):
         length = len(sequence.tokens)
+        tokens[row] = sequence.tokens[0]  # padding
         tokens[row, :length] = sequence.tokens
-        tokens[row, length:] = sequence.tokens[0]
         is_output[row, sequence.num_repeated : length] = True
-    return _Batch(parent, node, torch.from_numpy(tokens), torch.from_numpy(is_output))
+    return _Batch(
+        parent=parent,
+        node=node,
+        tokens=torch.from_numpy(tokens),
+        is_output=torch.from_numpy(is_output),
+    )
 
 
 def _to_device(batch: _Batch, device: torch.device) -> _Batch:
-    tokens = batch.tokens.to(device)
-    is_output = batch.is_output.to(device)
-    return _Batch(batch.parent, batch.node, tokens, is_output)
+    return _Batch(
+        parent=batch.parent,
+        node=batch.node,
+        tokens=batch.tokens.to(device),
+        is_output=batch.is_output.to(device),
+    )
