@@ -27,7 +27,8 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _has_rank(self) -> Self:
         for key in ("alpha", "target_modules"):
-            if self.rank is None and (value := getattr(self, key)) is not None:
+            value = getattr(self, key)
+            if self.rank is None and value is not None:
                 raise ValueError(f"model.lora.{key}: expected model.lora.rank too, got {value}")
         return self
 
