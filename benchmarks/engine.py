@@ -100,14 +100,11 @@ def compare(
         actions["engine_without_graphs"] = timed(action, device)
     num_warm_up = 1 if engine.graphs is None else 2  # these runs capture the steps
     seconds = take_turns(actions, repetitions, num_warm_up)
+    stored = engine.cache.keys_values
     bytes_per_token = 0
-    cache_bytes = 0
-    for keys_and_values in engine.cache.rows:
-        for each in keys_and_values:
-            bytes_per_token += each[0, :, 0].nbytes
-            cache_bytes += each.nbytes
-    for keys_and_values in engine.cache.prompts:
-        cache_bytes += sum(each.nbytes for each in keys_and_values)
+    for keys_and_values in stored.rows:
+        bytes_per_token += sum(each[0, :, 0].nbytes for each in keys_and_values)
+    cache_bytes = stored.num_bytes
     copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
     num_tokens = sum(lengths)
     rates = {}

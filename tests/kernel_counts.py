@@ -18,8 +18,9 @@ from benchmarks.performance_model import LOAD
 from easyrl import devices
 from easyrl.engines import COPIED_TOKENS, SLOT_STEP
 from easyrl.engines.base import SamplingSettings
-from easyrl.engines.kv_cache import KVCache
+from easyrl.engines.cache.cache import MAX_LEVELS, NodeCache
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
+from easyrl.layout.tree import NONE
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
@@ -98,19 +99,24 @@ def make_policy(model, layers):
 def count_decode_step(model, layers, rows, prompt, cells):
     """A step of the embedded engine that is captured as a CUDA graph."""
     policy = make_policy(model, layers)
-    cache = KVCache(rows, prompt, cells, PROMPT_STEP, SLOT_STEP)
-    cache.claim_slots([prompt] * (rows // LOAD.group))
+    cache = NodeCache(rows, prompt, cells, prompt_step=PROMPT_STEP, slot_step=SLOT_STEP)
+    ids = np.zeros(prompt, dtype=np.int32)
+    nodes = cache.add_roots([ids] * (rows // LOAD.group))
     one = torch.zeros(1, model.kv_heads, model.head_size, dtype=torch.bfloat16, device=META)
     for _ in range(layers):
-        cache.allocate(one, one)
+        cache.add_layer(one, one)
     sampling = SamplingSettings(max_prompt_length=prompt, max_completion_length=cells)
     graphs = StepGraphs(policy, cache, sampling)
-    states = np.zeros(rows, dtype=[(name, np.int64) for name in ("position", "cell", "slot")])
-    states["slot"] = np.arange(rows) // LOAD.group
+    fields = [("position", np.int64), ("cell", np.int64), ("slots", np.int64, MAX_LEVELS)]
+    states = np.zeros(rows, dtype=fields)
+    states["slots"] = NONE
     copied = prompt if prompt <= COPIED_TOKENS else 0
+    if not copied:
+        slots = np.array([node.slot for node in nodes])
+        states["slots"][:, 0] = slots[np.arange(rows) // LOAD.group]
     states["cell"], states["position"] = cells + copied - 1, prompt + cells - 1
     sizes, inputs = graphs._prepare(np.zeros(rows, np.int64), np.zeros(rows), states)
-    integers = torch.from_numpy(np.concatenate(inputs)).to(META)
+    integers = torch.from_numpy(inputs.joined()).to(META)
     as_cuda = patch.object(devices, "widens_products", lambda device: True)
     # Not inference mode, which hides what is computed.
     with as_cuda, torch.no_grad(), Counter() as counter:

@@ -20,8 +20,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TopKLogitsWarper, TopPLogitsWarper
 
 import recorded_graphs
-from easyrl.engines import embedded, fused_decoder, kv_cache, sampling, step_graphs
+from easyrl.engines import embedded, fused_decoder, sampling, step_graphs
 from easyrl.engines.base import GroupRequest, SamplingSettings
+from easyrl.engines.cache import attention as cache_attention
+from easyrl.engines.cache import cache as node_cache
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import StopStrings, uniform_stream
@@ -145,9 +147,11 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
 ):
     """Each token is drawn with the random number of its position. Rows of a group are not adjacent,
     and sliding windows leave the prompt behind."""
-    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", {"shared": 0, "either": 5}.get(prompts_are, 64))
-    monkeypatch.setattr(kv_cache, "BUCKET_STEP", 4)
-    monkeypatch.setattr(kv_cache, "BUCKET_NUMBERS", 0)
+    monkeypatch.setattr(
+        node_cache, "COPIED_TOKENS", {"shared": 0, "either": 5}.get(prompts_are, 64)
+    )
+    monkeypatch.setattr(cache_attention, "BUCKET_STEP", 4)
+    monkeypatch.setattr(cache_attention, "BUCKET_NUMBERS", 0)
     if prompts_are == "shared":
         monkeypatch.setattr(fused_decoder, "SMALL", 0)  # all products are oneDNN's
     prompts, num_narrow = draw_prompts(6), 0
@@ -293,14 +297,14 @@ def test_memory_of_an_evaluations_prompts_is_freed_for_training():
     """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
     engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
     training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
-    expected, size = bits_of(run(engine, training)), engine.cache.prompts[0][0].shape
+    expected, size = bits_of(run(engine, training)), engine.cache.keys_values.nodes[0][0].shape
     run(engine, evaluation)
-    assert engine.cache.prompts[0][0].shape[0] > 2 * size[0]
+    assert engine.cache.keys_values.nodes[0][0].shape[0] > 2 * size[0]
     for _ in range(2):
         engine.load_weights(pieces_of(make_policy("qwen3").weights()))
         assert bits_of(run(engine, training)) == expected
     engine.load_weights(pieces_of(make_policy("qwen3").weights()))
-    assert engine.cache.prompts[0][0].shape == size  # training needs as much again
+    assert engine.cache.keys_values.nodes[0][0].shape == size  # training needs as much again
 
 
 def sample(logits, uniforms, temperature, **settings):
@@ -602,7 +606,7 @@ def test_a_conversation_has_the_logprobs_of_itself_alone(
     family, copied_tokens, has_first_tokens, many_sizes, monkeypatch
 ):
     """Also with graphs, whose unused rows write to no others."""
-    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    monkeypatch.setattr(node_cache, "COPIED_TOKENS", copied_tokens)
     drawn = draw_requests(has_first_tokens=has_first_tokens)
     assert_exact(family, drawn, play(make_turns_engine(family), drawn, delay=2))
     recorded_graphs.install(monkeypatch)
@@ -679,7 +683,7 @@ def many_sizes(monkeypatch):
     + [("qwen3", changes, 5) for changes in SETTINGS[1:]],
 )
 def test_replayed_steps_give_the_samples_of_plain_ones(name, changes, copied_tokens, monkeypatch):
-    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    monkeypatch.setattr(node_cache, "COPIED_TOKENS", copied_tokens)
     submitted = requests(draw_prompts(12), 3)
     expected = run(make_engine(name, num_rows=8, **changes), submitted)
     recorded_graphs.install(monkeypatch)
@@ -697,7 +701,7 @@ def test_replayed_steps_give_the_samples_of_plain_ones(name, changes, copied_tok
     "copied_tokens", [5, *(pytest.param(number, marks=pytest.mark.long) for number in (0, 64))]
 )
 def test_bits_do_not_depend_on_what_was_captured_before(copied_tokens, monkeypatch):
-    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    monkeypatch.setattr(node_cache, "COPIED_TOKENS", copied_tokens)
     recorded_graphs.install(monkeypatch)
     used, submitted = make_engine(num_rows=8), requests(draw_prompts(15), 4)
     run(used, requests(draw_prompts(9, seed=99), 5))
@@ -716,7 +720,7 @@ def test_bits_do_not_depend_on_what_was_captured_before(copied_tokens, monkeypat
 @pytest.mark.usefixtures("many_sizes")
 def test_graphs_read_new_weights_and_no_prompts_that_were_freed(monkeypatch):
     """Weights arrive in place. The next prompts may need as much memory again, or more."""
-    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 0)
+    monkeypatch.setattr(node_cache, "COPIED_TOKENS", 0)
     new = make_policy("qwen3", seed=2)
     first, second = (requests([[n + m] * 9 for m in range(4)], 2) for n in (5, 20))
     longer = requests(draw_prompts(15), 4)
@@ -724,12 +728,12 @@ def test_graphs_read_new_weights_and_no_prompts_that_were_freed(monkeypatch):
     recorded_graphs.install(monkeypatch)
     engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
     run(engine, first)
-    size = engine.cache.prompts[0][0].shape
+    size = engine.cache.keys_values.nodes[0][0].shape
     for _ in range(2):  # nothing was needed in between
         engine.load_weights(pieces_of(new.weights()))
-    assert engine.cache.prompts[0][0].numel() == 0
+    assert engine.cache.keys_values.nodes[0][0].numel() == 0
     assert tokens_of(run(engine, second)) == expected[0]
-    assert engine.cache.prompts[0][0].shape == size
+    assert engine.cache.keys_values.nodes[0][0].shape == size
     assert tokens_of(run(engine, longer)) == expected[1]
 
 

@@ -16,3 +16,8 @@ def padded(number: int, step: int = CELLS) -> int:
 def row_cells(max_prompt_length: int, max_completion_length: int) -> int:
     """Return the cells of a row: a completion, and a prompt that is copied."""
     return padded(max_completion_length + min(max_prompt_length, COPIED_TOKENS))
+
+
+def started_sequences(num_rows: int) -> int:
+    """Return how many sequences are in rows or ready to start, at most about."""
+    return num_rows + max(1, num_rows // 4)

@@ -34,11 +34,19 @@ class GroupRequest:
     max_turn_tokens: int | None = None
     """Most tokens of the first turn. With it sequences are suspended also where a turn is cut
     off, so that all of them are ended by `Engine.end` (with `has_turns`)."""
+    max_new_tokens: int | None = None
+    """Most tokens of each completion, if fewer than the sampling settings allow."""
+    family: tuple[int, ...] | None = None
+    """The prompt continues what the engine has stored for earlier requests of the same family:
+    tokens that it begins with are not computed again. None: it is computed as a whole."""
 
     def limits(self, sampling: SamplingSettings) -> Sequence[int]:
         """Return the maximum tokens of each completion [G]."""
         left = sampling.max_sequence_length - len(self.prompt_ids)
-        return [min(sampling.max_completion_length, left)] * self.num_generations
+        limit = min(sampling.max_completion_length, left)
+        if self.max_new_tokens is not None:
+            limit = min(limit, self.max_new_tokens)
+        return [limit] * self.num_generations
 
 
 FinishedGroup = tuple[GroupRequest, list[Completion]]  # with completions [G] in sample order
@@ -100,8 +108,11 @@ class Engine:
         `max_turn_tokens`: as in `GroupRequest`, and only if the request had it."""
         raise NotImplementedError
 
-    def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
-        """End the sequence. The next `step` returns its group, if it was the last."""
+    def end(
+        self, turn: Turn, reason: Literal["stop", "length"], *, may_continue: bool = False
+    ) -> None:
+        """End the sequence. The next `step` returns its group, if it was the last. `may_continue`:
+        requests of its family may begin with its tokens."""
         raise NotImplementedError
 
     def step(self) -> list[FinishedGroup]:

@@ -16,19 +16,22 @@ Shapes: S rows, n of them active, V tokens of the vocabulary.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.engines import CELLS, MAX_PREFILL_TOKENS, SLOT_STEP
+from easyrl.engines import CELLS, MAX_PREFILL_TOKENS, SLOT_STEP, started_sequences
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
+from easyrl.engines.cache.attention import StepLayout, length_class
+from easyrl.engines.cache.cache import MAX_LEVELS, NodeCache, StoredRow
+from easyrl.engines.cache.nodes import Family, Node
 from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
-from easyrl.engines.kv_cache import Ints, KVCache, StepLayout, length_class
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
+from easyrl.layout.tree import Ints
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
@@ -39,15 +42,24 @@ ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2  # states of a row; the highest 
 @dataclass(slots=True, eq=False)
 class _Sequence:
     request: GroupRequest
-    slot: int  # of its prompt in the KV cache
+    node: Node | None  # that it continues: its prompt's until it starts, then as in `row_start`
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
+    row_start: int = 0
+    """Position of the token in the first cell of its row, once it has one: behind `node`."""
     first_token: int = 0
     first_logprob: float = 0.0
     inserted: Sequence[int] | None = None
     """Tokens to resume it with. A sequence that starts with inserted tokens has no first token."""
     max_turn_tokens: int | None = None  # of its next turn
+
+
+class _Opened(NamedTuple):
+    """A request whose sequences are to start, and the node that ends with its prompt."""
+
+    request: GroupRequest
+    node: Node
 
 
 class EmbeddedEngine(PolicyEngine):
@@ -66,19 +78,29 @@ class EmbeddedEngine(PolicyEngine):
         self._run_model: Callable[[ModelInputs], Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
-        self.num_active = self.num_held = 0
+        self.num_active = 0
+        self.num_held = 0
         longest = sampling.max_completion_length
         has_graphs = devices.has_graphs(policy.device)
-        steps = (PROMPT_STEP, SLOT_STEP) if has_graphs else (CELLS, 1)
-        self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, *steps)
+        self.cache = NodeCache(
+            num_rows,
+            sampling.max_prompt_length,
+            longest,
+            prompt_step=PROMPT_STEP if has_graphs else CELLS,
+            slot_step=SLOT_STEP if has_graphs else 1,
+            capacity=started_sequences(num_rows),
+        )
         self.graphs = StepGraphs(policy, self.cache, sampling) if has_graphs else None
         self._sequences = np.full(num_rows, None)  # the _Sequence of each row that is held
-        # `position` and `cell` are those of the newest token, `slot` is that of the prompt, `count`
-        # and `turn_start` are completion tokens so far and before the current turn.
-        integers = ("position", "cell", "slot", "count", "limit", "turn_start", "state")
+        # `position` and `cell` are those of the newest token; `slots` are those of the nodes that
+        # the row continues; `count` and `turn_start` are completion tokens so far and before the
+        # current turn.
+        integers = ("position", "cell", "count", "limit", "turn_start", "state")
         per_token = {"uniforms": "f8", "tokens": "i4", "logprobs": "f4", "is_sampled": "?"}
-        arrays = [(name, kind, longest) for name, kind in per_token.items()]
-        self._rows = np.zeros(num_rows, dtype=[*((name, "i8") for name in integers), *arrays])
+        fields: list[Any] = [(name, "i8") for name in integers]
+        fields.append(("slots", "i8", MAX_LEVELS))
+        fields += [(name, kind, longest) for name, kind in per_token.items()]
+        self._rows = np.zeros(num_rows, dtype=fields)
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +117,14 @@ class EmbeddedEngine(PolicyEngine):
         sequence.inserted, sequence.max_turn_tokens = tokens, max_turn_tokens
 
     @torch.inference_mode()
-    def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
-        self._end_row(self._row_of(turn), reason)
+    def end(
+        self, turn: Turn, reason: Literal["stop", "length"], *, may_continue: bool = False
+    ) -> None:
+        row = self._row_of(turn)
+        family = self._sequences[row].request.family
+        if may_continue and family is not None:
+            self.cache.keep(family, self._stored_row(row))
+        self._end_row(row, reason)
         self._arrange()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
@@ -114,28 +142,82 @@ class EmbeddedEngine(PolicyEngine):
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
-        prefill, fed = self._choose_prefill(), self._insert_tokens()
-        if prefill or fed or (self.num_active and not self._decode_with_graphs()):
-            self._forward_and_sample(fed, prefill)
+        opened = self._open_requests()
+        fed = self._insert_tokens()
+        if opened or fed or (self.num_active and not self._decode_with_graphs()):
+            self._forward_and_sample(fed, opened)
         self._start_ready_rows()
-        return self._take_finished()
+        finished = self._take_finished()
+        if not self.has_work:
+            # What the next requests find must not depend on those that have finished.
+            self.cache.drop_unused()
+        return finished
 
-    def _choose_prefill(self) -> list[GroupRequest]:
-        """Return the next prompts to prefill: none while enough sequences are ready to start."""
+    def _open_requests(self) -> list[_Opened]:
+        """Take the next requests and find or make the nodes of their prompts; none while enough
+        sequences are ready to start."""
         rows = self.cache.num_rows
         free = rows - self.num_held
         if len(self._ready) >= free + max(1, rows // 16):
             return []
         wanted = free + max(1, rows // 4) - len(self._ready)
         chosen: list[GroupRequest] = []
-        tokens = 0
+        num_tokens = 0
         while self._waiting and wanted > 0:
-            tokens += len(self._waiting[0].prompt_ids)
-            if chosen and tokens > MAX_PREFILL_TOKENS:
+            num_tokens += self._num_to_compute(self._waiting[0])
+            if chosen and num_tokens > MAX_PREFILL_TOKENS:
                 break
             chosen.append(self._waiting.popleft())
             wanted -= chosen[-1].num_generations
-        return chosen
+        return self._with_nodes(chosen)
+
+    def _num_to_compute(self, request: GroupRequest) -> int:
+        """Return how many tokens of a prompt are not stored yet."""
+        num_found = 0
+        if request.family is not None:
+            rows = self._stored_rows(request.family)
+            num_found = self.cache.num_found(request.family, _ids_of(request), rows)
+        return len(request.prompt_ids) - num_found
+
+    def _with_nodes(self, requests: Sequence[GroupRequest]) -> list[_Opened]:
+        alone = [request for request in requests if request.family is None]
+        roots = iter(self.cache.add_roots([_ids_of(request) for request in alone]))
+        opened = []
+        for request in requests:
+            if request.family is None:
+                node = next(roots)
+            else:
+                node = self._node_in_family(request, request.family)
+            for _ in range(request.num_generations):
+                self.cache.tree.use(node)
+            opened.append(_Opened(request, node))
+        return opened
+
+    def _node_in_family(self, request: GroupRequest, family: Family) -> Node:
+        rows = self._stored_rows(family)
+        node = self.cache.node_of(family, _ids_of(request), rows)
+        for stored in rows:  # the first tokens of a row may be in a node now
+            sequence = self._sequences[stored.number]
+            self._rows["cell"][stored.number] -= stored.start - sequence.row_start
+            sequence.row_start = stored.start
+            sequence.node = stored.parent
+        for row in range(self.num_held):  # nodes above may have been cut
+            self._rows["slots"][row] = self.cache.slots_of(self._sequences[row].node)
+        self._arrange()
+        return node
+
+    def _stored_rows(self, family: Family) -> list[StoredRow]:
+        held = range(self.num_held)
+        rows = [row for row in held if self._sequences[row].request.family == family]
+        return [self._stored_row(row) for row in rows]
+
+    def _stored_row(self, row: int) -> StoredRow:
+        sequence = self._sequences[row]
+        state = self._rows[row]
+        # The newest token is computed in the next step.
+        ids = np.append(_ids_of(sequence.request), state["tokens"][: state["count"]])
+        stored = ids[: max(state["position"], sequence.row_start)]
+        return StoredRow(row, stored, sequence.row_start, sequence.node)
 
     def _insert_tokens(self) -> list[Int32]:
         """Move the next rows to resume behind the active ones and insert their tokens; return
@@ -178,60 +260,117 @@ class EmbeddedEngine(PolicyEngine):
         self._advance(*(tensor.cpu().numpy() for tensor in drawn))
         return True
 
-    def _forward_and_sample(self, fed: list[Int32], prefill: list[GroupRequest]) -> None:
-        slots = self.cache.claim_slots([len(request.prompt_ids) for request in prefill])
-        logits = self._forward(fed, [request.prompt_ids for request in prefill], slots)
+    def _forward_and_sample(self, fed: list[Int32], opened: list[_Opened]) -> None:
+        new_nodes = [node for node in self.cache.tree.nodes if not node.is_stored]
+        self.num_prompt_tokens += sum(len(node) - node.num_stored for node in new_nodes)
+        logits = self._forward(fed, new_nodes)
         self.num_active += len(fed)
         n = self.num_active
-        num_samples = [0 if each.first_tokens else each.num_generations for each in prefill]
-        self.num_prompt_tokens += sum(len(request.prompt_ids) for request in prefill)
-        self.num_completion_tokens += n + sum(num_samples)
         self.num_steps += 1
-        starting: list[_Sequence] = []
-        for request, slot in zip(prefill, slots, strict=True):
-            for i, limit in enumerate(request.limits(self.sampling)):
-                uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
-                starting.append(_Sequence(request, slot, i, limit, uniforms))
-                starting[-1].max_turn_tokens = request.max_turn_tokens
-                if request.first_tokens:
-                    starting[-1].inserted = request.first_tokens[i]
+        starting = self._sequences_of(opened)
         sampled = [sequence for sequence in starting if sequence.inserted is None]
+        self.num_completion_tokens += n + len(sampled)
         of_rows = self._rows["uniforms"][np.arange(n), self._rows["count"][:n]]
         uniforms = np.concatenate([of_rows, [s.uniforms[0] for s in sampled]])
-        if starting:  # the last prompt token predicts the first token of all G completions
-            repeats = torch.tensor([1] * n + num_samples)
-            logits = logits.repeat_interleave(repeats.to(logits.device), dim=0)
-        drawn = sample(logits, torch.from_numpy(uniforms).to(logits.device), self.sampling)
-        tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
-        for sequence, token, logprob in zip(sampled, tokens[n:], logprobs[n:], strict=True):
-            sequence.first_token, sequence.first_logprob = int(token), float(logprob)
+        if starting:
+            logits = self._logits_of_sequences(logits, n, new_nodes, sampled)
+        if len(logits):
+            uniform = torch.from_numpy(uniforms).to(logits.device)
+            drawn = sample(logits, uniform, self.sampling)
+            tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
+            for sequence, token, logprob in zip(sampled, tokens[n:], logprobs[n:], strict=True):
+                sequence.first_token = int(token)
+                sequence.first_logprob = float(logprob)
+            self._advance(tokens[:n], logprobs[:n])
         self._ready.extend(starting)
-        self._advance(tokens[:n], logprobs[:n])
 
-    def _forward(self, fed: list[Int32], prompts: list[Any], slots: list[int]) -> Tensor:
-        """Return the logits of every active row, of the rows behind them that are resumed (`fed`:
-        the tokens of each), and of every prompt's last token [n + len(fed) + len(prompts), V]."""
+    def _sequences_of(self, opened: Sequence[_Opened]) -> list[_Sequence]:
+        sequences = []
+        for request, node in opened:
+            for index, limit in enumerate(request.limits(self.sampling)):
+                uniforms = uniform_stream(self.sampling.seed, (*request.key, index), limit)
+                sequence = _Sequence(request, node, index, limit, uniforms)
+                sequence.max_turn_tokens = request.max_turn_tokens
+                if request.first_tokens:
+                    sequence.inserted = request.first_tokens[index]
+                sequences.append(sequence)
+        return sequences
+
+    def _logits_of_sequences(
+        self,
+        logits: Tensor,
+        num_rows: int,
+        new_nodes: Sequence[Node],
+        sampled: Sequence[_Sequence],
+    ) -> Tensor:
+        """Return the logits of the rows and of each new sequence that samples its first token: a
+        prompt's last token predicts that of all that continue it. `logits`: of the rows and of the
+        prompts that were computed."""
+        index_of = dict[Node, int]()
+        ends = [node for node in new_nodes if node.is_prompt]
+        for index, node in enumerate(ends, num_rows):
+            index_of[node] = index
+            if node.family is not None:
+                node.logits = logits[index].clone()
+        known = list[Tensor]()
+        indices = [*range(num_rows)]
+        for sequence in sampled:
+            prompt = sequence.node
+            assert prompt is not None
+            if prompt not in index_of:
+                index_of[prompt] = len(logits) + len(known)
+                known.append(prompt.logits)
+            indices.append(index_of[prompt])
+        if known:
+            logits = torch.cat([logits, torch.stack(known)])
+        return logits.index_select(
+            0, torch.tensor(indices, dtype=torch.int64, device=logits.device)
+        )
+
+    def _forward(self, fed: list[Int32], new_nodes: list[Node]) -> Tensor:
+        """Store the tokens of new nodes; return the logits of every active row, of the rows behind
+        them that are resumed (`fed`: the tokens of each), and of every prompt's last token
+        [n + len(fed) + number of prompts, V]."""
         n = self.num_active
         device = self.policy.device
-        lengths = [len(prompt) for prompt in prompts]
-        rows, active, resumed = np.arange(n), self._rows[:n], self._rows[n : n + len(fed)]
+        rows = np.arange(n)
+        active = self._rows[:n]
+        resumed = self._rows[n : n + len(fed)]
         newest = active["tokens"][rows, active["count"] - 1]
-        ids = np.concatenate([newest, *fed, *(np.asarray(p, dtype=np.int64) for p in prompts)])
-        spans = [
-            np.arange(1 - len(tokens), 1) + last
-            for tokens, last in zip(fed, resumed["position"], strict=True)
-        ]
-        spans += map(np.arange, lengths)
-        positions = np.concatenate([active["position"], *spans])
-        keep = np.concatenate([rows, n + np.cumsum([*map(len, spans)], dtype=np.int64) - 1])
-        stored = list(zip(slots, lengths, strict=True))
-        num_new = [*map(len, fed)]
-        layout = StepLayout(self.cache, active, resumed, num_new, prompts=stored, device=device)
+        prompts = [node for node in new_nodes if node.parent is None and node.num_stored == 0]
+        continuing = [node for node in new_nodes if node not in prompts]
+        ids = [newest, *fed]
+        positions = [active["position"]]
+        for tokens, last in zip(fed, resumed["position"], strict=True):
+            positions.append(np.arange(1 - len(tokens), 1) + last)
+        for node in (*continuing, *prompts):
+            first = node.start + node.num_stored
+            ids.append(node.ids[first:])
+            positions.append(np.arange(first, node.stop))
+        layout = StepLayout(
+            self.cache,
+            active,
+            resumed,
+            [len(tokens) for tokens in fed],
+            continuing=continuing,
+            prompts=prompts,
+            device=device,
+        )
+        lasts = n + np.cumsum([len(span) for span in positions[1:]], dtype=np.int64) - 1
+        # In the order of `new_nodes`, as `_logits_of_sequences` expects.
+        last_of = dict(zip((*continuing, *prompts), lasts[len(fed) :].tolist(), strict=True))
+        ends = [last_of[node] for node in new_nodes if node.is_prompt]
+        logits_at = np.concatenate([rows, lasts[: len(fed)], ends]).astype(np.int64)
+        for node in new_nodes:
+            node.num_stored = len(node)
+        every_id = np.concatenate(ids).astype(np.int64)
+        if not len(every_id):
+            return torch.zeros(0, self.policy.vocabulary_size, device=device)
         inputs = ModelInputs(
-            torch.from_numpy(ids.astype(np.int64)).to(device),
-            torch.from_numpy(positions).to(device),
+            torch.from_numpy(every_id).to(device),
+            torch.from_numpy(np.concatenate(positions)).to(device),
             layout,
-            torch.from_numpy(keep).to(device),
+            torch.from_numpy(logits_at).to(device),
         )
         return self._run_model(inputs)
 
@@ -281,9 +420,10 @@ class EmbeddedEngine(PolicyEngine):
         names = ("tokens", "logprobs", "is_sampled")
         tokens, logprobs, is_sampled = (state[name][: state["count"]].copy() for name in names)
         completion = Completion(tokens, logprobs, reason, is_sampled)
-        if self._complete(sequence.request, sequence.sample_index, completion):
-            self.cache.prompt_lengths[sequence.slot] = 0  # its slot is free
-        self._sequences[row], state["state"] = None, ENDED
+        self._complete(sequence.request, sequence.sample_index, completion)
+        self.cache.release(sequence.node)
+        self._sequences[row] = None
+        state["state"] = ENDED
 
     def _arrange(self) -> None:
         """Move rows that are not in the order of their states and, if active, length classes."""
@@ -309,26 +449,50 @@ class EmbeddedEngine(PolicyEngine):
         while number := min(len(self._ready), self.cache.num_rows - self.num_held):
             rows = np.arange(self.num_held, self.num_held + number)
             self.num_held += number
+            copied = list[tuple[int, Node]]()
             for row in rows.tolist():
-                self._start_row(row, self._ready.popleft())
-            free = self.cache.start_rows(rows, self._rows["slot"][rows])
-            counts = self._rows["count"][rows]
-            self._rows["cell"][rows] = free - 1 + counts
-            self._stop_complete(rows[counts > 0])
+                node = self._start_row(row, self._ready.popleft())
+                if node is not None:
+                    copied.append((row, node))
+            if copied:
+                into = np.array([row for row, _ in copied])
+                self.cache.start_rows([node for _, node in copied], into)
+                for _, node in copied:
+                    self.cache.release(node)
+            self._stop_complete(rows[self._rows["count"][rows] > 0])
             self._arrange()
 
-    def _start_row(self, row: int, sequence: _Sequence) -> None:
+    def _start_row(self, row: int, sequence: _Sequence) -> Node | None:
+        """Start a sequence; return its prompt's node if this is to be copied to the row."""
+        prompt = sequence.node
+        assert prompt is not None
+        copied: Node | None = None
+        sequence.row_start = prompt.stop
+        if self.cache.is_copied(prompt, sequence.limit):
+            copied = prompt
+            sequence.row_start = prompt.start
+            sequence.node = prompt.parent
+            self.cache.tree.use(sequence.node)
         # Where the first tokens are inserted, the newest one is the prompt's last.
         count = 1 if sequence.inserted is None else 0
-        state, self._sequences[row] = self._rows[row], sequence
+        self._sequences[row] = sequence
+        state = self._rows[row]
         state["position"] = len(sequence.request.prompt_ids) - 1 + count
-        state["slot"] = sequence.slot
-        state["count"], state["limit"], state["turn_start"] = count, _turn_limit(sequence, 0), 0
+        state["cell"] = state["position"] - sequence.row_start
+        state["slots"] = self.cache.slots_of(sequence.node)
+        state["count"] = count
+        state["limit"] = _turn_limit(sequence, 0)
+        state["turn_start"] = 0
         state["state"] = ACTIVE if count else SUSPENDED
         state["uniforms"][: sequence.limit] = sequence.uniforms
         state["tokens"][0] = sequence.first_token
         state["logprobs"][0] = sequence.first_logprob
         state["is_sampled"][:] = True
+        return copied
+
+
+def _ids_of(request: GroupRequest) -> Int32:
+    return np.asarray(request.prompt_ids, dtype=np.int32)
 
 
 def _turn_limit(sequence: _Sequence, start: int) -> int:

@@ -5,7 +5,7 @@ The sizes are the largest ones: prompts and completions have the greatest length
 
 from dataclasses import dataclass, replace
 
-from easyrl.engines import MAX_PREFILL_TOKENS, SLOT_STEP, padded, row_cells
+from easyrl.engines import MAX_PREFILL_TOKENS, SLOT_STEP, padded, row_cells, started_sequences
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
 from easyrl.processes import MemoryNeed
 
@@ -29,7 +29,7 @@ class EngineLoad:
     has_graphs: bool = False  # its steps are captured as CUDA graphs
     is_evaluating: bool = False  # each sequence may have a prompt of its own
     has_episodes: bool = False  # tokens are inserted between the turns of a sequence
-    has_branches: bool = False  # of an agent: each is a new prompt, of any length
+    has_branches: bool = False  # of an agent: each may be a new prompt, of any length
 
     @property
     def max_sequence_length(self) -> int:
@@ -47,7 +47,7 @@ class EngineLoad:
     @property
     def num_started(self) -> int:
         """Sequences in rows, and those that are ready for the next free rows."""
-        return self.num_rows + max(1, self.num_rows // 4)
+        return started_sequences(self.num_rows)
 
     @property
     def num_prompts_started(self) -> int:
@@ -103,8 +103,12 @@ def cache_tokens(model: ModelSize, load: EngineLoad) -> int:
 
 
 def logits_bytes(model: ModelSize, load: EngineLoad) -> int:
-    """Return what the logits of one step take while tokens are drawn from them."""
-    return load.num_started * model.vocabulary_size * SAMPLE_BYTES
+    """Return what the logits of one step take while tokens are drawn from them, and those that are
+    kept: of the token behind each prompt, where it may be asked for again."""
+    num_bytes = load.num_started * model.vocabulary_size * SAMPLE_BYTES
+    if load.has_branches:
+        num_bytes += load.num_started * model.vocabulary_size * FLOAT_BYTES
+    return num_bytes
 
 
 def score_bytes(model: ModelSize, load: EngineLoad) -> int:
@@ -116,6 +120,8 @@ def score_bytes(model: ModelSize, load: EngineLoad) -> int:
     num_scores = load.num_rows * max(row, 2 * padded(load.longest_prompt))
     if load.has_episodes:  # inserted tokens are computed together
         num_scores = max(num_scores, MAX_PREFILL_TOKENS * row)
+    if load.has_branches:  # the new tokens of one step may continue a long prompt
+        num_scores = max(num_scores, MAX_PREFILL_TOKENS * padded(load.longest_prompt))
     return num_scores * SCORE_BYTES * model.num_heads
 
 

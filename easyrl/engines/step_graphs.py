@@ -10,9 +10,11 @@ A step is computed without a graph until its sizes have occurred often enough to
 first replay must equal the step bit by bit; otherwise nothing is replayed from then on. So the
 samples do not depend on what has been captured.
 
-Shapes: n active rows, padded to B with copies of the first; L cells of each; C slots of prompts, W
-places for the rows of each, P tokens of each.
+Shapes: n active rows, padded to B with copies of the first; L cells of each; on a level of the tree
+of nodes C slots, W places for the rows of each, P tokens of each.
 """
+
+from __future__ import annotations
 
 import warnings
 from collections import Counter
@@ -26,8 +28,16 @@ from torch import Tensor
 
 from easyrl import devices
 from easyrl.engines import SLOT_STEP, padded
-from easyrl.engines.kv_cache import Ints, KVCache, RowBuckets, RowTokens, SharedKeys, gather_by_slot
+from easyrl.engines.cache.attention import (
+    Level,
+    NewTokens,
+    RowBuckets,
+    SharedKeys,
+    gather_by_slot,
+)
+from easyrl.engines.cache.cache import NodeCache
 from easyrl.engines.sampling import SamplingSettings, sample
+from easyrl.layout.tree import NONE, Ints
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.mixers.interface import LayerSettings
 from easyrl.model.policy import Policy
@@ -43,25 +53,62 @@ MAX_GRAPHS = 100  # bounds the memory of kernels' arguments, which torch does no
 Drawn = tuple[Tensor, Tensor]  # tokens [B] and their log-probabilities [B]
 
 
+class _LevelSizes(NamedTuple):
+    slots: int  # C
+    width: int  # W
+    longest: int  # P
+    has_all_rows: bool  # whether every row has a node on this level
+
+
 class _Sizes(NamedTuple):
     rows: int  # B
     cells: int  # L
-    slots: int = 0  # C; 0: no active row has a shared prompt
-    width: int = 0  # W
-    prompt: int = 0  # P
+    levels: tuple[_LevelSizes, ...] = ()  # of the nodes that rows continue
 
 
-class _Inputs(NamedTuple):
-    """The integers of a step: numpy arrays on the host, tensors on the device."""
+class _LevelInputs(NamedTuple):
+    """The integers of a level: numpy arrays on the host, tensors on the device."""
+
+    distances: Any  # [B]: from the first token of a row's node to the row's newest
+    is_member: Any  # [B]: whether the row has a node on this level
+    places: Any  # [B]: see `gather_by_slot`
+    rows_by_place: Any  # [C * W]
+    lengths: Any  # [C]: of nodes
+
+
+class _RowInputs(NamedTuple):
+    """The integers of the rows of a step: numpy arrays on the host, tensors on the device."""
 
     tokens: Any  # [B]: the newest of each row
     positions: Any  # [B]
     uniforms: Any  # [B]: the bits of float64 numbers
     sources: Any  # [B]: the row whose token is computed, not its own number in a copy
     cells: Any  # [B]: of the newest token in its row
-    places: Any  # [B]: see `gather_by_slot`
-    rows_by_place: Any  # [C * W]
-    prompt_lengths: Any  # [C]: of shared prompts, else 0
+
+
+class _Inputs(NamedTuple):
+    """All integers of a step."""
+
+    rows: _RowInputs
+    levels: tuple[_LevelInputs, ...]
+
+    def joined(self) -> Ints:
+        """Return the arrays of the host one after the other."""
+        arrays = [*self.rows]
+        for level in self.levels:
+            arrays += level
+        return np.concatenate(arrays)
+
+    @classmethod
+    def divided(cls, integers: Tensor, sizes: _Sizes) -> _Inputs:
+        """Return the parts of what `joined` returned, on the device."""
+        lengths = [sizes.rows] * len(_RowInputs._fields)
+        for level in sizes.levels:
+            lengths += [sizes.rows] * 3 + [level.slots * level.width, level.slots]
+        parts = iter(torch.split(integers, lengths))
+        rows = _RowInputs(*[next(parts) for _ in _RowInputs._fields])
+        levels = [_LevelInputs(*[next(parts) for _ in _LevelInputs._fields]) for _ in sizes.levels]
+        return cls(rows, tuple(levels))
 
 
 @dataclass(slots=True)
@@ -74,8 +121,10 @@ class _Graph:
 class StepGraphs:
     """The decode steps of an engine. Weights and KV cache must keep their places in memory."""
 
-    def __init__(self, policy: Policy, cache: KVCache, sampling: SamplingSettings) -> None:
-        self._policy, self._cache, self._sampling = policy, cache, sampling
+    def __init__(self, policy: Policy, cache: NodeCache, sampling: SamplingSettings) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._sampling = sampling
         self._graphs: dict[_Sizes, _Graph] = {}
         self._num_seen: Counter[_Sizes] = Counter()
         self._pool: Any = None
@@ -89,11 +138,11 @@ class StepGraphs:
         cannot be captured, or if its rows are too uneven (`MAX_PADDING`). `tokens` [n]: the newest
         of each row; `uniforms` [n]: see `sample`; `rows` [n]: see `StepLayout`."""
         sizes, inputs = self._prepare(tokens, uniforms, rows)
-        numbers_per_cell = self._cache.rows[0][0][0, :, 0].numel()
+        numbers_per_cell = self._cache.keys_values.rows[0][0][0, :, 0].numel()
         num_padding = sizes.rows * sizes.cells - int((rows["cell"] + 1).sum())
         if num_padding * numbers_per_cell > MAX_PADDING:
             return None
-        integers = torch.from_numpy(np.concatenate(inputs))
+        integers = torch.from_numpy(inputs.joined())
         if self._can_compute is None:
             self._can_compute = self._try(sizes, integers.to(self._policy.device))
         if not self._can_compute:
@@ -118,31 +167,61 @@ class StepGraphs:
         self, tokens: Ints, uniforms: Float64, rows: np.ndarray[Any, Any]
     ) -> tuple[_Sizes, _Inputs]:
         """Round the sizes of a step up. They must not depend on earlier steps."""
-        cache, n = self._cache, len(rows)
-        num_rows = min(padded(n, ROW_STEP), cache.num_rows)
-        cells = min(padded(int(rows["cell"].max()) + 1, CELL_STEP), cache.cells_per_row)
-        sizes = _Sizes(num_rows, cells)
-        places = np.zeros(n, dtype=np.int64)
-        rows_by_place = lengths = np.zeros(0, dtype=np.int64)
-        slots = padded(int(rows["slot"].max()) + 1, SLOT_STEP)
-        if cache.shared_lengths[rows["slot"]].any():
-            lengths = cache.shared_lengths[:slots]
-            counts = np.bincount(rows["slot"], minlength=slots)
-            width = 1 << int(counts.max() - 1).bit_length()
-            sizes = _Sizes(num_rows, cells, slots, width, cache.prompt_cells(int(lengths.max())))
-            rows_by_place, places = gather_by_slot(rows["slot"], counts, width)
-        of_rows = (tokens, rows["position"], uniforms.view(np.int64), np.arange(n), rows["cell"])
-        with_copies = [np.append(x, np.repeat(x[:1], num_rows - n)) for x in (*of_rows, places)]
-        return sizes, _Inputs(*[*with_copies, rows_by_place, lengths])
+        n = len(rows)
+        num_rows = min(padded(n, ROW_STEP), self._cache.num_rows)
+        cells = min(padded(int(rows["cell"].max()) + 1, CELL_STEP), self._cache.cells_per_row)
+        levels = []
+        inputs_of_levels = []
+        for slots in rows["slots"].T:
+            if (slots == NONE).all():
+                break
+            level, inputs = self._prepare_level(slots, rows["position"], num_rows)
+            levels.append(level)
+            inputs_of_levels.append(inputs)
+        inputs_of_rows = _RowInputs(
+            tokens=_with_copies(tokens, num_rows),
+            positions=_with_copies(rows["position"], num_rows),
+            uniforms=_with_copies(uniforms.view(np.int64), num_rows),
+            sources=_with_copies(np.arange(n), num_rows),
+            cells=_with_copies(rows["cell"], num_rows),
+        )
+        sizes = _Sizes(num_rows, cells, tuple(levels))
+        return sizes, _Inputs(inputs_of_rows, tuple(inputs_of_levels))
+
+    def _prepare_level(
+        self, slots: Ints, positions: Ints, num_rows: int
+    ) -> tuple[_LevelSizes, _LevelInputs]:
+        """`slots`, `positions` [n]: of the rows; `num_rows`: B."""
+        is_member = slots != NONE
+        used = slots[is_member]
+        num_slots = padded(int(used.max()) + 1, SLOT_STEP)
+        lengths = np.zeros(num_slots, dtype=np.int64)
+        lengths[used] = self._cache.lengths[used]
+        counts = np.bincount(used, minlength=num_slots)
+        width = 1 << int(counts.max() - 1).bit_length()
+        members_by_place, places_of_members = gather_by_slot(used, counts, width)
+        distances = np.zeros_like(positions)
+        distances[is_member] = positions[is_member] - self._cache.starts[used]
+        places = np.zeros_like(positions)
+        places[is_member] = places_of_members
+        inputs = _LevelInputs(
+            distances=_with_copies(distances, num_rows),
+            is_member=_with_copies(is_member.astype(np.int64), num_rows),
+            places=_with_copies(places, num_rows),
+            rows_by_place=np.flatnonzero(is_member)[members_by_place],
+            lengths=lengths,
+        )
+        longest = self._cache.prompt_cells(int(lengths.max()))
+        return _LevelSizes(num_slots, width, longest, bool(is_member.all())), inputs
 
     def _compute(self, sizes: _Sizes, integers: Tensor) -> Drawn:
         """Launch the kernels of a step. Which these are does not depend on the integers."""
-        lengths = [sizes.rows] * 6 + [sizes.slots * sizes.width, sizes.slots]
-        inputs = _Inputs(*torch.split(integers, lengths))
+        inputs = _Inputs.divided(integers, sizes)
         layout = _PaddedRows(self._cache, sizes, inputs)
         every = torch.arange(sizes.rows, device=integers.device)
-        logits = self._policy.forward(ModelInputs(inputs.tokens, inputs.positions, layout, every))
-        return sample(logits, inputs.uniforms.view(torch.float64), self._sampling)
+        rows = inputs.rows
+        logits = self._policy.forward(ModelInputs(rows.tokens, rows.positions, layout, every))
+        return sample(logits, rows.uniforms.view(torch.float64), self._sampling)
 
     def _try(self, sizes: _Sizes, integers: Tensor) -> bool:
         """Return whether the model computes a step without waiting for the device."""
@@ -182,19 +261,34 @@ def _warn(reason: object) -> None:
     warnings.warn(f"decoding without CUDA graphs: {text.splitlines()[0]}", stacklevel=2)
 
 
+def _with_copies(array: Ints, length: int) -> Ints:
+    """Append the first element until the array has this length."""
+    return np.append(array, np.repeat(array[:1], length - len(array)))
+
+
 class _PaddedRows:
     """The attention layout of a step: all rows in one block."""
 
-    def __init__(self, cache: KVCache, sizes: _Sizes, inputs: _Inputs) -> None:
-        self._sources = inputs.sources
-        prompts: SharedKeys | None = None
-        if sizes.slots:
-            slots, lengths = slice(0, sizes.slots), inputs.prompt_lengths
-            of_rows = inputs.rows_by_place, inputs.places, lengths, inputs.positions
-            prompts = SharedKeys(slots, sizes.width, sizes.prompt, *of_rows)
-        own = RowBuckets(inputs.cells, [(slice(0, sizes.rows), sizes.cells)])
-        self._tokens = RowTokens(cache, inputs.sources, inputs.cells, own, prompts)
+    def __init__(self, cache: NodeCache, sizes: _Sizes, inputs: _Inputs) -> None:
+        self._sources = inputs.rows.sources
+        levels = []
+        for size, of_level in zip(sizes.levels, inputs.levels, strict=True):
+            keys = SharedKeys(
+                slots=slice(0, size.slots),
+                width=size.width,
+                longest=size.longest,
+                rows=of_level.rows_by_place,
+                places=of_level.places,
+                lengths=of_level.lengths,
+                positions=of_level.distances,
+            )
+            is_member = None if size.has_all_rows else of_level.is_member.bool()
+            levels.append(Level(keys, is_member=is_member))
+        cells = inputs.rows.cells
+        own = RowBuckets(cells, [(slice(0, sizes.rows), sizes.cells)])
+        self._tokens = NewTokens(cache, self._sources, cells, own, levels)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         # Padding repeats the first row: it writes the same values to the same cell.
-        return self._tokens.attend(query, key[self._sources], value[self._sources], settings)
+        self._tokens.store(key[self._sources], value[self._sources], settings.layer)
+        return self._tokens.attend(query, key.shape[1], settings)

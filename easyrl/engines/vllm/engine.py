@@ -220,7 +220,10 @@ class VllmEngine(Engine):
         sequence.append(tokens)
         self._to_sample.append(sequence)
 
-    def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
+    def end(
+        self, turn: Turn, reason: Literal["stop", "length"], *, may_continue: bool = False
+    ) -> None:
+        # vLLM keeps blocks of ended sequences for the prompts that begin with their tokens.
         self._end_sequence(self._suspended.pop((turn.key, turn.sample_index)), reason)
 
     def _end_sequence(self, sequence: _Sequence, reason: Literal["stop", "length"]) -> None:

@@ -1,0 +1,389 @@
+"""The attention of one step of the embedded engine to what its cache stores.
+
+A node that several sequences continue is stored once, in a slot; a row stores the tokens of one
+sequence behind its nodes.
+
+    nodes    [C, Hkv, P, D] ──► all that continue a node at once, level by level ──┐
+    rows     [S, Hkv, R, D] ──► rows of similar length ────────────────────────────┴─► merged by
+                                                                                       log-sum-exp
+
+(Hydragen, arXiv 2402.05099, section 3.) Level 0 are the roots, level 1 what continues these.
+
+Shapes: C slots of P cells, S rows of R cells, n of them active, m resumed, T new tokens, Hq query
+heads, Hkv key/value heads, Q query heads for each of them, D head size; of a bucket of rows: B
+rows, L cells; W queries of the node that has most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from easyrl.engines import padded
+from easyrl.engines.cache.cache import NodeCache
+from easyrl.engines.cache.nodes import Node
+from easyrl.engines.cache.stores import Cells
+from easyrl.layout.tree import NONE, Ints, TokenTree
+from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block
+
+BUCKET_STEP = 64  # rows are sorted by their cells in steps of this many (`length_class`)
+BUCKET_NUMBERS = 40_000
+"""Cost of another bucket, in elements of keys (cells x heads x head size), on one core."""
+
+
+class StepLayout:
+    """The attention layout of a step.
+
+    Its tokens are, in this order: the newest one of each active row; those of resumed rows; those
+    of nodes of which a part is stored, or what they continue; and those of whole prompts.
+    """
+
+    def __init__(
+        self,
+        cache: NodeCache,
+        rows: np.ndarray[Any, Any],
+        resumed: np.ndarray[Any, Any],
+        num_new: Sequence[int],
+        *,
+        continuing: Sequence[Node],
+        prompts: Sequence[Node],
+        device: torch.device,
+    ) -> None:
+        """`rows` [n]: the state of the active rows (fields position, cell and slots: of the nodes
+        that it continues, from the root on, then NONE), those of the highest length class first;
+        `resumed` [m]: the state of the rows behind the active ones that have `num_new` [m] tokens
+        to process; `continuing`, `prompts`: nodes whose tokens are to be stored."""
+        self._cache = cache
+        self._prompts = prompts
+        self._packed: SdpaAttention | None = None
+        if prompts:
+            tree = TokenTree.of_sequences([len(node) for node in prompts])
+            self._packed = SdpaAttention(tree, device)
+        self._parts: list[NewTokens] = []
+        if len(rows):
+            self._parts.append(_tokens_of_active(cache, rows, device))
+        if len(resumed):
+            of_resumed = _tokens_of_resumed(cache, len(rows), resumed, np.array(num_new), device)
+            self._parts.append(of_resumed)
+        if continuing:
+            self._parts.append(_tokens_of_nodes(cache, continuing, device))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+        layer = settings.layer
+        if layer == len(self._cache.keys_values.rows):
+            self._cache.add_layer(key, value)
+        # A token may see others of the same step: all are stored first.
+        num_before = 0
+        for part in self._parts:
+            new = slice(num_before, num_before + part.number)
+            part.store(key[new], value[new], layer)
+            num_before += part.number
+        if self._packed is not None:
+            self._store_prompts(key[num_before:], value[num_before:], layer)
+        outputs = []
+        num_before = 0
+        for part in self._parts:
+            new = slice(num_before, num_before + part.number)
+            outputs.append(part.attend(query[new], key.shape[1], settings))
+            num_before += part.number
+        if self._packed is not None:
+            new = slice(num_before, len(query))
+            of_prompts = self._packed.attend_sequences(query[new], key[new], value[new], settings)
+            outputs.append(of_prompts)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _store_prompts(self, key: Tensor, value: Tensor, layer: int) -> None:
+        lengths = [len(node) for node in self._prompts]
+        nodes = self._cache.keys_values.nodes[layer]
+        for cells, tokens in zip(nodes, (key, value), strict=True):
+            parts = torch.split(tokens, lengths)
+            for node, part in zip(self._prompts, parts, strict=True):
+                cells[node.slot, :, : len(node)] = part.transpose(0, 1)
+
+
+class NewTokens:
+    """Attention of T new tokens, each stored in a row or a slot, to this and to its nodes."""
+
+    def __init__(
+        self,
+        cache: NodeCache,
+        numbers: Tensor,
+        cells: Tensor,
+        own: RowBuckets | SharedKeys,
+        levels: Sequence[Level],
+        *,
+        are_in_rows: bool = True,
+    ) -> None:
+        """`numbers`, `cells` [T]: the row or slot, and the cell, of each token; `own`: attention
+        to the row or slot; `levels`: to nodes, from the roots on."""
+        self.number = len(numbers)
+        self._numbers = numbers
+        self._cells = cells
+        self._own = own
+        self._levels = levels
+        self._nodes = cache.keys_values.nodes  # by layer
+        self._stored_in = cache.keys_values.rows if are_in_rows else self._nodes
+
+    def store(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """2 x [T, Hkv, D]"""
+        for cells, tokens in zip(self._stored_in[layer], (key, value), strict=True):
+            cells[self._numbers, :, self._cells] = tokens
+
+    def attend(self, query: Tensor, num_heads: int, settings: LayerSettings) -> Tensor:
+        """[T, Hq, D] -> [T, Hq, D], with Hkv key/value heads"""
+        # Query heads that share a key head take the dimension of query positions: no key is copied.
+        grouped = query.reshape(len(query), num_heads, -1, query.shape[-1])  # [T, Hkv, Q, D]
+        output, logsumexp = self._own.attend(grouped, self._stored_in[settings.layer], settings)
+        nodes = self._nodes[settings.layer]
+        for number, level in enumerate(self._levels, 1):
+            is_last = number == len(self._levels)
+            output, logsumexp = level.merge(
+                grouped, output, logsumexp, nodes, settings, is_last=is_last
+            )
+        return output.reshape(len(query), -1, output.shape[-1])
+
+
+class Level(NamedTuple):
+    """Attention of new tokens to the nodes of a level of the tree."""
+
+    keys: SharedKeys
+    members: Tensor | None = None  # [M]: the tokens that have a node on this level; None: all
+    is_member: Tensor | None = None  # [T]: instead of `members`, if the others are computed, too
+
+    def merge(
+        self,
+        query: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        nodes: Cells,
+        settings: LayerSettings,
+        *,
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp of one softmax over what they are of, and these nodes. If
+        it is the last, the log-sum-exp is not computed."""
+        if self.members is None:
+            other, other_logsumexp = self.keys.attend(query, nodes, settings)
+            if self.is_member is not None:
+                is_hidden = ~self.is_member[:, None, None, None]
+                other_logsumexp = other_logsumexp.masked_fill(is_hidden, HIDDEN)
+            return _merged(output, logsumexp, other, other_logsumexp, is_last=is_last)
+        other, other_logsumexp = self.keys.attend(query[self.members], nodes, settings)
+        before = output[self.members], logsumexp[self.members]
+        merged = _merged(*before, other, other_logsumexp, is_last=is_last)
+        output = output.index_copy(0, self.members, merged[0])
+        logsumexp = logsumexp.index_copy(0, self.members, merged[1])
+        return output, logsumexp
+
+
+def _merged(
+    output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor, *, is_last: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the output and, unless it is the last, the log-sum-exp of one softmax over both."""
+    share = torch.sigmoid(other_logsumexp - logsumexp)  # of the other
+    merged = torch.lerp(output.to(share.dtype), other.to(share.dtype), share).to(output.dtype)
+    return merged, logsumexp if is_last else torch.logaddexp(logsumexp, other_logsumexp)
+
+
+def _tokens_of_active(cache: NodeCache, rows: Any, device: torch.device) -> NewTokens:
+    cells = rows["cell"].copy()
+    cost = BUCKET_NUMBERS // cache.keys_values.rows[0][0][0, :, 0].numel()
+    buckets = []
+    for start, stop in divide_rows(cells, cost):
+        longest = padded(int(cells[start:stop].max()) + 1)
+        buckets.append((slice(start, stop), longest))
+    levels = _levels(cache, rows["slots"], rows["position"], device)
+    numbers = torch.arange(len(rows), device=device)
+    at = torch.from_numpy(cells).to(device)
+    return NewTokens(cache, numbers, at, RowBuckets(at, buckets), levels)
+
+
+def _tokens_of_resumed(
+    cache: NodeCache, first: int, rows: Any, num_new: Ints, device: torch.device
+) -> NewTokens:
+    """`first`: number of the first row; `rows` [m]: their states after the new tokens."""
+    numbers = np.repeat(np.arange(len(rows)), num_new)  # [T]: the row of each token
+    # From the newest token of its row: [T], 0 or less.
+    offsets = 1 + np.arange(len(numbers)) - num_new.cumsum()[numbers]
+    cells = rows["cell"][numbers] + offsets
+    positions = rows["position"][numbers] + offsets
+    lengths = np.append(np.zeros(first, dtype=np.int64), rows["cell"] + 1)
+    own = SharedKeys.of_queries(first + numbers, cells, lengths, device, is_causal=True)
+    levels = _levels(cache, rows["slots"][numbers], positions, device)
+    in_rows = torch.from_numpy(first + numbers).to(device)
+    at = torch.from_numpy(cells).to(device)
+    return NewTokens(cache, in_rows, at, own, levels)
+
+
+def _tokens_of_nodes(cache: NodeCache, nodes: Sequence[Node], device: torch.device) -> NewTokens:
+    num_new = np.array([len(node) - node.num_stored for node in nodes])
+    numbers = np.repeat(np.arange(len(nodes)), num_new)  # [T]: the node of each token
+    cells = np.concatenate([np.arange(node.num_stored, len(node)) for node in nodes])
+    starts = np.array([node.start for node in nodes])
+    slots = np.array([node.slot for node in nodes])[numbers]
+    own = SharedKeys.of_queries(slots, cells, cache.lengths, device, is_causal=True)
+    above = np.stack([cache.slots_of(node.parent) for node in nodes])
+    levels = _levels(cache, above[numbers], starts[numbers] + cells, device)
+    in_slots = torch.from_numpy(slots).to(device)
+    at = torch.from_numpy(cells).to(device)
+    return NewTokens(cache, in_slots, at, own, levels, are_in_rows=False)
+
+
+def _levels(cache: NodeCache, slots: Ints, positions: Ints, device: torch.device) -> list[Level]:
+    """`slots` [T, MAX_LEVELS]: of the nodes that each token continues; `positions` [T]: of each."""
+    levels = []
+    for of_level in slots.T:
+        members = np.flatnonzero(of_level != NONE)
+        if not len(members):
+            break
+        used = of_level[members]
+        distances = positions[members] - cache.starts[used]
+        keys = SharedKeys.of_queries(used, distances, cache.lengths, device)
+        are_all = len(members) == len(slots)
+        levels.append(Level(keys, None if are_all else torch.from_numpy(members).to(device)))
+    return levels
+
+
+class RowBuckets:
+    """Attention of one token of each row to its row, in blocks of rows of similar length."""
+
+    def __init__(self, cells: Tensor, buckets: Sequence[tuple[slice, int]]) -> None:
+        """`cells` [n]: of each token; `buckets`: the rows and L of each."""
+        self._cells, self._buckets = cells, buckets
+        self._biases: dict[int | None, list[Tensor]] = {}  # by sliding window
+
+    def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> tuple[Tensor, Tensor]:
+        """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
+        window = settings.sliding_window
+        if window not in self._biases:
+            biases = (self._bias(*bucket, window, query.dtype) for bucket in self._buckets)
+            self._biases[window] = list(biases)
+        parts = []
+        for (rows, length), bias in zip(self._buckets, self._biases[window], strict=True):
+            k, v = (x[rows, :, :length] for x in cache)
+            block = Block(query[rows], k, v, is_causal=False, bias=bias)
+            parts.append(attend_block(block, settings))
+        output, logsumexp = (
+            x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
+        )
+        return output, logsumexp
+
+    def _bias(self, rows: slice, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[B, 1, 1, L]"""
+        distance = self._cells[rows, None] - torch.arange(length, device=self._cells.device)
+        return _bias(distance, distance < 0, window, dtype)[:, None, None]
+
+
+def length_class(num_cells: Ints) -> Ints:
+    """Return the class of rows with this many cells. A row is moved when its class changes."""
+    return (num_cells - 1) // BUCKET_STEP
+
+
+def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
+    """Divide rows with these numbers of cells [n], the highest length class first, into buckets;
+    return each one's first row and one past its last. Two classes share a bucket where that
+    computes fewer than `bucket_cost` cells more."""
+    new_classes = (np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist()
+    starts = [0]
+    for start, stop in pairwise([*new_classes, len(cells)]):
+        excess = (stop - start) * (cells[starts[-1] : start].max() - cells[start:stop].max())
+        if excess > bucket_cost:
+            starts.append(start)
+    return [*pairwise([*starts, len(cells)])]
+
+
+def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return 0 for visible keys, else HIDDEN. `distance`: from key to query, in tokens."""
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    return hidden.to(dtype).mul_(HIDDEN)
+
+
+def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
+    """Return the row of each of `width` places for each slot [C * W] (0 where a place is empty),
+    and the place of each row [n]. `numbers` [n]: of each row's slot; `counts` [C]: rows of each."""
+    order = np.argsort(numbers, kind="stable")
+    rank = np.arange(len(numbers)) - (counts.cumsum() - counts)[numbers[order]]
+    places = np.empty_like(numbers)
+    places[order] = numbers[order] * width + rank
+    rows = np.zeros(len(counts) * width, dtype=np.int64)
+    rows[places] = np.arange(len(numbers))
+    return rows, places
+
+
+@dataclass(slots=True)
+class SharedKeys:
+    """Attention to keys that several queries share, in one block: of tokens to the nodes that they
+    continue, and of several new tokens to their row or node. Queries are gathered slot by slot, W
+    places for each. Where the slots in use are few among many, their keys are gathered, too."""
+
+    slots: slice | Tensor  # C of the cache; or its rows
+    width: int  # W
+    longest: int  # cells that are read: P
+    rows: Tensor  # [C * W]: see `gather_by_slot`
+    places: Tensor  # [n]: see `gather_by_slot`
+    lengths: Tensor  # [C]: cells that are visible
+    positions: Tensor  # [n]: of each query, from the first cell on
+    is_causal: bool = False  # whether cells behind a query's position are hidden from it
+    biases: dict[int | None, Tensor] = field(default_factory=dict, init=False)  # by sliding window
+
+    @classmethod
+    def of_queries(
+        cls,
+        slots: Ints,
+        positions: Ints,
+        lengths: Ints,
+        device: torch.device,
+        *,
+        is_causal: bool = False,
+    ) -> SharedKeys:
+        """`slots`, `positions` [n]: of each query; `lengths` [C]: see above."""
+        used, numbers = np.unique(slots, return_inverse=True)
+        at: slice | Tensor = torch.from_numpy(used).to(device)
+        if used[-1] - used[0] < 2 * len(used):
+            used, numbers = np.arange(used[0], used[-1] + 1), slots - used[0]
+            at = slice(int(used[0]), int(used[-1]) + 1)
+        counts = np.bincount(numbers)
+        width = int(counts.max())
+        rows, places = gather_by_slot(numbers, counts, width)
+        arrays = {"rows": rows, "places": places, "lengths": lengths[used], "positions": positions}
+        on_device = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+        longest = padded(int(lengths[used].max()))
+        return cls(at, width, longest, **on_device, is_causal=is_causal)
+
+    def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> tuple[Tensor, Tensor]:
+        """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
+        _, num_heads, num_queries, _ = query.shape
+        by_slot = query[self.rows].view(-1, self.width, *query.shape[1:])  # [C, W, Hkv, Q, D]
+        k, v = (x[self.slots, :, : self.longest] for x in cache)
+        window = settings.sliding_window
+        if window not in self.biases:
+            self.biases[window] = self._bias(window, query)
+        bias = self.biases[window]
+        by_head = by_slot.transpose(1, 2).flatten(2, 3)  # [C, Hkv, W * Q, D]
+        block = Block(by_head, k, v, is_causal=False, bias=bias)
+
+        def by_row(x: Tensor) -> Tensor:
+            apart = x.reshape(len(x), num_heads, self.width, num_queries, -1)
+            rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self.places]
+            return rows
+
+        output, logsumexp = attend_block(block, settings)
+        return by_row(output), by_row(logsumexp)
+
+    def _bias(self, window: int | None, query: Tensor) -> Tensor:
+        """[C, 1, 1, P] or, where it depends on the query, [C, 1, W * Q, P]"""
+        cells = torch.arange(self.longest, device=query.device)
+        hidden = cells >= self.lengths[:, None]  # [C, P]
+        if window is None and not self.is_causal:
+            return _bias(cells, hidden, None, query.dtype)[:, None, None]
+        distance = self.positions[self.rows].view(-1, self.width, 1) - cells  # [C, W, P]
+        bias = _bias(distance, hidden[:, None] | (distance < 0), window, query.dtype)
+        return bias.repeat_interleave(query.shape[2], dim=1)[:, None]

@@ -1,0 +1,318 @@
+"""The cache of an engine: a tree of nodes (`nodes`) and what layers store for them (`stores`).
+
+A new prompt continues what its family has stored. Of what is found, the whole nodes are continued
+where they are. The rest is an end within a node or a row:
+
+    long     it becomes a node of its own (the node or the row is cut), which both continue
+    short    it is copied to the new node: attending to one more node costs more
+
+So a sequence attends to few nodes, at most `MAX_LEVELS`, and a token is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from easyrl.engines import COPIED_TOKENS, padded, row_cells
+from easyrl.engines.cache.nodes import Family, Node, NodeTree, num_common
+from easyrl.engines.cache.stores import KeysValues, Span, Store
+from easyrl.layout.tree import NONE, Ints
+from easyrl.types import Int32
+
+MAX_LEVELS = 4
+"""Most nodes that a sequence attends to. Deeper ones begin with a copy of what is above them."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredRow:
+    """The tokens that a row has stored behind a node. `NodeCache.node_of` may move the first of
+    them to a node, which the row then continues."""
+
+    number: int  # of the row
+    ids: Int32  # [N]: all tokens of its sequence that are stored
+    start: int  # position of the token in its first cell
+    parent: Node | None  # ends there
+
+    @property
+    def stop(self) -> int:
+        return len(self.ids)
+
+
+class _Found(NamedTuple):
+    """The longest beginning of a prompt that the tree and the rows have."""
+
+    nodes: list[Node]  # that are a part of it as a whole, from the root on
+    rest: Node | StoredRow | None  # begins with the other tokens; None: there are none
+    length: int
+
+
+def _path(node: Node | None) -> list[Node]:
+    return [] if node is None else node.path()
+
+
+class NodeCache:
+    """The tree, its slots, and the stores. Slots are allocated as needed."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_prompt: int,
+        max_completion: int,
+        *,
+        prompt_step: int = 1,
+        slot_step: int = 1,
+        capacity: int = 0,
+    ) -> None:
+        """The cells of a slot and the number of slots are multiples of the steps. `capacity`: nodes
+        up to which unused ones are kept."""
+        self.num_rows = num_rows
+        self.cells_per_row = row_cells(max_prompt, max_completion)
+        self.keys_values = KeysValues(num_rows, self.cells_per_row)
+        self._stores: list[Store] = [self.keys_values]
+        self._max_prompt_cells = padded(max_prompt)
+        self._prompt_step = prompt_step
+        self._slot_step = slot_step
+        self._capacity = capacity
+        self.tree = NodeTree()
+        self.lengths: Ints = np.zeros(0, dtype=np.int64)  # [C] tokens of each slot's node; 0: free
+        self.starts: Ints = np.zeros(0, dtype=np.int64)  # [C] position of the first of them
+        self._longest = 0  # cells of a slot
+        self._most_slots = 0  # in use at a time since `shrink`
+        self._most_length = 0  # of a node since `shrink`
+        self.num_allocations = 0  # of memory for nodes
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def prompt_cells(self, length: int) -> int:
+        """Return the cells of a slot for nodes of this length."""
+        return min(padded(length, self._prompt_step), self._max_prompt_cells)
+
+    def _claim_slots(self, lengths: Sequence[int]) -> list[int]:
+        """Reserve a slot for a node of each of these lengths, the first free ones."""
+        while len(self.tree.nodes) + len(lengths) > self._capacity:
+            unused = self.tree.oldest_unused()
+            if unused is None:
+                break
+            self._drop(unused)
+        num_used = len(self.tree.nodes) + len(lengths)
+        num_missing = padded(max(0, num_used - len(self.lengths)), self._slot_step)
+        longest = self.prompt_cells(max([self._longest, *lengths]))
+        if num_missing or longest > self._longest:
+            self._allocate(len(self.lengths) + num_missing, longest)
+        free = np.flatnonzero(self.lengths == 0)[: len(lengths)]
+        self.lengths[free] = lengths
+        self._most_slots = max(self._most_slots, num_used)
+        self._most_length = max([self._most_length, *lengths])
+        return [int(slot) for slot in free]
+
+    def _allocate(self, num_slots: int, longest: int) -> None:
+        self.num_allocations += 1
+        num_kept = min(num_slots, len(self.lengths))
+        new = np.zeros(num_slots - num_kept, dtype=np.int64)
+        self.lengths = np.append(self.lengths[:num_kept], new)
+        self.starts = np.append(self.starts[:num_kept], new)
+        self._longest = longest
+        for store in self._stores:
+            store.resize(num_slots, longest)
+
+    def shrink(self) -> None:
+        """Drop unused nodes; free all slots if less than half of their cells were needed since the
+        last call. No sequence may be in progress."""
+        self.drop_unused()
+        assert not self.tree.nodes, "weights wait for all sequences"
+        needed = padded(self._most_slots, self._slot_step) * self.prompt_cells(self._most_length)
+        self._most_slots = 0
+        self._most_length = 0
+        if 2 * needed < len(self.lengths) * self._longest:
+            self._allocate(0, 0)
+
+    # -- nodes ------------------------------------------------------------------------------------
+
+    def add_roots(self, prompts: Sequence[Int32]) -> list[Node]:
+        """Add a node for each prompt, which no other prompt continues."""
+        slots = self._claim_slots([len(ids) for ids in prompts])
+        self.starts[slots] = 0
+        pairs = zip(prompts, slots, strict=True)
+        return [self.tree.add(ids, None, None, slot) for ids, slot in pairs]
+
+    def num_found(self, family: Family, ids: Int32, rows: Sequence[StoredRow]) -> int:
+        """Return how many of a prompt's first tokens need not be computed."""
+        if self.tree.node_of_prompt(family, ids) is not None:
+            return len(ids)
+        return self._find(family, ids[:-1], rows).length
+
+    def node_of(self, family: Family, ids: Int32, rows: Sequence[StoredRow]) -> Node:
+        """Return the node that ends with this prompt: one that is there, or a new one. `rows`: of
+        the same family; see `StoredRow`."""
+        known = self.tree.node_of_prompt(family, ids)
+        if known is not None:
+            return known
+        # The prompt's last token is computed in any case: its logits are needed.
+        found = self._find(family, ids[:-1], rows)
+        with self._holding(found):
+            parents = found.nodes
+            copied = list[Node | StoredRow]()
+            if found.rest is not None:
+                is_long = found.length - found.rest.start > COPIED_TOKENS
+                if is_long and self._is_cuttable(found.rest):
+                    parents.append(self._cut(family, found.rest, found.length))
+                else:
+                    copied.append(found.rest)
+            while parents and found.length - parents[-1].start <= COPIED_TOKENS:
+                copied.insert(0, parents.pop())
+            while len(parents) >= MAX_LEVELS:
+                copied.insert(0, parents.pop())
+            node = self._add(family, ids, parents[-1] if parents else None)
+            for each in copied:
+                self._copy(each, node, min(found.length, each.stop))
+        return node
+
+    def keep(self, family: Family, row: StoredRow) -> None:
+        """Keep what a row has stored, in an unused node, if there is room."""
+        num_used = sum(node.is_used for node in self.tree.nodes)
+        if num_used < self._capacity and row.start < row.stop:
+            node = self._add(family, row.ids, row.parent)
+            node.is_prompt = False
+            self._copy(row, node, row.stop)
+
+    def release(self, node: Node | None) -> None:
+        """Note that a sequence continues the node no more; nothing for one that continues none."""
+        if node is None:
+            return
+        self.tree.release(node)
+        if node.family is None and not node.is_used:
+            self._drop(node)
+
+    def drop_unused(self) -> None:
+        while (unused := self.tree.oldest_unused()) is not None:
+            self._drop(unused)
+
+    def _drop(self, node: Node) -> None:
+        self.tree.remove(node)
+        self.lengths[node.slot] = 0
+
+    def _find(self, family: Family, ids: Int32, rows: Sequence[StoredRow]) -> _Found:
+        """Find the longest beginning of `ids` that is stored or will be after this step."""
+        node, length = self.tree.longest(family, ids)
+        if node is not None and length == node.stop:
+            found = _Found(node.path(), None, length)
+        elif node is not None:
+            found = _Found(_path(node.parent), node, length)
+        else:
+            found = _Found([], None, 0)
+        for row in rows:
+            common = num_common(row.ids, ids)
+            if common > max(found.length, row.start):
+                found = _Found(_path(row.parent), row, common)
+        if found.rest is not None and not all(store.can_cut for store in self._stores):
+            return _Found(found.nodes, None, found.rest.start)
+        return found
+
+    @contextmanager
+    def _holding(self, found: _Found) -> Iterator[None]:
+        """Let no slot be taken from the nodes that are found."""
+        held = [*found.nodes]
+        if isinstance(found.rest, Node):
+            held.append(found.rest)
+        for node in held:
+            node.num_sequences += 1
+        try:
+            yield
+        finally:
+            for node in held:
+                node.num_sequences -= 1
+
+    def _is_cuttable(self, holder: Node | StoredRow) -> bool:
+        """Whether no sequence continues more than MAX_LEVELS nodes once this has been cut."""
+        num_above = len(_path(holder.parent))
+        num_below = holder.num_levels() if isinstance(holder, Node) else 1  # the new node
+        return num_above + 1 + num_below <= MAX_LEVELS
+
+    def _add(self, family: Family, ids: Int32, parent: Node | None) -> Node:
+        start = 0 if parent is None else parent.stop
+        (slot,) = self._claim_slots([len(ids) - start])
+        self.starts[slot] = start
+        return self.tree.add(ids, parent, family, slot)
+
+    def _cut(self, family: Family, holder: Node | StoredRow, position: int) -> Node:
+        """Make the tokens before `position` a node, which the holder then continues; return it."""
+        if isinstance(holder, StoredRow):
+            upper = self._add(family, holder.ids[:position], holder.parent)
+            upper.is_prompt = False
+            self._copy(holder, upper, position)
+            self._copy_cells(
+                Span(True, holder.number, position - holder.start, holder.stop - holder.start),
+                Span(True, holder.number, 0, holder.stop - position),
+            )
+            self.tree.use(upper)
+            self.release(holder.parent)
+            holder.parent = upper
+            holder.start = position
+            return upper
+        (slot,) = self._claim_slots([holder.stop - position])
+        upper = self.tree.cut(holder, position, slot)
+        self.lengths[upper.slot] = len(upper)
+        self.starts[slot] = position
+        if holder.num_stored:
+            self._copy_cells(
+                Span(False, upper.slot, len(upper), len(upper) + holder.num_stored),
+                Span(False, holder.slot, 0, holder.num_stored),
+            )
+        return upper
+
+    def _copy(self, source: Node | StoredRow, target: Node, stop: int) -> None:
+        """Copy the source's tokens before position `stop` to the target, if they are stored and
+        follow what the target has stored."""
+        start = source.start
+        is_stored = isinstance(source, StoredRow) or stop - start <= source.num_stored
+        if not is_stored or target.start + target.num_stored != start:
+            return
+        if isinstance(source, Node):
+            span = Span(False, source.slot, 0, stop - start)
+        else:
+            span = Span(True, source.number, 0, stop - start)
+        self._copy_cells(span, Span(False, target.slot, start - target.start, stop - target.start))
+        target.num_stored += stop - start
+
+    def _copy_cells(self, source: Span, target: Span) -> None:
+        for store in self._stores:
+            store.copy(source, target)
+
+    def slots_of(self, node: Node | None) -> Ints:
+        """Return the slots of a node's path, then NONE: [MAX_LEVELS]."""
+        slots = np.full(MAX_LEVELS, NONE)
+        path = _path(node)
+        slots[: len(path)] = [each.slot for each in path]
+        return slots
+
+    # -- rows -------------------------------------------------------------------------------------
+
+    def add_layer(self, key: Tensor, value: Tensor) -> None:
+        self.keys_values.add_layer(key, value)
+
+    def is_copied(self, node: Node, num_more: int) -> bool:
+        """Whether a row starts with a copy of the node, which costs less than a merge: of a short
+        node, and of one behind another that it alone continues. `num_more`: tokens that the row
+        may store behind it."""
+        if len(node) <= COPIED_TOKENS:
+            return True
+        is_alone = node.num_sequences == 1 and not node.children
+        fits = len(node) + num_more <= self.cells_per_row
+        return node.parent is not None and is_alone and fits
+
+    def start_rows(self, nodes: Sequence[Node], rows: Ints) -> None:
+        """Copy each node to the start of a row."""
+        slots = np.array([node.slot for node in nodes])
+        longest = max(len(node) for node in nodes)
+        for store in self._stores:
+            store.start_rows(slots, rows, longest)
+
+    def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
+        for store in self._stores:
+            store.move_rows(sources, targets, num_cells)
