@@ -135,16 +135,21 @@ class Recorder:
 class Worker:
     """Generate groups as a rollout worker does, without a ring and rewards."""
 
-    def __init__(self, model, *words, length=120, num=1, max_open=1, num_rows=None):
+    def __init__(
+        self, model, *words, length=120, num=1, max_open=1, num_rows=None, prompt_length=32
+    ):
         settings = {"model.path": model, "rollout.agent": "own.py:solve"}
-        words = (f"rollout.max_completion_length={length}", "data.max_prompt_length=32", *words)
-        spec = resolve(load_config(None, settings, words))
+        lengths = (
+            f"rollout.max_completion_length={length}",
+            f"data.max_prompt_length={prompt_length}",
+        )
+        spec = resolve(load_config(None, settings, (*lengths, *words)))
         self.path = spec.model.path
-        self.num, self.length = num, length
+        self.num, self.length, self.prompt_length = num, length, prompt_length
         sampling = SamplingSettings(
-            max_prompt_length=32 + length,
+            max_prompt_length=prompt_length + length,
             max_completion_length=length,
-            max_length=32 + length,
+            max_length=prompt_length + length,
             stop=spec.engine.stop,
             seed=3,
         )
@@ -208,7 +213,7 @@ class Worker:
         reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         trained, paths = Counter(), {}
         for prompt_ids, completions, *_ in found.values():
-            assert 0 < len(prompt_ids) <= 32
+            assert 0 < len(prompt_ids) <= self.prompt_length
             for completion in completions:
                 assert len(completion.token_ids) <= self.length
                 assert completion.tree.num_tokens == len(prompt_ids) + len(completion.token_ids)
@@ -270,6 +275,38 @@ def test_branches_edits_and_sub_agents_are_trained_once_with_the_engines_tokens(
     assert metrics["episodes/turns"] == 9
     assert scored.metrics["rewards/turns/mean"] == 8
     assert scored.scores == [[pytest.approx(8 + len(a[-1]["content"]) / 100) for a in answers]]
+
+
+def test_the_engine_computes_each_token_of_an_episodes_tree_once():
+    """Branches behind a prompt of 1,500 tokens, and behind answers of one of them."""
+    long = "0-9" * 490
+
+    def solve(client):
+        branches = []
+        for question in ("lower", "higher", "0-9", "1-2"):
+            messages = [asked(long + question)]
+            messages += [said(chat(client, messages)), asked("higher")]
+            branches.append([*messages, said(chat(client, messages))])
+        for messages in branches:
+            chat(client, [*messages, asked("lower")])
+            chat(client, [*messages, asked("higher")])
+
+    how = {"num": 2, "num_rows": 16, "prompt_length": 1500, "length": 600}
+    with closing(Worker("tiny-guess", **how)) as worker:
+        num_computed = []
+        run_model = worker.engine._run_model
+
+        def counted(inputs):
+            num_computed.append(len(inputs.ids))
+            return run_model(inputs)
+
+        worker.engine._run_model = counted
+        found = worker.run(solve)
+        worker.check(found)
+        prompt_ids, completions, *_ = found[KEY]
+    assert len(prompt_ids) > 1450
+    num_tokens = len(prompt_ids) + sum(len(each.token_ids) for each in completions)
+    assert sum(num_computed) <= num_tokens
 
 
 def test_what_the_model_reads_before_its_first_token_is_counted_for_each_episode():

@@ -8,7 +8,8 @@
 A request that continues a conversation begins with its tokens (`history`). A sequence that is
 suspended exactly there is resumed. Otherwise a new one begins: a branch. It shares the longest
 beginning that its prompt has in common with the group's prompt or an earlier sequence of its
-episode. Suspended sequences are ended, the oldest first, where others need rows.
+episode, and the engine computes only what no sequence of the group has. Suspended sequences are
+ended, the oldest first, where others need rows.
 
 In deterministic runs requests are served at barriers: when no sequence can be continued and every
 episode waits for one answer or has ended, all are served, in a fixed order.
@@ -137,7 +138,7 @@ class AgentEpisodes(Episodes):
         self._submit_new()
         while self._suspended and self._num_live > self._num_rows:
             oldest = next(iter(self._suspended))
-            self._end_sequence(oldest)
+            self._end_sequence(oldest, may_continue=True)
         return finished
 
     # -- the agent --------------------------------------------------------------------------------
@@ -206,9 +207,10 @@ class AgentEpisodes(Episodes):
             if sequence in self._suspended:
                 self._end_sequence(sequence)
 
-    def _end_sequence(self, sequence: Sequence) -> None:
+    def _end_sequence(self, sequence: Sequence, *, may_continue: bool = False) -> None:
+        """`may_continue`: its episode is not over, so that requests may continue its tokens."""
         self._suspended.pop(sequence, None)
-        self._engine.end(sequence.last_turn, "stop")
+        self._engine.end(sequence.last_turn, "stop", may_continue=may_continue)
         self._num_live -= 1
 
     # -- requests ---------------------------------------------------------------------------------
@@ -276,6 +278,8 @@ class AgentEpisodes(Episodes):
             sequences = [shared.parent]
         else:
             sequences = self._branch(episode, ids, shared, num_choices)
+            for sequence in sequences:
+                sequence.num_left = num_left - num_new
             prompt = _NewPrompt(episode.group.key, tuple(ids), limit)
             self._new.setdefault(prompt, []).extend(sequences)
         episode.num_requests += 1
@@ -359,7 +363,8 @@ class AgentEpisodes(Episodes):
         return sequences
 
     def _submit_new(self) -> None:
-        """Submit new sequences. Those of a group with equal prompts share it in the engine."""
+        """Submit new sequences. All of a group are one family in the engine: it computes what their
+        prompts have in common with each other, and with earlier sequences, only once."""
         for prompt, sequences in self._new.items():
             first = sequences[0]
             number = first.episode.sequences.index(first)
@@ -370,6 +375,8 @@ class AgentEpisodes(Episodes):
                 len(sequences),
                 has_turns=True,
                 max_turn_tokens=prompt.max_tokens,
+                max_new_tokens=max(sequence.num_left for sequence in sequences),
+                family=prompt.group_key,
             )
             self._engine.submit(request)
             for index, sequence in enumerate(sequences):

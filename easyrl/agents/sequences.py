@@ -34,6 +34,7 @@ class Sequence:
     num_prompt: int = 0  # tokens that the engine got as its prompt
     request: Request | None = None  # the request whose answer it samples
     num_reserved: int = 0  # most tokens of that answer
+    num_left: int = 0  # most tokens that the episode could add when the sequence began
     turn: Turn | None = None  # the newest turn, while the sequence is suspended
     completion: Completion | None = None  # set when the sequence has ended
 
