@@ -1,13 +1,17 @@
 """The embedded engine: transformers' own model code under a continuous-batching loop.
 
-    submit ─► waiting groups ─► prompt prefilled once ─► sequences ready ─► rows ─► finished groups
+    submit ─► waiting requests ─► prompt prefilled once ─► sequences ready ─► rows ─► finished
 
 One forward per step processes the newest token of every row in flight and, if few sequences are
-ready to start, the prompts of the next groups: `[n decode tokens | prompt | prompt | ...]`. Active
-rows come first, the longest before the others; then suspended ones. Finished rows are reused in the
-same step. When a suspended row is resumed, one step computes all tokens that were inserted.
+ready to start, the prompts of the next requests: `[n decode tokens | prompt | prompt | ...]`. A
+prompt is a node of the cache's tree (`cache.nodes`); of a request with a family, only the tokens
+that no earlier request of the family has stored are computed.
 
-Groups are served first come, first served. What a step computes depends on the requests and the
+A row holds the tokens of one sequence behind its nodes. Active rows come first, the longest before
+the others; then suspended ones. Finished rows are reused in the same step. When a suspended row is
+resumed, one step computes all tokens that were inserted.
+
+Requests are served first come, first served. What a step computes depends on the requests and the
 sampled tokens alone, never on a clock (docs/design.md, Invariants).
 
 Shapes: S rows, n of them active, V tokens of the vocabulary.
@@ -36,19 +40,27 @@ from easyrl.model.inputs import ModelInputs
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
 
-ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2  # states of a row; the highest are kept first
+# States of a row. Rows with a higher state stand before the others.
+ENDED = -1
+SUSPENDED = 0
+RESUMED = 1
+ACTIVE = 2
 
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
+    """A completion that is being sampled: ready to start, or in a row."""
+
     request: GroupRequest
-    node: Node | None  # that it continues: its prompt's until it starts, then as in `row_start`
+    node: Node | None
+    """The node that it continues. Until it starts, that of its prompt. A row that starts with a
+    copy of this node continues the node's parent, or none."""
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
     row_start: int = 0
-    """Position of the token in the first cell of its row, once it has one: behind `node`."""
-    first_token: int = 0
+    """Position of the token in the first cell of its row: the one behind `node`."""
+    first_token: int = 0  # sampled when the prompt was computed
     first_logprob: float = 0.0
     inserted: Sequence[int] | None = None
     """Tokens to resume it with. A sequence that starts with inserted tokens has no first token."""
@@ -77,7 +89,7 @@ class EmbeddedEngine(PolicyEngine):
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[[ModelInputs], Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
-        # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
+        # The first `num_active` rows are in flight; those behind, up to `num_held`, are suspended.
         self.num_active = 0
         self.num_held = 0
         longest = sampling.max_completion_length
@@ -114,7 +126,8 @@ class EmbeddedEngine(PolicyEngine):
     def resume(self, turn: Turn, tokens: Sequence[int], max_turn_tokens: int | None = None) -> None:
         assert 0 < len(tokens) < turn.num_left
         sequence = self._sequences[self._row_of(turn)]
-        sequence.inserted, sequence.max_turn_tokens = tokens, max_turn_tokens
+        sequence.inserted = tokens
+        sequence.max_turn_tokens = max_turn_tokens
 
     @torch.inference_mode()
     def end(
@@ -156,19 +169,19 @@ class EmbeddedEngine(PolicyEngine):
     def _open_requests(self) -> list[_Opened]:
         """Take the next requests and find or make the nodes of their prompts; none while enough
         sequences are ready to start."""
-        rows = self.cache.num_rows
-        free = rows - self.num_held
-        if len(self._ready) >= free + max(1, rows // 16):
+        num_rows = self.cache.num_rows
+        num_free = num_rows - self.num_held
+        if len(self._ready) >= num_free + max(1, num_rows // 16):
             return []
-        wanted = free + max(1, rows // 4) - len(self._ready)
+        num_wanted = started_sequences(num_rows) - self.num_held - len(self._ready)
         chosen: list[GroupRequest] = []
         num_tokens = 0
-        while self._waiting and wanted > 0:
+        while self._waiting and num_wanted > 0:
             num_tokens += self._num_to_compute(self._waiting[0])
             if chosen and num_tokens > MAX_PREFILL_TOKENS:
                 break
             chosen.append(self._waiting.popleft())
-            wanted -= chosen[-1].num_generations
+            num_wanted -= chosen[-1].num_generations
         return self._with_nodes(chosen)
 
     def _num_to_compute(self, request: GroupRequest) -> int:
@@ -220,44 +233,59 @@ class EmbeddedEngine(PolicyEngine):
         return StoredRow(row, stored, sequence.row_start, sequence.node)
 
     def _insert_tokens(self) -> list[Int32]:
-        """Move the next rows to resume behind the active ones and insert their tokens; return
-        these, each row's with the last sampled one before."""
-        number = longest = 0
+        """Move the next rows to resume behind the active ones, and insert their tokens. Return the
+        tokens to compute of each: the last sampled one, and the inserted ones."""
+        num_resumed = self._choose_resumed()
+        if num_resumed:
+            self._arrange()
+        fed = []
+        for row in range(self.num_active, self.num_active + num_resumed):
+            sequence = self._sequences[row]
+            inserted = sequence.inserted
+            sequence.inserted = None
+            state = self._rows[row]
+            start = int(state["count"])
+            stop = start + len(inserted)
+            for name in ("count", "position", "cell"):
+                state[name] += len(inserted)
+            state["turn_start"] = stop
+            state["limit"] = _turn_limit(sequence, stop)
+            state["state"] = ACTIVE
+            state["tokens"][start:stop] = inserted
+            state["logprobs"][start:stop] = 0.0
+            state["is_sampled"][start:stop] = False
+            # Before the first token of a completion stands the prompt, which has been computed.
+            fed.append(state["tokens"][max(0, start - 1) : stop])
+        return fed
+
+    def _choose_resumed(self) -> int:
+        """Mark the rows whose inserted tokens the next step computes; return their number. Padded
+        to the longest, they are at most MAX_PREFILL_TOKENS, unless there is only one."""
+        number = 0
+        longest = 0
         for row in self._rows_to_resume():
-            inserted = self._sequences[row].inserted or ()
-            longest = max(longest, 1 + len(inserted))
+            longest = max(longest, 1 + len(self._sequences[row].inserted))
             if number and (number + 1) * longest > MAX_PREFILL_TOKENS:
                 break
             number += 1
             self._rows["state"][row] = RESUMED
-        if number:
-            self._arrange()
-        fed = []
-        for row in range(self.num_active, self.num_active + number):
-            sequence, state = self._sequences[row], self._rows[row]
-            inserted, sequence.inserted = sequence.inserted or (), None
-            start = int(state["count"])
-            for name in ("count", "position", "cell"):
-                state[name] += len(inserted)
-            state["turn_start"], state["state"] = state["count"], ACTIVE
-            state["limit"] = _turn_limit(sequence, end := int(state["count"]))
-            state["tokens"][start:end] = inserted
-            state["logprobs"][start:end], state["is_sampled"][start:end] = 0.0, False
-            fed.append(state["tokens"][max(0, start - 1) : end])
-        return fed
+        return number
 
     def _decode_with_graphs(self) -> bool:
         """Compute the next token of every active row; return False if graphs cannot."""
         if self.graphs is None:
             return False
-        rows, active = np.arange(self.num_active), self._rows[: self.num_active]
+        rows = np.arange(self.num_active)
+        active = self._rows[: self.num_active]
         newest = active["tokens"][rows, active["count"] - 1]
-        drawn = self.graphs.step(newest, active["uniforms"][rows, active["count"]], active)
+        uniforms = active["uniforms"][rows, active["count"]]
+        drawn = self.graphs.step(newest, uniforms, active)
         if drawn is None:
             return False
+        tokens, logprobs = drawn
         self.num_completion_tokens += self.num_active
         self.num_steps += 1
-        self._advance(*(tensor.cpu().numpy() for tensor in drawn))
+        self._advance(tokens.cpu().numpy(), logprobs.cpu().numpy())
         return True
 
     def _forward_and_sample(self, fed: list[Int32], opened: list[_Opened]) -> None:
@@ -375,60 +403,81 @@ class EmbeddedEngine(PolicyEngine):
         return self._run_model(inputs)
 
     def _advance(self, tokens: Int32, logprobs: Float32) -> None:
-        rows, active = np.arange(self.num_active), self._rows[: self.num_active]
+        """Append a sampled token to every active row: 2 x [n]."""
+        rows = np.arange(self.num_active)
+        active = self._rows[: self.num_active]
         active["tokens"][rows, active["count"]] = tokens
         active["logprobs"][rows, active["count"]] = logprobs
-        active["count"] += 1
-        active["position"] += 1
-        active["cell"] += 1
+        for name in ("count", "position", "cell"):
+            active[name] += 1
         self._stop_complete(rows)
         self._arrange()
 
     def _stop_complete(self, rows: Ints) -> None:
-        counts, tokens = self._rows["count"][rows], self._rows["tokens"]
-        stopped = np.isin(tokens[rows, counts - 1], self.end_tokens)
+        """Suspend or end those of these rows whose newest token ends a turn or the completion."""
+        counts = self._rows["count"][rows]
+        tokens = self._rows["tokens"]
+        is_stopped = np.isin(tokens[rows, counts - 1], self.end_tokens)
         if self._stop is not None:
-            for i in np.flatnonzero(~stopped):
-                stopped[i] = self._stop.is_complete(tokens[rows[i], : counts[i]])
-        for i in np.flatnonzero(stopped | (counts >= self._rows["limit"][rows])):
-            row = int(rows[i])
+            for index in np.flatnonzero(~is_stopped):
+                is_stopped[index] = self._stop.is_complete(tokens[rows[index], : counts[index]])
+        is_full = counts >= self._rows["limit"][rows]
+        for index in np.flatnonzero(is_stopped | is_full):
+            row = int(rows[index])
             request = self._sequences[row].request
-            if request.has_turns and (stopped[i] or request.max_turn_tokens is not None):
-                self._suspend_row(row, is_cut=not stopped[i])
+            is_turn = is_stopped[index] or request.max_turn_tokens is not None
+            if request.has_turns and is_turn:
+                self._suspend_row(row, is_cut=not is_stopped[index])
             else:
-                self._end_row(row, "stop" if stopped[i] else "length")
+                self._end_row(row, "stop" if is_stopped[index] else "length")
 
     def _suspend_row(self, row: int, *, is_cut: bool) -> None:
-        sequence, state = self._sequences[row], self._rows[row]
+        sequence = self._sequences[row]
+        state = self._rows[row]
         state["state"] = SUSPENDED
-        tokens = state["tokens"][state["turn_start"] : state["count"]].copy()
-        num_left = sequence.limit - int(state["count"])
-        key, index = sequence.request.key, sequence.sample_index
-        self._turns.append(Turn(key, index, tokens, num_left, is_cut))
+        turn = Turn(
+            key=sequence.request.key,
+            sample_index=sequence.sample_index,
+            token_ids=state["tokens"][state["turn_start"] : state["count"]].copy(),
+            num_left=sequence.limit - int(state["count"]),
+            is_cut=is_cut,
+        )
+        self._turns.append(turn)
 
     def _row_of(self, turn: Turn) -> int:
-        suspended = enumerate(self._sequences[self.num_active : self.num_held], self.num_active)
-        wanted = turn.key, turn.sample_index
-        return next(row for row, of in suspended if (of.request.key, of.sample_index) == wanted)
+        """Return the row of a suspended sequence."""
+        for row in range(self.num_active, self.num_held):
+            sequence = self._sequences[row]
+            if (sequence.request.key, sequence.sample_index) == (turn.key, turn.sample_index):
+                return row
+        raise ValueError(f"no suspended sequence {turn.sample_index} of group {turn.key}")
 
     def _rows_to_resume(self) -> list[int]:
         suspended = range(self.num_active, self.num_held)
         return [row for row in suspended if self._sequences[row].inserted is not None]
 
     def _end_row(self, row: int, reason: Literal["stop", "length"]) -> None:
-        sequence, state = self._sequences[row], self._rows[row]
-        names = ("tokens", "logprobs", "is_sampled")
-        tokens, logprobs, is_sampled = (state[name][: state["count"]].copy() for name in names)
-        completion = Completion(tokens, logprobs, reason, is_sampled)
+        sequence = self._sequences[row]
+        state = self._rows[row]
+        count = state["count"]
+        completion = Completion(
+            state["tokens"][:count].copy(),
+            state["logprobs"][:count].copy(),
+            reason,
+            state["is_sampled"][:count].copy(),
+        )
         self._complete(sequence.request, sequence.sample_index, completion)
         self.cache.release(sequence.node)
         self._sequences[row] = None
         state["state"] = ENDED
 
     def _arrange(self) -> None:
-        """Move rows that are not in the order of their states and, if active, length classes."""
+        """Move rows so that they stand in the order of their states and, if active, of their length
+        classes, the longest first. Only rows that do not stand among their like are moved."""
         held = self._rows[: self.num_held]
-        ranks = held["state"] + (held["state"] == ACTIVE) * length_class(held["cell"] + 1)
+        ranks = held["state"].copy()
+        is_active = held["state"] == ACTIVE
+        ranks[is_active] += length_class(held["cell"][is_active] + 1)
         is_alive = ranks != ENDED
         wanted = np.sort(ranks[is_alive])[::-1]
         self.num_held = len(wanted)
@@ -440,7 +489,8 @@ class EmbeddedEngine(PolicyEngine):
             return
         sources = sources[np.argsort(-ranks[sources], kind="stable")]
         targets = np.flatnonzero(is_wrong[: len(wanted)])
-        self.cache.move_rows(sources, targets, int(held["cell"][sources].max()) + 1)
+        num_cells = int(held["cell"][sources].max()) + 1
+        self.cache.move_rows(sources, targets, num_cells)
         self._rows[targets] = self._rows[sources]
         self._sequences[targets] = self._sequences[sources]
 
@@ -496,5 +546,6 @@ def _ids_of(request: GroupRequest) -> Int32:
 
 
 def _turn_limit(sequence: _Sequence, start: int) -> int:
+    """Return the completion tokens with which a turn that starts behind `start` is cut off."""
     most = sequence.max_turn_tokens
     return sequence.limit if most is None else min(sequence.limit, start + most)
