@@ -36,10 +36,12 @@ from easyrl.model.mixers.recording import RecordingLayout
 from easyrl.model.policy import Policy
 
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit: rounding in float32
-PADDED_TO, MOST_ROWS = 8, 64  # rows of a product: oneDNN keeps a kernel for each number of them
+ROW_STEP = 8  # rows of a product are padded: oneDNN keeps a kernel for each number of rows
+MAX_ROWS = 64  # of one product
 SMALL = 130_000  # weights: for fewer, torch's own product is faster than a call of oneDNN
-CHECKED_TOKENS, RECHECKED_TOKENS = 24, 2  # of each row of the check, at first and with new weights
-USED = re.compile(  # names of parameters
+CHECKED_TOKENS = 24  # of each row of the check, when the decoder is made
+RECHECKED_TOKENS = 2  # of each row of the check, with new weights
+USED = re.compile(  # names of the parameters that the decoder uses
     r"(embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm))\.weight"
     r"|layers\.\d+\.self_attn\.([qk]_norm\.weight|[qkvo]_proj\.(weight|bias))"
     r"|layers\.\d+\.mlp\.(gate|up|down)_proj\.(weight|bias)"
@@ -52,41 +54,63 @@ def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
         return None
     with torch.inference_mode(), suppress(Exception):  # any: its layers may be of another kind
         decoder = FusedDecoder(policy, max_length)
-        parameters = policy.model.get_decoder().named_parameters()
-        is_shown = (USED.fullmatch(n) and (n.endswith("bias") or p.any()) for n, p in parameters)
-        if all(is_shown) and decoder.equals(policy):
+        if _shows_all_weights(policy) and decoder.equals(policy):
             return decoder
     return None
 
 
+def _shows_all_weights(policy: Policy) -> bool:
+    """Return whether a comparison of logits tests the use of every weight: the decoder uses all
+    parameters, and no matrix and no norm is all zeros."""
+    for name, parameter in policy.model.get_decoder().named_parameters():
+        if not USED.fullmatch(name):
+            return False
+        if not name.endswith("bias") and not parameter.any():
+            return False
+    return True
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, H] -> x Wᵀ + b [T, N]. Large weights are in oneDNN's layout."""
     if weight.numel() < SMALL:
         return nn.functional.linear(x, weight, bias)
-    parts = torch.split(nn.functional.pad(x, (0, 0, 0, -len(x) % PADDED_TO)), MOST_ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise
-    return torch.cat([multiply(part, weight, bias, "none", [], "") for part in parts])[: len(x)]
+    num_missing = -len(x) % ROW_STEP
+    padded = nn.functional.pad(x, (0, 0, 0, num_missing))
+    products = []
+    for rows in torch.split(padded, MAX_ROWS):
+        product = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        products.append(product)
+    return torch.cat(products)[: len(x)]
 
 
 class _Product:
     """x [T, H] -> x Wᵀ + b [T, N] of layers side by side; W includes RMSNorm `norm`'s weight."""
 
     def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
-        self._layers, self._norm = layers, norm
+        self._layers = layers
+        self._norm = norm
 
     def copy_weights(self) -> None:
-        weights = [layer.weight for layer in self._layers]
-        weight = weights[0]
-        if self._norm is not None:
-            of_inputs = self._norm.weight * len(self._norm.weight) ** 0.5  # see `_normalized`
-            sizes = [len(each) for each in weights]
-            weight = weight.new_empty(sum(sizes), len(of_inputs))  # [N, H]
-            for own, part in zip(weights, torch.split(weight, sizes), strict=True):
-                torch.mul(own, of_inputs, out=part)
-        pack, is_small = torch.ops.mkldnn._reorder_linear_weight, weight.numel() < SMALL
-        self.weight = weight.t().contiguous().t() if is_small else pack(weight, PADDED_TO)
+        weight = self._joined_weight()
+        if weight.numel() < SMALL:
+            self.weight = weight.t().contiguous().t()
+        else:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROW_STEP)
         self.bias: Tensor | None = None  # [N]
         if any(layer.bias is not None for layer in self._layers):
             self.bias = torch.cat([layer.bias for layer in self._layers])
+
+    def _joined_weight(self) -> Tensor:
+        """Return W [N, H]. Without a norm there is only one layer."""
+        weights = [layer.weight for layer in self._layers]
+        if self._norm is None:
+            return weights[0]
+        of_inputs = self._norm.weight * len(self._norm.weight) ** 0.5  # [H], see `_normalized`
+        sizes = [len(weight) for weight in weights]
+        joined = weights[0].new_empty(sum(sizes), len(of_inputs))
+        for weight, part in zip(weights, torch.split(joined, sizes), strict=True):
+            torch.mul(weight, of_inputs, out=part)
+        return joined
 
     def __call__(self, x: Tensor) -> Tensor:
         return _product(x, self.weight, self.bias)
@@ -96,18 +120,20 @@ class _Layer:
     """A decoder layer: its products, norms and attention parameters."""
 
     def __init__(self, module: Any, settings: LayerSettings) -> None:
-        attention, mlp = module.self_attn, module.mlp
-        before, between = module.input_layernorm, module.post_attention_layernorm
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.qkv = _Product(*projections, norm=before)
+        attention = module.self_attn
+        mlp = module.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.qkv = _Product(*projections, norm=module.input_layernorm)
         self.out = _Product(attention.o_proj)
-        self.gate_up = _Product(mlp.gate_proj, mlp.up_proj, norm=between)
+        self.gate_up = _Product(mlp.gate_proj, mlp.up_proj, norm=module.post_attention_layernorm)
         self.down = _Product(mlp.down_proj)
         self.activation = mlp.act_fn
         self.settings = settings
+        self.attention_eps = _scaled_eps(module.input_layernorm)
+        self.mlp_eps = _scaled_eps(module.post_attention_layernorm)
         self.head_size = attention.head_dim
-        self.num_heads = [layer.out_features // self.head_size for layer in projections]
-        self.eps = [_scaled_eps(before), _scaled_eps(between)]
+        self.num_queries = projections[0].out_features // self.head_size
+        self.num_keys = projections[1].out_features // self.head_size
         self.head_norms: list[Any] = []  # of queries and keys
         if hasattr(attention, "q_norm"):
             self.head_norms = [attention.q_norm, attention.k_norm]
@@ -117,23 +143,33 @@ class _Layer:
         for product in (self.qkv, self.out, self.gate_up, self.down):
             product.copy_weights()
         if self.head_norms:
-            sizes = zip(self.head_norms, self.num_heads[:2], strict=True)
-            weights = [norm.weight.expand(number, self.head_size) for norm, number in sizes]
-            self.head_weight = torch.cat(weights) * self.head_size**0.5  # [Hq + Hkv, D]
+            of_queries, of_keys = (norm.weight for norm in self.head_norms)
+            of_heads = [
+                of_queries.expand(self.num_queries, self.head_size),
+                of_keys.expand(self.num_keys, self.head_size),
+            ]
+            self.head_weight = torch.cat(of_heads) * self.head_size**0.5  # [Hq + Hkv, D]
 
     def update(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
         """Replace `hidden` [T, H] by the layer's output. `cos`, `sin`: [T, 1, 2, D/2]."""
-        num_queries, num_keys, _ = self.num_heads
-        qkv = self.qkv(_normalized(hidden, self.eps[0])).view(len(hidden), -1, self.head_size)
-        rotated, value = qkv.tensor_split([num_queries + num_keys], dim=1)
+        normalized = _normalized(hidden, self.attention_eps)
+        heads = self.qkv(normalized).view(len(hidden), -1, self.head_size)  # [T, Hq + 2 Hkv, D]
+        rotated, value = heads.tensor_split([self.num_queries + self.num_keys], dim=1)
         if self.head_norms:
             rotated = _normalized(rotated, self.head_eps).mul_(self.head_weight)
-        halves = rotated.view(*rotated.shape[:2], 2, -1)
-        rotated = torch.addcmul(halves.flip(2).mul_(sin), halves, cos).flatten(2)
-        query, key = rotated.tensor_split([num_queries], dim=1)
-        hidden += self.out(layout.attend(query, key, value, self.settings).flatten(1))
-        gate, up = self.gate_up(_normalized(hidden, self.eps[1])).chunk(2, dim=-1)
+        query, key = _rotated(rotated, cos, sin).tensor_split([self.num_queries], dim=1)
+        attended = layout.attend(query, key, value, self.settings)  # [T, Hq, D]
+        hidden += self.out(attended.flatten(1))
+        normalized = _normalized(hidden, self.mlp_eps)
+        gate, up = self.gate_up(normalized).chunk(2, dim=-1)
         hidden += self.down(self.activation(gate).mul_(up))
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to heads [T, h, D], with the tables of `_rotations`."""
+    halves = heads.view(*heads.shape[:2], 2, -1)  # [T, h, 2, D/2]
+    swapped = halves.flip(2)
+    return torch.addcmul(swapped.mul_(sin), halves, cos).flatten(2)
 
 
 def _scaled_eps(norm: Any) -> Tensor:
@@ -155,7 +191,8 @@ def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
         raise ValueError("RoPE depends on the longest sequence")
     tables = rotary(torch.zeros(1), torch.arange(max_length)[None])
     cos, sin = (table[0].unflatten(-1, (2, -1)).unsqueeze(1) for table in tables)
-    return [cos.contiguous(), sin * sin.new_tensor([-1.0, 1.0])[:, None]]
+    signs = sin.new_tensor([-1.0, 1.0])[:, None]  # of the two halves
+    return [cos.contiguous(), sin * signs]
 
 
 class FusedDecoder:
@@ -164,7 +201,8 @@ class FusedDecoder:
     def __init__(self, policy: Policy, max_length: int) -> None:
         """Raises an error of any kind if the model's layers are of another kind."""
         decoder = policy.model.get_decoder()
-        self._embed, self._norm = decoder.embed_tokens, decoder.norm
+        self._embed = decoder.embed_tokens
+        self._norm = decoder.norm
         self._eps = _scaled_eps(decoder.norm)
         self._head = policy.model.get_output_embeddings()
         self._tables = _rotations(decoder.rotary_emb, max_length)
@@ -198,7 +236,7 @@ class FusedDecoder:
         positions = torch.cat([first, first + longest - len(first)])
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(policy.vocabulary_size, positions.shape, generator=generator)
-        layout = PackedRow(TokenTree.of_sequences([len(first)] * 2))
+        layout = PackedRow(TokenTree.of_sequences([len(first), len(first)]))
         every = torch.arange(len(positions))
         inputs = ModelInputs(tokens, positions, layout, every)
         cores = torch.get_num_threads()
@@ -211,4 +249,5 @@ class FusedDecoder:
                 expected = policy.forward(inputs)
             finally:
                 torch.set_num_threads(cores)
-        return bool((mine.result() - expected).abs().max() < TOLERANCE * expected.abs().max())
+        difference = (mine.result() - expected).abs().max()
+        return bool(difference < TOLERANCE * expected.abs().max())

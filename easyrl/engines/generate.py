@@ -23,7 +23,7 @@ Shapes: G completions of the group, R their maximum tokens, L tokens of a forwar
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,9 @@ from easyrl.layout.tree import TokenTree
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
-from easyrl.types import Completion, Int32
+from easyrl.types import Completion, Float32, Float64, Int32
 
-CACHES = ("cache", "past_key_values", "cache_params")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of a cache in models' outputs and arguments: the first from transformers 5.24 on, the
 others before, and in models with code of their own."""
 TOLERANCE = 3.0
@@ -111,80 +111,123 @@ class GenerateEngine(PolicyEngine):
         return _Sampled(completions, self._difference(request, completions))
 
     def _generate(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
-        sampling, device, size = self.sampling, self.policy.device, request.num_generations
-        limit = request.limits(sampling)[0]
-        keys = [(*request.key, i) for i in range(size)]
-        uniforms = np.stack([uniform_stream(sampling.seed, key, limit) for key in keys])  # [G, R]
-        prompt = torch.tensor([list(request.prompt_ids)], device=device)
-        ids = prompt.expand(size, -1)
-        tokens, logprobs = np.zeros((size, limit), np.int32), np.zeros((size, limit), np.float32)
-        lengths, stopped = np.zeros(size, np.int64), np.zeros(size, np.bool_)  # 0: not ended
+        group = _Group(self, request)
+        device = self.policy.device
+        size = request.num_generations
+        prompt = torch.tensor([list(request.prompt_ids)], device=device)  # [1, P]
+        ids = prompt.expand(size, -1)  # [G, P + tokens so far]
         has_positions = use_cache and self.policy.layers_accept("position_ids")
         cache: dict[str, Any] = {}
-        for position in range(limit):
+        while not group.has_ended:
+            is_first = ids.shape[1] == prompt.shape[1]
             if cache:
                 new = ids[:, -1:]  # [G, 1]
-            elif use_cache:
-                new = prompt  # [1, L]: its cache is copied for all rows
+            elif use_cache and is_first:
+                new = prompt  # its cache is copied for all rows
             else:
-                new = ids  # [G, L]
+                new = ids
             inputs = {"input_ids": new, "use_cache": use_cache, **cache}
             if has_positions:
                 # Not every model asks its cache where the new tokens are (Bamba, MiniMax).
-                numbers = torch.arange(ids.shape[1] - new.shape[1], ids.shape[1], device=device)
-                inputs["position_ids"] = numbers.expand(len(new), -1)
+                first = ids.shape[1] - new.shape[1]
+                positions = torch.arange(first, ids.shape[1], device=device)
+                inputs["position_ids"] = positions.expand(len(new), -1)
             output = self.policy.run_layers(**inputs)
-            hidden = output.last_hidden_state[:, -1].expand(size, -1)
             if use_cache:
-                is_of_prompt = not cache
                 cache = self._cache_of(output)
-                if is_of_prompt:
+                if is_first:
                     _copy_row(cache, size, device)
-            uniform = torch.from_numpy(uniforms[:, position]).to(device)
-            drawn = sample(self.policy.head(hidden), uniform, sampling)
-            ids = torch.cat([ids, drawn[0].unsqueeze(1)], dim=1)
-            tokens[:, position], logprobs[:, position] = (x.cpu().numpy() for x in drawn)
-            for row in np.flatnonzero(lengths == 0):
-                stopped[row] = self._is_stopped(tokens[row, : position + 1])
-                lengths[row] = position + 1 if stopped[row] or position + 1 == limit else 0
-            if lengths.all():
-                break
-        reasons: list[Literal["stop", "length"]] = ["stop" if x else "length" for x in stopped]
-        return [
-            Completion(tokens[i, :n], logprobs[i, :n], reasons[i], np.ones(n, dtype=np.bool_))
-            for i, n in enumerate(lengths)
-        ]
+            hidden = output.last_hidden_state[:, -1].expand(size, -1)
+            uniforms = torch.from_numpy(group.next_uniforms()).to(device)
+            tokens, logprobs = sample(self.policy.head(hidden), uniforms, self.sampling)
+            ids = torch.cat([ids, tokens.unsqueeze(1)], dim=1)
+            group.append(tokens.cpu().numpy(), logprobs.cpu().numpy())
+        return group.completions()
 
     def _cache_of(self, output: Any) -> dict[str, Any]:
         """Return the argument that gives the model the cache of its output; none without one."""
-        for name in CACHES:
+        for name in CACHE_NAMES:
             cache = getattr(output, name, None)
-            if cache is not None:
-                # Outputs rename a cache whose argument has another name in a model's own code.
-                argument = next((each for each in CACHES if self.policy.layers_accept(each)), name)
-                return {argument: cache}
+            if cache is None:
+                continue
+            # Outputs rename a cache whose argument has another name in a model's own code.
+            accepted = [each for each in CACHE_NAMES if self.policy.layers_accept(each)]
+            return {accepted[0] if accepted else name: cache}
         return {}
 
-    def _is_stopped(self, tokens: Int32) -> bool:
-        is_end = int(tokens[-1]) in self.end_tokens
-        return is_end or (self._stop is not None and self._stop.is_complete(tokens))
+    def is_stopped(self, tokens: Int32) -> bool:
+        """Return whether a completion ends with the last of these tokens [R]."""
+        if int(tokens[-1]) in self.end_tokens:
+            return True
+        return self._stop is not None and self._stop.is_complete(tokens)
 
     def _difference(self, request: GroupRequest, completions: list[Completion]) -> float:
         """Return the largest difference of the completions' log-probabilities from those of a
         plain forward, the trainer's, in nats."""
-        num_prompt, device = len(request.prompt_ids), self.policy.device
-        tokens = [torch.tensor([*request.prompt_ids, *c.token_ids]) for c in completions]
-        lengths = [len(of_sequence) for of_sequence in tokens]
-        ids = torch.cat(tokens).to(device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        targets = torch.nonzero(positions >= num_prompt).squeeze(1)
-        row = ModelInputs.of_row(ids, TokenTree.of_sequences(lengths), targets - 1)
-        hidden = self.policy.hidden_states(row)
+        sequences = []
+        for completion in completions:
+            sequences.append(torch.tensor([*request.prompt_ids, *completion.token_ids]))
+        tree = TokenTree.of_sequences([len(sequence) for sequence in sequences])
+        ids = torch.cat(sequences).to(self.policy.device)
+        is_sampled = torch.from_numpy(tree.positions >= len(request.prompt_ids))
+        targets = torch.nonzero(is_sampled).squeeze(1).to(ids.device)
+        hidden = self.policy.hidden_states(ModelInputs.of_row(ids, tree, targets - 1))
         temperature = self.sampling.temperature or 1.0  # see `sample`
         expected, _ = chunked_token_logprobs(self.policy, hidden, ids[targets], temperature)
         got = np.concatenate([completion.logprobs for completion in completions])
         largest = float(np.abs(expected.cpu().numpy() - got).max())
         return math.inf if math.isnan(largest) else largest
+
+
+class _Group:
+    """The tokens of a group's completions while they are sampled."""
+
+    def __init__(self, engine: GenerateEngine, request: GroupRequest) -> None:
+        size = request.num_generations
+        self._engine = engine
+        self._limit = request.limits(engine.sampling)[0]  # R: equal for all of a group
+        self._num_tokens = 0  # of every row, those behind its end included
+        uniforms = []
+        for index in range(size):
+            key = (*request.key, index)
+            uniforms.append(uniform_stream(engine.sampling.seed, key, self._limit))
+        self._uniforms = np.stack(uniforms)  # [G, R]
+        self._tokens = np.zeros((size, self._limit), np.int32)
+        self._logprobs = np.zeros((size, self._limit), np.float32)
+        self._lengths = np.zeros(size, np.int64)  # of each completion; 0: it has not ended
+        self._is_stopped = np.zeros(size, np.bool_)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._lengths.all())
+
+    def next_uniforms(self) -> Float64:
+        """Return the uniform numbers with which the next tokens are drawn [G]."""
+        uniforms: Float64 = self._uniforms[:, self._num_tokens]
+        return uniforms
+
+    def append(self, tokens: Int32, logprobs: Float32) -> None:
+        """Append the next token of each row: 2 x [G]. Rows that have ended ignore theirs."""
+        self._tokens[:, self._num_tokens] = tokens
+        self._logprobs[:, self._num_tokens] = logprobs
+        self._num_tokens += 1
+        for row in np.flatnonzero(self._lengths == 0):
+            so_far = self._tokens[row, : self._num_tokens]
+            self._is_stopped[row] = self._engine.is_stopped(so_far)
+            if self._is_stopped[row] or self._num_tokens == self._limit:
+                self._lengths[row] = self._num_tokens
+
+    def completions(self) -> list[Completion]:
+        completions = []
+        for row, length in enumerate(self._lengths):
+            completion = Completion(
+                self._tokens[row, :length],
+                self._logprobs[row, :length],
+                "stop" if self._is_stopped[row] else "length",
+                np.ones(length, dtype=np.bool_),
+            )
+            completions.append(completion)
+        return completions
 
 
 def _copy_row(cache: dict[str, Any], size: int, device: torch.device) -> None:

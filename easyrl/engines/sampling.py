@@ -9,7 +9,7 @@ Shapes: N sequences, V tokens of the vocabulary, R completion tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from easyrl.types import Float64, Int32
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The text of bytes that are not a whole character."""
 LARGEST_UNIFORM = 1.0 - 2.0**-52
-"""Times a sum it is less than the sum, also when it is rounded."""
+"""The largest uniform number that is used. Its product with a sum is smaller than the sum even
+after rounding, so that a token is always found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,8 @@ class SamplingSettings:
     top_p: float = 1.0
     stop: Sequence[str] = ()
     seed: int = 0
-    max_length: int | None = None  # of prompt + completion; None: the sum of the longest ones
+    max_length: int | None = None
+    """Most tokens of a prompt and its completion together. None: the sum of the two maxima."""
 
     @property
     def max_sequence_length(self) -> int:
@@ -72,30 +74,45 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
         if settings.truncates:
             weights = _truncated(weights, settings.top_k, settings.top_p)
             sums = block_sums(weights)
-        block, uniforms = _draw(sums, uniforms.unsqueeze(1))
-        of_block = block * BLOCK + torch.arange(BLOCK, device=logits.device)  # [N, BLOCK]
-        last = logits.shape[1] - 1
-        weights = weights.gather(1, of_block.clamp(max=last)).masked_fill_(of_block > last, 0.0)
-        tokens = (block * BLOCK + _draw(weights, uniforms)[0]).clamp_(max=last)
-    return tokens.squeeze(1), (scores.gather(1, tokens) - total.log()).squeeze(1)
+        tokens = _draw_tokens(weights, sums, uniforms.unsqueeze(1))
+    logprobs = scores.gather(1, tokens) - total.log()
+    return tokens.squeeze(1), logprobs.squeeze(1)
 
 
-def _draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw an index per row in proportion to weights [N, K], with uniforms [N, 1]. Return it, and
-    the uniform's place within its share, which is a uniform number, too: 2 x [N, 1]."""
+def _draw_tokens(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw a token per row in proportion to weights [N, V]: first its block, by the blocks' sums
+    [N, V / BLOCK], then the token in the block. `uniforms` [N, 1]; returns [N, 1]."""
+    block = _draw(sums, uniforms)
+    first_of_block = block.choice * BLOCK  # [N, 1]
+    in_block = first_of_block + torch.arange(BLOCK, device=weights.device)  # [N, BLOCK]
+    last = weights.shape[1] - 1
+    # The last block may have fewer tokens: the others have no weight.
+    of_block = weights.gather(1, in_block.clamp(max=last)).masked_fill_(in_block > last, 0.0)
+    within = _draw(of_block, block.uniforms)
+    return (first_of_block + within.choice).clamp_(max=last)
+
+
+class _Drawn(NamedTuple):
+    choice: Tensor  # [N, 1]: the index
+    uniforms: Tensor  # [N, 1]: where in the index's share the number was: uniform in [0, 1), too
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> _Drawn:
+    """Draw an index per row in proportion to weights [N, K], with uniforms [N, 1]."""
     # Float64 is slow on most accelerators: K is small.
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     threshold = uniforms.clamp(0.0, LARGEST_UNIFORM) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, threshold, right=True)
-    index.clamp_(max=weights.shape[1] - 1)  # of weights that are not numbers
+    index.clamp_(max=weights.shape[1] - 1)  # it is too large if weights are NaN
     share = weights.gather(1, index)
-    return index, (threshold - cumulative.gather(1, index) + share) / share
+    within_share = threshold - cumulative.gather(1, index) + share
+    return _Drawn(index, within_share / share)
 
 
 def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all but the `top_k` likeliest tokens (0: all) and, of these, the fewest whose share is
-    at least `top_p` (arXiv 1904.09751, section 3.1): [N, V]. Of equal weights lower ids are
-    kept."""
+    """Return weights [N, V] with 0 for all tokens but the `top_k` likeliest (0: all) and, of these,
+    the fewest whose share is at least `top_p` (arXiv 1904.09751, section 3.1). Among tokens of
+    equal weight the lower ids are kept."""
     likeliest, tokens = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         likeliest[:, top_k:] = 0.0
@@ -106,9 +123,12 @@ def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 class StopStrings:
-    """Detect when a completion's text first contains one of some strings (`rollout.stop`), also
-    inside of a token or across tokens. Only the tail is decoded that the longest string can span,
-    and only if the newest token can end a string."""
+    """Detect when a completion's text first contains one of some strings (`rollout.stop`).
+
+    A string may lie inside a token or across tokens. To save time, a completion is decoded only if
+    its newest token can end a string, and then only its last tokens, as many as the longest string
+    can span.
+    """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._decode = text_decoder(tokenizer)
@@ -120,7 +140,8 @@ class StopStrings:
         self._text_of = cache(lambda token: self._decode([token, token]))
 
     def is_complete(self, token_ids: Int32) -> bool:
-        """Return whether the text of `token_ids` [R] has a string that it did not have before."""
+        """Return whether the text of `token_ids` [R] contains one of the strings, given that the
+        text without the last token does not."""
         newest = self._text_of(int(token_ids[-1]))
         if self._last_characters.isdisjoint(newest) and INCOMPLETE not in newest:
             return False

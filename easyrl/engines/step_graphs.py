@@ -31,6 +31,7 @@ from easyrl.engines import SLOT_STEP, padded
 from easyrl.engines.cache.attention import (
     Level,
     NewTokens,
+    RowBucket,
     RowBuckets,
     SharedKeys,
     gather_by_slot,
@@ -277,7 +278,7 @@ class _PaddedRows:
                 slots=slice(0, size.slots),
                 width=size.width,
                 longest=size.longest,
-                rows=of_level.rows_by_place,
+                queries=of_level.rows_by_place,
                 places=of_level.places,
                 lengths=of_level.lengths,
                 positions=of_level.distances,
@@ -285,7 +286,7 @@ class _PaddedRows:
             is_member = None if size.has_all_rows else of_level.is_member.bool()
             levels.append(Level(keys, is_member=is_member))
         cells = inputs.rows.cells
-        own = RowBuckets(cells, [(slice(0, sizes.rows), sizes.cells)])
+        own = RowBuckets(cells, [RowBucket(slice(0, sizes.rows), sizes.cells)])
         self._tokens = NewTokens(cache, self._sources, cells, own, levels)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:

@@ -194,90 +194,119 @@ def _merged(
 
 def _tokens_of_active(cache: NodeCache, rows: Any, device: torch.device) -> NewTokens:
     cells = rows["cell"].copy()
-    cost = BUCKET_NUMBERS // cache.keys_values.rows[0][0][0, :, 0].numel()
+    numbers_per_cell = cache.keys_values.rows[0][0][0, :, 0].numel()
     buckets = []
-    for start, stop in divide_rows(cells, cost):
+    for start, stop in divide_rows(cells, BUCKET_NUMBERS // numbers_per_cell):
         longest = padded(int(cells[start:stop].max()) + 1)
-        buckets.append((slice(start, stop), longest))
+        buckets.append(RowBucket(slice(start, stop), longest))
     levels = _levels(cache, rows["slots"], rows["position"], device)
     numbers = torch.arange(len(rows), device=device)
-    at = torch.from_numpy(cells).to(device)
-    return NewTokens(cache, numbers, at, RowBuckets(at, buckets), levels)
+    cells_on_device = torch.from_numpy(cells).to(device)
+    own = RowBuckets(cells_on_device, buckets)
+    return NewTokens(cache, numbers, cells_on_device, own, levels)
 
 
 def _tokens_of_resumed(
     cache: NodeCache, first: int, rows: Any, num_new: Ints, device: torch.device
 ) -> NewTokens:
     """`first`: number of the first row; `rows` [m]: their states after the new tokens."""
-    numbers = np.repeat(np.arange(len(rows)), num_new)  # [T]: the row of each token
+    row_of_token = np.repeat(np.arange(len(rows)), num_new)  # [T]
     # From the newest token of its row: [T], 0 or less.
-    offsets = 1 + np.arange(len(numbers)) - num_new.cumsum()[numbers]
-    cells = rows["cell"][numbers] + offsets
-    positions = rows["position"][numbers] + offsets
+    offsets = 1 + np.arange(len(row_of_token)) - num_new.cumsum()[row_of_token]
+    cells = rows["cell"][row_of_token] + offsets
+    positions = rows["position"][row_of_token] + offsets
     lengths = np.append(np.zeros(first, dtype=np.int64), rows["cell"] + 1)
-    own = SharedKeys.of_queries(first + numbers, cells, lengths, device, is_causal=True)
-    levels = _levels(cache, rows["slots"][numbers], positions, device)
-    in_rows = torch.from_numpy(first + numbers).to(device)
-    at = torch.from_numpy(cells).to(device)
-    return NewTokens(cache, in_rows, at, own, levels)
+    numbers = first + row_of_token
+    own = SharedKeys.of_queries(numbers, cells, lengths, device, is_causal=True)
+    levels = _levels(cache, rows["slots"][row_of_token], positions, device)
+    numbers_on_device = torch.from_numpy(numbers).to(device)
+    cells_on_device = torch.from_numpy(cells).to(device)
+    return NewTokens(cache, numbers_on_device, cells_on_device, own, levels)
 
 
 def _tokens_of_nodes(cache: NodeCache, nodes: Sequence[Node], device: torch.device) -> NewTokens:
-    num_new = np.array([len(node) - node.num_stored for node in nodes])
-    numbers = np.repeat(np.arange(len(nodes)), num_new)  # [T]: the node of each token
-    cells = np.concatenate([np.arange(node.num_stored, len(node)) for node in nodes])
-    starts = np.array([node.start for node in nodes])
-    slots = np.array([node.slot for node in nodes])[numbers]
-    own = SharedKeys.of_queries(slots, cells, cache.lengths, device, is_causal=True)
-    above = np.stack([cache.slots_of(node.parent) for node in nodes])
-    levels = _levels(cache, above[numbers], starts[numbers] + cells, device)
-    in_slots = torch.from_numpy(slots).to(device)
-    at = torch.from_numpy(cells).to(device)
-    return NewTokens(cache, in_slots, at, own, levels, are_in_rows=False)
+    """The tokens of these nodes that are not stored yet."""
+    slots = list[Ints]()
+    cells = list[Ints]()
+    positions = list[Ints]()
+    slots_above = list[Ints]()  # of the nodes that each token's node continues
+    for node in nodes:
+        new = np.arange(node.num_stored, len(node))
+        slots.append(np.full(len(new), node.slot))
+        cells.append(new)
+        positions.append(node.start + new)
+        above = cache.slots_of(node.parent)
+        slots_above.append(np.repeat(above[None], len(new), axis=0))
+    slot_of_token = np.concatenate(slots)  # [T]
+    cell_of_token = np.concatenate(cells)  # [T]
+    lengths = cache.lengths
+    own = SharedKeys.of_queries(slot_of_token, cell_of_token, lengths, device, is_causal=True)
+    levels = _levels(cache, np.concatenate(slots_above), np.concatenate(positions), device)
+    slots_on_device = torch.from_numpy(slot_of_token).to(device)
+    cells_on_device = torch.from_numpy(cell_of_token).to(device)
+    return NewTokens(cache, slots_on_device, cells_on_device, own, levels, are_in_rows=False)
 
 
 def _levels(cache: NodeCache, slots: Ints, positions: Ints, device: torch.device) -> list[Level]:
     """`slots` [T, MAX_LEVELS]: of the nodes that each token continues; `positions` [T]: of each."""
-    levels = []
-    for of_level in slots.T:
-        members = np.flatnonzero(of_level != NONE)
+    levels = list[Level]()
+    for slots_of_level in slots.T:
+        members = np.flatnonzero(slots_of_level != NONE)
         if not len(members):
             break
-        used = of_level[members]
+        used = slots_of_level[members]
+        if levels:
+            lengths = np.zeros_like(cache.lengths)
+            lengths[used] = cache.lengths[used]
+        else:
+            lengths = np.where(cache.starts == 0, cache.lengths, 0)
         distances = positions[members] - cache.starts[used]
-        keys = SharedKeys.of_queries(used, distances, cache.lengths, device)
+        keys = SharedKeys.of_queries(used, distances, lengths, device)
         are_all = len(members) == len(slots)
         levels.append(Level(keys, None if are_all else torch.from_numpy(members).to(device)))
     return levels
 
 
+class RowBucket(NamedTuple):
+    """Rows of similar length."""
+
+    rows: slice
+    longest: int  # L: cells that are read
+
+
 class RowBuckets:
     """Attention of one token of each row to its row, in blocks of rows of similar length."""
 
-    def __init__(self, cells: Tensor, buckets: Sequence[tuple[slice, int]]) -> None:
-        """`cells` [n]: of each token; `buckets`: the rows and L of each."""
-        self._cells, self._buckets = cells, buckets
-        self._biases: dict[int | None, list[Tensor]] = {}  # by sliding window
+    def __init__(self, cells: Tensor, buckets: Sequence[RowBucket]) -> None:
+        """`cells` [n]: of each token."""
+        self._cells = cells
+        self._buckets = buckets
+        self._biases: dict[int | None, list[Tensor]] = {}  # of the buckets, by sliding window
 
     def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> tuple[Tensor, Tensor]:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
         window = settings.sliding_window
         if window not in self._biases:
-            biases = (self._bias(*bucket, window, query.dtype) for bucket in self._buckets)
-            self._biases[window] = list(biases)
-        parts = []
-        for (rows, length), bias in zip(self._buckets, self._biases[window], strict=True):
-            k, v = (x[rows, :, :length] for x in cache)
+            biases = [self._bias(bucket, window, query.dtype) for bucket in self._buckets]
+            self._biases[window] = biases
+        keys, values = cache
+        outputs = []
+        logsumexps = []
+        for (rows, longest), bias in zip(self._buckets, self._biases[window], strict=True):
+            k = keys[rows, :, :longest]
+            v = values[rows, :, :longest]
             block = Block(query[rows], k, v, is_causal=False, bias=bias)
-            parts.append(attend_block(block, settings))
-        output, logsumexp = (
-            x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
-        )
-        return output, logsumexp
+            output, logsumexp = attend_block(block, settings)
+            outputs.append(output)
+            logsumexps.append(logsumexp)
+        if len(outputs) == 1:
+            return outputs[0], logsumexps[0]
+        return torch.cat(outputs), torch.cat(logsumexps)
 
-    def _bias(self, rows: slice, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _bias(self, bucket: RowBucket, window: int | None, dtype: torch.dtype) -> Tensor:
         """[B, 1, 1, L]"""
-        distance = self._cells[rows, None] - torch.arange(length, device=self._cells.device)
+        every_cell = torch.arange(bucket.longest, device=self._cells.device)
+        distance = self._cells[bucket.rows, None] - every_cell  # [B, L]
         return _bias(distance, distance < 0, window, dtype)[:, None, None]
 
 
@@ -290,11 +319,13 @@ def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
     """Divide rows with these numbers of cells [n], the highest length class first, into buckets;
     return each one's first row and one past its last. Two classes share a bucket where that
     computes fewer than `bucket_cost` cells more."""
-    new_classes = (np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist()
+    is_new_class = np.diff(length_class(cells + 1)) != 0
+    first_rows = (np.flatnonzero(is_new_class) + 1).tolist()  # of each class but the first
     starts = [0]
-    for start, stop in pairwise([*new_classes, len(cells)]):
-        excess = (stop - start) * (cells[starts[-1] : start].max() - cells[start:stop].max())
-        if excess > bucket_cost:
+    for start, stop in pairwise([*first_rows, len(cells)]):
+        longest_before = cells[starts[-1] : start].max()
+        num_more = longest_before - cells[start:stop].max()  # of each row in that bucket
+        if (stop - start) * num_more > bucket_cost:
             starts.append(start)
     return [*pairwise([*starts, len(cells)])]
 
@@ -307,15 +338,18 @@ def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dty
 
 
 def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
-    """Return the row of each of `width` places for each slot [C * W] (0 where a place is empty),
-    and the place of each row [n]. `numbers` [n]: of each row's slot; `counts` [C]: rows of each."""
+    """Return the query of each of `width` places for each slot [C * W] (0 where a place is empty),
+    and the place of each query [n]. `numbers` [n]: of each query's slot; `counts` [C]: queries of
+    each slot. Example: numbers [1, 0, 1], counts [1, 2], width 2: queries [1, 0, 0, 2], places
+    [2, 0, 3]."""
     order = np.argsort(numbers, kind="stable")
-    rank = np.arange(len(numbers)) - (counts.cumsum() - counts)[numbers[order]]
+    num_before = counts.cumsum() - counts  # [C]: queries of the slots before
+    ranks = np.arange(len(numbers)) - num_before[numbers[order]]  # among the queries of its slot
     places = np.empty_like(numbers)
-    places[order] = numbers[order] * width + rank
-    rows = np.zeros(len(counts) * width, dtype=np.int64)
-    rows[places] = np.arange(len(numbers))
-    return rows, places
+    places[order] = numbers[order] * width + ranks
+    queries = np.zeros(len(counts) * width, dtype=np.int64)
+    queries[places] = np.arange(len(numbers))
+    return queries, places
 
 
 @dataclass(slots=True)
@@ -327,7 +361,7 @@ class SharedKeys:
     slots: slice | Tensor  # C of the cache; or its rows
     width: int  # W
     longest: int  # cells that are read: P
-    rows: Tensor  # [C * W]: see `gather_by_slot`
+    queries: Tensor  # [C * W]: see `gather_by_slot`
     places: Tensor  # [n]: see `gather_by_slot`
     lengths: Tensor  # [C]: cells that are visible
     positions: Tensor  # [n]: of each query, from the first cell on
@@ -346,37 +380,52 @@ class SharedKeys:
     ) -> SharedKeys:
         """`slots`, `positions` [n]: of each query; `lengths` [C]: see above."""
         used, numbers = np.unique(slots, return_inverse=True)
-        at: slice | Tensor = torch.from_numpy(used).to(device)
-        if used[-1] - used[0] < 2 * len(used):
-            used, numbers = np.arange(used[0], used[-1] + 1), slots - used[0]
-            at = slice(int(used[0]), int(used[-1]) + 1)
+        first, last = int(used[0]), int(used[-1])
+        at: slice | Tensor
+        if last - first < 2 * len(used):
+            used = np.arange(first, last + 1)
+            numbers = slots - first
+            at = slice(first, last + 1)
+        else:
+            at = torch.from_numpy(used).to(device)
         counts = np.bincount(numbers)
         width = int(counts.max())
-        rows, places = gather_by_slot(numbers, counts, width)
-        arrays = {"rows": rows, "places": places, "lengths": lengths[used], "positions": positions}
-        on_device = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
-        longest = padded(int(lengths[used].max()))
-        return cls(at, width, longest, **on_device, is_causal=is_causal)
+        queries, places = gather_by_slot(numbers, counts, width)
+        return cls(
+            slots=at,
+            width=width,
+            longest=padded(int(lengths[used].max())),
+            queries=torch.from_numpy(queries).to(device),
+            places=torch.from_numpy(places).to(device),
+            lengths=torch.from_numpy(lengths[used]).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            is_causal=is_causal,
+        )
 
     def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> tuple[Tensor, Tensor]:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
-        _, num_heads, num_queries, _ = query.shape
-        by_slot = query[self.rows].view(-1, self.width, *query.shape[1:])  # [C, W, Hkv, Q, D]
-        k, v = (x[self.slots, :, : self.longest] for x in cache)
         window = settings.sliding_window
         if window not in self.biases:
             self.biases[window] = self._bias(window, query)
-        bias = self.biases[window]
+        by_slot = query[self.queries].view(-1, self.width, *query.shape[1:])  # [C, W, Hkv, Q, D]
         by_head = by_slot.transpose(1, 2).flatten(2, 3)  # [C, Hkv, W * Q, D]
-        block = Block(by_head, k, v, is_causal=False, bias=bias)
-
-        def by_row(x: Tensor) -> Tensor:
-            apart = x.reshape(len(x), num_heads, self.width, num_queries, -1)
-            rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self.places]
-            return rows
-
+        keys, values = cache
+        block = Block(
+            by_head,
+            keys[self.slots, :, : self.longest],
+            values[self.slots, :, : self.longest],
+            is_causal=False,
+            bias=self.biases[window],
+        )
         output, logsumexp = attend_block(block, settings)
-        return by_row(output), by_row(logsumexp)
+        return self._by_query(output, query), self._by_query(logsumexp, query)
+
+    def _by_query(self, block: Tensor, query: Tensor) -> Tensor:
+        """[C, Hkv, W * Q, X] -> [n, Hkv, Q, X]"""
+        _, num_heads, num_queries, _ = query.shape
+        places_apart = block.reshape(len(block), num_heads, self.width, num_queries, -1)
+        of_places = places_apart.transpose(1, 2).flatten(0, 1)  # [C * W, Hkv, Q, X]
+        return of_places[self.places]
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:
         """[C, 1, 1, P] or, where it depends on the query, [C, 1, W * Q, P]"""
@@ -384,6 +433,8 @@ class SharedKeys:
         hidden = cells >= self.lengths[:, None]  # [C, P]
         if window is None and not self.is_causal:
             return _bias(cells, hidden, None, query.dtype)[:, None, None]
-        distance = self.positions[self.rows].view(-1, self.width, 1) - cells  # [C, W, P]
-        bias = _bias(distance, hidden[:, None] | (distance < 0), window, query.dtype)
+        by_slot = self.positions[self.queries].view(-1, self.width, 1)
+        distance = by_slot - cells  # [C, W, P]
+        is_hidden = hidden[:, None] | (distance < 0)
+        bias = _bias(distance, is_hidden, window, query.dtype)
         return bias.repeat_interleave(query.shape[2], dim=1)[:, None]
