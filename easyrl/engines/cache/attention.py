@@ -28,7 +28,7 @@ from torch import Tensor
 from easyrl.engines import padded
 from easyrl.engines.cache.cache import NodeCache
 from easyrl.engines.cache.nodes import Node
-from easyrl.engines.cache.stores import Cells
+from easyrl.engines.cache.stores import Cells, Span
 from easyrl.layout.tree import NONE, Ints, TokenTree
 from easyrl.model.mixers.interface import LayerSettings
 from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block
@@ -66,46 +66,48 @@ class StepLayout:
         if prompts:
             tree = TokenTree.of_sequences([len(node) for node in prompts])
             self._packed = SdpaAttention(tree, device)
-        self._parts: list[NewTokens] = []
+        parts = list[NewTokens]()
         if len(rows):
-            self._parts.append(_tokens_of_active(cache, rows, device))
+            parts.append(_tokens_of_active(cache, rows, device))
         if len(resumed):
             of_resumed = _tokens_of_resumed(cache, len(rows), resumed, np.array(num_new), device)
-            self._parts.append(of_resumed)
+            parts.append(of_resumed)
         if continuing:
-            self._parts.append(_tokens_of_nodes(cache, continuing, device))
+            parts.append(_tokens_of_nodes(cache, continuing, device))
+        self._parts = list[tuple[NewTokens, slice]]()  # each with where its tokens stand
+        self._first_of_prompts = 0
+        for part in parts:
+            first = self._first_of_prompts
+            self._first_of_prompts = first + part.number
+            self._parts.append((part, slice(first, self._first_of_prompts)))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
         layer = settings.layer
         if layer == len(self._cache.keys_values.rows):
             self._cache.add_layer(key, value)
         # A token may see others of the same step: all are stored first.
-        num_before = 0
-        for part in self._parts:
-            new = slice(num_before, num_before + part.number)
+        for part, new in self._parts:
             part.store(key[new], value[new], layer)
-            num_before += part.number
+        of_prompts = slice(self._first_of_prompts, len(query))
         if self._packed is not None:
-            self._store_prompts(key[num_before:], value[num_before:], layer)
+            self._store_prompts(key[of_prompts], value[of_prompts], layer)
         outputs = []
-        num_before = 0
-        for part in self._parts:
-            new = slice(num_before, num_before + part.number)
+        for part, new in self._parts:
             outputs.append(part.attend(query[new], key.shape[1], settings))
-            num_before += part.number
         if self._packed is not None:
-            new = slice(num_before, len(query))
-            of_prompts = self._packed.attend_sequences(query[new], key[new], value[new], settings)
-            outputs.append(of_prompts)
+            q, k, v = (x[of_prompts] for x in (query, key, value))
+            outputs.append(self._packed.attend_sequences(q, k, v, settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _store_prompts(self, key: Tensor, value: Tensor, layer: int) -> None:
-        lengths = [len(node) for node in self._prompts]
-        nodes = self._cache.keys_values.nodes[layer]
-        for cells, tokens in zip(nodes, (key, value), strict=True):
-            parts = torch.split(tokens, lengths)
-            for node, part in zip(self._prompts, parts, strict=True):
-                cells[node.slot, :, : len(node)] = part.transpose(0, 1)
+        keys, values = self._cache.keys_values.nodes[layer]
+        start = 0
+        for node in self._prompts:
+            stop = start + len(node)
+            cells = Span(False, node.slot, 0, len(node))
+            cells.of(keys).copy_(key[start:stop].transpose(0, 1))
+            cells.of(values).copy_(value[start:stop].transpose(0, 1))
+            start = stop
 
 
 class NewTokens:
@@ -140,14 +142,30 @@ class NewTokens:
         """[T, Hq, D] -> [T, Hq, D], with Hkv key/value heads"""
         # Query heads that share a key head take the dimension of query positions: no key is copied.
         grouped = query.reshape(len(query), num_heads, -1, query.shape[-1])  # [T, Hkv, Q, D]
-        output, logsumexp = self._own.attend(grouped, self._stored_in[settings.layer], settings)
+        stored = self._stored_in[settings.layer]
+        attended = Attended(*self._own.attend(grouped, stored, settings))
         nodes = self._nodes[settings.layer]
-        for number, level in enumerate(self._levels, 1):
-            is_last = number == len(self._levels)
-            output, logsumexp = level.merge(
-                grouped, output, logsumexp, nodes, settings, is_last=is_last
-            )
-        return output.reshape(len(query), -1, output.shape[-1])
+        for level in self._levels:
+            is_last = level is self._levels[-1]
+            attended = level.merge(attended, grouped, nodes, settings, is_last=is_last)
+        return attended.output.reshape(len(query), -1, attended.output.shape[-1])
+
+
+class Attended(NamedTuple):
+    """Attention of queries to some of their keys."""
+
+    output: Tensor  # [T, Hkv, Q, D]
+    logsumexp: Tensor  # [T, Hkv, Q, 1], of the scores
+
+    def merged(self, other: Attended, *, is_last: bool) -> Attended:
+        """Return the output of one softmax over the keys of both. If it is the last, the
+        log-sum-exp is not computed."""
+        share = torch.sigmoid(other.logsumexp - self.logsumexp)  # of the other
+        mine, theirs = (each.output.to(share.dtype) for each in (self, other))
+        output = torch.lerp(mine, theirs, share).to(self.output.dtype)
+        if is_last:
+            return Attended(output, self.logsumexp)
+        return Attended(output, torch.logaddexp(self.logsumexp, other.logsumexp))
 
 
 class Level(NamedTuple):
@@ -159,37 +177,27 @@ class Level(NamedTuple):
 
     def merge(
         self,
+        before: Attended,
         query: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
         nodes: Cells,
         settings: LayerSettings,
         *,
         is_last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp of one softmax over what they are of, and these nodes. If
-        it is the last, the log-sum-exp is not computed."""
+    ) -> Attended:
+        """Return attention to these nodes' keys, too. See `Attended.merged`."""
         if self.members is None:
-            other, other_logsumexp = self.keys.attend(query, nodes, settings)
+            output, logsumexp = self.keys.attend(query, nodes, settings)
             if self.is_member is not None:
                 is_hidden = ~self.is_member[:, None, None, None]
-                other_logsumexp = other_logsumexp.masked_fill(is_hidden, HIDDEN)
-            return _merged(output, logsumexp, other, other_logsumexp, is_last=is_last)
-        other, other_logsumexp = self.keys.attend(query[self.members], nodes, settings)
-        before = output[self.members], logsumexp[self.members]
-        merged = _merged(*before, other, other_logsumexp, is_last=is_last)
-        output = output.index_copy(0, self.members, merged[0])
-        logsumexp = logsumexp.index_copy(0, self.members, merged[1])
-        return output, logsumexp
-
-
-def _merged(
-    output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor, *, is_last: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the output and, unless it is the last, the log-sum-exp of one softmax over both."""
-    share = torch.sigmoid(other_logsumexp - logsumexp)  # of the other
-    merged = torch.lerp(output.to(share.dtype), other.to(share.dtype), share).to(output.dtype)
-    return merged, logsumexp if is_last else torch.logaddexp(logsumexp, other_logsumexp)
+                logsumexp = logsumexp.masked_fill(is_hidden, HIDDEN)
+            return before.merged(Attended(output, logsumexp), is_last=is_last)
+        of_nodes = Attended(*self.keys.attend(query[self.members], nodes, settings))
+        of_members = Attended(*(each[self.members] for each in before))
+        merged = of_members.merged(of_nodes, is_last=is_last)
+        # The other tokens stay as they are.
+        output = before.output.index_copy(0, self.members, merged.output)
+        logsumexp = before.logsumexp.index_copy(0, self.members, merged.logsumexp)
+        return Attended(output, logsumexp)
 
 
 def _tokens_of_active(cache: NodeCache, rows: Any, device: torch.device) -> NewTokens:

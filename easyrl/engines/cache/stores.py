@@ -29,6 +29,10 @@ class Span(NamedTuple):
     start: int
     stop: int
 
+    def of(self, cells: Tensor) -> Tensor:
+        """[C, Hkv, P, D] or [S, Hkv, R, D] -> [Hkv, n, D]"""
+        return cells[self.number, :, self.start : self.stop]
+
 
 class Store(Protocol):
     """What one kind of layer stores. Keys and values have a cell for each token; a recurrent state
@@ -66,22 +70,26 @@ class KeysValues:
     def add_layer(self, key: Tensor, value: Tensor) -> None:
         """Allocate a layer with the heads and dtype of key and value: 2 x [T, Hkv, D]."""
 
-        def zeros(number: int, length: int) -> Cells:
-            of_key = key.new_zeros(number, key.shape[1], length, key.shape[2])
-            of_value = value.new_zeros(number, value.shape[1], length, value.shape[2])
-            return of_key, of_value
+        def zeros(token: Tensor, number: int, length: int) -> Tensor:
+            num_heads, head_size = token.shape[1:]
+            return token.new_zeros(number, num_heads, length, head_size)
 
-        self.rows.append(zeros(self._num_rows, self._cells_per_row))
-        self.nodes.append(zeros(self._num_slots, self._cells_per_slot))
+        def both(number: int, length: int) -> Cells:
+            return zeros(key, number, length), zeros(value, number, length)
+
+        self.rows.append(both(self._num_rows, self._cells_per_row))
+        self.nodes.append(both(self._num_slots, self._cells_per_slot))
 
     def resize(self, num_slots: int, num_cells: int) -> None:
         self._num_slots = num_slots
         self._cells_per_slot = num_cells
 
         def resized(old: Tensor) -> Tensor:
-            new = old.new_zeros(num_slots, old.shape[1], num_cells, old.shape[3])
-            kept = new[: len(old), :, : old.shape[2]]
-            kept.copy_(old[: len(kept), :, : kept.shape[2]])
+            old_slots, num_heads, old_cells, head_size = old.shape
+            new = old.new_zeros(num_slots, num_heads, num_cells, head_size)
+            kept_slots = min(old_slots, num_slots)
+            kept_cells = min(old_cells, num_cells)
+            new[:kept_slots, :, :kept_cells] = old[:kept_slots, :, :kept_cells]
             return new
 
         for layer, (keys, values) in enumerate(self.nodes):
@@ -90,9 +98,8 @@ class KeysValues:
     def copy(self, source: Span, target: Span) -> None:
         sources = self.rows if source.is_row else self.nodes
         targets = self.rows if target.is_row else self.nodes
-        for copied, cache in zip(chain(*sources), chain(*targets), strict=True):
-            cells = copied[source.number, :, source.start : source.stop].clone()
-            cache[target.number, :, target.start : target.stop] = cells
+        for cells, copy in zip(chain(*sources), chain(*targets), strict=True):
+            target.of(copy).copy_(source.of(cells).clone())
 
     def start_rows(self, slots: Ints, rows: Ints, num_cells: int) -> None:
         for cache, nodes in zip(chain(*self.rows), chain(*self.nodes), strict=True):
