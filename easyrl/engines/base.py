@@ -5,7 +5,7 @@
                                   take_turns ▼  │ resume   (only with `has_turns`)
 
 A sequence of a group with turns is suspended where it would end; its keys and values stay in the
-cache. Whoever takes its `Turn` resumes it with tokens that are inserted, or ends it.
+cache. The caller takes its `Turn`, then resumes it with tokens that are inserted, or ends it.
 """
 
 from collections import deque
@@ -75,7 +75,8 @@ class Engine:
         self.end_tokens: Sequence[int] = ()  # that end a completion
         self._waiting: deque[GroupRequest] = deque()
         self._turns: list[Turn] = []
-        self._ended: dict[tuple[int, ...], dict[int, Completion]] = {}  # by group, then sample
+        self._ended: dict[tuple[int, ...], dict[int, Completion]] = {}
+        """Completions of groups of which others are still sampled: by group, then sample."""
         self._finished: list[FinishedGroup] = []  # not returned by `step` yet
 
     def submit(self, request: GroupRequest) -> None:
@@ -100,7 +101,8 @@ class Engine:
 
     def take_turns(self) -> list[Turn]:
         """Return the sequences that were suspended since the last call."""
-        turns, self._turns = self._turns, []
+        turns = self._turns
+        self._turns = []
         return turns
 
     def resume(self, turn: Turn, tokens: Sequence[int], max_turn_tokens: int | None = None) -> None:
@@ -125,12 +127,13 @@ class Engine:
         ended[index] = completion
         if len(ended) < request.num_generations:
             return False
-        ordered = [completion for _, completion in sorted(self._ended.pop(request.key).items())]
-        self._finished.append((request, ordered))
+        del self._ended[request.key]
+        self._finished.append((request, [ended[number] for number in sorted(ended)]))
         return True
 
     def _take_finished(self) -> list[FinishedGroup]:
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ must change from then on exactly when what is sent changes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -25,16 +26,24 @@ class ParameterChecksum:
     held: int = 0
 
 
+class _Sums(NamedTuple):
+    """The last sums of a parameter."""
+
+    sent: int
+    held: int
+    differ_from_start: bool  # whether they differed at the first update
+
+
 class ChecksumVerifier:
     def __init__(self) -> None:
-        self._before: dict[str, tuple[int, int, bool]] = {}
-        """By parameter: its last sums, and whether they differed at the first update."""
+        self._before: dict[str, _Sums] = {}  # by parameter
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
         """Raise RuntimeError if a parameter is not what was sent. `ranks`: checksums of each."""
-        stale = [
-            parts[0].parameter for parts in zip(*ranks, strict=True) if not self._is_current(parts)
-        ]
+        stale = []
+        for parts in zip(*ranks, strict=True):
+            if not self._is_current(parts):
+                stale.append(parts[0].parameter)
         if stale:
             raise RuntimeError(
                 f"weights {policy_version} are not what the engine holds: {len(stale)} of "
@@ -42,11 +51,17 @@ class ChecksumVerifier:
             )
 
     def _is_current(self, parts: Sequence[ParameterChecksum]) -> bool:
-        name, sent = parts[0].parameter, parts[0].sent
+        """Compare the checksums of one parameter on all ranks."""
+        name = parts[0].parameter
+        sent = parts[0].sent
         held = sum(part.held for part in parts)
         is_equal = held == sent or all(part.held == sent for part in parts)
         before = self._before.get(name)
-        self._before[name] = sent, held, not is_equal if before is None else before[2]
         if before is None:
-            return is_equal or len(parts) > 1 or not parts[0].is_matrix
-        return (sent != before[0]) == (held != before[1]) if before[2] else is_equal
+            self._before[name] = _Sums(sent, held, differ_from_start=not is_equal)
+            may_differ = len(parts) > 1 or not parts[0].is_matrix
+            return is_equal or may_differ
+        self._before[name] = _Sums(sent, held, before.differ_from_start)
+        if before.differ_from_start:
+            return (sent != before.sent) == (held != before.held)
+        return is_equal

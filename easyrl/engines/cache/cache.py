@@ -175,8 +175,8 @@ class NodeCache:
 
     def keep(self, family: Family, row: StoredRow) -> None:
         """Keep what a row has stored, in an unused node, if there is room."""
-        num_used = sum(node.is_used for node in self.tree.nodes)
-        if num_used < self._capacity and row.start < row.stop:
+        used = [node for node in self.tree.nodes if node.is_used]
+        if len(used) < self._capacity and row.start < row.stop:
             node = self._add(family, row.ids, row.parent)
             node.is_prompt = False
             self._copy(row, node, row.stop)
@@ -190,8 +190,10 @@ class NodeCache:
             self._drop(node)
 
     def drop_unused(self) -> None:
-        while (unused := self.tree.oldest_unused()) is not None:
+        unused = self.tree.oldest_unused()
+        while unused is not None:
             self._drop(unused)
+            unused = self.tree.oldest_unused()
 
     def _drop(self, node: Node) -> None:
         self.tree.remove(node)

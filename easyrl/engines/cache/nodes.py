@@ -99,7 +99,9 @@ class NodeTree:
         if node.parent is not None:
             node.parent.children.remove(node)
             node.parent.children.append(upper)
-        node.start, node.parent, node.slot = position, upper, slot
+        node.start = position
+        node.parent = upper
+        node.slot = slot
         node.num_stored -= upper.num_stored
         self.nodes.append(upper)
         self._touch(upper)
@@ -146,10 +148,12 @@ class NodeTree:
         found: Node | None = None
         length = 0
         for node in self.nodes:
-            if node.family == family:
-                common = num_common(node.ids, ids)
-                if common > max(length, node.start):
-                    found, length = node, common
+            if node.family != family:
+                continue
+            common = num_common(node.ids, ids)
+            if common > max(length, node.start):
+                found = node
+                length = common
         return found, length
 
 

@@ -131,12 +131,19 @@ class VllmEngine(Engine):
             end_tokens.add(stop_at)
         self._parameters = sampling_parameters(sampling, end_tokens)
         self.end_tokens = sorted(end_tokens)
-        kind = device.partition(":")[0]
-        num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
+        kind, _, _ = device.partition(":")
+        num_rows = max_concurrent_groups * num_generations
+        max_tokens = sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
-        cache = model.path, model.dtype, num_rows, max_tokens
-        part = memory_fraction if is_device_shared else None
+        num_cache_bytes = cache_bytes(
+            model.path,
+            model.dtype,
+            num_rows,
+            max_tokens,
+            device=device,
+            shared_part=memory_fraction if is_device_shared else None,
+        )
         self._cleanup = Cleanup()
         try:
             arguments = AsyncEngineArgs(
@@ -151,7 +158,7 @@ class VllmEngine(Engine):
                 skip_tokenizer_init=not sampling.stop,
                 async_scheduling=False if is_deterministic else None,
                 enable_prefix_caching=True,
-                kv_cache_memory_bytes=cache_bytes(*cache, device=device, shared_part=part),
+                kv_cache_memory_bytes=num_cache_bytes,
                 gpu_memory_utilization=LEAST_FRACTION if is_device_shared else memory_fraction,
                 tensor_parallel_size=tensor_parallel_size,
                 distributed_executor_backend=f"{WORKER}.{executor}",
@@ -183,7 +190,8 @@ class VllmEngine(Engine):
         has_new = self._waiting or self._to_sample
         if has_new and not (self._num_in_flight and self._is_deterministic):
             self._call(self._start_waiting())
-        num_turns, deadline = len(self._turns), time.monotonic() + STEP_SECONDS
+        num_turns = len(self._turns)
+        deadline = time.monotonic() + STEP_SECONDS
         with contextlib.suppress(Empty):
             while self._num_in_flight:
                 has_news = self._finished or len(self._turns) > num_turns
@@ -198,12 +206,16 @@ class VllmEngine(Engine):
         return self._take_finished()
 
     def _end_turn(self, sequence: _Sequence, sampled: CompletionOutput) -> None:
-        tokens, reason = sampled.token_ids, sampled.finish_reason
+        tokens = sampled.token_ids
+        reason = sampled.finish_reason
         assert reason in ("stop", "length"), reason
-        logprobs = [of[token].logprob for of, token in zip(sampled.logprobs, tokens, strict=True)]
+        logprobs = []
+        for token, candidates in zip(tokens, sampled.logprobs, strict=True):
+            logprobs.append(candidates[token].logprob)
         sequence.append(tokens, logprobs)
         self.num_completion_tokens += len(tokens)
-        request, index = sequence.request, sequence.sample_index
+        request = sequence.request
+        index = sequence.sample_index
         is_cut = reason == "length"
         if not request.has_turns or (is_cut and request.max_turn_tokens is None):
             self._end_sequence(sequence, reason)
@@ -245,13 +257,14 @@ class VllmEngine(Engine):
             first_tokens = request.first_tokens or [()] * request.num_generations
             limits = request.limits(self.sampling)
             for index, (limit, tokens) in enumerate(zip(limits, first_tokens, strict=True)):
-                most = request.max_turn_tokens
-                self._to_sample.append(_Sequence(request, index, limit, most))
-                self._to_sample[-1].append(tokens)
+                sequence = _Sequence(request, index, limit, request.max_turn_tokens)
+                sequence.append(tokens)
+                self._to_sample.append(sequence)
         self._waiting.clear()
         for each in self._to_sample:
             maybe_sleep()
-            request, count = each.request, len(each.token_ids)
+            request = each.request
+            count = len(each.token_ids)
             key = (*request.key, each.sample_index, count)
             if request.has_turns:
                 seed = _seed_of(self.sampling.seed, key)
@@ -293,7 +306,8 @@ class VllmEngine(Engine):
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
-        self._generation, self._is_cancelled = endpoint.generation, is_cancelled
+        self._generation = endpoint.generation
+        self._is_cancelled = is_cancelled
         self._call(self._join(endpoint), is_cancelled=is_cancelled)
 
     def receive_weights(self, policy_version: int) -> None:
@@ -327,8 +341,9 @@ class VllmEngine(Engine):
     async def _results(self) -> list[tuple[str, list[Any], list[str]]]:
         """Return each rank's `easyrl_results`. Raises the first error of the weight channel."""
         results = await self._engine.collective_rpc("easyrl_results")
-        for error in filter(None, (error for error, _, _ in results)):
-            raise ConnectionError(error)
+        for error, _, _ in results:
+            if error:
+                raise ConnectionError(error)
         return results  # type: ignore[no-any-return]
 
     async def _reset_prefix_cache(self, policy_version: int) -> None:
@@ -344,7 +359,8 @@ class VllmEngine(Engine):
         """Run a coroutine on vLLM's loop. `is_cancelled` ends its waits in the weight channel.
         Raises RuntimeError if no rank has made progress (`worker.whole_weights`) for this long."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        last, changed_at = 0, time.monotonic()
+        last = 0  # time of the newest progress, as the file system gives it
+        changed_at = time.monotonic()
         try:
             while not wait([future], POLL_SECONDS).done:
                 if self._engine is not None and self._engine.errored:  # it will not answer
@@ -353,7 +369,8 @@ class VllmEngine(Engine):
                     cancel_file(self._cleanup.folder, self._generation).touch()
                 newest = Path(self._cleanup.folder).stat().st_mtime_ns
                 if newest != last:
-                    last, changed_at = newest, time.monotonic()
+                    last = newest
+                    changed_at = time.monotonic()
                 if time.monotonic() - changed_at > timeout_seconds:
                     raise RuntimeError(
                         "weight update: the rollout worker waits for vLLM, which has made no "
@@ -401,7 +418,7 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Make errors with the reason from vLLM's log: the message of the last exception."""
+    """Makes errors whose reason is the message of the last exception in vLLM's log."""
 
     def __init__(self, file: str | None) -> None:
         self._file = Path(file or os.devnull)

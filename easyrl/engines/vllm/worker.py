@@ -112,8 +112,8 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         self._sent_columns: Counter[str] = Counter()
 
     def init_transfer_engine(self, init_info: TransferInitInfo) -> None:
-        endpoint, rank = dict(init_info.endpoint), get_tensor_model_parallel_rank()
-        endpoint["rank"] += rank
+        endpoint = dict(init_info.endpoint)
+        endpoint["rank"] += get_tensor_model_parallel_rank()
         for key in ("device", "shared_device"):  # this process has its own device numbers
             if endpoint[key] not in (None, "cpu"):
                 endpoint[key] = str(self.device)
@@ -125,12 +125,15 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
             self.channel_error = ""
         except OSError as error:
             self.channel_error = str(error)
-        if ident := os.environ.get("VLLM_DIST_IDENT"):  # segments that all CPU ranks have opened
+        ident = os.environ.get("VLLM_DIST_IDENT")
+        if ident:  # names segments that all CPU ranks have opened by now
             for segment in Path("/dev/shm").glob(f"{ident}-*"):
                 segment.unlink(missing_ok=True)
 
     def start_weight_update(self) -> None:
-        self._sent, self._sent_columns, self.unmatched = {}, Counter(), []
+        self._sent = {}
+        self._sent_columns = Counter()
+        self.unmatched = []
         with set_current_vllm_config(self.vllm_config):  # layers read it; not all workers set it
             initialize_layerwise_reload(self.model)
 
@@ -163,25 +166,33 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
             return
         parameters = dict(self.model.named_parameters())
         self.unmatched += [name for name in parameters if name not in self._sent]
-        self.held = [
-            replace(sent, held=checksum(parameters[name]))
-            for name, sent in self._sent.items()
-            if parameters[name].numel()
-        ]
+        self.held = []
+        for name, sent in self._sent.items():
+            if parameters[name].numel():
+                self.held.append(replace(sent, held=checksum(parameters[name])))
+        self.held += self._packed_checksums(parameters)
+
+    def _packed_checksums(self, parameters: dict[str, Any]) -> list[ParameterChecksum]:
+        """Return checksums of the packed weights with which CPU layers multiply."""
+        checksums = []
         names = {weight: name for name, weight in parameters.items()}  # a tied weight has one
         for module in self.model.modules():
             if not hasattr(module, "cpu_linear") or getattr(module, "weight", None) is None:
                 continue
-            # A CPU layer multiplies with a packed copy of its weight.
             if module.weight.numel():
                 # vLLM packs a head that is tied to the embedding only once.
                 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
             name = names[module.weight]
-            sent, held = self._sent_columns[name], checksum(_packed_columns(module))
-            packed = ParameterChecksum(f"{name} (packed)", is_matrix=True, sent=sent, held=held)
-            self.held.append(packed)
+            packed = ParameterChecksum(
+                f"{name} (packed)",
+                is_matrix=True,
+                sent=self._sent_columns[name],
+                held=checksum(_packed_columns(module)),
+            )
+            checksums.append(packed)
+        return checksums
 
     def shutdown(self) -> None:
         self._channel = None
@@ -235,26 +246,30 @@ def whole_weights(
 def checksum(values: Tensor) -> int:
     """Sum the elements' bits as integers, on the CPU where devices cannot add them exactly."""
     bits = values.detach().contiguous().view(_INTEGER_TYPES[values.dtype.itemsize]).view(-1)
-    chunks = torch.split(bits, CHUNK_ELEMENTS)
-    on_device = devices.adds_integers(values.device)
-    return sum(int((c if on_device else c.cpu()).sum(dtype=torch.int64)) for c in chunks)
+    is_exact = devices.adds_integers(values.device)
+    total = 0
+    for chunk in torch.split(bits, CHUNK_ELEMENTS):
+        summed = chunk if is_exact else chunk.cpu()
+        total += int(summed.sum(dtype=torch.int64))
+    return total
 
 
 def _compared(num_columns: int) -> Tensor:
-    """Indices of the compared columns: all, or MAX_COLUMNS evenly spaced ones."""
+    """Return the indices of the compared columns: all, or MAX_COLUMNS evenly spaced ones."""
     return torch.linspace(0, num_columns - 1, min(num_columns, MAX_COLUMNS)).long()
 
 
 def _columns(weight: Tensor) -> Tensor:
-    """The compared columns of a weight [N, K]: [N, C]. Adding 0 makes negative zeros positive."""
+    """Return the compared columns of a weight [N, K]: [N, C]. Adding 0 makes -0 positive."""
     return weight[:, _compared(weight.shape[1])] + 0.0
 
 
 def _packed_columns(module: Any) -> Tensor:
-    """The compared columns of the packed weight [N, K], transposed: [C, N]."""
-    names = "input_size_per_partition", "input_size", "embedding_dim"  # before 0.31: of a head
-    sizes = [getattr(module, name, None) for name in names]
-    num_columns = next(size for size in sizes if size)
+    """Return the compared columns of the packed weight [N, K], transposed: [C, N]."""
+    num_columns = 0
+    # The last one is that of a head, before vLLM 0.31.
+    for name in ("input_size_per_partition", "input_size", "embedding_dim"):
+        num_columns = num_columns or getattr(module, name, None) or 0
     one_hot = nn.functional.one_hot(_compared(num_columns), num_columns).to(module.weight.dtype)
     product: Tensor = module.cpu_linear(one_hot, module.weight, None)
     return product + 0.0
