@@ -220,17 +220,20 @@ class EmbeddedEngine(PolicyEngine):
         return node
 
     def _stored_rows(self, family: Family) -> list[StoredRow]:
-        held = range(self.num_held)
-        rows = [row for row in held if self._sequences[row].request.family == family]
-        return [self._stored_row(row) for row in rows]
+        rows = []
+        for row in range(self.num_held):
+            if self._sequences[row].request.family == family:
+                rows.append(self._stored_row(row))
+        return rows
 
     def _stored_row(self, row: int) -> StoredRow:
         sequence = self._sequences[row]
         state = self._rows[row]
+        sampled = state["tokens"][: state["count"]]
+        ids = np.append(_ids_of(sequence.request), sampled)
         # The newest token is computed in the next step.
-        ids = np.append(_ids_of(sequence.request), state["tokens"][: state["count"]])
-        stored = ids[: max(state["position"], sequence.row_start)]
-        return StoredRow(row, stored, sequence.row_start, sequence.node)
+        num_stored = max(state["position"], sequence.row_start)
+        return StoredRow(row, ids[:num_stored], sequence.row_start, sequence.node)
 
     def _insert_tokens(self) -> list[Int32]:
         """Move the next rows to resume behind the active ones, and insert their tokens. Return the
@@ -289,28 +292,37 @@ class EmbeddedEngine(PolicyEngine):
         return True
 
     def _forward_and_sample(self, fed: list[Int32], opened: list[_Opened]) -> None:
+        """Compute the new tokens of rows and nodes; sample the next token of every active row, and
+        the first one of the sequences that start with the opened requests."""
         new_nodes = [node for node in self.cache.tree.nodes if not node.is_stored]
-        self.num_prompt_tokens += sum(len(node) - node.num_stored for node in new_nodes)
+        for node in new_nodes:
+            self.num_prompt_tokens += len(node) - node.num_stored
         logits = self._forward(fed, new_nodes)
-        self.num_active += len(fed)
-        n = self.num_active
         self.num_steps += 1
+        self.num_active += len(fed)
         starting = self._sequences_of(opened)
         sampled = [sequence for sequence in starting if sequence.inserted is None]
-        self.num_completion_tokens += n + len(sampled)
-        of_rows = self._rows["uniforms"][np.arange(n), self._rows["count"][:n]]
-        uniforms = np.concatenate([of_rows, [s.uniforms[0] for s in sampled]])
         if starting:
-            logits = self._logits_of_sequences(logits, n, new_nodes, sampled)
+            logits = self._logits_of_sequences(logits, new_nodes, sampled)
         if len(logits):
-            uniform = torch.from_numpy(uniforms).to(logits.device)
-            drawn = sample(logits, uniform, self.sampling)
-            tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
-            for sequence, token, logprob in zip(sampled, tokens[n:], logprobs[n:], strict=True):
-                sequence.first_token = int(token)
-                sequence.first_logprob = float(logprob)
-            self._advance(tokens[:n], logprobs[:n])
+            self._sample(logits, sampled)
         self._ready.extend(starting)
+
+    def _sample(self, logits: Tensor, first_of: Sequence[_Sequence]) -> None:
+        """Sample the next token of every active row, and the first one of these sequences. `logits`
+        [n + number of sequences, V]"""
+        n = self.num_active
+        active = self._rows[:n]
+        uniforms = active["uniforms"][np.arange(n), active["count"]]
+        firsts = np.array([sequence.uniforms[0] for sequence in first_of])
+        every_uniform = torch.from_numpy(np.concatenate([uniforms, firsts]))
+        drawn = sample(logits, every_uniform.to(logits.device), self.sampling)
+        tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
+        self.num_completion_tokens += len(tokens)
+        for sequence, token, logprob in zip(first_of, tokens[n:], logprobs[n:], strict=True):
+            sequence.first_token = int(token)
+            sequence.first_logprob = float(logprob)
+        self._advance(tokens[:n], logprobs[:n])
 
     def _sequences_of(self, opened: Sequence[_Opened]) -> list[_Sequence]:
         sequences = []
@@ -325,56 +337,55 @@ class EmbeddedEngine(PolicyEngine):
         return sequences
 
     def _logits_of_sequences(
-        self,
-        logits: Tensor,
-        num_rows: int,
-        new_nodes: Sequence[Node],
-        sampled: Sequence[_Sequence],
+        self, logits: Tensor, new_nodes: Sequence[Node], sampled: Sequence[_Sequence]
     ) -> Tensor:
-        """Return the logits of the rows and of each new sequence that samples its first token: a
-        prompt's last token predicts that of all that continue it. `logits`: of the rows and of the
-        prompts that were computed."""
+        """Return the logits of the active rows, then of these sequences: the last token of a prompt
+        predicts the first one of all that continue it. `logits`: of the rows, then of the prompts
+        that were computed."""
         index_of = dict[Node, int]()
         ends = [node for node in new_nodes if node.is_prompt]
-        for index, node in enumerate(ends, num_rows):
+        for index, node in enumerate(ends, self.num_active):
             index_of[node] = index
             if node.family is not None:
                 node.logits = logits[index].clone()
-        known = list[Tensor]()
-        indices = [*range(num_rows)]
+        indices = list(range(self.num_active))
+        stored = list[Tensor]()  # logits of prompts that were computed before
         for sequence in sampled:
             prompt = sequence.node
             assert prompt is not None
             if prompt not in index_of:
-                index_of[prompt] = len(logits) + len(known)
-                known.append(prompt.logits)
+                index_of[prompt] = len(logits) + len(stored)
+                stored.append(prompt.logits)
             indices.append(index_of[prompt])
-        if known:
-            logits = torch.cat([logits, torch.stack(known)])
-        return logits.index_select(
-            0, torch.tensor(indices, dtype=torch.int64, device=logits.device)
-        )
+        if stored:
+            logits = torch.cat([logits, torch.stack(stored)])
+        wanted = torch.tensor(indices, dtype=torch.int64, device=logits.device)
+        return logits.index_select(0, wanted)
 
     def _forward(self, fed: list[Int32], new_nodes: list[Node]) -> Tensor:
-        """Store the tokens of new nodes; return the logits of every active row, of the rows behind
-        them that are resumed (`fed`: the tokens of each), and of every prompt's last token
-        [n + len(fed) + number of prompts, V]."""
+        """Store the tokens of new nodes. Return the logits of every active row, of the rows behind
+        them that are resumed (`fed`: the tokens of each), and of the last token of every new node
+        that ends a prompt: [n + len(fed) + number of prompts, V]."""
         n = self.num_active
         device = self.policy.device
-        rows = np.arange(n)
         active = self._rows[:n]
         resumed = self._rows[n : n + len(fed)]
-        newest = active["tokens"][rows, active["count"] - 1]
         prompts = [node for node in new_nodes if node.parent is None and node.num_stored == 0]
         continuing = [node for node in new_nodes if node not in prompts]
-        ids = [newest, *fed]
-        positions = [active["position"]]
-        for tokens, last in zip(fed, resumed["position"], strict=True):
-            positions.append(np.arange(1 - len(tokens), 1) + last)
+        parts = _Tokens()
+        newest = active["tokens"][np.arange(n), active["count"] - 1]
+        logits_at = parts.add(newest, active["position"]).tolist()
+        for tokens, position in zip(fed, resumed["position"].tolist(), strict=True):
+            numbers = parts.add(tokens, np.arange(1 - len(tokens), 1) + position)
+            logits_at.append(numbers[-1])
+        last_of = dict[Node, int]()
         for node in (*continuing, *prompts):
             first = node.start + node.num_stored
-            ids.append(node.ids[first:])
-            positions.append(np.arange(first, node.stop))
+            numbers = parts.add(node.ids[first:], np.arange(first, node.stop))
+            last_of[node] = numbers[-1]
+        logits_at += [last_of[node] for node in new_nodes if node.is_prompt]
+        if not parts.number:
+            return torch.zeros(0, self.policy.vocabulary_size, device=device)
         layout = StepLayout(
             self.cache,
             active,
@@ -384,21 +395,13 @@ class EmbeddedEngine(PolicyEngine):
             prompts=prompts,
             device=device,
         )
-        lasts = n + np.cumsum([len(span) for span in positions[1:]], dtype=np.int64) - 1
-        # In the order of `new_nodes`, as `_logits_of_sequences` expects.
-        last_of = dict(zip((*continuing, *prompts), lasts[len(fed) :].tolist(), strict=True))
-        ends = [last_of[node] for node in new_nodes if node.is_prompt]
-        logits_at = np.concatenate([rows, lasts[: len(fed)], ends]).astype(np.int64)
         for node in new_nodes:
             node.num_stored = len(node)
-        every_id = np.concatenate(ids).astype(np.int64)
-        if not len(every_id):
-            return torch.zeros(0, self.policy.vocabulary_size, device=device)
         inputs = ModelInputs(
-            torch.from_numpy(every_id).to(device),
-            torch.from_numpy(np.concatenate(positions)).to(device),
+            parts.ids().to(device),
+            parts.positions().to(device),
             layout,
-            torch.from_numpy(logits_at).to(device),
+            torch.tensor(logits_at, dtype=torch.int64, device=device),
         )
         return self._run_model(inputs)
 
@@ -499,16 +502,13 @@ class EmbeddedEngine(PolicyEngine):
         while number := min(len(self._ready), self.cache.num_rows - self.num_held):
             rows = np.arange(self.num_held, self.num_held + number)
             self.num_held += number
-            copied = list[tuple[int, Node]]()
+            copied = dict[int, Node]()  # by row
             for row in rows.tolist():
                 node = self._start_row(row, self._ready.popleft())
                 if node is not None:
-                    copied.append((row, node))
+                    copied[row] = node
             if copied:
-                into = np.array([row for row, _ in copied])
-                self.cache.start_rows([node for _, node in copied], into)
-                for _, node in copied:
-                    self.cache.release(node)
+                self.cache.start_rows(copied)
             self._stop_complete(rows[self._rows["count"][rows] > 0])
             self._arrange()
 
@@ -539,6 +539,29 @@ class EmbeddedEngine(PolicyEngine):
         state["logprobs"][0] = sequence.first_logprob
         state["is_sampled"][:] = True
         return copied
+
+
+class _Tokens:
+    """The tokens of a step, part by part."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._ids = list[Ints]()
+        self._positions = list[Ints]()
+
+    def add(self, ids: Ints, positions: Ints) -> Ints:
+        """Append a part; return the numbers of its tokens in the step."""
+        first = self.number
+        self.number += len(ids)
+        self._ids.append(ids)
+        self._positions.append(positions)
+        return np.arange(first, self.number)
+
+    def ids(self) -> Tensor:
+        return torch.from_numpy(np.concatenate(self._ids).astype(np.int64))
+
+    def positions(self) -> Tensor:
+        return torch.from_numpy(np.concatenate(self._positions))
 
 
 def _ids_of(request: GroupRequest) -> Int32:

@@ -11,7 +11,8 @@ So a sequence attends to few nodes, at most `MAX_LEVELS`, and a token is compute
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,6 +53,13 @@ class _Found(NamedTuple):
     length: int
 
 
+class _Plan(NamedTuple):
+    """What becomes of tokens that are found."""
+
+    continued: Sequence[Node]  # the new node's path to the root
+    copied: Iterable[Node | StoredRow]  # their first tokens, behind that path, are copied to it
+
+
 def _path(node: Node | None) -> list[Node]:
     return [] if node is None else node.path()
 
@@ -83,8 +91,8 @@ class NodeCache:
         self.lengths: Ints = np.zeros(0, dtype=np.int64)  # [C] tokens of each slot's node; 0: free
         self.starts: Ints = np.zeros(0, dtype=np.int64)  # [C] position of the first of them
         self._longest = 0  # cells of a slot
-        self._most_slots = 0  # in use at a time since `shrink`
-        self._most_length = 0  # of a node since `shrink`
+        self._most_slots = 0  # most that were claimed at a time since `shrink`
+        self._most_length = 0  # tokens of the longest node since `shrink`
         self.num_allocations = 0  # of memory for nodes
 
     # -- slots ------------------------------------------------------------------------------------
@@ -156,22 +164,32 @@ class NodeCache:
         # The prompt's last token is computed in any case: its logits are needed.
         found = self._find(family, ids[:-1], rows)
         with self._holding(found):
-            parents = found.nodes
-            copied = list[Node | StoredRow]()
-            if found.rest is not None:
-                is_long = found.length - found.rest.start > COPIED_TOKENS
-                if is_long and self._is_cuttable(found.rest):
-                    parents.append(self._cut(family, found.rest, found.length))
-                else:
-                    copied.append(found.rest)
-            while parents and found.length - parents[-1].start <= COPIED_TOKENS:
-                copied.insert(0, parents.pop())
-            while len(parents) >= MAX_LEVELS:
-                copied.insert(0, parents.pop())
-            node = self._add(family, ids, parents[-1] if parents else None)
-            for each in copied:
-                self._copy(each, node, min(found.length, each.stop))
+            plan = self._plan(family, found)
+            parent = plan.continued[-1] if plan.continued else None
+            node = self._add(family, ids, parent)
+            for holder in plan.copied:
+                self._copy(holder, node, min(found.length, holder.stop))
         return node
+
+    def _plan(self, family: Family, found: _Found) -> _Plan:
+        """Choose what of the found tokens a new node continues, and what it copies. If a long rest
+        is found within a node or a row, cut that."""
+        continued = [*found.nodes]
+        copied = deque[Node | StoredRow]()
+        if found.rest is not None:
+            is_long = found.length - found.rest.start > COPIED_TOKENS
+            if is_long and self._is_cuttable(found.rest):
+                continued.append(self._cut(family, found.rest, found.length))
+            else:
+                copied.append(found.rest)
+        while continued:
+            last = continued[-1]
+            is_short = found.length - last.start <= COPIED_TOKENS
+            if not is_short and len(continued) < MAX_LEVELS:
+                break
+            copied.appendleft(last)
+            continued.pop()
+        return _Plan(continued, copied)
 
     def keep(self, family: Family, row: StoredRow) -> None:
         """Keep what a row has stored, in an unused node, if there is room."""
@@ -219,7 +237,7 @@ class NodeCache:
     @contextmanager
     def _holding(self, found: _Found) -> Iterator[None]:
         """Let no slot be taken from the nodes that are found."""
-        held = [*found.nodes]
+        held = list(found.nodes)
         if isinstance(found.rest, Node):
             held.append(found.rest)
         for node in held:
@@ -257,6 +275,9 @@ class NodeCache:
             holder.parent = upper
             holder.start = position
             return upper
+        return self._cut_node(holder, position)
+
+    def _cut_node(self, holder: Node, position: int) -> Node:
         (slot,) = self._claim_slots([holder.stop - position])
         upper = self.tree.cut(holder, position, slot)
         self.lengths[upper.slot] = len(upper)
@@ -308,12 +329,15 @@ class NodeCache:
         fits = len(node) + num_more <= self.cells_per_row
         return node.parent is not None and is_alone and fits
 
-    def start_rows(self, nodes: Sequence[Node], rows: Ints) -> None:
-        """Copy each node to the start of a row."""
-        slots = np.array([node.slot for node in nodes])
-        longest = max(len(node) for node in nodes)
+    def start_rows(self, nodes: Mapping[int, Node]) -> None:
+        """Copy nodes to the starts of rows, which do not continue them then: `nodes` by row."""
+        rows = np.array(list(nodes))
+        slots = np.array([node.slot for node in nodes.values()])
+        longest = max(len(node) for node in nodes.values())
         for store in self._stores:
             store.start_rows(slots, rows, longest)
+        for node in nodes.values():
+            self.release(node)
 
     def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
         for store in self._stores:
