@@ -36,9 +36,9 @@ class Kernels(NamedTuple):
 
 
 # -- counted: bfloat16, the operations' tensors in bytes -------------------------------------------
-KERNELS = {"qwen2": Kernels(85, 70), "qwen3": Kernels(101, 70)}
+KERNELS = {"qwen2": Kernels(85, 69), "qwen3": Kernels(101, 69)}
 """Kernels of the embedded engine's decode step."""
-COPYING_KERNELS = {"qwen2": Kernels(57, 66), "qwen3": Kernels(73, 66)}
+COPYING_KERNELS = {"qwen2": Kernels(57, 65), "qwen3": Kernels(73, 65)}
 """The same for prompts of at most COPIED_TOKENS tokens, which are copied to the rows."""
 SCORE_BYTES = 68
 """Moved in a decode step per score of attention."""
