@@ -4,13 +4,17 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from easyrl.config.eval import EvalConfig
 from easyrl.config.section import AS_LIST, COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
+EngineName = Literal["embedded", "vllm"]
+"""The inference engine that a run uses: `auto` is one of these once devices are known."""
+EMBEDDED: Final = "embedded"
+VLLM: Final = "vllm"
 MAX_BRANCHES = 128  # token sequences of an agent's episode: it bounds what a group carries
 ToolFormat = Literal[
     "auto",

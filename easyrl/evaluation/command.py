@@ -146,8 +146,7 @@ def _fit_memory(
 ) -> FittedMemory:
     """Halve the number of problems in flight until the estimate fits, unless the user chose it.
     (vLLM's cache has a fixed size on an accelerator.)"""
-    is_vllm = placement.engine.name == "vllm"
-    if model is None or (is_vllm and placement.infer.kind != "cpu"):
+    if model is None or (placement.engine.is_vllm and placement.infer.kind != "cpu"):
         return FittedMemory(placement, ())
     is_chosen = spec.engine.max_concurrent_groups is not None
     while True:

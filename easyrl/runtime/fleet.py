@@ -164,7 +164,7 @@ class Fleet:
             return None
         owner_id = owner_id_of(placement, role, number)
         self._board[owner_id] = False  # a dead worker may have been idle
-        if role == "rollout" and placement.engine.name == "vllm":
+        if role == "rollout" and placement.engine.is_vllm:
             return CoreSharing(self._board, owner_id, shared={})
         other_role = "train" if role == "rollout" else "rollout"
         num_others = placement.num_workers(other_role)

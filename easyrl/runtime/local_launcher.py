@@ -65,7 +65,7 @@ class LocalLauncher:
         settings = with_environment(settings)
         # A copy of the fork server starts faster, but accelerators do not survive a fork, and vLLM
         # starts processes of its own.
-        is_copy = settings.device == "cpu" and settings.engine == "embedded"
+        is_copy = settings.device == "cpu" and not settings.has_vllm
         with environment_of_children(settings.environment):
             return supervisor.spawn(
                 settings.name, worker_main, settings, self._ring, is_copy=is_copy

@@ -169,7 +169,7 @@ def _rollout_needs(
     load = _engine_load(spec, placement)
     weights_bytes = DTYPE_BYTES[spec.model.dtype] * model.num_weights
     needs = [process_need(kind, num_devices), *weights_needs(model, load)]
-    if placement.engine.name == "embedded":
+    if not placement.engine.is_vllm:
         needs += embedded_needs(model, load)
         # The embedded engine on the CPU receives into the weights themselves, where they fit.
         bucket_bytes = 0 if is_on_cpu else _bucket_bytes(placement, "rollout", weights_bytes)

@@ -7,6 +7,7 @@ from typing import Any
 from easyrl import devices
 from easyrl.config import Config, change_config
 from easyrl.config.devices import range_words
+from easyrl.config.rollout import VLLM
 from easyrl.config.spec import RunSpec
 from easyrl.engines.sizes import GROUPS_KEY
 from easyrl.model.files import ModelSize
@@ -138,10 +139,10 @@ def _engines(config: Config, placement: Placement, size: ModelSize) -> list[Chan
     engines: list[Changes] = [{}]
     # Where vLLM is assumed, it is not installed here.
     is_auto = placement.assumed is not None and config.rollout.engine == "auto"
-    if placement.engine.name == "vllm" or (is_auto and size.is_in_vllm):
+    if placement.engine.is_vllm or (is_auto and size.is_in_vllm):
         for num_devices in VLLM_SIZES:
             key = "rollout.tensor_parallel_size"
-            engines.append({"rollout.engine": "vllm", key: num_devices})
+            engines.append({"rollout.engine": VLLM, key: num_devices})
     return engines
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.model import DType
-from easyrl.config.rollout import MAX_BRANCHES
+from easyrl.config.rollout import EMBEDDED, MAX_BRANCHES, VLLM, EngineName
 from easyrl.config.spec import EngineSpec, RunSpec
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
@@ -25,9 +25,13 @@ NO_ACCELERATORS = DeviceSet("accelerator", ())
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    name: Literal["embedded", "vllm"] = "embedded"
+    name: EngineName = EMBEDDED
     reason: str = ""  # why `auto` chose it
     tensor_parallel_size: int = 1  # devices of one engine
+
+    @property
+    def is_vllm(self) -> bool:
+        return self.name == VLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +301,9 @@ def _place(
     can_lend = has_own_cores and train.count > 0 and not spec.schedule.is_deterministic
     lends_cores = can_lend and num_workers <= num_cores()
 
-    borrows = lends_cores and engine.name == "embedded"
+    borrows = lends_cores and not engine.is_vllm
     # Generating and training in turn is faster on one device, and vLLM queues what does not fit.
-    starts_all = engine.name == "vllm" and not is_on_cpu and infer == train
+    starts_all = engine.is_vllm and not is_on_cpu and infer == train
     most_groups = max_concurrent_groups(spec, num_engines, borrows=borrows, starts_all=starts_all)
     return Placement(
         infer=infer,
@@ -443,20 +447,20 @@ def choose_engine(
     size = spec.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator
     reason = unsupported_reason(kind, dtype)
-    if is_planned and wanted == "vllm":
+    if is_planned and wanted == VLLM:
         reason = None
     if spec.is_deterministic and not (kind == "cpu" and size == 1):
         reason = "runtime.deterministic=true needs it, except on CPUs without tensor parallelism"
-    if wanted == "vllm" and reason is not None:
+    if wanted == VLLM and reason is not None:
         raise ConfigError(f"rollout.engine: expected embedded, because {reason}, got vllm")
     if wanted == "auto" and kind == "cpu":
         reason = "the default on the CPU"
-    is_vllm = wanted == "vllm" or (wanted == "auto" and reason is None)
+    is_vllm = wanted == VLLM or (wanted == "auto" and reason is None)
     if infer.count % size or (size > 1 and not is_vllm):
         expected = f"a divisor of {infer.count} (devices.infer), and 1 with the embedded engine"
         raise ConfigError(f"rollout.tensor_parallel_size: expected {expected}, got {size}")
     why = (reason or "it is installed") if wanted == "auto" else ""
-    return EngineChoice("vllm" if is_vllm else "embedded", why, size)
+    return EngineChoice(VLLM if is_vllm else EMBEDDED, why, size)
 
 
 def ring_layout(spec: RunSpec, placement: Placement) -> RingLayout:

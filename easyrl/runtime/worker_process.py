@@ -137,7 +137,7 @@ def with_environment(settings: WorkerSettings) -> WorkerSettings:
 
 
 def _is_vllm(settings: WorkerSettings) -> bool:
-    return settings.engine == "vllm" and settings.name.startswith("rollout")
+    return settings.has_vllm and settings.name.startswith("rollout")
 
 
 def set_up_process(settings: WorkerSettings) -> None:

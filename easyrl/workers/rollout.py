@@ -169,7 +169,7 @@ class RolloutWorker:
         sampling = sampling_settings(
             spec.engine, spec.limits, self.sampling, has_branches=has_branches
         )
-        if self.settings.engine == "vllm":
+        if self.settings.has_vllm:
             return self._start_vllm(sampling)
         policy = load_policy(
             model.path,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from socket import socket
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from easyrl.config.rollout import EMBEDDED, VLLM, EngineName
 from easyrl.config.spec import RolloutSpec, TrainSpec
 from easyrl.devices import LOOPBACK
 from easyrl.workers.core_sharing import CoreSharing
@@ -38,7 +39,7 @@ class WorkerSettings:
     core_sharing: CoreSharing | None = None  # None: every worker keeps its own cores
     rank: int = 0  # of a train worker
     num_train_ranks: int = 1
-    engine: Literal["embedded", "vllm"] = "embedded"  # of the rollout workers
+    engine: EngineName = EMBEDDED  # of the rollout workers
     pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
@@ -46,6 +47,11 @@ class WorkerSettings:
     address: str = LOOPBACK  # of this machine: process groups listen there
     listener: socket | None = None  # where this worker serves `store`; None: it does not
     clock_offset_seconds: float = 0.0  # of the controller's machine's clock to this one's
+
+    @property
+    def has_vllm(self) -> bool:
+        """Whether the rollout workers' engine is vLLM."""
+        return self.engine == VLLM
 
     def weight_endpoint(self, rank: int, world_size: int, generation: int = 0) -> WeightEndpoint:
         """This worker's end of the weight channel (`events.InitWeightChannel`)."""

@@ -255,7 +255,7 @@ class TrainWorker:
         assert version == self.learner.policy_version
         self._close_temporary_channel()
         # Receivers keep the other weights. vLLM fuses weights, and needs all parts of one.
-        only_trained = self.has_exchanged and self.settings.engine == "embedded"
+        only_trained = self.has_exchanged and not self.settings.has_vllm
         with self.timeline.measure("weights"):
             error = self._broadcast(self.channel, version, only_trained=only_trained)
         if error:
@@ -270,7 +270,7 @@ class TrainWorker:
     ) -> str:
         """Send the weights, or gather them too on other ranks; return a failed channel's error."""
         policy = self.learner.policy
-        is_vllm = self.settings.engine == "vllm"
+        is_vllm = self.settings.has_vllm
         weights = policy.weights(only_trained=only_trained, merge=is_vllm)
         # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.
         dtype = None if policy.adapter else getattr(torch, self.spec.model.dtype)

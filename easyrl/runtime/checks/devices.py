@@ -86,7 +86,7 @@ def check_compiler(spec: RunSpec, placement: Placement, has_compiler: bool) -> N
         return
     compiles_layers = spec.optimizer.compile or spec.model.dtype != "float32"
     trains_on_gpu = placement.train.kind == "accelerator"
-    has_vllm_on_gpu = placement.infer.kind == "accelerator" and placement.engine.name == "vllm"
+    has_vllm_on_gpu = placement.infer.kind == "accelerator" and placement.engine.is_vllm
     if (trains_on_gpu and compiles_layers) or has_vllm_on_gpu:
         raise ConfigError(
             "devices: expected a C compiler for GPU kernels (CC, or apt install gcc), got none"
@@ -147,7 +147,7 @@ def warn_of_slow_copies(placement: Placement) -> Sequence[str]:
 
 def never_run(placement: Placement) -> Sequence[str]:
     """Name what of a plan has never run on real hardware (README, "What has run where")."""
-    is_vllm = placement.engine.name == "vllm" and placement.infer.kind == "accelerator"
+    is_vllm = placement.engine.is_vllm and placement.infer.kind == "accelerator"
     parts = {
         "Ascend NPUs": placement.accelerator == devices.ASCEND and bool(placement.accelerators),
         "several accelerators": len(placement.accelerators) > 1,

@@ -79,8 +79,7 @@ def check_lengths(spec: RunSpec, lengths_section: str, model: MeasuredModel) -> 
 def check_vllm_weights(placement: Placement, model: MeasuredModel) -> None:
     """Raise ConfigError for a model whose updated weights vLLM would refuse. (An evaluation's
     weights do not change.)"""
-    is_vllm = placement.engine.name == "vllm"
-    if is_vllm and model.size is not None and not model.size.is_in_vllm:
+    if placement.engine.is_vllm and model.size is not None and not model.size.is_in_vllm:
         raise ConfigError(
             "rollout.engine: expected embedded, because vLLM names weights of "
             f"'{model.files.path}' otherwise than transformers, so it cannot receive updates, got "
@@ -90,7 +89,7 @@ def check_vllm_weights(placement: Placement, model: MeasuredModel) -> None:
 
 def check_episodes(spec: RunSpec, placement: Placement, model: MeasuredModel) -> None:
     """Raise ConfigError if no engine can run the model's episodes, which need rows that wait."""
-    if spec.episodes is None or placement.engine.name == "vllm" or model.size is None:
+    if spec.episodes is None or placement.engine.is_vllm or model.size is None:
         return
     if not model.size.is_batched:
         raise ConfigError(
