@@ -387,6 +387,8 @@ class SharedKeys:
         is_causal: bool = False,
     ) -> SharedKeys:
         """`slots`, `positions` [n]: of each query; `lengths` [C]: see above."""
+        used: Ints
+        numbers: Ints  # of each query's slot among the used ones
         used, numbers = np.unique(slots, return_inverse=True)
         first, last = int(used[0]), int(used[-1])
         at: slice | Tensor
