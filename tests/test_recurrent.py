@@ -6,13 +6,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from easyrl.layout.tree import NONE, TokenTree
-from easyrl.model import exactness
 from easyrl.model.exactness import choose_attention
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.loading import load_policy
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
-from easyrl.model.mixers.packed_row import PackedRow, connect
-from easyrl.model.mixers.recurrent import MixerState, TreeScan, recurrent_layers
+from easyrl.model.mixers.kinds import checked_tree, connect
+from easyrl.model.mixers.packed_row import PackedRow
+from easyrl.model.mixers.recurrent import MixerState, TreeScan, find_layers
 from tiny_models import GROUPED, SPREAD, WITH_STATES, tiny_model
 
 TREE = TokenTree.joined(
@@ -80,7 +80,7 @@ def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_sequences(famil
         together = [logprobs[sequence] for sequence in sequences_of(TREE)]
         got = gradients_of(model, together)
 
-    assert recurrent_layers(model)
+    assert find_layers(model)
     for one, other in zip(together, alone, strict=True):
         assert float((one - other).abs().max()) <= 1e-10
     whole = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
@@ -109,9 +109,9 @@ def test_the_check_crosses_the_chunks_of_a_models_kernels():
     short = tiny_model("qwen3_5_text", None, **WITH_STATES["qwen3_5_text"])
     long = tiny_model("bamba", None, **(WITH_STATES["bamba"] | {"mamba_chunk_size": 128}))
     for model, chunk in ((short, 64), (long, 128)):
-        lengths = exactness._checked_tree(model).lengths
+        lengths = checked_tree(model).lengths
         assert lengths.max() > chunk
-        parents = exactness._checked_tree(model).parents
+        parents = checked_tree(model).parents
         behind_one_token = [lengths[parent] for parent in parents if parent != NONE]
         assert min(behind_one_token) == 1
 

@@ -20,33 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, loadable_model
-from easyrl.layout.tree import NONE, TokenTree
 from easyrl.model.files import fingerprint
-from easyrl.model.mixers import unsupported_layer
+from easyrl.model.mixers import recurrent, unsupported_layer
 from easyrl.model.mixers.attention import ATTENTION_NAME
 from easyrl.model.mixers.interface import UnsupportedLayer
-from easyrl.model.mixers.packed_row import connect
+from easyrl.model.mixers.kinds import checked_tree, connect
 from easyrl.model.mixers.recording import RecordingLayout
-from easyrl.model.mixers.recurrent import recurrent_layers
 from easyrl.model.policy import decoder_layers
 
-GROUP = TokenTree.of_group(3, [2, 4])
-BRANCHED = TokenTree(np.array([2, 3, 1, 2]), np.array([NONE, 0, 1, 1]))
-"""A completion branches."""
-BEHIND_ONE_TOKEN = TokenTree(np.array([1, 2, 1, 2, 1]), np.array([NONE, 0, 1, 2, 2]))
-"""Branches continue nodes of one token: the prompt, and a part of a completion."""
-CHECKED_TREE = TokenTree.joined([GROUP, BRANCHED])
-"""The packed row of the check."""
-CHUNK_KEYS = ("chunk_size", "mamba_chunk_size")  # of config.json
-USUAL_CHUNK = 64
-"""Layers with a state compute this many tokens at once, unless config.json says otherwise."""
 NUM_DRAWS = 3  # rows of random tokens; one must agree, since rounding may change a token's experts
 CHECKED_WORDS = 512
 """Size of the vocabulary, if the model's is larger, while a narrow model is checked in float32."""
@@ -168,7 +155,7 @@ def _versions_of_weights(model: Any) -> list[int]:
 
 def _unsupported_reason(model: Any) -> str | None:
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    has_states = bool(recurrent_layers(model))
+    has_states = bool(recurrent.find_layers(model))
     reason = unsupported_layer(layer_types, may_have_states=has_states)
     if reason is not None:
         return reason
@@ -183,7 +170,7 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
     for one of them, else its last result. Raises ConfigError."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
-    num_tokens = _checked_tree(model).num_tokens
+    num_tokens = checked_tree(model).num_tokens
     reason = None
     for _ in range(NUM_DRAWS):
         drawn = torch.randint(vocabulary_size, (num_tokens,), generator=generator)
@@ -195,19 +182,6 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
         if reason is None:
             return None
     return reason
-
-
-def _checked_tree(model: Any) -> TokenTree:
-    """Return the tree of the row to check. With states it has parts that are longer than what the
-    model's kernels compute at once."""
-    if not recurrent_layers(model):
-        return CHECKED_TREE
-    text_config = model.config.get_text_config()
-    chunk = USUAL_CHUNK
-    for key in CHUNK_KEYS:
-        chunk = max(chunk, getattr(text_config, key, 0))
-    across_chunks = TokenTree.of_group(chunk + 6, [chunk + 2, 1, 5])
-    return TokenTree.joined([CHECKED_TREE, BEHIND_ONE_TOKEN, across_chunks])
 
 
 def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
@@ -228,7 +202,7 @@ def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
-    tree = _checked_tree(model)
+    tree = checked_tree(model)
     sequences = [tree.tokens_of(tree.path(leaf)) for leaf in tree.leaves]
     with _attending(model, "eager"):
         alone = [_logits(model, tokens[sequence]) for sequence in sequences]

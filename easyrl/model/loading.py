@@ -24,7 +24,7 @@ from easyrl.model.exactness import (
 from easyrl.model.files import load_model_config, read_model_files
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.mixers.attention import register_attention
-from easyrl.model.mixers.recurrent import recurrent_layers
+from easyrl.model.mixers.kinds import no_engine_reason
 from easyrl.model.policy import Policy
 
 MOST_CHECKED_TOKENS = 4  # of the check of the head
@@ -65,9 +65,10 @@ def load_policy(
             f"shared exactly: {reason} ({path}); got shared_prompt"
         )
     attention_name = checked.attention
-    if is_for_engine and reason is None and recurrent_layers(model):
-        reason = "layers have a state, which the embedded engine does not store"
-        attention_name = checked.own_attention
+    if is_for_engine and reason is None:
+        reason = no_engine_reason(model)
+        if reason is not None:
+            attention_name = checked.own_attention
     if attention_name != model.config._attn_implementation:
         model.set_attn_implementation(attention_name)
     model.to(device)

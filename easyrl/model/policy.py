@@ -23,10 +23,9 @@ from easyrl.config.model import AttentionMode, LoraConfig
 from easyrl.model.files import eos_token_ids
 from easyrl.model.inputs import ModelInputs, real_tokens
 from easyrl.model.lora import Adapter, Merger
-from easyrl.model.mixers.attention import register_attention
 from easyrl.model.mixers.interface import CurrentLayout, Layout
-from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow, connect
-from easyrl.model.mixers.recurrent import exclude_from_compiling
+from easyrl.model.mixers.kinds import connect, exclude_from_compiling
+from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow
 from easyrl.model.sharding import whole
 from easyrl.types import MicroBatch, Weight, WeightPiece
 
@@ -86,7 +85,6 @@ class Policy:
 
     def compile(self) -> None:
         """Compile each decoder layer around its attention, before `checkpoint_activations`."""
-        register_attention(is_compiled=True)
         exclude_from_compiling(self.model)
         # Each mode, kind of row and number of threads, which changes with shared cores, counts.
         torch._dynamo.config.recompile_limit = 64

@@ -15,14 +15,15 @@ There are two kinds:
 
 A new kind of layer has to provide:
 
-1. A file in this package that finds such layers by what their modules do, and lets them ask the
-   model's `interface.CurrentLayout`. It does not rely on keyword arguments: some decoders do not
-   pass them to their layers. It is called by `packed_row.connect`.
-2. A method of `interface.Layout`. `PackedRow` runs it over the whole tree. The layout of an
-   engine's step reads and writes what the layer stores in a cache.
-3. What it supports and stores, in this file: the names of its layers in `config.json`, the clause
-   with which it refuses others, and the elements that a token costs (keys and values) or a node
-   (a state).
+1. A file in this package with the functions that `kinds` lists. It finds such layers by what their
+   modules do, and lets them ask the model's `interface.CurrentLayout`. It does not rely on keyword
+   arguments: some decoders do not pass them to their layers.
+2. Its entry in `kinds.KINDS`.
+3. In this file, the names of its layers in `config.json`.
+
+A layer with a state of another form gives its own run to `scan`, as `recurrent` does. Only a layer
+that needs another method of the layout touches `interface`, `packed_row` and `recording` too. The
+embedded engine serves it once a store of `engines.cache` keeps what it needs of a node.
 
 Whether a model as a whole is exact is decided once, by measuring (`model.exactness`). What is in
 this file needs neither torch nor weights: a plan reads it.

@@ -3,18 +3,21 @@
     a layer's own code ─► query, key, value ─► `_attention` ─► current layout's `attend`
 
 A model with `attn_implementation="easyrl"` builds no mask. Its layers find the layout by the object
-that `connect_attention` gives to them.
+that `connect_layers` gives to them.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from easyrl.layout.tree import NONE, TokenTree
 from easyrl.model.mixers.interface import CurrentLayout, LayerSettings, UnsupportedLayer
 
+NO_ENGINE_REASON: str | None = None
 ATTENTION_NAME = "easyrl"
 CURRENT_LAYOUT = "easyrl_current_layout"
 """Attribute of attention modules: the `CurrentLayout` of their model."""
@@ -32,11 +35,27 @@ def register_attention(*, is_compiled: bool = False) -> None:
     AttentionInterface.register(ATTENTION_NAME, function)
 
 
-def connect_attention(model: nn.Module, current: CurrentLayout) -> None:
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that may be attention. Others with a number are harmless."""
+    return [module for module in model.modules() if hasattr(module, "layer_idx")]
+
+
+def connect_layers(model: nn.Module, current: CurrentLayout) -> None:
     """Let a model's attention layers find the current layout."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):  # transformers' name in every attention module
-            setattr(module, CURRENT_LAYOUT, current)
+    for module in find_layers(model):
+        setattr(module, CURRENT_LAYOUT, current)
+
+
+def exclude_from_compiling(model: nn.Module) -> None:
+    """Run attention as it is in layers that are compiled around it, of this model and others."""
+    register_attention(is_compiled=True)
+
+
+def checked_trees(model: nn.Module) -> list[TokenTree]:
+    """Return a group, and a tree in which a completion branches."""
+    group = TokenTree.of_group(3, [2, 4])
+    branched = TokenTree(np.array([2, 3, 1, 2]), np.array([NONE, 0, 1, 1]))
+    return [group, branched]
 
 
 def _attention(

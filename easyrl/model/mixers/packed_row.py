@@ -1,4 +1,4 @@
-"""The trainer's layout: a packed row whose tokens form a tree, and what connects a model with it.
+"""The trainer's layout: a packed row whose tokens form a tree.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -8,27 +8,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from easyrl import devices
 from easyrl.layout.tree import TokenTree
-from easyrl.model.mixers.attention import connect_attention
-from easyrl.model.mixers.interface import CurrentLayout, LayerSettings
-from easyrl.model.mixers.recurrent import RunLayer, TreeScan, connect_recurrent
+from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.recurrent import RunLayer, TreeScan
 from easyrl.model.mixers.sdpa import SdpaAttention
 
 if TYPE_CHECKING:
     from easyrl.model.mixers.flex import FlexAttention
 
 SMALLEST_FLEX_HEAD_SIZE = 16  # the smallest that FlexAttention's kernels support
-
-
-def connect(model: nn.Module) -> CurrentLayout:
-    """Connect the layers of a model, of every kind, with one object: its current layout."""
-    current = CurrentLayout()
-    connect_attention(model, current)
-    connect_recurrent(model, current)
-    return current
 
 
 class _LayerShape(NamedTuple):

@@ -35,6 +35,10 @@ from easyrl.model.mixers.interface import CurrentLayout, LayoutWithStates
 STATE_GETTERS = {"get_conv_state", "get_recurrent_state"}
 """Methods of transformers' cache that layers with a state call."""
 CACHE_ARGUMENT = "cache"
+NO_ENGINE_REASON: str | None = "layers have a state, which the embedded engine does not store"
+CHUNK_KEYS = ("chunk_size", "mamba_chunk_size")  # of config.json
+USUAL_CHUNK = 64
+"""Layers with a state compute this many tokens at once, unless config.json says otherwise."""
 SMALLEST_CONTINUATION = 2
 """For a continuation of one token layers use another kernel, which may write the state in place."""
 LARGEST_ERROR = 0.01
@@ -132,16 +136,16 @@ class RecurrentMixer:
         return output
 
 
-def connect_recurrent(model: nn.Module, current: CurrentLayout) -> None:
+def connect_layers(model: nn.Module, current: CurrentLayout) -> None:
     """Let a model's layers with a state find the current layout."""
-    for module in recurrent_layers(model):
+    for module in find_layers(model):
         forward = module.forward
         if isinstance(forward, RecurrentMixer):  # it is connected with another object
             module.forward = forward.own_forward
         module.forward = RecurrentMixer(module, current)
 
 
-def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose own code reads a state from transformers' cache."""
     found = list[nn.Module]()
     for module in model.modules():
@@ -152,6 +156,21 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
         if reads_state and takes_cache:
             found.append(module)
     return found
+
+
+def checked_trees(model: Any) -> list[TokenTree]:
+    """Return trees with parts that are longer than what the model's kernels compute at once, and
+    with branches behind one token."""
+    if not find_layers(model):
+        return []
+    text_config = model.config.get_text_config()
+    chunk = USUAL_CHUNK
+    for key in CHUNK_KEYS:
+        chunk = max(chunk, getattr(text_config, key, 0))
+    across_chunks = TokenTree.of_group(chunk + 6, [chunk + 2, 1, 5])
+    # Branches continue nodes of one token: the prompt, and a part of a completion.
+    behind_one_token = TokenTree(np.array([1, 2, 1, 2, 1]), np.array([NONE, 0, 1, 2, 2]))
+    return [behind_one_token, across_chunks]
 
 
 def continues_from_state(run: RunLayer, hidden: Tensor) -> bool:
@@ -188,7 +207,7 @@ def exclude_from_compiling(model: nn.Module) -> None:
     """Run the layers with a state as they are in layers that are compiled around them: how they are
     run depends on the tree."""
     disable: Any = torch.compiler.disable
-    for module in recurrent_layers(model):
+    for module in find_layers(model):
         module.forward = disable(module.forward)
 
 

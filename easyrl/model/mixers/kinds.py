@@ -1,0 +1,67 @@
+"""The kinds of layers that have a mixer, and what the rest of the package asks of all of them.
+
+A kind is a module of this package with these functions:
+
+    find_layers(model)               the model's layers of this kind
+    connect_layers(model, current)   let them ask `current` for the layout
+    exclude_from_compiling(model)    run them as they are in layers that are compiled around them
+    checked_trees(model)             trees that show whether they are exact (`model.exactness`)
+
+and `NO_ENGINE_REASON`: a clause why the embedded engine cannot serve such layers, or None.
+"""
+
+from typing import Protocol
+
+from torch import nn
+
+from easyrl.layout.tree import TokenTree
+from easyrl.model.mixers import attention, recurrent
+from easyrl.model.mixers.interface import CurrentLayout
+
+
+class Kind(Protocol):
+    """A module as described above."""
+
+    NO_ENGINE_REASON: str | None
+
+    def find_layers(self, model: nn.Module) -> list[nn.Module]: ...
+
+    def connect_layers(self, model: nn.Module, current: CurrentLayout) -> None: ...
+
+    def exclude_from_compiling(self, model: nn.Module) -> None: ...
+
+    def checked_trees(self, model: nn.Module) -> list[TokenTree]: ...
+
+
+KINDS: tuple[Kind, ...] = (attention, recurrent)
+
+
+def connect(model: nn.Module) -> CurrentLayout:
+    """Connect the layers of a model, of every kind, with one object: its current layout."""
+    current = CurrentLayout()
+    for kind in KINDS:
+        kind.connect_layers(model, current)
+    return current
+
+
+def exclude_from_compiling(model: nn.Module) -> None:
+    """Run all mixers as they are in layers that are compiled around them: how they are run depends
+    on the tree."""
+    for kind in KINDS:
+        kind.exclude_from_compiling(model)
+
+
+def checked_tree(model: nn.Module) -> TokenTree:
+    """Return a tree that shows whether the model's layers of every kind are exact."""
+    trees = list[TokenTree]()
+    for kind in KINDS:
+        trees += kind.checked_trees(model)
+    return TokenTree.joined(trees)
+
+
+def no_engine_reason(model: nn.Module) -> str | None:
+    """Return a clause why the embedded engine cannot serve the model, or None."""
+    for kind in KINDS:
+        if kind.NO_ENGINE_REASON is not None and kind.find_layers(model):
+            return kind.NO_ENGINE_REASON
+    return None
