@@ -4,7 +4,9 @@
                            ├──► RolloutSpec ──► a rollout worker
                            └──► TrainSpec ────► a train worker
 
-Nothing here is `auto` or null where a run uses a value. A part has no torch and no code of the
+Nothing here is `auto` or null where a run uses a value, but `EngineSpec.name` and
+`OptimizerSpec.reshard`, which depend on the devices. `LossOptions.config` is the only whole config,
+for a loss of the user's own. A part has no torch and no code of the
 user's, is never changed, and can be pickled for a process. The config's sections explain the
 settings: a field has its key's name and meaning unless a comment says something else.
 """
@@ -85,7 +87,7 @@ class RewardSpec:
     timeout_seconds: float  # of a call
     options: RewardConfig
     """The other settings of the section. Its `functions` and `weights` are not resolved."""
-    datasets: tuple[str, ...]  # whose presets the default function is of
+    datasets: tuple[str, ...]  # names of the data sets, which give the default function
     acts: Literal["environment", "tools", "agent"] | None
     """What acts in episodes, and may have a reward of its own."""
     num_generations: int

@@ -45,14 +45,13 @@ class Rollout:
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Return how many tokens this rollout adds to a row that ends with `previous`."""
-        if not shares_prompts and self.predecessors is not None:
-            return self._num_repeated_tokens
-        has_its_prompt = previous is not None and previous.prompt_index == self.prompt_index
-        if shares_prompts and has_its_prompt:
-            return len(self.completion_ids)
         # The policy's row and the teacher's row have the same budget.
         num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))
-        return num_prompt + len(self.completion_ids)
+        with_prompt = num_prompt + len(self.completion_ids)
+        if not shares_prompts:
+            return with_prompt if self.predecessors is None else self._num_repeated_tokens
+        has_its_prompt = previous is not None and previous.prompt_index == self.prompt_index
+        return len(self.completion_ids) if has_its_prompt else with_prompt
 
     @cached_property
     def _num_repeated_tokens(self) -> int:

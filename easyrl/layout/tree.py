@@ -64,8 +64,8 @@ class TokenTree:
         """Cut tokens into nodes, as few as possible.
 
         `predecessors` [T]: number of the earlier token that each token continues, or NONE. A node
-        begins where a token does not continue the token before it, and ends where another token
-        than the next one continues it. `cuts`: tokens that begin a node in any case.
+        begins at a token that does not continue the token right before it. It ends at a token that
+        some token other than the next one continues. `cuts`: tokens that begin a node in any case.
         """
         starts = _first_tokens(predecessors, cuts)
         lengths = np.diff(starts, append=len(predecessors))

@@ -6,7 +6,8 @@
        └────── lost ──────┴─────────│──────────┘ unless it is in the ring
                                     └────► REJECTED, and a fresh prompt waits in the next round
 
-Only ACCEPTED is final: a worker reports a group just before it puts it into the ring.
+ACCEPTED and REJECTED are final. REPORTED is not: a worker reports a group just before it puts it
+into the ring, and may die in between.
 
 Where is a group when its worker dies (`Ledger.on_worker_lost`)?
 
@@ -174,7 +175,9 @@ class Ledger:
     # -- handing out ------------------------------------------------------------------------------
 
     def take(self, workers: Sequence[str]) -> dict[str, events.Command]:
-        """Hand groups that wait to these workers, which can work; return what to send to each."""
+        """Hand groups that wait to these workers, which can work; return what to send to each. In
+        deterministic mode a list also has groups that are known: the replacement of a dead worker
+        generates them again, and drops them."""
         if self._fixed_workers:
             lists = self._fixed_lists(workers)
         else:

@@ -67,7 +67,7 @@ class _Group:
 
     index: int  # in its iteration
     prompt: Prompt
-    known: int | None  # checksum, if a dead worker has delivered it; None: it has not
+    known_checksum: int | None  # of the group as a dead worker reported it; None: none did
     # Set once the group is generated and is being scored:
     prompt_ids: Sequence[int] = ()
     completions: Sequence[Completion] = ()  # [G]
@@ -345,7 +345,7 @@ class RolloutWorker:
         key = GroupKey(*request.key)
         group = self._groups[key]
         texts = self.episodes.finish(key, completions)
-        if group.known is not None:
+        if group.known_checksum is not None:
             self._drop_known(key, group, completions)
             return
         group.prompt_ids = request.prompt_ids
@@ -362,7 +362,7 @@ class RolloutWorker:
         """Drop a group that a dead worker has delivered. Raises BrokenInvariant if it differs."""
         del self._groups[key]
         self.episodes.forget(key)
-        if checksum(completions) != group.known:
+        if checksum(completions) != group.known_checksum:
             raise BrokenInvariant(
                 f"group {group.index} of iteration {key.number + 1} (prompt {group.prompt.index}) "
                 "was generated again after its worker's death, and differs"

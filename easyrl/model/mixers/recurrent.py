@@ -219,7 +219,7 @@ class _Batch:
     """Nodes that continue the same node, as rows that a layer runs at once, padded on the right."""
 
     parent: int  # the node whose state they continue; NONE: they begin sequences
-    node: int  # the node whose state is kept; NONE: none is, because nothing continues the rows
+    node: int  # the node whose state is kept; NONE: the rows are leaves
     tokens: Tensor  # [B, L] the row's token in each cell; of padding any
     is_output: Tensor  # [B, L] whether the cell's output is that of its token
 
@@ -268,15 +268,16 @@ def _batches_of(tree: TokenTree) -> list[_Batch]:
     """Return the batches, each behind that which its rows continue."""
     batches = list[_Batch]()
     leaves: dict[int, list[_Sequence]] = {}  # by the node whose state they continue
-    joined = set[int]()  # inner nodes of one token that run with each of their children
-    given = set[int]()  # those of them whose output a child before gives
+    run_with_children = set[int]()  # inner nodes of one token
+    already_output = set[int]()  # those of them that ran with a child before
     for node, parent in enumerate(tree.parents.tolist()):
         tokens = np.arange(tree.starts[node], tree.stops[node])
-        if parent in joined:
+        if parent in run_with_children:
             grandparent = int(tree.parents[parent])
             with_parent = np.concatenate([[tree.starts[parent]], tokens])
-            sequence = _Sequence(grandparent, with_parent, num_repeated=int(parent in given))
-            given.add(parent)
+            num_repeated = 1 if parent in already_output else 0
+            sequence = _Sequence(grandparent, with_parent, num_repeated)
+            already_output.add(parent)
         else:
             sequence = _Sequence(parent, tokens, num_repeated=0)
 
@@ -286,7 +287,7 @@ def _batches_of(tree: TokenTree) -> list[_Batch]:
         elif can_run:
             batches.append(_batch(sequence.parent, [sequence], node))
         else:
-            joined.add(node)
+            run_with_children.add(node)
     for parent, sequences in leaves.items():
         for together in _of_similar_length(sequences):
             batches.append(_batch(parent, together, NONE))
