@@ -14,6 +14,7 @@ from easyrl.engines.vllm import platforms
 from easyrl.evaluation.command import check_evaluation
 from easyrl.runtime import memory_estimate
 from easyrl.runtime.checks import CHECKS, FACTS, Check, Checks, Stage
+from easyrl.runtime.checks.devices import find_disk
 from easyrl.runtime.preflight import check_run, make_plan
 from mistakes import make_run
 
@@ -122,3 +123,54 @@ def test_the_plan_of_a_run_that_resumes_by_itself_checks_its_settings(tmp_path):
     assert not plan.would_start and "algorithm.beta" in plan.text
     plan = make_plan(load_config(words=[words[0], f"output.dir={tmp_path}/taken"]))
     assert not plan.would_start and "--output" in plan.text
+
+
+def test_an_existing_folder_may_be_another_disk_than_its_parent(tmp_path, monkeypatch):
+    asked = []
+
+    def usage(path):
+        asked.append(path)
+        return SimpleNamespace(free=2**20)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    find_disk(tmp_path)
+    find_disk(tmp_path / "new" / "run")
+    assert asked == [tmp_path, tmp_path]
+
+
+@pytest.mark.parametrize("long_prompts", ["stop", "skip"])
+def test_a_plan_finds_variables_that_no_template_has(tmp_path, long_prompts):
+    words = [f"output.dir={tmp_path}/run", f"data.long_prompts={long_prompts}"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words += [f"data.dataset={rows}", "reward.functions=[exact_match]"]
+    config = load_config(words=[*words, "data.chat_template_kwargs={nothing: 1}"])
+    found = answers(config)
+    assert len({*found}) == 1 and found[0].startswith("data.chat_template_kwargs: expected")
+
+
+def test_a_plan_leaves_it_to_the_start_whether_every_prompt_is_too_long(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = [f"output.dir={tmp_path}/run", f"data.dataset={rows}", "data.long_prompts=skip"]
+    words += ["reward.functions=[exact_match]", "data.max_prompt_length=2"]
+    assert make_plan(load_config(words=words)).would_start
+
+
+def test_a_template_that_writes_no_calls_is_the_same_error_in_all_three(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    template = "{{ tools }}{% for each in messages %}{{ each['content'] }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "1+1="}]}\n')
+    functions = tmp_path / "own.py"
+    functions.write_text(
+        'def draw() -> int:\n    """Draw a card."""\n    return 1\n\n\n'
+        "def score(completions, **columns):\n    return [0.0] * len(completions)\n"
+    )
+    words = [f"output.dir={tmp_path}/run", f"data.dataset={rows}", f"model.path={model}"]
+    words += [f"reward.functions=['{functions}:score']", f"rollout.tools=['{functions}:draw']"]
+    started, evaluated, planned = answers(load_config(words=words))
+    assert started == evaluated == planned
+    assert started.startswith("rollout.tool_format: expected one of")

@@ -37,7 +37,10 @@ class Written(NamedTuple):
 
 
 def find_disk(folder: Path) -> Disk:
-    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    """Find the disk of a folder. An existing one may be another disk than its parent, or link to
+    one."""
+    path = folder.absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
     return Disk(folder, shutil.disk_usage(existing).free)
 
 

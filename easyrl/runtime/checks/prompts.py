@@ -1,5 +1,6 @@
 """Prompts as the model gets them: as tokens, not too long, and with the tools of the run."""
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -59,24 +60,33 @@ def find_too_long(
     environments. Return the locations of the prompts to skip. Raises ConfigError."""
     if tokenizer is None or spec.rewards.acts == "agent":  # it makes its own prompts
         return ()
-    model_config = model_config_of(spec.model)
     skipped = check_prompts(examples, tokenizer, spec.data.options, longest_tools(interfaces))
+    _check_conversations(spec, interfaces, tokenizer)
+    return skipped
+
+
+def _check_conversations(spec: RunSpec, interfaces: Interfaces, tokenizer: Any) -> None:
+    """Raise ConfigError if the chat template cannot write the turns of an environment."""
+    model_config = model_config_of(spec.model)
     for interface in interfaces.values():
         assert spec.episodes is not None
         end_tokens = {*load_eos_token_ids(spec.model.path, model_config), tokenizer.eos_token_id}
         Conversations(spec.episodes, tokenizer, interface, end_tokens - {None})
-    return skipped
 
 
 def check_first_prompt(
     spec: RunSpec, example: Prompt, interfaces: Interfaces, tokenizer: Any
 ) -> None:
-    """Raise ConfigError if the first prompt is too long, or cannot be made."""
-    may_be_skipped = spec.data.options.long_prompts != "stop"
-    if tokenizer is None or may_be_skipped or spec.rewards.acts == "agent":
+    """Raise ConfigError if the first prompt, or a conversation, cannot be made, or if the prompt is
+    too long and may not be skipped."""
+    if tokenizer is None or spec.rewards.acts == "agent":
         return
+    data = spec.data.options
+    if data.long_prompts != "stop":  # others may be short enough, which a start finds out
+        data = data.model_copy(update={"max_prompt_length": sys.maxsize})
     first = {"first prompt (a start checks all)": example.content}
-    check_prompts(first, tokenizer, spec.data.options, longest_tools(interfaces))
+    check_prompts(first, tokenizer, data, longest_tools(interfaces))
+    _check_conversations(spec, interfaces, tokenizer)
 
 
 def warn_of_trained_rows(
