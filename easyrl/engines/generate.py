@@ -166,16 +166,22 @@ class GenerateEngine(PolicyEngine):
         plain forward, the trainer's, in nats."""
         sequences = []
         for completion in completions:
-            sequences.append(torch.tensor([*request.prompt_ids, *completion.token_ids]))
+            sequence = torch.tensor([*request.prompt_ids, *completion.token_ids])
+            sequences.append(sequence)
         tree = TokenTree.of_sequences([len(sequence) for sequence in sequences])
         ids = torch.cat(sequences).to(self.policy.device)
+
         is_sampled = torch.from_numpy(tree.positions >= len(request.prompt_ids))
         targets = torch.nonzero(is_sampled).squeeze(1).to(ids.device)
-        hidden = self.policy.hidden_states(ModelInputs.of_row(ids, tree, targets - 1))
+        # The token before a target predicts it.
+        inputs = ModelInputs.of_row(ids, tree, targets - 1)
+        hidden = self.policy.hidden_states(inputs)
         temperature = self.sampling.temperature or 1.0  # see `sample`
         expected, _ = chunked_token_logprobs(self.policy, hidden, ids[targets], temperature)
+
         got = np.concatenate([completion.logprobs for completion in completions])
-        largest = float(np.abs(expected.cpu().numpy() - got).max())
+        differences = np.abs(expected.cpu().numpy() - got)
+        largest = float(differences.max())
         return math.inf if math.isnan(largest) else largest
 
 
@@ -211,10 +217,13 @@ class _Group:
         self._tokens[:, self._num_tokens] = tokens
         self._logprobs[:, self._num_tokens] = logprobs
         self._num_tokens += 1
-        for row in np.flatnonzero(self._lengths == 0):
+        is_full = self._num_tokens == self._limit
+        in_progress = np.flatnonzero(self._lengths == 0)
+        for row in in_progress:
             so_far = self._tokens[row, : self._num_tokens]
-            self._is_stopped[row] = self._engine.is_stopped(so_far)
-            if self._is_stopped[row] or self._num_tokens == self._limit:
+            is_stopped = self._engine.is_stopped(so_far)
+            self._is_stopped[row] = is_stopped
+            if is_stopped or is_full:
                 self._lengths[row] = self._num_tokens
 
     def completions(self) -> list[Completion]:
