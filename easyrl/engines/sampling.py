@@ -52,7 +52,8 @@ class SamplingSettings:
 
 def uniform_stream(seed: int, key: tuple[int, ...], length: int) -> Float64:
     """Return the uniform numbers in [0, 1) of a sequence, one per position: [length]."""
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, *key))))
+    entropy = np.random.SeedSequence((seed, *key))
+    generator = np.random.Generator(np.random.Philox(entropy))
     return generator.random(length)
 
 
@@ -75,7 +76,8 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
             weights = _truncated(weights, settings.top_k, settings.top_p)
             sums = block_sums(weights)
         tokens = _draw_tokens(weights, sums, uniforms.unsqueeze(1))
-    logprobs = scores.gather(1, tokens) - total.log()
+    token_scores = scores.gather(1, tokens)  # [N, 1]
+    logprobs = token_scores - total.log()
     return tokens.squeeze(1), logprobs.squeeze(1)
 
 
@@ -85,11 +87,13 @@ def _draw_tokens(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     block = _draw(sums, uniforms)
     first_of_block = block.choice * BLOCK  # [N, 1]
     in_block = first_of_block + torch.arange(BLOCK, device=weights.device)  # [N, BLOCK]
-    last = weights.shape[1] - 1
+    last_token = weights.shape[1] - 1
     # The last block may have fewer tokens: the others have no weight.
-    of_block = weights.gather(1, in_block.clamp(max=last)).masked_fill_(in_block > last, 0.0)
-    within = _draw(of_block, block.uniforms)
-    return (first_of_block + within.choice).clamp_(max=last)
+    block_weights = weights.gather(1, in_block.clamp(max=last_token))  # [N, BLOCK]
+    block_weights.masked_fill_(in_block > last_token, 0.0)
+    within = _draw(block_weights, block.uniforms)
+    tokens = first_of_block + within.choice
+    return tokens.clamp_(max=last_token)
 
 
 class _Drawn(NamedTuple):
@@ -101,12 +105,15 @@ def _draw(weights: Tensor, uniforms: Tensor) -> _Drawn:
     """Draw an index per row in proportion to weights [N, K], with uniforms [N, 1]."""
     # Float64 is slow on most accelerators: K is small.
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    threshold = uniforms.clamp(0.0, LARGEST_UNIFORM) * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    threshold = uniforms.clamp(0.0, LARGEST_UNIFORM) * total
     index = torch.searchsorted(cumulative, threshold, right=True)
-    index.clamp_(max=weights.shape[1] - 1)  # it is too large if weights are NaN
+    last_index = weights.shape[1] - 1
+    index.clamp_(max=last_index)  # it is too large if weights are NaN
     share = weights.gather(1, index)
-    within_share = threshold - cumulative.gather(1, index) + share
-    return _Drawn(index, within_share / share)
+    end_of_share = cumulative.gather(1, index)
+    within_share = threshold - end_of_share + share
+    return _Drawn(choice=index, uniforms=within_share / share)
 
 
 def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -118,8 +125,10 @@ def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
         likeliest[:, top_k:] = 0.0
     if top_p < 1.0:
         before = likeliest.cumsum(dim=-1) - likeliest  # [N, V]: the sum of the likelier ones
-        likeliest[before >= top_p * likeliest.sum(dim=-1, keepdim=True)] = 0.0
-    return torch.zeros_like(weights).scatter_(1, tokens, likeliest)
+        wanted = top_p * likeliest.sum(dim=-1, keepdim=True)  # [N, 1]
+        likeliest[before >= wanted] = 0.0
+    truncated = torch.zeros_like(weights)
+    return truncated.scatter_(1, tokens, likeliest)
 
 
 class StopStrings:
@@ -134,16 +143,22 @@ class StopStrings:
         self._decode = text_decoder(tokenizer)
         self._strings = tuple(strings)
         self._last_characters = {string[-1] for string in strings}
+        num_bytes = [len(string.encode()) for string in strings]
         # A token has at least one byte. One more token: the first may lose its space.
-        self._num_tokens = max(len(string.encode()) for string in strings) + 1
-        # Decoded twice in a row, the second token keeps its leading space.
-        self._text_of = cache(lambda token: self._decode([token, token]))
+        self._num_tokens = max(num_bytes) + 1
+        self._text_of = cache(self._decode_twice)
+
+    def _decode_twice(self, token: int) -> str:
+        """Return the text of a token twice in a row: the second one keeps its leading space."""
+        return self._decode([token, token])
 
     def is_complete(self, token_ids: Int32) -> bool:
         """Return whether the text of `token_ids` [R] contains one of the strings, given that the
         text without the last token does not."""
         newest = self._text_of(int(token_ids[-1]))
-        if self._last_characters.isdisjoint(newest) and INCOMPLETE not in newest:
+        has_last_character = not self._last_characters.isdisjoint(newest)
+        if not has_last_character and INCOMPLETE not in newest:
             return False
-        text = self._decode(token_ids[-self._num_tokens :].tolist())
+        last_tokens = token_ids[-self._num_tokens :].tolist()
+        text = self._decode(last_tokens)
         return any(string in text for string in self._strings)
