@@ -9,10 +9,10 @@ key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,49 +70,77 @@ class KeysValues:
     def add_layer(self, key: Tensor, value: Tensor) -> None:
         """Allocate a layer with the heads and dtype of key and value: 2 x [T, Hkv, D]."""
 
-        def zeros(token: Tensor, number: int, length: int) -> Tensor:
-            num_heads, head_size = token.shape[1:]
-            return token.new_zeros(number, num_heads, length, head_size)
+        row_keys = _zeros(key, self._num_rows, self._cells_per_row)
+        row_values = _zeros(value, self._num_rows, self._cells_per_row)
+        self.rows.append((row_keys, row_values))
 
-        def both(number: int, length: int) -> Cells:
-            return zeros(key, number, length), zeros(value, number, length)
-
-        self.rows.append(both(self._num_rows, self._cells_per_row))
-        self.nodes.append(both(self._num_slots, self._cells_per_slot))
+        node_keys = _zeros(key, self._num_slots, self._cells_per_slot)
+        node_values = _zeros(value, self._num_slots, self._cells_per_slot)
+        self.nodes.append((node_keys, node_values))
 
     def resize(self, num_slots: int, num_cells: int) -> None:
         self._num_slots = num_slots
         self._cells_per_slot = num_cells
-
-        def resized(old: Tensor) -> Tensor:
-            old_slots, num_heads, old_cells, head_size = old.shape
-            new = old.new_zeros(num_slots, num_heads, num_cells, head_size)
-            kept_slots = min(old_slots, num_slots)
-            kept_cells = min(old_cells, num_cells)
-            new[:kept_slots, :, :kept_cells] = old[:kept_slots, :, :kept_cells]
-            return new
-
         for layer, (keys, values) in enumerate(self.nodes):
-            self.nodes[layer] = resized(keys), resized(values)
+            new_keys = _resized(keys, num_slots, num_cells)
+            new_values = _resized(values, num_slots, num_cells)
+            self.nodes[layer] = (new_keys, new_values)
 
     def copy(self, source: Span, target: Span) -> None:
-        sources = self.rows if source.is_row else self.nodes
-        targets = self.rows if target.is_row else self.nodes
-        for cells, copy in zip(chain(*sources), chain(*targets), strict=True):
-            target.of(copy).copy_(source.of(cells).clone())
+        sources = self._tensors(is_row=source.is_row)
+        targets = self._tensors(is_row=target.is_row)
+        for source_tensor, target_tensor in zip(sources, targets, strict=True):
+            copied = source.of(source_tensor)
+            target_cells = target.of(target_tensor)
+            target_cells.copy_(copied.clone())  # the cells may overlap
+
+    def _tensors(self, *, is_row: bool) -> Iterator[Tensor]:
+        """Iterate over the keys and values of each layer."""
+        layers = self.rows if is_row else self.nodes
+        return chain(*layers)
 
     def start_rows(self, slots: Ints, rows: Ints, num_cells: int) -> None:
-        for cache, nodes in zip(chain(*self.rows), chain(*self.nodes), strict=True):
-            cache[rows, :, :num_cells] = nodes[slots, :, :num_cells]
+        row_tensors = self._tensors(is_row=True)
+        node_tensors = self._tensors(is_row=False)
+        for row_cells, node_cells in zip(row_tensors, node_tensors, strict=True):
+            row_cells[rows, :, :num_cells] = node_cells[slots, :, :num_cells]
 
     def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
-        device = self.rows[0][0].device
-        of = torch.from_numpy(np.asarray(sources)).to(device)
-        to = torch.from_numpy(np.asarray(targets)).to(device)
-        for cache in chain(*self.rows):
-            cells = cache[:, :, :num_cells]
-            cells.index_copy_(0, to, cells.index_select(0, of))  # half of the time of indexing
+        first_keys, _ = self.rows[0]
+        device = first_keys.device
+        source_rows = torch.from_numpy(sources).to(device)
+        target_rows = torch.from_numpy(targets).to(device)
+        for tensor in self._tensors(is_row=True):
+            cells = tensor[:, :, :num_cells]
+            _move(cells, source_rows, target_rows)
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for x in chain(*self.rows, *self.nodes))
+        tensors = chain(*self.rows, *self.nodes)
+        total = 0
+        for tensor in tensors:
+            total += tensor.nbytes
+        return total
+
+
+def _zeros(token: Tensor, number: int, num_cells: int) -> Tensor:
+    """Return cells for tokens like `token` [T, Hkv, D]: [number, Hkv, num_cells, D]."""
+    _, num_heads, head_size = token.shape
+    return token.new_zeros(number, num_heads, num_cells, head_size)
+
+
+def _move(cells: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Move cells [S, Hkv, n, D] from rows to others, in half of the time of indexing."""
+    moved = cells.index_select(0, sources)
+    cells.index_copy_(0, targets, moved)
+
+
+def _resized(old: Tensor, num_slots: int, num_cells: int) -> Tensor:
+    """Return a copy [num_slots, Hkv, num_cells, D] with the cells that both sizes have."""
+    old_slots, num_heads, old_cells, head_size = old.shape
+    new = old.new_zeros(num_slots, num_heads, num_cells, head_size)
+    kept_slots = min(old_slots, num_slots)
+    kept_cells = min(old_cells, num_cells)
+    kept = old[:kept_slots, :, :kept_cells]
+    new[:kept_slots, :, :kept_cells] = kept
+    return new
