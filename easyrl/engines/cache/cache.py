@@ -108,23 +108,28 @@ class NodeCache:
             if unused is None:
                 break
             self._drop(unused)
+        num_slots = len(self.lengths)
         num_used = len(self.tree.nodes) + len(lengths)
-        num_missing = padded(max(0, num_used - len(self.lengths)), self._slot_step)
-        longest = self.prompt_cells(max([self._longest, *lengths]))
+        num_missing = padded(max(0, num_used - num_slots), self._slot_step)
+        most_tokens = max([self._longest, *lengths])
+        longest = self.prompt_cells(most_tokens)
         if num_missing or longest > self._longest:
-            self._allocate(len(self.lengths) + num_missing, longest)
-        free = np.flatnonzero(self.lengths == 0)[: len(lengths)]
-        self.lengths[free] = lengths
+            self._allocate(num_slots + num_missing, longest)
+
+        free = np.flatnonzero(self.lengths == 0)
+        claimed = free[: len(lengths)]
+        self.lengths[claimed] = lengths
         self._most_slots = max(self._most_slots, num_used)
         self._most_length = max([self._most_length, *lengths])
-        return [int(slot) for slot in free]
+        return [int(slot) for slot in claimed]
 
     def _allocate(self, num_slots: int, longest: int) -> None:
         self.num_allocations += 1
         num_kept = min(num_slots, len(self.lengths))
-        new = np.zeros(num_slots - num_kept, dtype=np.int64)
-        self.lengths = np.append(self.lengths[:num_kept], new)
-        self.starts = np.append(self.starts[:num_kept], new)
+        num_added = num_slots - num_kept
+        added = np.zeros(num_added, dtype=np.int64)
+        self.lengths = np.append(self.lengths[:num_kept], added)
+        self.starts = np.append(self.starts[:num_kept], added)
         self._longest = longest
         for store in self._stores:
             store.resize(num_slots, longest)
@@ -134,10 +139,12 @@ class NodeCache:
         last call. No sequence may be in progress."""
         self.drop_unused()
         assert not self.tree.nodes, "weights wait for all sequences"
-        needed = padded(self._most_slots, self._slot_step) * self.prompt_cells(self._most_length)
+        needed_slots = padded(self._most_slots, self._slot_step)
+        needed_cells = needed_slots * self.prompt_cells(self._most_length)
+        allocated_cells = len(self.lengths) * self._longest
         self._most_slots = 0
         self._most_length = 0
-        if 2 * needed < len(self.lengths) * self._longest:
+        if 2 * needed_cells < allocated_cells:
             self._allocate(0, 0)
 
     # -- nodes ------------------------------------------------------------------------------------
@@ -194,7 +201,9 @@ class NodeCache:
     def keep(self, family: Family, row: StoredRow) -> None:
         """Keep what a row has stored, in an unused node, if there is room."""
         used = [node for node in self.tree.nodes if node.is_used]
-        if len(used) < self._capacity and row.start < row.stop:
+        has_room = len(used) < self._capacity
+        has_tokens = row.start < row.stop
+        if has_room and has_tokens:
             node = self._add(family, row.ids, row.parent)
             node.is_prompt = False
             self._copy(row, node, row.stop)
@@ -266,10 +275,19 @@ class NodeCache:
             upper = self._add(family, holder.ids[:position], holder.parent)
             upper.is_prompt = False
             self._copy(holder, upper, position)
-            self._copy_cells(
-                Span(True, holder.number, position - holder.start, holder.stop - holder.start),
-                Span(True, holder.number, 0, holder.stop - position),
+            rest = Span(
+                is_row=True,
+                number=holder.number,
+                start=position - holder.start,
+                stop=holder.stop - holder.start,
             )
+            start_of_row = Span(
+                is_row=True,
+                number=holder.number,
+                start=0,
+                stop=holder.stop - position,
+            )
+            self._copy_cells(rest, start_of_row)
             self.tree.use(upper)
             self.release(holder.parent)
             holder.parent = upper
@@ -283,25 +301,41 @@ class NodeCache:
         self.lengths[upper.slot] = len(upper)
         self.starts[slot] = position
         if holder.num_stored:
-            self._copy_cells(
-                Span(False, upper.slot, len(upper), len(upper) + holder.num_stored),
-                Span(False, holder.slot, 0, holder.num_stored),
+            rest = Span(
+                is_row=False,
+                number=upper.slot,
+                start=len(upper),
+                stop=len(upper) + holder.num_stored,
             )
+            new_slot = Span(
+                is_row=False,
+                number=holder.slot,
+                start=0,
+                stop=holder.num_stored,
+            )
+            self._copy_cells(rest, new_slot)
         return upper
 
     def _copy(self, source: Node | StoredRow, target: Node, stop: int) -> None:
         """Copy the source's tokens before position `stop` to the target, if they are stored and
         follow what the target has stored."""
         start = source.start
-        is_stored = isinstance(source, StoredRow) or stop - start <= source.num_stored
-        if not is_stored or target.start + target.num_stored != start:
+        num_tokens = stop - start
+        is_stored = isinstance(source, StoredRow) or num_tokens <= source.num_stored
+        follows = target.start + target.num_stored == start
+        if not is_stored or not follows:
             return
-        if isinstance(source, Node):
-            span = Span(False, source.slot, 0, stop - start)
-        else:
-            span = Span(True, source.number, 0, stop - start)
-        self._copy_cells(span, Span(False, target.slot, start - target.start, stop - target.start))
-        target.num_stored += stop - start
+        is_row = isinstance(source, StoredRow)
+        number = source.number if isinstance(source, StoredRow) else source.slot
+        copied = Span(is_row, number, start=0, stop=num_tokens)
+        copy = Span(
+            is_row=False,
+            number=target.slot,
+            start=start - target.start,
+            stop=stop - target.start,
+        )
+        self._copy_cells(copied, copy)
+        target.num_stored += num_tokens
 
     def _copy_cells(self, source: Span, target: Span) -> None:
         for store in self._stores:
