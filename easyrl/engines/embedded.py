@@ -209,13 +209,17 @@ class EmbeddedEngine(PolicyEngine):
     def _node_in_family(self, request: GroupRequest, family: Family) -> Node:
         rows = self._stored_rows(family)
         node = self.cache.node_of(family, _ids_of(request), rows)
-        for stored in rows:  # the first tokens of a row may be in a node now
+        for stored in rows:
+            # The first tokens of a row may be in a node now.
             sequence = self._sequences[stored.number]
-            self._rows["cell"][stored.number] -= stored.start - sequence.row_start
+            num_moved = stored.start - sequence.row_start
+            self._rows["cell"][stored.number] -= num_moved
             sequence.row_start = stored.start
             sequence.node = stored.parent
-        for row in range(self.num_held):  # nodes above may have been cut
-            self._rows["slots"][row] = self.cache.slots_of(self._sequences[row].node)
+        for row in range(self.num_held):
+            # Nodes above may have been cut.
+            sequence = self._sequences[row]
+            self._rows["slots"][row] = self.cache.slots_of(sequence.node)
         self._arrange()
         return node
 
@@ -230,10 +234,16 @@ class EmbeddedEngine(PolicyEngine):
         sequence = self._sequences[row]
         state = self._rows[row]
         sampled = state["tokens"][: state["count"]]
-        ids = np.append(_ids_of(sequence.request), sampled)
+        prompt = _ids_of(sequence.request)
+        ids = np.append(prompt, sampled)
         # The newest token is computed in the next step.
         num_stored = max(state["position"], sequence.row_start)
-        return StoredRow(row, ids[:num_stored], sequence.row_start, sequence.node)
+        return StoredRow(
+            number=row,
+            ids=ids[:num_stored],
+            start=sequence.row_start,
+            parent=sequence.node,
+        )
 
     def _insert_tokens(self) -> list[Int32]:
         """Move the next rows to resume behind the active ones, and insert their tokens. Return the
@@ -313,24 +323,33 @@ class EmbeddedEngine(PolicyEngine):
         [n + number of sequences, V]"""
         n = self.num_active
         active = self._rows[:n]
-        uniforms = active["uniforms"][np.arange(n), active["count"]]
-        firsts = np.array([sequence.uniforms[0] for sequence in first_of])
-        every_uniform = torch.from_numpy(np.concatenate([uniforms, firsts]))
-        drawn = sample(logits, every_uniform.to(logits.device), self.sampling)
-        tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
+        next_of_active = active["uniforms"][np.arange(n), active["count"]]
+        first_uniforms = np.array([sequence.uniforms[0] for sequence in first_of])
+        every_uniform = torch.from_numpy(np.concatenate([next_of_active, first_uniforms]))
+        uniforms = every_uniform.to(logits.device)
+
+        drawn_tokens, drawn_logprobs = sample(logits, uniforms, self.sampling)
+        tokens = drawn_tokens.cpu().numpy()
+        logprobs = drawn_logprobs.cpu().numpy()
         self.num_completion_tokens += len(tokens)
-        for sequence, token, logprob in zip(first_of, tokens[n:], logprobs[n:], strict=True):
-            sequence.first_token = int(token)
-            sequence.first_logprob = float(logprob)
+        for index, sequence in enumerate(first_of, start=n):
+            sequence.first_token = int(tokens[index])
+            sequence.first_logprob = float(logprobs[index])
         self._advance(tokens[:n], logprobs[:n])
 
     def _sequences_of(self, opened: Sequence[_Opened]) -> list[_Sequence]:
         sequences = []
         for request, node in opened:
             for index, limit in enumerate(request.limits(self.sampling)):
-                uniforms = uniform_stream(self.sampling.seed, (*request.key, index), limit)
-                sequence = _Sequence(request, node, index, limit, uniforms)
-                sequence.max_turn_tokens = request.max_turn_tokens
+                key = (*request.key, index)
+                sequence = _Sequence(
+                    request=request,
+                    node=node,
+                    sample_index=index,
+                    limit=limit,
+                    uniforms=uniform_stream(self.sampling.seed, key, limit),
+                    max_turn_tokens=request.max_turn_tokens,
+                )
                 if request.first_tokens:
                     sequence.inserted = request.first_tokens[index]
                 sequences.append(sequence)
@@ -376,12 +395,14 @@ class EmbeddedEngine(PolicyEngine):
         newest = active["tokens"][np.arange(n), active["count"] - 1]
         logits_at = parts.add(newest, active["position"]).tolist()
         for tokens, position in zip(fed, resumed["position"].tolist(), strict=True):
-            numbers = parts.add(tokens, np.arange(1 - len(tokens), 1) + position)
+            positions = np.arange(1 - len(tokens), 1) + position
+            numbers = parts.add(tokens, positions)
             logits_at.append(numbers[-1])
         last_of = dict[Node, int]()
         for node in (*continuing, *prompts):
             first = node.start + node.num_stored
-            numbers = parts.add(node.ids[first:], np.arange(first, node.stop))
+            positions = np.arange(first, node.stop)
+            numbers = parts.add(node.ids[first:], positions)
             last_of[node] = numbers[-1]
         logits_at += [last_of[node] for node in new_nodes if node.is_prompt]
         if not parts.number:
@@ -420,19 +441,24 @@ class EmbeddedEngine(PolicyEngine):
         """Suspend or end those of these rows whose newest token ends a turn or the completion."""
         counts = self._rows["count"][rows]
         tokens = self._rows["tokens"]
-        is_stopped = np.isin(tokens[rows, counts - 1], self.end_tokens)
+        newest = tokens[rows, counts - 1]
+        is_stopped = np.isin(newest, self.end_tokens)
         if self._stop is not None:
             for index in np.flatnonzero(~is_stopped):
-                is_stopped[index] = self._stop.is_complete(tokens[rows[index], : counts[index]])
+                so_far = tokens[rows[index], : counts[index]]
+                is_stopped[index] = self._stop.is_complete(so_far)
         is_full = counts >= self._rows["limit"][rows]
         for index in np.flatnonzero(is_stopped | is_full):
-            row = int(rows[index])
-            request = self._sequences[row].request
-            is_turn = is_stopped[index] or request.max_turn_tokens is not None
-            if request.has_turns and is_turn:
-                self._suspend_row(row, is_cut=not is_stopped[index])
-            else:
-                self._end_row(row, "stop" if is_stopped[index] else "length")
+            self._stop_row(int(rows[index]), is_cut=not is_stopped[index])
+
+    def _stop_row(self, row: int, *, is_cut: bool) -> None:
+        """Suspend a row at the end of a turn, else end it. `is_cut`: it has reached its limit."""
+        request = self._sequences[row].request
+        is_turn = not is_cut or request.max_turn_tokens is not None
+        if request.has_turns and is_turn:
+            self._suspend_row(row, is_cut=is_cut)
+        else:
+            self._end_row(row, "length" if is_cut else "stop")
 
     def _suspend_row(self, row: int, *, is_cut: bool) -> None:
         sequence = self._sequences[row]
@@ -451,7 +477,8 @@ class EmbeddedEngine(PolicyEngine):
         """Return the row of a suspended sequence."""
         for row in range(self.num_active, self.num_held):
             sequence = self._sequences[row]
-            if (sequence.request.key, sequence.sample_index) == (turn.key, turn.sample_index):
+            is_same_group = sequence.request.key == turn.key
+            if is_same_group and sequence.sample_index == turn.sample_index:
                 return row
         raise ValueError(f"no suspended sequence {turn.sample_index} of group {turn.key}")
 
@@ -480,18 +507,22 @@ class EmbeddedEngine(PolicyEngine):
         held = self._rows[: self.num_held]
         ranks = held["state"].copy()
         is_active = held["state"] == ACTIVE
-        ranks[is_active] += length_class(held["cell"][is_active] + 1)
+        active_cells = held["cell"][is_active]
+        ranks[is_active] += length_class(active_cells + 1)
         is_alive = ranks != ENDED
-        wanted = np.sort(ranks[is_alive])[::-1]
-        self.num_held = len(wanted)
+        wanted = np.sort(ranks[is_alive])[::-1]  # the rank that each row should have
+        num_alive = len(wanted)
+        self.num_held = num_alive
         self.num_active = int((wanted >= ACTIVE).sum())
+
         is_wrong = np.ones(len(ranks), dtype=np.bool_)
-        is_wrong[: len(wanted)] = ranks[: len(wanted)] != wanted
+        is_wrong[:num_alive] = ranks[:num_alive] != wanted
         sources = np.flatnonzero(is_wrong & is_alive)
         if not len(sources):
             return
-        sources = sources[np.argsort(-ranks[sources], kind="stable")]
-        targets = np.flatnonzero(is_wrong[: len(wanted)])
+        highest_first = np.argsort(-ranks[sources], kind="stable")
+        sources = sources[highest_first]
+        targets = np.flatnonzero(is_wrong[:num_alive])
         num_cells = int(held["cell"][sources].max()) + 1
         self.cache.move_rows(sources, targets, num_cells)
         self._rows[targets] = self._rows[sources]
