@@ -91,12 +91,20 @@ class StepLayout:
         of_prompts = slice(self._first_of_prompts, len(query))
         if self._packed is not None:
             self._store_prompts(key[of_prompts], value[of_prompts], layer)
+
+        num_heads = key.shape[1]
         outputs = []
         for part, new in self._parts:
-            outputs.append(part.attend(query[new], key.shape[1], settings))
+            output = part.attend(query[new], num_heads, settings)
+            outputs.append(output)
         if self._packed is not None:
-            q, k, v = (x[of_prompts] for x in (query, key, value))
-            outputs.append(self._packed.attend_sequences(q, k, v, settings))
+            output = self._packed.attend_sequences(
+                query[of_prompts],
+                key[of_prompts],
+                value[of_prompts],
+                settings,
+            )
+            outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _store_prompts(self, key: Tensor, value: Tensor, layer: int) -> None:
@@ -104,9 +112,11 @@ class StepLayout:
         start = 0
         for node in self._prompts:
             stop = start + len(node)
-            cells = Span(False, node.slot, 0, len(node))
-            cells.of(keys).copy_(key[start:stop].transpose(0, 1))
-            cells.of(values).copy_(value[start:stop].transpose(0, 1))
+            cells = Span(is_row=False, number=node.slot, start=0, stop=len(node))
+            node_key = key[start:stop].transpose(0, 1)  # [Hkv, n, D]
+            node_value = value[start:stop].transpose(0, 1)
+            cells.of(keys).copy_(node_key)
+            cells.of(values).copy_(node_value)
             start = stop
 
 
@@ -135,20 +145,23 @@ class NewTokens:
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
         """2 x [T, Hkv, D]"""
-        for cells, tokens in zip(self._stored_in[layer], (key, value), strict=True):
-            cells[self._numbers, :, self._cells] = tokens
+        keys, values = self._stored_in[layer]
+        keys[self._numbers, :, self._cells] = key
+        values[self._numbers, :, self._cells] = value
 
     def attend(self, query: Tensor, num_heads: int, settings: LayerSettings) -> Tensor:
         """[T, Hq, D] -> [T, Hq, D], with Hkv key/value heads"""
         # Query heads that share a key head take the dimension of query positions: no key is copied.
-        grouped = query.reshape(len(query), num_heads, -1, query.shape[-1])  # [T, Hkv, Q, D]
+        num_tokens, _, head_size = query.shape
+        grouped = query.reshape(num_tokens, num_heads, -1, head_size)  # [T, Hkv, Q, D]
         stored = self._stored_in[settings.layer]
-        attended = Attended(*self._own.attend(grouped, stored, settings))
+        attended = self._own.attend(grouped, stored, settings)
         nodes = self._nodes[settings.layer]
         for level in self._levels:
             is_last = level is self._levels[-1]
             attended = level.merge(attended, grouped, nodes, settings, is_last=is_last)
-        return attended.output.reshape(len(query), -1, attended.output.shape[-1])
+        output = attended.output
+        return output.reshape(num_tokens, -1, output.shape[-1])
 
 
 class Attended(NamedTuple):
@@ -160,12 +173,14 @@ class Attended(NamedTuple):
     def merged(self, other: Attended, *, is_last: bool) -> Attended:
         """Return the output of one softmax over the keys of both. If it is the last, the
         log-sum-exp is not computed."""
-        share = torch.sigmoid(other.logsumexp - self.logsumexp)  # of the other
-        mine, theirs = (each.output.to(share.dtype) for each in (self, other))
-        output = torch.lerp(mine, theirs, share).to(self.output.dtype)
-        if is_last:
-            return Attended(output, self.logsumexp)
-        return Attended(output, torch.logaddexp(self.logsumexp, other.logsumexp))
+        share_of_other = torch.sigmoid(other.logsumexp - self.logsumexp)
+        mine = self.output.to(share_of_other.dtype)
+        theirs = other.output.to(share_of_other.dtype)
+        merged = torch.lerp(mine, theirs, share_of_other)
+        logsumexp = self.logsumexp
+        if not is_last:
+            logsumexp = torch.logaddexp(self.logsumexp, other.logsumexp)
+        return Attended(merged.to(self.output.dtype), logsumexp)
 
 
 class Level(NamedTuple):
@@ -186,14 +201,18 @@ class Level(NamedTuple):
     ) -> Attended:
         """Return attention to these nodes' keys, too. See `Attended.merged`."""
         if self.members is None:
-            output, logsumexp = self.keys.attend(query, nodes, settings)
+            of_nodes = self.keys.attend(query, nodes, settings)
             if self.is_member is not None:
                 is_hidden = ~self.is_member[:, None, None, None]
-                logsumexp = logsumexp.masked_fill(is_hidden, HIDDEN)
-            return before.merged(Attended(output, logsumexp), is_last=is_last)
-        of_nodes = Attended(*self.keys.attend(query[self.members], nodes, settings))
-        of_members = Attended(*(each[self.members] for each in before))
-        merged = of_members.merged(of_nodes, is_last=is_last)
+                logsumexp = of_nodes.logsumexp.masked_fill(is_hidden, HIDDEN)
+                of_nodes = Attended(of_nodes.output, logsumexp)
+            return before.merged(of_nodes, is_last=is_last)
+        of_nodes = self.keys.attend(query[self.members], nodes, settings)
+        before_of_members = Attended(
+            output=before.output[self.members],
+            logsumexp=before.logsumexp[self.members],
+        )
+        merged = before_of_members.merged(of_nodes, is_last=is_last)
         # The other tokens stay as they are.
         output = before.output.index_copy(0, self.members, merged.output)
         logsumexp = before.logsumexp.index_copy(0, self.members, merged.logsumexp)
@@ -202,11 +221,14 @@ class Level(NamedTuple):
 
 def _tokens_of_active(cache: NodeCache, rows: Any, device: torch.device) -> NewTokens:
     cells = rows["cell"].copy()
-    numbers_per_cell = cache.keys_values.rows[0][0][0, :, 0].numel()
+    first_keys, _ = cache.keys_values.rows[0]
+    numbers_per_cell = first_keys[0, :, 0].numel()
+    bucket_cost = BUCKET_NUMBERS // numbers_per_cell
     buckets = []
-    for start, stop in divide_rows(cells, BUCKET_NUMBERS // numbers_per_cell):
-        longest = padded(int(cells[start:stop].max()) + 1)
-        buckets.append(RowBucket(slice(start, stop), longest))
+    for start, stop in divide_rows(cells, bucket_cost):
+        last_cell = int(cells[start:stop].max())
+        bucket = RowBucket(rows=slice(start, stop), longest=padded(last_cell + 1))
+        buckets.append(bucket)
     levels = _levels(cache, rows["slots"], rows["position"], device)
     numbers = torch.arange(len(rows), device=device)
     cells_on_device = torch.from_numpy(cells).to(device)
@@ -219,14 +241,18 @@ def _tokens_of_resumed(
 ) -> NewTokens:
     """`first`: number of the first row; `rows` [m]: their states after the new tokens."""
     row_of_token = np.repeat(np.arange(len(rows)), num_new)  # [T]
-    # From the newest token of its row: [T], 0 or less.
-    offsets = 1 + np.arange(len(row_of_token)) - num_new.cumsum()[row_of_token]
+    num_tokens = len(row_of_token)
+    ends = num_new.cumsum()  # [m]: behind the tokens of each row
+    # Offsets from the newest token of its row: [T], 0 or less.
+    offsets = 1 + np.arange(num_tokens) - ends[row_of_token]
     cells = rows["cell"][row_of_token] + offsets
     positions = rows["position"][row_of_token] + offsets
-    lengths = np.append(np.zeros(first, dtype=np.int64), rows["cell"] + 1)
+    slots_above_token = rows["slots"][row_of_token]  # [T, MAX_LEVELS]
+    lengths_of_others = np.zeros(first, dtype=np.int64)
+    lengths = np.append(lengths_of_others, rows["cell"] + 1)
     numbers = first + row_of_token
     own = SharedKeys.of_queries(numbers, cells, lengths, device, is_causal=True)
-    levels = _levels(cache, rows["slots"][row_of_token], positions, device)
+    levels = _levels(cache, slots_above_token, positions, device)
     numbers_on_device = torch.from_numpy(numbers).to(device)
     cells_on_device = torch.from_numpy(cells).to(device)
     return NewTokens(cache, numbers_on_device, cells_on_device, own, levels)
@@ -239,20 +265,33 @@ def _tokens_of_nodes(cache: NodeCache, nodes: Sequence[Node], device: torch.devi
     positions = list[Ints]()
     slots_above = list[Ints]()  # of the nodes that each token's node continues
     for node in nodes:
-        new = np.arange(node.num_stored, len(node))
-        slots.append(np.full(len(new), node.slot))
-        cells.append(new)
-        positions.append(node.start + new)
+        new_cells = np.arange(node.num_stored, len(node))
+        num_new = len(new_cells)
+        slots.append(np.full(num_new, node.slot))
+        cells.append(new_cells)
+        positions.append(node.start + new_cells)
         above = cache.slots_of(node.parent)
-        slots_above.append(np.repeat(above[None], len(new), axis=0))
+        slots_above.append(np.repeat(above[None], num_new, axis=0))
     slot_of_token = np.concatenate(slots)  # [T]
     cell_of_token = np.concatenate(cells)  # [T]
-    lengths = cache.lengths
-    own = SharedKeys.of_queries(slot_of_token, cell_of_token, lengths, device, is_causal=True)
-    levels = _levels(cache, np.concatenate(slots_above), np.concatenate(positions), device)
-    slots_on_device = torch.from_numpy(slot_of_token).to(device)
-    cells_on_device = torch.from_numpy(cell_of_token).to(device)
-    return NewTokens(cache, slots_on_device, cells_on_device, own, levels, are_in_rows=False)
+    own = SharedKeys.of_queries(
+        slot_of_token,
+        cell_of_token,
+        cache.lengths,
+        device,
+        is_causal=True,
+    )
+    slots_above_token = np.concatenate(slots_above)  # [T, MAX_LEVELS]
+    position_of_token = np.concatenate(positions)  # [T]
+    levels = _levels(cache, slots_above_token, position_of_token, device)
+    return NewTokens(
+        cache,
+        torch.from_numpy(slot_of_token).to(device),
+        torch.from_numpy(cell_of_token).to(device),
+        own,
+        levels,
+        are_in_rows=False,
+    )
 
 
 def _levels(cache: NodeCache, slots: Ints, positions: Ints, device: torch.device) -> list[Level]:
@@ -270,8 +309,11 @@ def _levels(cache: NodeCache, slots: Ints, positions: Ints, device: torch.device
             lengths = np.where(cache.starts == 0, cache.lengths, 0)
         distances = positions[members] - cache.starts[used]
         keys = SharedKeys.of_queries(used, distances, lengths, device)
-        are_all = len(members) == len(slots)
-        levels.append(Level(keys, None if are_all else torch.from_numpy(members).to(device)))
+        if len(members) == len(slots):
+            level = Level(keys)
+        else:
+            level = Level(keys, members=torch.from_numpy(members).to(device))
+        levels.append(level)
     return levels
 
 
@@ -291,8 +333,8 @@ class RowBuckets:
         self._buckets = buckets
         self._biases: dict[int | None, list[Tensor]] = {}  # of the buckets, by sliding window
 
-    def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> tuple[Tensor, Tensor]:
-        """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
+    def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> Attended:
+        """Compute the attention of each row's query: [n, Hkv, Q, D]."""
         window = settings.sliding_window
         if window not in self._biases:
             biases = [self._bias(bucket, window, query.dtype) for bucket in self._buckets]
@@ -300,22 +342,28 @@ class RowBuckets:
         keys, values = cache
         outputs = []
         logsumexps = []
-        for (rows, longest), bias in zip(self._buckets, self._biases[window], strict=True):
-            k = keys[rows, :, :longest]
-            v = values[rows, :, :longest]
-            block = Block(query[rows], k, v, is_causal=False, bias=bias)
+        for bucket, bias in zip(self._buckets, self._biases[window], strict=True):
+            block = Block(
+                query[bucket.rows],
+                keys[bucket.rows, :, : bucket.longest],
+                values[bucket.rows, :, : bucket.longest],
+                is_causal=False,
+                bias=bias,
+            )
             output, logsumexp = attend_block(block, settings)
             outputs.append(output)
             logsumexps.append(logsumexp)
         if len(outputs) == 1:
-            return outputs[0], logsumexps[0]
-        return torch.cat(outputs), torch.cat(logsumexps)
+            return Attended(outputs[0], logsumexps[0])
+        return Attended(torch.cat(outputs), torch.cat(logsumexps))
 
     def _bias(self, bucket: RowBucket, window: int | None, dtype: torch.dtype) -> Tensor:
         """[B, 1, 1, L]"""
         every_cell = torch.arange(bucket.longest, device=self._cells.device)
-        distance = self._cells[bucket.rows, None] - every_cell  # [B, L]
-        return _bias(distance, distance < 0, window, dtype)[:, None, None]
+        newest_cell = self._cells[bucket.rows, None]  # [B, 1]
+        distance = newest_cell - every_cell  # [B, L]
+        bias = _bias(distance, distance < 0, window, dtype)
+        return bias[:, None, None]
 
 
 def length_class(num_cells: Ints) -> Ints:
@@ -327,15 +375,20 @@ def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
     """Divide rows with these numbers of cells [n], the highest length class first, into buckets;
     return each one's first row and one past its last. Two classes share a bucket where that
     computes fewer than `bucket_cost` cells more."""
-    is_new_class = np.diff(length_class(cells + 1)) != 0
-    first_rows = (np.flatnonzero(is_new_class) + 1).tolist()  # of each class but the first
+    num_rows = len(cells)
+    classes = length_class(cells + 1)
+    is_new_class = np.diff(classes) != 0
+    first_rows = np.flatnonzero(is_new_class) + 1  # of each class but the first
     starts = [0]
-    for start, stop in pairwise([*first_rows, len(cells)]):
-        longest_before = cells[starts[-1] : start].max()
-        num_more = longest_before - cells[start:stop].max()  # of each row in that bucket
+    for start, stop in pairwise([*first_rows.tolist(), num_rows]):
+        bucket_start = starts[-1]
+        longest_of_bucket = cells[bucket_start:start].max()
+        longest_of_class = cells[start:stop].max()
+        # If the class shares the bucket, each of its rows computes so many cells more.
+        num_more = longest_of_bucket - longest_of_class
         if (stop - start) * num_more > bucket_cost:
             starts.append(start)
-    return [*pairwise([*starts, len(cells)])]
+    return list(pairwise([*starts, num_rows]))
 
 
 def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -350,13 +403,16 @@ def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]
     and the place of each query [n]. `numbers` [n]: of each query's slot; `counts` [C]: queries of
     each slot. Example: numbers [1, 0, 1], counts [1, 2], width 2: queries [1, 0, 0, 2], places
     [2, 0, 3]."""
+    every_query = np.arange(len(numbers))
     order = np.argsort(numbers, kind="stable")
+    sorted_numbers = numbers[order]
     num_before = counts.cumsum() - counts  # [C]: queries of the slots before
-    ranks = np.arange(len(numbers)) - num_before[numbers[order]]  # among the queries of its slot
+    ranks = every_query - num_before[sorted_numbers]  # among the queries of its slot
     places = np.empty_like(numbers)
-    places[order] = numbers[order] * width + ranks
-    queries = np.zeros(len(counts) * width, dtype=np.int64)
-    queries[places] = np.arange(len(numbers))
+    places[order] = sorted_numbers * width + ranks
+    num_places = len(counts) * width
+    queries = np.zeros(num_places, dtype=np.int64)
+    queries[places] = every_query
     return queries, places
 
 
@@ -390,30 +446,34 @@ class SharedKeys:
         used: Ints
         numbers: Ints  # of each query's slot among the used ones
         used, numbers = np.unique(slots, return_inverse=True)
-        first, last = int(used[0]), int(used[-1])
-        at: slice | Tensor
-        if last - first < 2 * len(used):
-            used = np.arange(first, last + 1)
-            numbers = slots - first
-            at = slice(first, last + 1)
+        start = int(used[0])
+        stop = int(used[-1]) + 1
+        read_slots: slice | Tensor
+        are_dense = stop - start <= 2 * len(used)
+        if are_dense:
+            used = np.arange(start, stop)
+            numbers = slots - start
+            read_slots = slice(start, stop)
         else:
-            at = torch.from_numpy(used).to(device)
+            read_slots = torch.from_numpy(used).to(device)
         counts = np.bincount(numbers)
         width = int(counts.max())
         queries, places = gather_by_slot(numbers, counts, width)
+        used_lengths = lengths[used]
+        longest = int(used_lengths.max())
         return cls(
-            slots=at,
+            slots=read_slots,
             width=width,
-            longest=padded(int(lengths[used].max())),
+            longest=padded(longest),
             queries=torch.from_numpy(queries).to(device),
             places=torch.from_numpy(places).to(device),
-            lengths=torch.from_numpy(lengths[used]).to(device),
+            lengths=torch.from_numpy(used_lengths).to(device),
             positions=torch.from_numpy(positions).to(device),
             is_causal=is_causal,
         )
 
-    def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> tuple[Tensor, Tensor]:
-        """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
+    def attend(self, query: Tensor, cache: Cells, settings: LayerSettings) -> Attended:
+        """Compute the attention of queries [n, Hkv, Q, D]."""
         window = settings.sliding_window
         if window not in self.biases:
             self.biases[window] = self._bias(window, query)
@@ -428,7 +488,10 @@ class SharedKeys:
             bias=self.biases[window],
         )
         output, logsumexp = attend_block(block, settings)
-        return self._by_query(output, query), self._by_query(logsumexp, query)
+        return Attended(
+            output=self._by_query(output, query),
+            logsumexp=self._by_query(logsumexp, query),
+        )
 
     def _by_query(self, block: Tensor, query: Tensor) -> Tensor:
         """[C, Hkv, W * Q, X] -> [n, Hkv, Q, X]"""
@@ -440,11 +503,14 @@ class SharedKeys:
     def _bias(self, window: int | None, query: Tensor) -> Tensor:
         """[C, 1, 1, P] or, where it depends on the query, [C, 1, W * Q, P]"""
         cells = torch.arange(self.longest, device=query.device)
-        hidden = cells >= self.lengths[:, None]  # [C, P]
+        is_empty = cells >= self.lengths[:, None]  # [C, P]
         if window is None and not self.is_causal:
-            return _bias(cells, hidden, None, query.dtype)[:, None, None]
+            bias = _bias(cells, is_empty, None, query.dtype)
+            return bias[:, None, None]
         by_slot = self.positions[self.queries].view(-1, self.width, 1)
         distance = by_slot - cells  # [C, W, P]
-        is_hidden = hidden[:, None] | (distance < 0)
+        is_hidden = is_empty[:, None] | (distance < 0)
         bias = _bias(distance, is_hidden, window, query.dtype)
-        return bias.repeat_interleave(query.shape[2], dim=1)[:, None]
+        num_queries = query.shape[2]  # Q
+        by_query_head = bias.repeat_interleave(num_queries, dim=1)  # [C, W * Q, P]
+        return by_query_head[:, None]
