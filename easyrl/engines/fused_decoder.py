@@ -50,9 +50,11 @@ USED = re.compile(  # names of the parameters that the decoder uses
 
 def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
     """Return a decoder for sequences of up to `max_length` tokens, or None if it is not exact."""
-    if not all(p.dtype == torch.float32 and p.is_cpu for p in policy.model.parameters()):
-        return None
-    with torch.inference_mode(), suppress(Exception):  # any: its layers may be of another kind
+    for parameter in policy.model.parameters():
+        if parameter.dtype != torch.float32 or not parameter.is_cpu:
+            return None
+    # An error of any kind: the model's layers may be of another kind.
+    with torch.inference_mode(), suppress(Exception):
         decoder = FusedDecoder(policy, max_length)
         if _shows_all_weights(policy) and decoder.equals(policy):
             return decoder
@@ -74,13 +76,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, H] -> x Wᵀ + b [T, N]. Large weights are in oneDNN's layout."""
     if weight.numel() < SMALL:
         return nn.functional.linear(x, weight, bias)
-    num_missing = -len(x) % ROW_STEP
+    num_rows = len(x)
+    num_missing = -num_rows % ROW_STEP
     padded = nn.functional.pad(x, (0, 0, 0, num_missing))
     products = []
     for rows in torch.split(padded, MAX_ROWS):
         product = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         products.append(product)
-    return torch.cat(products)[: len(x)]
+    joined = torch.cat(products)
+    return joined[:num_rows]
 
 
 class _Product:
@@ -97,19 +101,21 @@ class _Product:
         else:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROW_STEP)
         self.bias: Tensor | None = None  # [N]
-        if any(layer.bias is not None for layer in self._layers):
-            self.bias = torch.cat([layer.bias for layer in self._layers])
+        biases: list[Tensor] = [layer.bias for layer in self._layers]
+        if any(bias is not None for bias in biases):
+            self.bias = torch.cat(biases)
 
     def _joined_weight(self) -> Tensor:
         """Return W [N, H]. Without a norm there is only one layer."""
         weights = [layer.weight for layer in self._layers]
         if self._norm is None:
             return weights[0]
-        of_inputs = self._norm.weight * len(self._norm.weight) ** 0.5  # [H], see `_normalized`
+        input_weight = _scaled_weight(self._norm)  # [H]
         sizes = [len(weight) for weight in weights]
-        joined = weights[0].new_empty(sum(sizes), len(of_inputs))
-        for weight, part in zip(weights, torch.split(joined, sizes), strict=True):
-            torch.mul(weight, of_inputs, out=part)
+        joined = weights[0].new_empty(sum(sizes), len(input_weight))
+        parts = torch.split(joined, sizes)
+        for weight, part in zip(weights, parts, strict=True):
+            torch.mul(weight, input_weight, out=part)
         return joined
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -122,18 +128,24 @@ class _Layer:
     def __init__(self, module: Any, settings: LayerSettings) -> None:
         attention = module.self_attn
         mlp = module.mlp
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.qkv = _Product(*projections, norm=module.input_layernorm)
+        attention_norm = module.input_layernorm
+        mlp_norm = module.post_attention_layernorm
+        self.qkv = _Product(
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            norm=attention_norm,
+        )
         self.out = _Product(attention.o_proj)
-        self.gate_up = _Product(mlp.gate_proj, mlp.up_proj, norm=module.post_attention_layernorm)
+        self.gate_up = _Product(mlp.gate_proj, mlp.up_proj, norm=mlp_norm)
         self.down = _Product(mlp.down_proj)
         self.activation = mlp.act_fn
         self.settings = settings
-        self.attention_eps = _scaled_eps(module.input_layernorm)
-        self.mlp_eps = _scaled_eps(module.post_attention_layernorm)
+        self.attention_eps = _scaled_eps(attention_norm)
+        self.mlp_eps = _scaled_eps(mlp_norm)
         self.head_size = attention.head_dim
-        self.num_queries = projections[0].out_features // self.head_size
-        self.num_keys = projections[1].out_features // self.head_size
+        self.num_queries = attention.q_proj.out_features // self.head_size
+        self.num_keys = attention.k_proj.out_features // self.head_size
         self.head_norms: list[Any] = []  # of queries and keys
         if hasattr(attention, "q_norm"):
             self.head_norms = [attention.q_norm, attention.k_norm]
@@ -143,33 +155,48 @@ class _Layer:
         for product in (self.qkv, self.out, self.gate_up, self.down):
             product.copy_weights()
         if self.head_norms:
-            of_queries, of_keys = (norm.weight for norm in self.head_norms)
-            of_heads = [
-                of_queries.expand(self.num_queries, self.head_size),
-                of_keys.expand(self.num_keys, self.head_size),
-            ]
-            self.head_weight = torch.cat(of_heads) * self.head_size**0.5  # [Hq + Hkv, D]
+            query_norm, key_norm = self.head_norms
+            query_weight = query_norm.weight.expand(self.num_queries, self.head_size)
+            key_weight = key_norm.weight.expand(self.num_keys, self.head_size)
+            weight = torch.cat([query_weight, key_weight])
+            self.head_weight = weight * self.head_size**0.5  # [Hq + Hkv, D]
 
     def update(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
         """Replace `hidden` [T, H] by the layer's output. `cos`, `sin`: [T, 1, 2, D/2]."""
+        self._add_attention(hidden, cos, sin, layout)
+        self._add_mlp(hidden)
+
+    def _add_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> None:
         normalized = _normalized(hidden, self.attention_eps)
-        heads = self.qkv(normalized).view(len(hidden), -1, self.head_size)  # [T, Hq + 2 Hkv, D]
-        rotated, value = heads.tensor_split([self.num_queries + self.num_keys], dim=1)
+        projected = self.qkv(normalized)
+        heads = projected.view(len(hidden), -1, self.head_size)  # [T, Hq + 2 Hkv, D]
+        num_rotated = self.num_queries + self.num_keys
+        to_rotate, value = heads.tensor_split([num_rotated], dim=1)
         if self.head_norms:
-            rotated = _normalized(rotated, self.head_eps).mul_(self.head_weight)
-        query, key = _rotated(rotated, cos, sin).tensor_split([self.num_queries], dim=1)
+            to_rotate = _normalized(to_rotate, self.head_eps)
+            to_rotate.mul_(self.head_weight)
+        rotated = _rotated(to_rotate, cos, sin)
+        query, key = rotated.tensor_split([self.num_queries], dim=1)
         attended = layout.attend(query, key, value, self.settings)  # [T, Hq, D]
         hidden += self.out(attended.flatten(1))
+
+    def _add_mlp(self, hidden: Tensor) -> None:
         normalized = _normalized(hidden, self.mlp_eps)
-        gate, up = self.gate_up(normalized).chunk(2, dim=-1)
-        hidden += self.down(self.activation(gate).mul_(up))
+        projected = self.gate_up(normalized)
+        gate, up = projected.chunk(2, dim=-1)
+        activated = self.activation(gate)
+        activated.mul_(up)
+        hidden += self.down(activated)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to heads [T, h, D], with the tables of `_rotations`."""
-    halves = heads.view(*heads.shape[:2], 2, -1)  # [T, h, 2, D/2]
+    num_tokens, num_heads, _ = heads.shape
+    halves = heads.view(num_tokens, num_heads, 2, -1)  # [T, h, 2, D/2]
     swapped = halves.flip(2)
-    return torch.addcmul(swapped.mul_(sin), halves, cos).flatten(2)
+    swapped.mul_(sin)
+    rotated = torch.addcmul(swapped, halves, cos)
+    return rotated.flatten(2)
 
 
 def _scaled_eps(norm: Any) -> Tensor:
@@ -177,11 +204,20 @@ def _scaled_eps(norm: Any) -> Tensor:
     return torch.tensor(eps * norm.weight.numel())
 
 
+def _scaled_weight(norm: Any) -> Tensor:
+    """Return the norm's weight with the factor sqrt(H) that `_normalized` leaves out."""
+    size = len(norm.weight)
+    weight: Tensor = norm.weight * size**0.5
+    return weight
+
+
 def _normalized(x: Tensor, scaled_eps: Tensor) -> Tensor:
     """x / sqrt(Σ x² + D eps) over the last dimension: RMSNorm without weight and factor sqrt(D),
     which its caller multiplies into weights."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.addcmul(scaled_eps, norm, norm).rsqrt_()
+    factor = torch.addcmul(scaled_eps, norm, norm)
+    factor.rsqrt_()
+    return x * factor
 
 
 def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
@@ -189,10 +225,13 @@ def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
     halves of a head: 2 x [max_length, 1, 2, D/2]. Raises ValueError if these depend on a batch."""
     if rotary.rope_type in ("dynamic", "longrope"):
         raise ValueError("RoPE depends on the longest sequence")
-    tables = rotary(torch.zeros(1), torch.arange(max_length)[None])
-    cos, sin = (table[0].unflatten(-1, (2, -1)).unsqueeze(1) for table in tables)
-    signs = sin.new_tensor([-1.0, 1.0])[:, None]  # of the two halves
-    return [cos.contiguous(), sin * signs]
+    every_position = torch.arange(max_length)
+    cos, sin = rotary(torch.zeros(1), every_position[None])  # 2 x [1, max_length, D]
+    by_half = (max_length, 1, 2, -1)
+    cos_by_half = cos.reshape(by_half)
+    sin_by_half = sin.reshape(by_half)
+    signs_of_halves = sin.new_tensor([-1.0, 1.0])
+    return [cos_by_half.contiguous(), sin_by_half * signs_of_halves[:, None]]
 
 
 class FusedDecoder:
@@ -209,8 +248,9 @@ class FusedDecoder:
         recorded = RecordingLayout(TokenTree.of_sequences([1]))
         one = torch.zeros(1, dtype=torch.int64)
         policy.forward(ModelInputs(one, one, recorded, one))
-        layers = zip(decoder.layers, recorded.settings, strict=True)
-        self._layers = [_Layer(*layer) for layer in layers]
+        self._layers = list[_Layer]()
+        for module, settings in zip(decoder.layers, recorded.settings, strict=True):
+            self._layers.append(_Layer(module, settings))
         self.copy_weights()
 
     @torch.no_grad()
@@ -218,36 +258,50 @@ class FusedDecoder:
         for layer in self._layers:
             use_cores()
             layer.copy_weights()
-        self._norm_weight = self._norm.weight * len(self._norm.weight) ** 0.5
+        self._norm_weight = _scaled_weight(self._norm)
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
         hidden = self._embed(inputs.ids)  # [T, H]
-        cos, sin = (table.index_select(0, inputs.positions) for table in self._tables)
+        cos_table, sin_table = self._tables
+        cos = cos_table.index_select(0, inputs.positions)  # [T, 1, 2, D/2]
+        sin = sin_table.index_select(0, inputs.positions)
         for layer in self._layers:
             layer.update(hidden, cos, sin, inputs.layout)
-        last = _normalized(hidden[inputs.logits_at], self._eps) * self._norm_weight
-        return _product(last, self._head.weight, self._head.bias)
+        wanted = hidden[inputs.logits_at]  # [K, H]
+        normalized = _normalized(wanted, self._eps) * self._norm_weight
+        return _product(normalized, self._head.weight, self._head.bias)
 
     @torch.inference_mode()
     def equals(self, policy: Policy, num_tokens: int = CHECKED_TOKENS) -> bool:
         """Compare logits of random tokens at the first and last positions. Zeros prove nothing."""
-        longest = len(self._tables[0])
-        first = torch.arange(min(longest, num_tokens))
-        positions = torch.cat([first, first + longest - len(first)])
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(policy.vocabulary_size, positions.shape, generator=generator)
-        layout = PackedRow(TokenTree.of_sequences([len(first), len(first)]))
-        every = torch.arange(len(positions))
-        inputs = ModelInputs(tokens, positions, layout, every)
-        cores = torch.get_num_threads()
-        half = max(1, cores // 2)
+        inputs = self._random_inputs(policy.vocabulary_size, num_tokens)
+        num_cores = torch.get_num_threads()
+        half = max(1, num_cores // 2)
+        compute = torch.inference_mode()(self)
         # Side by side: for so few tokens the cores of one forward mostly wait for each other.
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(half,)) as thread:
-            mine = thread.submit(torch.inference_mode()(self), inputs)
+            computing = thread.submit(compute, inputs)
             torch.set_num_threads(half)
             try:
                 expected = policy.forward(inputs)
             finally:
-                torch.set_num_threads(cores)
-        difference = (mine.result() - expected).abs().max()
-        return bool(difference < TOLERANCE * expected.abs().max())
+                torch.set_num_threads(num_cores)
+        got = computing.result()
+        difference = (got - expected).abs().max()
+        largest = expected.abs().max()
+        return bool(difference < TOLERANCE * largest)
+
+    def _random_inputs(self, vocabulary_size: int, num_tokens: int) -> ModelInputs:
+        """Make two sequences of random tokens, at the first positions and at the last ones."""
+        longest = len(self._tables[0])
+        length = min(longest, num_tokens)
+        first_positions = torch.arange(length)
+        last_positions = first_positions + longest - length
+        positions = torch.cat([first_positions, last_positions])
+        generator = torch.Generator().manual_seed(0)
+        return ModelInputs(
+            torch.randint(vocabulary_size, positions.shape, generator=generator),
+            positions,
+            PackedRow(TokenTree.of_sequences([length, length])),
+            torch.arange(len(positions)),
+        )
