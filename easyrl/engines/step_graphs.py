@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,10 @@ from easyrl.model.mixers.interface import LayerSettings
 from easyrl.model.policy import Policy
 from easyrl.types import Float64
 
-ROW_STEP, CELL_STEP, PROMPT_STEP = 8, 128, 256  # B, L, C and P are rounded up to multiples of these
+# B, L, C and P are rounded up to multiples of these.
+ROW_STEP = 8
+CELL_STEP = 128
+PROMPT_STEP = 256
 CAPTURED_AT = 3  # a step is captured when its sizes occur for the third time
 MAX_PADDING = 2**26
 """Elements of keys, in a layer, by which rows may be padded in a step with a graph. Reading them
@@ -107,8 +111,11 @@ class _Inputs(NamedTuple):
         for level in sizes.levels:
             lengths += [sizes.rows] * 3 + [level.slots * level.width, level.slots]
         parts = iter(torch.split(integers, lengths))
-        rows = _RowInputs(*[next(parts) for _ in _RowInputs._fields])
-        levels = [_LevelInputs(*[next(parts) for _ in _LevelInputs._fields]) for _ in sizes.levels]
+        rows = _RowInputs(*islice(parts, len(_RowInputs._fields)))
+        levels = []
+        for _ in sizes.levels:
+            level_inputs = _LevelInputs(*islice(parts, len(_LevelInputs._fields)))
+            levels.append(level_inputs)
         return cls(rows, tuple(levels))
 
 
@@ -139,8 +146,10 @@ class StepGraphs:
         cannot be captured, or if its rows are too uneven (`MAX_PADDING`). `tokens` [n]: the newest
         of each row; `uniforms` [n]: see `sample`; `rows` [n]: see `StepLayout`."""
         sizes, inputs = self._prepare(tokens, uniforms, rows)
-        numbers_per_cell = self._cache.keys_values.rows[0][0][0, :, 0].numel()
-        num_padding = sizes.rows * sizes.cells - int((rows["cell"] + 1).sum())
+        first_keys, _ = self._cache.keys_values.rows[0]
+        numbers_per_cell = first_keys[0, :, 0].numel()
+        num_used = int((rows["cell"] + 1).sum())
+        num_padding = sizes.rows * sizes.cells - num_used  # in cells
         if num_padding * numbers_per_cell > MAX_PADDING:
             return None
         integers = torch.from_numpy(inputs.joined())
@@ -151,7 +160,8 @@ class StepGraphs:
         if self._num_allocations != self._cache.num_allocations:
             self._graphs.clear()
             self._num_allocations = self._cache.num_allocations
-        if (graph := self._graphs.get(sizes)) is not None:
+        graph = self._graphs.get(sizes)
+        if graph is not None:
             graph.integers.copy_(integers)
             graph.replay()
             self.num_replays += 1
@@ -162,7 +172,9 @@ class StepGraphs:
             self._num_seen[sizes] += 1
             if self._captures and self._num_seen[sizes] >= CAPTURED_AT:
                 self._capture(sizes, on_device, drawn)
-        return drawn[0][: len(rows)], drawn[1][: len(rows)]
+        # The rows behind these are padding.
+        drawn_tokens, drawn_logprobs = drawn
+        return drawn_tokens[: len(rows)], drawn_logprobs[: len(rows)]
 
     def _prepare(
         self, tokens: Ints, uniforms: Float64, rows: np.ndarray[Any, Any]
@@ -219,10 +231,12 @@ class StepGraphs:
         """Launch the kernels of a step. Which these are does not depend on the integers."""
         inputs = _Inputs.divided(integers, sizes)
         layout = _PaddedRows(self._cache, sizes, inputs)
-        every = torch.arange(sizes.rows, device=integers.device)
+        every_row = torch.arange(sizes.rows, device=integers.device)
         rows = inputs.rows
-        logits = self._policy.forward(ModelInputs(rows.tokens, rows.positions, layout, every))
-        return sample(logits, rows.uniforms.view(torch.float64), self._sampling)
+        model_inputs = ModelInputs(rows.tokens, rows.positions, layout, every_row)
+        logits = self._policy.forward(model_inputs)
+        uniforms = rows.uniforms.view(torch.float64)
+        return sample(logits, uniforms, self._sampling)
 
     def _try(self, sizes: _Sizes, integers: Tensor) -> bool:
         """Return whether the model computes a step without waiting for the device."""
