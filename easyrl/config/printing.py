@@ -50,6 +50,7 @@ def _is_in(key: str, names: Iterable[str]) -> bool:
 
 
 def _setting(key: str, config: Config, indent: str, *, has_default: bool) -> str:
+    """Print a key with its value, behind a comment with its meaning."""
     value_of = attrgetter(key)
     text = _comment(KEYS[key].description, indent)
     if has_default:
@@ -61,7 +62,13 @@ def _setting(key: str, config: Config, indent: str, *, has_default: bool) -> str
 
 
 def _changed_keys(config: Config, base: Config) -> list[str]:
-    return [key for key in KEYS if attrgetter(key)(config) != attrgetter(key)(base)]
+    """Return the keys whose values differ in the two configs."""
+    changed: list[str] = []
+    for key in KEYS:
+        value_of = attrgetter(key)
+        if value_of(config) != value_of(base):
+            changed.append(key)
+    return changed
 
 
 def to_arguments(config: Config, base: Config) -> list[str]:
@@ -74,10 +81,10 @@ def to_arguments(config: Config, base: Config) -> list[str]:
         value = attrgetter(key)(config)
         is_text = not isinstance(value, dict | None)  # else an option cannot have it
         if key in name_of_option and is_text:
+            option = f"--{name_of_option[key]}"
             values = value if isinstance(value, list) else [value]
             for each in values:
-                options.append(f"--{name_of_option[key]}")
-                options.append(str(each))
+                options += [option, str(each)]
         else:
             words.append(f"{key}={yaml_value(value)}")
     return options + words
@@ -86,21 +93,30 @@ def to_arguments(config: Config, base: Config) -> list[str]:
 def yaml_value(value: Any) -> str:
     """Write a value as JSON, which is YAML, but names without quotes."""
     if isinstance(value, list):
-        return f"[{', '.join(map(yaml_value, value))}]"
-    is_printable = not re.search(r"\\[xuU]", repr(value))
+        entries = ", ".join(map(yaml_value, value))
+        return f"[{entries}]"
+    has_escapes = re.search(r"\\[xuU]", repr(value)) is not None
+    is_printable = not has_escapes
     if not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=not is_printable)
-    if BARE_NAME.fullmatch(value) and yaml.safe_load(value) == value:
+        return json.dumps(value, ensure_ascii=has_escapes)
+    is_bare_name = BARE_NAME.fullmatch(value) is not None
+    if is_bare_name and yaml.safe_load(value) == value:
         return value
     quoted = yaml.safe_dump(value, default_style='"', width=2**31, allow_unicode=is_printable)
     return quoted.rstrip("\n")
 
 
 def on_one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
+    """Join a text's lines, with one space between words."""
+    words = (text or "").split()
+    return " ".join(words)
 
 
 def _comment(text: str | None, indent: str) -> str:
+    """Return a text as lines of a YAML comment."""
     width = MAX_COLUMNS - len(indent)
     lines = textwrap.wrap(on_one_line(text), width, break_on_hyphens=False)
-    return "".join(f"{indent}# {line}\n" for line in lines)
+    comment = ""
+    for line in lines:
+        comment += f"{indent}# {line}\n"
+    return comment

@@ -18,6 +18,7 @@ def problems_of(error: ValidationError) -> list[str]:
 
 
 def _problem(details: Mapping[str, Any]) -> str:
+    """Return the line for a problem, which pydantic describes by `details`."""
     name = ".".join(map(str, details["loc"]))
     message = str(details["msg"]).removeprefix("Value error, ")
     kind = details["type"]
@@ -37,7 +38,8 @@ def _problem(details: Mapping[str, Any]) -> str:
 
 def _unknown(name: str, value: Any) -> str:
     """Explain an unknown key or section `name` that has this value in the settings."""
-    if name in KEYS or name in SECTIONS:  # the full name stands in a file, as `train.seed: 1`
+    is_known = name in KEYS or name in SECTIONS
+    if is_known:  # but a file has the full name outside of the section, as `train.seed: 1`
         opened = name.replace(".", ": {")
         closing = "}" * name.count(".")
         return f"{name}: expected in its section, as in {opened}: ...{closing}"
@@ -50,20 +52,29 @@ def _unknown(name: str, value: Any) -> str:
 def key_hint(name: str, suffix: str = "") -> str:
     """Return which setting an unknown one may mean, or where to look. `suffix` is written behind
     each key that may be meant, as "=VALUE" behind those meant by an option."""
-    last = name.rpartition(".")[2].replace("-", "_")  # an option has hyphens
-    is_ours = any(key.endswith(f".{last}") for key in KEYS)
-    if last in names_of_others() and not is_ours:
-        return f"in EasyRL: {names_of_others()[last]}"
-    sections: list[str] = []
+    last_part = name.rpartition(".")[2]
+    last_part = last_part.replace("-", "_")  # an option has hyphens
+    is_ours = any(key.endswith(f".{last_part}") for key in KEYS)
+    instead = names_of_others().get(last_part)
+    if instead is not None and not is_ours:
+        return f"in EasyRL: {instead}"
+    candidates = list(KEYS)
     if not suffix:
-        sections = [each for each in SECTIONS if each.count(".") == name.count(".")]
-    names = similar_names(name, [*sections, *KEYS])
-    if names:
-        return f"did you mean {' or '.join(each + suffix for each in names)}?"
+        candidates = [*_sections_as_deep_as(name), *KEYS]
+    similar = similar_names(name, candidates)
+    if similar:
+        meant = " or ".join(f"{each}{suffix}" for each in similar)
+        return f"did you mean {meant}?"
     return (
         "`easyrl config` prints every key, `easyrl config --search WORD` finds some; "
         "docs/trl_and_verl.md has the names that TRL and verl use"
     )
+
+
+def _sections_as_deep_as(name: str) -> list[str]:
+    """Return the sections whose names have as many parts as this name."""
+    depth = name.count(".")
+    return [section for section in SECTIONS if section.count(".") == depth]
 
 
 def find_keys(names: Sequence[str], search: str | None) -> list[str]:
@@ -76,7 +87,8 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
         return [*names]
     found = []
     for key, field in KEYS.items():
-        if search.lower() in f"{key} {on_one_line(field.description)}".lower():
+        text = f"{key} {on_one_line(field.description)}"
+        if search.lower() in text.lower():
             found.append(key)
     if not found:
         here = names_of_others().get(search)
