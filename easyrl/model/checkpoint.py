@@ -88,15 +88,7 @@ class _Writer(hf_storage.HuggingFaceStorageWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's files. Raises OSError, which torch passes on to all ranks."""
-        rank = plan.storage_data["shard_index"]
-        file_numbers = self.fqn_to_index_mapping or {}
-        files: dict[str, _File] = {}
-        for item in plan.items:
-            name = item.index.fqn
-            file_name = f"shard-{rank:05d}-model-{file_numbers[name]:05d}.safetensors"
-            file = files.setdefault(file_name, _File({}, {}))
-            file.tensors[name] = planner.resolve_data(item)
-            file.offsets[name] = {SAVED_OFFSETS_KEY: [*item.tensor_data.chunk.offsets]}
+        files = self._files(plan, planner)
         with ThreadPoolExecutor(2) as threads:
             finished = {}
             for file_name, file in files.items():
@@ -109,6 +101,20 @@ class _Writer(hf_storage.HuggingFaceStorageWriter):
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result([])
         return done
+
+    def _files(self, plan: Any, planner: Any) -> dict[str, _File]:
+        """Return the contents of this rank's files by the files' names."""
+        rank = plan.storage_data["shard_index"]
+        file_numbers = self.fqn_to_index_mapping or {}
+        files: dict[str, _File] = {}
+        for item in plan.items:
+            name = item.index.fqn
+            file_name = f"shard-{rank:05d}-model-{file_numbers[name]:05d}.safetensors"
+            file = files.setdefault(file_name, _File({}, {}))
+            file.tensors[name] = planner.resolve_data(item)
+            offsets = [*item.tensor_data.chunk.offsets]
+            file.offsets[name] = {SAVED_OFFSETS_KEY: offsets}
+        return files
 
 
 @torch.no_grad()
@@ -129,7 +135,12 @@ def read_tensors(
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Return the trained parameters by their names."""
+    trained: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
 
 
 def _training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -137,7 +148,8 @@ def _training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in _trained(model).items():
         tensors[f"{OF_MODEL}{name}"] = parameter
-        for kind, value in optimizer.state[parameter].items():
+        state = optimizer.state[parameter]
+        for kind, value in state.items():
             tensors[f"{OF_OPTIMIZER}{name}.{kind}"] = value
     return tensors
 
@@ -152,5 +164,8 @@ def _allocate_state(model: nn.Module, optimizer: Optimizer, stored: Iterable[str
         if name not in trained:
             continue
         parameter = trained[name]
-        reference = torch.empty((), device=parameter.device) if kind == STEP else parameter
-        optimizer.state[parameter][kind] = torch.zeros_like(reference)
+        state = optimizer.state[parameter]
+        if kind == STEP:
+            state[kind] = torch.zeros((), device=parameter.device)
+        else:
+            state[kind] = torch.zeros_like(parameter)

@@ -233,20 +233,27 @@ class Merger:
     @torch.no_grad()
     def load(self, piece: WeightPiece) -> None:
         """Take a piece of an adapter; merge the adapter once it is complete."""
-        name, _, part = piece.name.rpartition(".")
-        part = f".{part}"
+        name, _, part_name = piece.name.rpartition(".")
+        part = f".{part_name}"
         layer: Any = self._model.get_submodule(name.removesuffix(".weight"))
-        weight = layer.weight.data
         if piece.start == 0:
+            weight = layer.weight.data
             self._parts[part] = weight.new_empty(piece.shape, dtype=piece.values.dtype)
+        received = self._parts[part].view(-1)
         stop = piece.start + len(piece.values)
-        self._parts[part].view(-1)[piece.start : stop] = piece.values
+        received[piece.start : stop] = piece.values
         if part == SCALING:  # the last one, of one element
-            if name not in self._base:
-                self._base[name] = weight.clone()
-            parts = _AdapterParts(*(self._parts[part] for part in PARTS))
-            is_transposed = not isinstance(layer, nn.Linear)
-            _merge(self._base[name], parts, is_transposed=is_transposed, out=weight)
+            self._merge_into(layer, name)
+
+    def _merge_into(self, layer: Any, name: str) -> None:
+        """Merge the adapter that has arrived into a layer, whose weight has this name."""
+        weight = layer.weight.data
+        if name not in self._base:
+            self._base[name] = weight.clone()
+        a, b, scaling = (self._parts[part] for part in PARTS)
+        parts = _AdapterParts(a, b, scaling)
+        is_transposed = not isinstance(layer, nn.Linear)
+        _merge(self._base[name], parts, is_transposed=is_transposed, out=weight)
 
 
 class _AdapterParts(NamedTuple):

@@ -78,7 +78,8 @@ def score(
     model, tokenizer = _loaded[path]
     rows = list[torch.Tensor]()
     for prompt, completion in zip(prompts, completions, strict=True):
-        rows.append(torch.tensor(_encode(tokenizer, prompt, completion)))
+        ids = _encode(tokenizer, prompt, completion)
+        rows.append(torch.tensor(ids))
     longest = max(map(len, rows), default=0)
     most = max_positions(model.config.to_dict())
     if most is not None and longest > most:
@@ -91,26 +92,32 @@ def score(
     label = rewards.options.model_label if model.config.num_labels > 1 else 0
     scores = list[float]()
     for batch in batches:
-        ids = pad_sequence(batch, batch_first=True, padding_value=padding or 0)  # [B, T]
+        batch_ids = pad_sequence(batch, batch_first=True, padding_value=padding or 0)  # [B, T]
         mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
-        on_device = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        on_device = {
+            "input_ids": batch_ids.to(model.device),
+            "attention_mask": mask.to(model.device),
+        }
         with torch.inference_mode():
-            logits = model(**on_device).logits
+            logits = model(**on_device).logits  # [B, labels]
         scores += logits[:, label].tolist()
     return scores
 
 
 def _encode(tokenizer: Any, prompt: str | Messages, completion: str | Messages) -> list[int]:
     if isinstance(prompt, str):
-        return list(tokenizer(f"{prompt}{completion}")["input_ids"])
+        whole = tokenizer(f"{prompt}{completion}")
+        return list(whole["input_ids"])
     messages: list[Any] = [*prompt, *completion]
-    begun: Any = prompt[-1]
-    if begun["role"] in ("assistant", "model"):  # the beginning of the answer
+    last_of_prompt: Any = prompt[-1]
+    if last_of_prompt["role"] in ("assistant", "model"):  # the beginning of the answer
         first: Any = completion[0]
-        answer = {**first, "content": begun["content"] + first["content"]}
+        content = last_of_prompt["content"] + first["content"]
+        answer = {**first, "content": content}
         messages = [*prompt[:-1], answer, *completion[1:]]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    rendered = tokenizer(text, add_special_tokens=False)  # the template writes them
+    return list(rendered["input_ids"])
 
 
 def _load_model(rewards: RewardSpec, path: str) -> _Loaded:

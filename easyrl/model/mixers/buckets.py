@@ -54,11 +54,13 @@ class Bucket:
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
         """Write the real cells of a block [B*Hkv, G, L, D] to their tokens in [T, Hkv, G, D]."""
-        token_shape = tokens.shape[1:]  # [Hkv, G, D]
-        by_head = block.view(-1, token_shape[0], *block.shape[1:])  # [B, Hkv, G, L, D]
+        token_shape = tokens.shape[1:]  # Hkv, G, D
+        num_key_heads = tokens.shape[1]
+        by_head = block.view(-1, num_key_heads, *block.shape[1:])  # [B, Hkv, G, L, D]
         by_cell = by_head.permute(0, 3, 1, 2, 4)  # [B, L, Hkv, G, D]
         real = by_cell.reshape(-1, *token_shape).index_select(0, self.real)
-        tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
+        real = real.to(tokens.dtype)  # a block may be wider
+        tokens.index_copy_(0, self.tokens_of_real, real)
 
 
 def make_buckets(tree: TokenTree, device: torch.device) -> list[Bucket]:
@@ -70,9 +72,11 @@ def make_buckets(tree: TokenTree, device: torch.device) -> list[Bucket]:
     starts = tree.starts[longest_first]
     lengths = tree.lengths[longest_first]
     widths = np.array([padded_length(length) for length in lengths.tolist()])
+    cuts = _cheapest_cuts(widths)
     buckets = list[Bucket]()
-    for first, stop in pairwise(_cheapest_cuts(widths)):
-        buckets.append(_make_bucket(starts[first:stop], lengths[first:stop], device))
+    for first, stop in pairwise(cuts):
+        bucket = _make_bucket(starts[first:stop], lengths[first:stop], device)
+        buckets.append(bucket)
     return buckets
 
 
@@ -107,8 +111,9 @@ def _make_bucket(starts: Ints, lengths: Ints, device: torch.device) -> Bucket:
     longest = padded_length(int(lengths[0]))
     offsets = np.arange(longest)
     is_real = offsets < lengths[:, None]  # [B, L]
-    every_token = starts[:, None] + offsets  # [B, L]
-    tokens = torch.from_numpy(np.where(is_real, every_token, 0).reshape(-1))
+    every_token = starts[:, None] + offsets  # [B, L], beyond the node where it is padding
+    token_of_cell = np.where(is_real, every_token, 0)  # [B, L]
+    tokens = torch.from_numpy(token_of_cell.reshape(-1))
     padding = torch.from_numpy(np.flatnonzero(~is_real))
     real = torch.from_numpy(np.flatnonzero(is_real))
     return Bucket(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from easyrl import devices
-from easyrl.layout.tree import TokenTree
+from easyrl.layout.tree import Ints, TokenTree
 from easyrl.model.mixers.interface import LayerSettings
 
 LARGE_HEAD_SIZE = 128
@@ -40,10 +40,10 @@ class FlexAttention:
     for each sliding window, for all layers."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        ends = np.repeat(tree.ends, tree.lengths).astype(np.int32)
-        self._ends = torch.from_numpy(ends).to(device)
+        ends = np.repeat(tree.ends, tree.lengths)
+        self._ends = _as_int32(ends, device)
         """One past the last token that may see each token [T]."""
-        self._positions = torch.from_numpy(tree.positions.astype(np.int32)).to(device)  # [T]
+        self._positions = _as_int32(tree.positions, device)  # [T]
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}  # by sliding window
 
@@ -88,6 +88,10 @@ class FlexAttention:
         return mask
 
 
+def _as_int32(values: Ints, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)
+
+
 def _to_batch(tokens: Tensor) -> Tensor:
     """[T, H, D] -> [1, H, T, D]"""
     return tokens.transpose(0, 1).unsqueeze(0)
@@ -99,8 +103,13 @@ def failure(
     """Try the kernels of a kind of layer, forward and backward, on a tiny row. Return None, or the
     reason why they fail. `query`, `key`: number and size of the heads."""
     tree = TokenTree.of_group(2, [1])
-    q = torch.zeros(tree.num_tokens, *query, dtype=dtype, device=device, requires_grad=True)
-    k = torch.zeros(tree.num_tokens, *key, dtype=dtype, device=device, requires_grad=True)
+
+    def zeros(heads: torch.Size) -> Tensor:
+        shape = (tree.num_tokens, *heads)
+        return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q = zeros(query)
+    k = zeros(key)
     settings = LayerSettings(layer=0, scaling=1.0, sliding_window=window, softcap=None)
     # A layer whose activations are recomputed must not count the tensors that are saved here.
     apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)

@@ -206,10 +206,11 @@ class SdpaAttention:
         visible, else HIDDEN. Layers share it. `reference`: tensor that gives dtype and device."""
         name = (queries.tobytes(), keys.tobytes(), window)
         if name not in self._biases:
-            distance = torch.from_numpy(queries[:, None] - keys[None, :])
-            is_hidden = (distance < 0) | (distance >= window)
+            distance = torch.from_numpy(queries[:, None] - keys[None, :])  # [L, S]
+            is_later = distance < 0
+            is_outside_window = distance >= window
             bias = torch.zeros(distance.shape, dtype=reference.dtype)
-            bias.masked_fill_(is_hidden, HIDDEN)
+            bias.masked_fill_(is_later | is_outside_window, HIDDEN)
             self._biases[name] = bias.to(reference.device)
         return self._biases[name]
 
@@ -227,9 +228,10 @@ class _Attention(torch.autograd.Function):
         settings: LayerSettings,
     ) -> Tensor:
         rows = _Rows(query, key, value)
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        token_heads = query.shape[:-1]  # T, Hkv, G
+        output = query.new_empty((*token_heads, value.shape[-1]))
         wide = torch.promote_types(query.dtype, torch.float32)
-        logsumexp = query.new_empty((*query.shape[:-1], 1), dtype=wide)
+        logsumexp = query.new_empty((*token_heads, 1), dtype=wide)
         for bucket, block in layout.own_blocks(rows, settings):
             own = attend_block(block, settings)
             bucket.put(output, own.output)
@@ -363,8 +365,9 @@ def attend_block_backward(
 def is_fused(block: Block, settings: LayerSettings) -> bool:
     """Return whether PyTorch's fused kernel computes the block. It exists for the CPU alone, and
     supports neither soft-capping nor values of another size than keys (MLA)."""
+    is_on_cpu = block.query.device.type == "cpu"
     has_one_size = block.query.shape[-1] == block.value.shape[-1]
-    return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
+    return is_on_cpu and has_one_size and settings.softcap is None
 
 
 class _Scores(NamedTuple):
@@ -381,7 +384,8 @@ def _scores(block: Block, settings: LayerSettings) -> _Scores:
     if block.bias is not None:
         scores = scores + block.bias
     if block.is_causal:
-        is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        queries_by_keys = scores.shape[-2:]  # L, S
+        is_later = torch.ones(queries_by_keys, dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(is_later, HIDDEN)
     return _Scores(scores, capped)
 
@@ -389,10 +393,13 @@ def _scores(block: Block, settings: LayerSettings) -> _Scores:
 def _products(query: Tensor, key: Tensor) -> Tensor:
     """Multiply [B, H, L, D] by [B, H, S, D] to [B, H, L, S], in float32 or wider."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    columns = key.transpose(-1, -2)
+    columns = key.transpose(-1, -2)  # [B, H, D, S]
+    is_half = query.dtype != wide
     # Scores in half precision would have 8 bits: an error of 0.8 % instead of 0.2 %.
-    if query.dtype != wide and devices.widens_products(query.device):
-        products = torch.bmm(query.flatten(0, 1), columns.flatten(0, 1), out_dtype=wide)
+    if is_half and devices.widens_products(query.device):
+        rows_by_head = query.flatten(0, 1)  # [B*H, L, D]
+        columns_by_head = columns.flatten(0, 1)  # [B*H, D, S]
+        products = torch.bmm(rows_by_head, columns_by_head, out_dtype=wide)
         return products.view(*query.shape[:-1], -1)
     return torch.matmul(query.to(wide), columns.to(wide))
 
@@ -400,6 +407,8 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
 def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
     """Update `output` [..., D], `logsumexp` [..., 1] to those of one softmax over both blocks."""
     whole = torch.logaddexp(logsumexp, other_logsumexp)
-    output *= torch.exp(logsumexp - whole)
-    output += other * torch.exp(other_logsumexp - whole)
+    share = torch.exp(logsumexp - whole)
+    output *= share
+    other_share = torch.exp(other_logsumexp - whole)
+    output += other * other_share
     logsumexp.copy_(whole)
