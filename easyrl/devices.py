@@ -256,8 +256,8 @@ def visible_environment(kind: str, indices: Sequence[int]) -> dict[str, str]:
     variable = VISIBLE_DEVICES[kind]
     names = [str(index) for index in indices]
     if variable in os.environ:
-        seen = os.environ[variable].split(",")
-        names = [seen[index].strip() for index in indices]
+        visible = os.environ[variable].split(",")
+        names = [visible[index].strip() for index in indices]
     return {variable: ",".join(names)}
 
 
@@ -297,10 +297,14 @@ def limit_memory(device: torch.device, fraction: float) -> None:
 def share_memory(buffer: Tensor) -> str:
     """Return a handle (JSON) with which one other process can open `buffer` [bytes] on the same
     device. The buffer must outlive that process's use of it."""
-    parts = getattr(buffer.untyped_storage(), f"_share_{buffer.device.type}_")()
+    storage = buffer.untyped_storage()
+    share = getattr(storage, f"_share_{buffer.device.type}_")
+    parts = share()
     # torch counts readers in a named segment, which would be left behind after a kill.
-    Path("/dev/shm", parts[4].decode().lstrip("/")).unlink(missing_ok=True)
-    return json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
+    segment = parts[4].decode().lstrip("/")
+    Path("/dev/shm", segment).unlink(missing_ok=True)
+    as_json = [part.hex() if isinstance(part, bytes) else part for part in parts]
+    return json.dumps(as_json)
 
 
 def open_memory(handle: str, device: torch.device) -> Tensor:
@@ -308,10 +312,13 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
     import torch
 
     buffer = torch.empty(0, dtype=torch.uint8, device=device)  # initializes the device
-    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(handle)]
-    parts[0] = buffer.device.index  # its number in this process
-    storage = getattr(torch.UntypedStorage, f"_new_shared_{device.type}")(*parts)
-    return buffer.set_(storage, 0, (storage.nbytes(),), (1,))
+    as_json = json.loads(handle)
+    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in as_json]
+    parts[0] = buffer.device.index  # the device's number in this process
+    open_shared = getattr(torch.UntypedStorage, f"_new_shared_{device.type}")
+    storage = open_shared(*parts)
+    num_bytes = storage.nbytes()
+    return buffer.set_(storage, 0, (num_bytes,), (1,))
 
 
 def synchronize(device: torch.device) -> None:
@@ -444,7 +451,8 @@ def _sockets() -> set[tuple[int, str]]:
 
 def _shut_down(sockets: set[tuple[int, str]]) -> None:
     """Shut down the connections among these sockets that are still open."""
-    for fd, _ in sockets & _sockets():
+    still_open = sockets & _sockets()
+    for fd, _ in still_open:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             if connection.family != socket.AF_UNIX:  # another thread's
                 connection.getpeername()  # fails for a listening socket, which is left alone

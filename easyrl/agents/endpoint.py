@@ -311,12 +311,16 @@ def _as_stream(head: Mapping[str, Any], answer: Mapping[str, Any], *, has_usage:
     parts: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         parts.append({"choices": [_as_delta(choice)]})
-    parts[-1]["usage"] = answer["usage"]
+    usage = answer["usage"]
+    parts[-1]["usage"] = usage
     if has_usage:
-        parts.append({"choices": [], "usage": answer["usage"]})
-    events = [f"data: {json.dumps({**head, **part})}\n\n" for part in parts]
-    events.append("data: [DONE]\n\n")
-    return Response("".join(events), media_type="text/event-stream")
+        parts.append({"choices": [], "usage": usage})
+    stream = ""
+    for part in parts:
+        data = json.dumps({**head, **part})
+        stream += f"data: {data}\n\n"
+    stream += "data: [DONE]\n\n"
+    return Response(stream, media_type="text/event-stream")
 
 
 def _as_delta(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,14 +82,17 @@ class History:
         return before + conversations.suffix(new, before[-1])
 
     def _make_conversations(self, tools: str) -> Conversations:
-        interface = Interface(json.loads(tools), False, False)
-        ends = self._end_tokens
-        return Conversations(self._spec, self._tokenizer, interface, ends, is_checked=False)
+        schemas = json.loads(tools)
+        interface = Interface(schemas, is_game=False, has_reward=False)
+        return Conversations(
+            self._spec, self._tokenizer, interface, self._end_tokens, is_checked=False
+        )
 
     def _check_regular(self, tools: str, role: str) -> bool:
-        """Whether the template writes the same behind every answer."""
+        """Return whether the template writes the same behind every answer."""
         try:
-            self._conversations_with(tools).check(role)
+            conversations = self._conversations_with(tools)
+            conversations.check(role)
         except ConfigError:
             return False
         return True
@@ -133,9 +136,11 @@ class History:
         """Return what a sequence has sampled as a message, with the calls that the text has."""
         turn = sequence.last_turn
         tools = _as_key(request.tools)
-        start = sequence.num_before_turn
-        prefix = sequence.ids[max(start - PREFIX_TOKENS, 0) : start]
-        read = self._conversations_with(tools).read_turn(sequence.sampled_ids, prefix)
+        conversations = self._conversations_with(tools)
+        answer_start = sequence.num_before_turn
+        prefix_start = max(answer_start - PREFIX_TOKENS, 0)
+        prefix = sequence.ids[prefix_start:answer_start]
+        read = conversations.read_turn(sequence.sampled_ids, prefix)
         # What only the schema refuses goes to the agent as written: its own program checks it.
         calls: Calls = []
         if request.reads_calls:

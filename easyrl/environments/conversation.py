@@ -199,12 +199,16 @@ class Conversations:
         calls: list[Written] = []
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            calls.append(Written(function["name"], dict(function["arguments"])))
-        return _Parsed(calls, str(message.get("content") or ""))
+            arguments = dict(function["arguments"])
+            calls.append(Written(function["name"], arguments))
+        content = message.get("content") or ""
+        return _Parsed(calls, str(content))
 
     def _read_probe_by_tokenizer(self, text: str) -> Calls:
+        schemas = [PROBE_SCHEMA]
         try:
-            return check_calls(self._parse(text, "", [PROBE_SCHEMA]).calls, [PROBE_SCHEMA])
+            parsed = self._parse(text, "", schemas)
+            return check_calls(parsed.calls, schemas)
         except Exception:  # of the tokenizer's parser
             return []
 

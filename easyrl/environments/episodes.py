@@ -150,34 +150,33 @@ class EnvironmentEpisodes(Episodes):
         name = name_of(prompt, self._interfaces)
         sequence = np.random.SeedSequence((self._spec.seed, *key))
         seeds = sequence.generate_state(submitted.num_generations, np.uint32).tolist()
-        resets = self.pool.start(key, name, row_of(prompt, name), seeds)
+        row = row_of(prompt, name)
+        resets = self.pool.start(key, name, row, seeds)
         messages = with_observation(prompt.content, None)
         episodes = [_Episode(messages) for _ in seeds]
-        self._groups[key] = _Group(prompt, name, episodes, resets, time.monotonic())
+        started = time.monotonic()
+        self._groups[key] = _Group(prompt, name, episodes, resets, started)
 
     def _begin(self, key: Key, group: _Group) -> None:
         """Give a group to the engine, with the observations of its environments."""
         resets = group.resets
         group.resets = []
         try:
-            prompts = self._prompts_of(group, [future.result() for future in resets])
+            observations = [future.result() for future in resets]
+            prompts = self._prompts_of(group, observations)
             num_common = common_length(prompts)
             self._check_lengths(prompts, num_common)
         except (*FAILURES, ValueError) as error:
             self._break(group, error)
             self._failed.append(self._failed_group(key, len(resets)))
             return
-        own = [ids[num_common:] for ids in prompts]
+        common = prompts[0][:num_common]
+        own = [ids[num_common:] for ids in prompts]  # tokens that not all prompts begin with
         for episode, tokens in zip(group.episodes, own, strict=True):
             episode.num_read = len(tokens)
         group.prompt_ids = prompts[0]
-        request = GroupRequest(
-            key,
-            prompts[0][:num_common],
-            len(prompts),
-            has_turns=True,
-            first_tokens=own if any(own) else None,
-        )
+        first_tokens = own if any(own) else None
+        request = GroupRequest(key, common, len(prompts), has_turns=True, first_tokens=first_tokens)
         self._engine.submit(request)
 
     def _prompts_of(self, group: _Group, observations: list[str | None]) -> list[list[int]]:
@@ -185,30 +184,31 @@ class EnvironmentEpisodes(Episodes):
         conversations = self._conversations[group.environment]
         prompts: list[list[int]] = []
         for episode, observation in zip(group.episodes, observations, strict=True):
-            episode.prompt = with_observation(group.prompt.content, observation)
-            prompts.append(conversations.prompt_ids(episode.prompt))
+            messages = with_observation(group.prompt.content, observation)
+            episode.prompt = messages
+            ids = conversations.prompt_ids(messages)
+            prompts.append(ids)
         return prompts
 
     def _failed_group(self, key: Key, num_generations: int) -> FinishedGroup:
         """Return a group whose completions are an end token that was not sampled."""
         end = min(self._engine.end_tokens)
-        completion = Completion(
-            np.array([end], dtype=np.int32),
-            np.zeros(1, dtype=np.float32),
-            "stop",
-            np.zeros(1, dtype=np.bool_),
-        )
+        ids = np.array([end], dtype=np.int32)
+        logprobs = np.zeros(1, dtype=np.float32)
+        is_sampled = np.zeros(1, dtype=np.bool_)
+        completion = Completion(ids, logprobs, "stop", is_sampled)
         return GroupRequest(key, [end], num_generations), [completion] * num_generations
 
     def _check_lengths(self, prompts: list[list[int]], num_common: int) -> None:
         longest = max(len(ids) for ids in prompts)
+        longest_own = longest - num_common
         most = self._spec.limits.max_prompt_length
         most_own = self._spec.limits.max_completion_length
-        if longest > most or longest - num_common >= most_own:
+        if longest > most or longest_own >= most_own:
             raise ValueError(
                 f"expected a prompt of at most {most} tokens with the observation "
                 f"(data.max_prompt_length), of which fewer than {most_own} differ in a group "
-                f"(rollout.max_completion_length), got {longest} and {longest - num_common}"
+                f"(rollout.max_completion_length), got {longest} and {longest_own}"
             )
 
     # -- turns ------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ class EnvironmentEpisodes(Episodes):
         """Give a group up; raise RewardError if that is to end the run (`reward.on_error`)."""
         is_slow = isinstance(error, TimeoutError) and not self._is_deterministic
         is_lost = is_slow or isinstance(error, GroupLost)
-        kind = GroupLost if is_lost else HostLost
-        group.error = kind(f"rollout.environment: {error}")
+        text = f"rollout.environment: {error}"
+        group.error = GroupLost(text) if is_lost else HostLost(text)
         if self._spec.rewards.options.on_error == "stop" and not is_lost:
             prompt = f"{group.prompt.content!r:.200}"
             raise RewardError(f"{group.error}\nfor the prompt {prompt}")
@@ -314,7 +314,8 @@ class EnvironmentEpisodes(Episodes):
         group = self._groups[key]
         self._num_open -= 1
         for episode, completion in zip(group.episodes, completions, strict=True):
-            last_turn = completion.token_ids[episode.num_read :].tolist()
+            not_read = completion.token_ids[episode.num_read :]
+            last_turn = not_read.tolist()
             if last_turn and not group.error:
                 self._read(group, episode, last_turn)
         answers = [episode.messages for episode in group.episodes]

@@ -237,7 +237,8 @@ def _bwrap_command(variant: str) -> list[str]:
     size = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs"]
     command += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", *size, "/tmp"]
     for path in map(Path, _read_only_paths()):  # after /tmp, where an environment may lie
-        for parent in [*reversed(path.parents)][1:]:  # else closed to others, as /root is outside
+        parents_below_root = [*reversed(path.parents)][1:]
+        for parent in parents_below_root:  # else closed to others, as /root is outside
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind-try", str(path), str(path)]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
@@ -250,7 +251,8 @@ def _read_only_paths() -> list[str]:
     paths = set()
     for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix):
         with_links = os.path.abspath(prefix)  # noqa: PTH100 (`resolve` would follow the links)
-        paths |= {with_links, os.path.realpath(prefix)}
+        without_links = os.path.realpath(prefix)
+        paths |= {with_links, without_links}
     outside_of_usr = [path for path in paths if not f"{path}/".startswith("/usr/")]
     return [*SYSTEM_FILES, *sorted(outside_of_usr)]
 

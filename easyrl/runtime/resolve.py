@@ -304,13 +304,16 @@ def with_eval_data(config: Config) -> Config:
     preset that `eval.dataset` names has its own prompts; others have those of `data`."""
     changes: dict[str, Any] = {"data.shuffle": False, TEACHER_PROMPT_KEY: None}
     if config.eval.dataset is not None:
-        changes |= {"data.dataset": config.eval.dataset, "data.weights": None, "data.options": {}}
+        changes["data.dataset"] = config.eval.dataset
+        changes["data.weights"] = None
+        changes["data.options"] = {}
         if isinstance(config.data.columns, list):
-            own = dict(zip(config.data.datasets, config.data.columns, strict=True))
-            changes["data.columns"] = [own.get(config.eval.dataset, {})]
+            columns_of = dict(zip(config.data.datasets, config.data.columns, strict=True))
+            changes["data.columns"] = [columns_of.get(config.eval.dataset, {})]
         if config.eval.dataset in PRESETS:
             defaults = by_name(Config().model_dump(include={"data"}))
-            changes |= {key: defaults[key] for key in keys_marked(PROMPT_FORM)}
+            for key in keys_marked(PROMPT_FORM):
+                changes[key] = defaults[key]
     return change_config(config, changes)
 
 

@@ -87,7 +87,8 @@ def check_devices(kind: str, indices: Sequence[int]) -> Iterator[Result]:
     device_sets = ["cpu", "cpu"]  # of the engines and of the trainer
     if indices:
         first, *others = map(str, indices)
-        device_sets = [",".join(others) or first, first]
+        engines = ",".join(others) or first
+        device_sets = [engines, first]
         each_alone = [devices.visible_environment(kind, [index]) for index in indices]
     weights = _check("weights", device_sets, devices.NO_PEER_ACCESS)
     yield weights
@@ -109,10 +110,10 @@ def _cache_file(kind: str, indices: Sequence[int]) -> Path:
     drivers = [file.read_text() for file in DRIVERS if file.is_file()]
     visible = os.environ.get(devices.VISIBLE_DEVICES[kind])
     system = (platform.node(), drivers, visible)
-    digest = hashlib.sha256(repr((names, packages, system)).encode()).hexdigest()
-    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(cache_home).expanduser() / "easyrl"
-    return folder / f"self-test-{digest[:16]}.json"
+    description = repr((names, packages, system))
+    digest = hashlib.sha256(description.encode()).hexdigest()
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return cache_home.expanduser() / "easyrl" / f"self-test-{digest[:16]}.json"
 
 
 def _check(

@@ -96,10 +96,13 @@ def check_attention(words: Sequence[str]) -> None:
     mode = load_config(None, {}, words).model.attention
     dtype = torch.float32 if kind == "cpu" else torch.bfloat16
     for lengths, head_size in product(GROUPS, HEAD_SIZES):
-        policy = random_policy(SIZE | {"head_dim": head_size}, dtype, kind, mode)
+        size = SIZE | {"head_dim": head_size}
+        policy = random_policy(size, dtype, kind, mode)
         group = draw_rollouts(lengths.prompt, lengths.completions, SIZE["vocab_size"])
         forward_and_backward = packed(group, policy)
-        got = errors(forward_and_backward(), expected=each_alone(group, policy))
+        result = forward_and_backward()
+        expected = each_alone(group, policy)
+        got = errors(result, expected)
         what = f"{lengths.prompt} + {lengths.completions} tokens, head size {head_size}"
         _expect_at_most(MAX_LOGPROB_ERROR, got.logprob, f"log-probabilities, {what}")
         _expect_at_most(MAX_GRAD_ERROR, got.gradient, f"gradients, {what}")
@@ -145,9 +148,11 @@ def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:
         ids = torch.from_numpy(tokens).to(policy.device, torch.int64)  # [P + R]
         logits = model(input_ids=ids[None], use_cache=False).logits[0]  # [P + R, vocabulary]
         of_completion = logits[prompt_len - 1 : -1]  # a token is predicted by the one before it
-        targets = ids[prompt_len:, None]
-        logprobs = torch.log_softmax(of_completion, dim=-1).gather(1, targets)[:, 0]  # [R]
-        results.append(_backward(logprobs, logprobs.new_tensor(rollout.advantage), model))
+        distributions = torch.log_softmax(of_completion, dim=-1)  # [R, vocabulary]
+        targets = ids[prompt_len:, None]  # [R, 1]
+        logprobs = distributions.gather(1, targets)[:, 0]  # [R]
+        weight = logprobs.new_tensor(rollout.advantage)
+        results.append(_backward(logprobs, weight, model))
     all_logprobs = torch.cat([result.logprobs for result in results])
     return Result(all_logprobs, results[-1].gradients)  # gradients add up
 
@@ -202,7 +207,8 @@ def check_weights(infer: str, train: str) -> None:
     with Supervisor() as supervisor:
         call = start_members(supervisor, spec, resolve_placement(spec), SMALL)
         call("update")
-        if len(set(call("digest"))) > 1:
+        digests = call("digest")
+        if len(set(digests)) > 1:
             raise RuntimeError("an engine's weights differ from those sent")
 
 
@@ -295,8 +301,10 @@ class Member:
     def digest(self) -> str:
         digest = hashlib.sha256()
         for name, weight in self.policy.named_weights():
-            bits = weight.detach().to(self.dtype).cpu().view(-1).view(torch.uint8)
-            digest.update(name.encode() + bits.numpy().tobytes())
+            values = weight.detach().to(self.dtype).cpu()
+            as_bytes = values.view(-1).view(torch.uint8)
+            digest.update(name.encode())
+            digest.update(as_bytes.numpy().tobytes())
         return digest.hexdigest()
 
 

@@ -186,14 +186,17 @@ class Learner:
     def metrics(self) -> dict[str, float]:
         """Return the iteration's metrics under TRL's names: means over its tokens or its updates.
         Rollouts without a gradient are not included; if there are no others, the means are NaN."""
-        totals = self.ranks.reduce([float(total) for total in self._sums.values()])
-        sums = dict(zip(self._sums, totals, strict=True))
-        (largest,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
-        tokens = sums["tokens"] or math.nan
+        own_sums = [float(total) for total in self._sums.values()]
+        sums_of_all = self.ranks.reduce(own_sums)
+        sums = dict(zip(self._sums, sums_of_all, strict=True))
+        own_largest = float(self._largest_difference)
+        (largest,) = self.ranks.reduce([own_largest], ReduceOp.MAX)
+        num_tokens = sums["tokens"] or math.nan
         metrics: dict[str, float] = {}
         for metric, name in self._means.items():
-            metrics[metric] = sums[name] / tokens
-        metrics["sampling/sampling_logp_difference/max"] = largest if tokens > 0 else math.nan
+            metrics[metric] = sums[name] / num_tokens
+        has_tokens = num_tokens > 0  # not if it is NaN
+        metrics["sampling/sampling_logp_difference/max"] = largest if has_tokens else math.nan
         for name in self._updates[0]:
             total = sum(update[name] for update in self._updates)
             is_count = name.startswith("num_")
