@@ -47,11 +47,13 @@ class Rollout:
         """Return how many tokens this rollout adds to a row that ends with `previous`."""
         # The policy's row and the teacher's row have the same budget.
         num_prompt = max(len(self.prompt_ids), len(self.teacher_prompt_ids))
-        with_prompt = num_prompt + len(self.completion_ids)
-        if not shares_prompts:
-            return with_prompt if self.predecessors is None else self._num_repeated_tokens
-        has_its_prompt = previous is not None and previous.prompt_index == self.prompt_index
-        return len(self.completion_ids) if has_its_prompt else with_prompt
+        num_completion = len(self.completion_ids)
+        if shares_prompts:
+            has_its_prompt = previous is not None and previous.prompt_index == self.prompt_index
+            return num_completion if has_its_prompt else num_prompt + num_completion
+        if self.predecessors is not None:
+            return self._num_repeated_tokens
+        return num_prompt + num_completion
 
     @cached_property
     def _num_repeated_tokens(self) -> int:

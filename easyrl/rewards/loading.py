@@ -110,6 +110,7 @@ def accepted_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that the function has parameters for."""
     parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if takes_all:
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}

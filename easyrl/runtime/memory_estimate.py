@@ -366,7 +366,8 @@ def _all_bytes(parts: Sequence[Part]) -> Counter[Memory]:
 def _rows_of_processes(parts: Sequence[Part]) -> Iterator[_Row]:
     for process, grouped in groupby(parts, key=lambda part: part.process):
         own = list(grouped)
-        yield _Row(process, sum(part.need.num_bytes for part in own))
+        total = sum(part.need.num_bytes for part in own)
+        yield _Row(process, total)
         first_memory = own[0].memory
         for part in own:
             where = "" if part.memory == first_memory else ", cpu"
@@ -375,7 +376,8 @@ def _rows_of_processes(parts: Sequence[Part]) -> Iterator[_Row]:
 
 def _rows_of_memories(totals: Mapping[Memory, int]) -> Iterator[_Row]:
     """Yield the sum and what is available, of accelerators first."""
-    for memory in sorted(totals, key=lambda memory: memory.name == "cpu"):
+    cpu_last = sorted(totals, key=lambda memory: memory.name == "cpu")
+    for memory in cpu_last:
         name = "all on cpu" if memory.name == "cpu" else memory.name
         yield _Row(name, totals[memory])
         if memory.num_bytes < math.inf:

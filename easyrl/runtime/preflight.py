@@ -145,11 +145,14 @@ class HeldOut(NamedTuple):
 def _find_held_out(config: Config, spec: RunSpec, prompts: PromptStream) -> HeldOut:
     """Open the held-out problems of `eval.dataset`, else of `data.dataset`. Raises ConfigError."""
     is_asked = config.data.num_held_out is not None or config.train.eval_every > 0
-    has_none = not prompts.held_out() or (prompts.is_partly_held_out and not is_asked)
-    if config.data.num_held_out == 0 or (config.eval.dataset is None and has_none):
+    is_only_part = prompts.is_partly_held_out and not is_asked
+    has_none = not prompts.held_out() or is_only_part
+    has_own_data = config.eval.dataset is not None
+    if config.data.num_held_out == 0 or (has_none and not has_own_data):
         return HeldOut({}, spec, _without_held_out(config), is_checked=True)
-    if config.eval.dataset is None:
-        return HeldOut(datasets.problems_of(prompts, config.data), spec, (), is_checked=True)
+    if not has_own_data:
+        problems = datasets.problems_of(prompts, config.data)
+        return HeldOut(problems, spec, (), is_checked=True)
     other = resolve(with_eval_data(config))
     try:
         stream = datasets.open_prompts(other.data, is_trained=False)
@@ -157,7 +160,8 @@ def _find_held_out(config: Config, spec: RunSpec, prompts: PromptStream) -> Held
     except ConfigError as error:
         text = str(error).replace("data.dataset (--dataset)", "eval.dataset")
         raise type(error)(text) from None
-    warnings = try_rewards(spec.rewards, next(iter(problems.values())))
+    first = next(iter(problems.values()))
+    warnings = try_rewards(spec.rewards, first)
     return HeldOut(problems, other, warnings, is_checked=False)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from easyrl import events
 from easyrl.config import INPUTS, Config, change_config, to_commented_yaml
+from easyrl.config.spec import RewardSpec
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource
@@ -169,13 +170,20 @@ def _notes(checked: Preflight, resumed: Resume | None) -> list[str]:
     spec = checked.spec
     notes = [] if resumed is None else [resumed.describe(config)]
     notes.append(describe_weights(checked.model, spec.model))
-    rewards = []
-    for name, weight in zip(spec.rewards.names, spec.rewards.weights, strict=True):
-        rewards.append(name if weight == 1 else f"{name} x {weight:g}")
-    teacher = "" if spec.teacher is None else f"; teacher: {spec.teacher.shown}"
-    notes.append(f"data: {config.data.shown}; reward: {', '.join(rewards)}{teacher}")
+    sources = f"data: {config.data.shown}; reward: {_describe_rewards(spec.rewards)}"
+    if spec.teacher is not None:
+        sources += f"; teacher: {spec.teacher.shown}"
+    notes.append(sources)
     if checked.num_prompts_skipped:
         skipped = checked.num_prompts_skipped
         left = checked.prompts.epoch_length
         notes.append(f"prompts skipped: {skipped} (data.max_prompt_length), left: {left}")
     return [*notes, *checked.about_prompts, *checked.warnings]
+
+
+def _describe_rewards(rewards: RewardSpec) -> str:
+    """Return the rewards' names with their weights, as "gsm8k, format x 0.5"."""
+    described: list[str] = []
+    for name, weight in zip(rewards.names, rewards.weights, strict=True):
+        described.append(name if weight == 1 else f"{name} x {weight:g}")
+    return ", ".join(described)

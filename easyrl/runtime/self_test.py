@@ -105,15 +105,20 @@ def check_devices(kind: str, indices: Sequence[int]) -> Iterator[Result]:
 
 def _cache_file(kind: str, indices: Sequence[int]) -> Path:
     """Return the file with the results for these devices on this machine, with these versions."""
+    tested = _describe_tested(kind, indices)
+    digest = hashlib.sha256(tested.encode()).hexdigest()
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return cache_home.expanduser() / "easyrl" / f"self-test-{digest[:16]}.json"
+
+
+def _describe_tested(kind: str, indices: Sequence[int]) -> str:
+    """Describe everything that the results depend on."""
     names = [(index, devices.device_label(kind, index)) for index in indices]
     packages = [package_version(name) for name in ("torch", DISTRIBUTION, "vllm")]
     drivers = [file.read_text() for file in DRIVERS if file.is_file()]
     visible = os.environ.get(devices.VISIBLE_DEVICES[kind])
     system = (platform.node(), drivers, visible)
-    description = repr((names, packages, system))
-    digest = hashlib.sha256(description.encode()).hexdigest()
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return cache_home.expanduser() / "easyrl" / f"self-test-{digest[:16]}.json"
+    return repr((names, packages, system))
 
 
 def _check(

@@ -227,12 +227,15 @@ _read_mistral_name = _named(
 
 
 def _read_mistral(text: str, start: int, declared: Declared) -> Region:
-    is_json = text.startswith(("[", "{"), skip_space(text, start + len(TOOL_CALLS)))
+    behind_mark = skip_space(text, start + len(TOOL_CALLS))
+    is_json = text.startswith(("[", "{"), behind_mark)
     if not is_json:
         return _read_mistral_name(text, start, declared)
     region = _read_between(text, start, TOOL_CALLS, "")
-    if region.end < len(text) and not text.startswith(TOOL_CALLS, region.end):
-        raise Unreadable(f"expected the end of the calls, got {shown(text[region.end :])}")
+    is_at_end = region.end >= len(text)
+    if not is_at_end and not text.startswith(TOOL_CALLS, region.end):
+        rest = shown(text[region.end :])
+        raise Unreadable(f"expected the end of the calls, got {rest}")
     return region
 
 

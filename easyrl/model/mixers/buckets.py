@@ -54,13 +54,18 @@ class Bucket:
 
     def put(self, tokens: Tensor, block: Tensor) -> None:
         """Write the real cells of a block [B*Hkv, G, L, D] to their tokens in [T, Hkv, G, D]."""
-        token_shape = tokens.shape[1:]  # Hkv, G, D
         num_key_heads = tokens.shape[1]
-        by_head = block.view(-1, num_key_heads, *block.shape[1:])  # [B, Hkv, G, L, D]
-        by_cell = by_head.permute(0, 3, 1, 2, 4)  # [B, L, Hkv, G, D]
-        real = by_cell.reshape(-1, *token_shape).index_select(0, self.real)
+        real = _to_cells(block, num_key_heads).index_select(0, self.real)
         real = real.to(tokens.dtype)  # a block may be wider
         tokens.index_copy_(0, self.tokens_of_real, real)
+
+
+def _to_cells(block: Tensor, num_key_heads: int) -> Tensor:
+    """[B*Hkv, G, L, D] -> [B*L, Hkv, G, D]"""
+    _, num_groups, longest, head_size = block.shape
+    by_head = block.view(-1, num_key_heads, num_groups, longest, head_size)
+    by_cell = by_head.permute(0, 3, 1, 2, 4)  # [B, L, Hkv, G, D]
+    return by_cell.reshape(-1, num_key_heads, num_groups, head_size)
 
 
 def make_buckets(tree: TokenTree, device: torch.device) -> list[Bucket]:
@@ -95,15 +100,18 @@ def _cheapest_cuts(widths: Ints) -> list[int]:
     bounds = [*first_nodes.tolist(), num_nodes]
     for number, stop in enumerate(bounds[1:], start=1):
         begins = first_nodes[:number]  # where the last range may begin
-        costs = least_costs + (stop - begins) * scores[:number]
+        num_in_range = stop - begins
+        costs = least_costs + num_in_range * scores[:number]
         cheapest = costs.argmin()
         last_cuts.append(int(begins[cheapest]))
-        least_costs = np.append(least_costs, costs[cheapest] + BUCKET_SCORES)
-    cut_before = dict(zip(bounds, last_cuts, strict=True))
+        least_cost = costs[cheapest] + BUCKET_SCORES
+        least_costs = np.append(least_costs, least_cost)
+    last_cut_before = dict(zip(bounds, last_cuts, strict=True))
     cuts = [num_nodes]
-    while cuts[-1] > 0:
-        cuts.append(cut_before[cuts[-1]])
-    return cuts[::-1]
+    while cuts[0] > 0:
+        previous = last_cut_before[cuts[0]]
+        cuts.insert(0, previous)
+    return cuts
 
 
 def _make_bucket(starts: Ints, lengths: Ints, device: torch.device) -> Bucket:
