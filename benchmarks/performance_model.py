@@ -46,7 +46,7 @@ HIDDEN_BYTES = 290
 """Moved in a decode step per row, layer and hidden element."""
 LOGIT_BYTES = {"embedded": 23, "vLLM": 34}
 """Moved in a decode step per logit."""
-TRAIN_KERNELS = {"qwen2": Kernels(121, 215), "qwen3": Kernels(166, 215)}
+TRAIN_KERNELS = {"qwen2": Kernels(121, 205), "qwen3": Kernels(166, 205)}
 """Kernels of a micro-batch's forward and backward, without attention."""
 TRAIN_HIDDEN_BYTES = {"qwen2": 525, "qwen3": 645}
 """Moved in training by operations that are no products, per token, layer and hidden element."""
