@@ -82,7 +82,8 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(folder):
     assert about[2] == f"first prompt, {len(shown) - 2} tokens:"
     assert shown.startswith("  <user>")
     template = "{{ tools | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    template += "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<eos>{% endfor %}"
+    template += "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}"
+    template += "</tool_call>{% endfor %}<eos>{% endfor %}"
     tools = f"rollout.tools={folder}/t.py:f", f"data.chat_template={template}"
     result = easyrl("grpo", "--dry-run", "--reward", "exact_match", words[0], *tools)
     assert "does not show the tools f" in result.output

@@ -13,6 +13,7 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.model.checkpoint_files import UNFINISHED, checkpoints_in, read_checkpoint
 from easyrl.runtime.controller import Controller
+from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import SavedState
 from mistakes import TINY
 from own_processes import WAIT_SECONDS
@@ -41,8 +42,8 @@ ONE_UPDATE = ("--iterations", "6", "--train-devices")
 @pytest.mark.parametrize("num_trained", [3, 5])
 def test_an_iteration_with_a_wrong_count_ends_the_run(num_trained):
     ledger = SimpleNamespace(trained=events.IterationTrained(0, 1, num_trained, 16, 0.0, {}))
-    config = load_config(words=["train.prompts_per_iteration=4"])
-    controller = SimpleNamespace(config=config, state=SavedState())
+    spec = resolve(load_config(words=["train.prompts_per_iteration=4"]))
+    controller = SimpleNamespace(spec=spec, state=SavedState())
     with pytest.raises(RuntimeError, match=r"expected 4 trained groups"):
         Controller._finish_iteration(controller, ledger, {})
     assert controller.state == SavedState()
