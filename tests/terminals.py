@@ -30,11 +30,13 @@ class Terminal:
     def read_until(self, text, timeout=WAIT_SECONDS):
         """Return the output up to `text`, or (None) until the program ends."""
         deadline = time.monotonic() + timeout
+        output = select.poll()  # unlike `select.select` for any number of open files
+        output.register(self._primary, select.POLLIN)
         while text is None or text not in self.output:
             if time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(f"no '{text}' in: {self.output[-2000:]}")
-            if not select.select([self._primary], [], [], 1.0)[0]:
+            if not output.poll(1000):  # milliseconds
                 continue
             try:
                 self.output += os.read(self._primary, 65536).decode(errors="replace")

@@ -82,7 +82,7 @@ def cache_bytes(
     weights."""
     if device != "cpu" and shared_part is None:
         return None
-    files = read_model_files(model)
+    files = read_model_files(model, is_whole=False)  # vLLM says what is missing
     num_weights = files.num_weights or 0
     size = model_size(files.config, num_weights)
     wanted = DEFAULT_CACHE_BYTES
