@@ -19,6 +19,7 @@ import random
 import re
 import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -479,6 +480,7 @@ class Judge:
             for number in range(self._settings.concurrency):
                 slot = os.open(folder / str(number), os.O_RDWR | os.O_CREAT, 0o600)
                 self._slots.append(slot)
+            weakref.finalize(self, _close_all, self._slots)
         free = self._slots
         async with self._queue:  # one task at a time looks for one
             locked = next(filter(_lock, free), None)
@@ -491,6 +493,11 @@ class Judge:
         finally:
             fcntl.flock(locked, fcntl.LOCK_UN)
             free.append(locked)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _read_key(variable: str | None) -> str:
