@@ -50,8 +50,8 @@ def _leave_out_fused_kernels() -> None:
     from easyrl.engines import embedded
     from easyrl.model.mixers import sdpa
 
-    def attend(*inputs: Any, scale: float) -> torch.Tensor:
-        return torch._scaled_dot_product_attention_math(*inputs, scale=scale)[0]
+    def attend(*inputs: Any, **settings: Any) -> torch.Tensor:
+        return torch._scaled_dot_product_attention_math(*inputs, **settings)[0]
 
     sdpa.is_fused = lambda block, settings: False
     sdpa.scaled_dot_product_attention = attend
