@@ -59,9 +59,9 @@ READ = 0.75
 COMPUTE = 0.6
 """Part of the peak that kernels reach."""
 REPLAYED_SECONDS = 1.5e-6
-"""What a kernel adds to the time of a CUDA graph."""
+"""Time that one more kernel adds to a CUDA graph."""
 LAUNCHED_SECONDS = 6e-6
-"""What launching a kernel from Python takes."""
+"""Time to launch a kernel from Python."""
 HOST_SECONDS = {"embedded": 1e-3, "vLLM": 2e-3}
 """Time of a step in which the device waits for the host."""
 ENGINES = tuple(HOST_SECONDS)

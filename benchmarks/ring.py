@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 class Sent(NamedTuple):
-    """What sending groups took."""
+    """Measured times of sending groups."""
 
     seconds_per_group: float
     latencies: list[float]  # of each group, through the ring, in seconds

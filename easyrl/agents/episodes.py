@@ -51,7 +51,7 @@ STEPS_TOGETHER = 4
 
 
 class _NewPrompt(NamedTuple):
-    """What sequences have in common that are submitted as one request."""
+    """Key by which new sequences are put together into one request."""
 
     group_key: Key
     ids: tuple[int, ...]

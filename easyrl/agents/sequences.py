@@ -1,4 +1,4 @@
-"""What is known of the episodes of agents: their sequences, and the tree of tokens that these are.
+"""Book of the episodes of agents: their sequences, and the tree that their tokens form.
 
     group ─► episode ─► sequences: │ shared with a parent │ inserted │ sampled │ inserted │ sampled
                                                           ◄──────── tokens of its own ────────────►
@@ -61,7 +61,7 @@ class Sequence:
 
 
 class Shared(NamedTuple):
-    """What the tokens of a request have in common with an earlier sequence of its episode."""
+    """Tokens that a request shares with an earlier sequence of its episode."""
 
     parent: Sequence | None  # None: the group's prompt
     num_tokens: int

@@ -98,7 +98,7 @@ RANDOM = [name for name, work in ROWS.items() if work.size is not None]
 
 
 class Measured(NamedTuple):
-    """What a run of one of the two trainers showed."""
+    """Measurements of one run of one of the two trainers."""
 
     tokens_per_second: float  # of completions
     mean_length: float  # of a completion, in tokens

@@ -55,7 +55,7 @@ ALIGNMENT_BYTES = 16  # of pieces in a bucket, and of buckets in shared memory
 
 
 class WeightEntry(NamedTuple):
-    """What the receivers have to know of a weight before its elements arrive."""
+    """Description of a weight, sent to the receivers before its elements."""
 
     name: str
     shape: tuple[int, ...]

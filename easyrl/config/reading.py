@@ -125,7 +125,7 @@ SCALARS = {
     "int": r"[-+]?(0|[1-9][0-9_]*)",
     "float": r"[-+]?(?!0[0-9])([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?",
 }
-"""What a text without quotes means: the same as in JSON or Python, so 1e-6 is a number. Any other
+"""Meaning of a text without quotes: the same as in JSON or Python, so 1e-6 is a number. Any other
 text is a string; dates are strings, too."""
 for kind, pattern in SCALARS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"({pattern})$"), None)

@@ -62,7 +62,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """Where the prompts come from and how a row becomes one."""
+    """Sources of the prompts, and the settings that make a prompt of a row."""
 
     options: DataConfig
     seed: int
@@ -89,7 +89,7 @@ class RewardSpec:
     """The other settings of the section. Its `functions` and `weights` are not resolved."""
     datasets: tuple[str, ...]  # names of the data sets, which give the default function
     acts: Literal["environment", "tools", "agent"] | None
-    """What acts in episodes, and may have a reward of its own."""
+    """The actor of episodes, which may have a reward of its own. None: there are no episodes."""
     num_generations: int
     max_completion_length: int
     trust_remote_code: bool
