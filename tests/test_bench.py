@@ -18,7 +18,7 @@ from benchmarks.performance_model import (
     TRAIN_LOGIT_BYTES,
     Load,
 )
-from easyrl.bench import loop
+from easyrl.bench import loop, peer
 from easyrl.bench.harness import run_suite
 from easyrl.runtime.supervisor import WorkerFailure
 from runs import easyrl
@@ -50,6 +50,17 @@ def test_stopped_benchmark_shows_and_writes_the_rows_before(tmp_path, capsys, er
     assert run_suite("peer", suite(), file := tmp_path / "rows.json") == exit_code
     assert json.loads(file.read_text())["results"]["first"]["ratio"] == 2.0
     assert str(error) in capsys.readouterr().err
+
+
+def test_the_hybrid_of_the_peer_suite_has_the_layers_of_the_built_in_one_and_8_million_weights():
+    work = peer.ROWS["hybrid"]
+    with torch.device("meta"):
+        model = work.make_model(work.size)
+    layer_types = model.config.layer_types
+    assert layer_types.count("linear_attention") == 3 * layer_types.count("full_attention")
+    assert model.num_parameters() == pytest.approx(8e6, rel=0.01)
+    for name, each in peer.ROWS.items():
+        assert each.num_completions % each.micro_batch == 0, name
 
 
 @pytest.mark.long

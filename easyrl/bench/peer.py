@@ -12,12 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
@@ -41,6 +44,30 @@ TINY = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
+HYBRID = {
+    "vocab_size": 99,
+    "hidden_size": 256,
+    "intermediate_size": 960,
+    "num_hidden_layers": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+"""The shape of the built-in `tiny-hybrid`, with twice its width and layers."""
+
+
+def random_hybrid(size: Mapping[str, Any]) -> Any:
+    """Return a float32 Qwen3.5 without a vision tower. `size`: arguments of its config."""
+    torch.manual_seed(0)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**size, max_position_embeddings=4096))
 
 
 @dataclass(frozen=True)
@@ -54,6 +81,7 @@ class Work:
     max_completion_length: int
     iterations: int  # measured per run
     micro_batch: int  # TRL's, in completions: the faster of 16 and 64 on two cores
+    make_model: Callable[[Mapping[str, Any]], Any] = random_model  # of `size`
     learning_rate: float = 0.0
     lora_rank: int | None = None
 
@@ -90,6 +118,16 @@ ROWS = {
         max_completion_length=64,
         iterations=8,
         micro_batch=64,
+    ),
+    "hybrid": Work(
+        size=HYBRID,
+        make_model=random_hybrid,
+        num_prompts=8,
+        num_generations=8,
+        prompt_length=1024,
+        max_completion_length=64,
+        iterations=2,
+        micro_batch=16,
     ),
     "smollm2": SMOLLM2,
     "smollm2_lora": replace(SMOLLM2, lora_rank=16),
@@ -157,7 +195,7 @@ def run(
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
             inputs = harness.write_model_and_prompts(
                 Path(folder),
-                model if work.size is None or model else random_model(work.size),
+                model if work.size is None or model else work.make_model(work.size),
                 dtype,
                 work.num_prompts,
                 work.prompt_length,
