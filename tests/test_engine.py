@@ -47,7 +47,9 @@ register_attention()
 
 EOS = 2
 MAX_PROMPT, MAX_COMPLETION = 12, 16
-EMBEDDED = ("qwen3", "llama", "mistral", "gemma2")
+WITHOUT_STATES = ("qwen3", "llama", "mistral", "gemma2")
+HYBRIDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2")
+EMBEDDED = (*WITHOUT_STATES, *HYBRIDS)
 GENERATE = {
     "qwen3_next": WITH_STATES["qwen3_next"],
     **{name: UNSHARED[name][0] for name in ("mamba", "gpt_oss", "bloom")},
@@ -86,7 +88,9 @@ SAMPLING = SamplingSettings(
 
 def make_policy(name, seed=1):
     if name in EMBEDDED:
-        return Policy(tiny_model(name, ATTENTION_NAME, seed=seed), torch.device("cpu"))
+        changes = WITH_STATES.get(name, {})
+        model = tiny_model(name, ATTENTION_NAME, seed=seed, **changes)
+        return Policy(model, torch.device("cpu"))
     changes = (GENERATE | INEXACT)[name]
     model = tiny_model(name, None, SPREAD, seed, **changes)
     return Policy(model, torch.device("cpu"), no_packing_reason="layer 0 is of another type")
@@ -155,7 +159,9 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
     if prompts_are == "shared":
         monkeypatch.setattr(fused_decoder, "SMALL", 0)  # all products are oneDNN's
     prompts, num_narrow = draw_prompts(6), 0
-    reference = tiny_model(name, "eager") if name in EMBEDDED else policy_of(name).model
+    reference = policy_of(name).model
+    if name in EMBEDDED:
+        reference = tiny_model(name, "eager", **WITH_STATES.get(name, {}))
     for key, group in run(make_engine(name, temperature=temperature), requests(prompts, 3)).items():
         prompt = prompts[key[0]]
         for sample, completion in enumerate(group):
@@ -164,7 +170,7 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
                 logits = reference(input_ids=ids, use_cache=False).logits[0]
             logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
-            tolerance = 1e-5 if name in EMBEDDED else 1e-4
+            tolerance = 1e-5 if name in WITHOUT_STATES else 1e-4
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=tolerance)
             assert completion.logprobs.dtype == np.float32
             *others, last = completion.token_ids.tolist()
@@ -234,7 +240,7 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
         return engine._run_model is engine._decoder is not None
 
     # Gemma 2 is of another kind.
-    assert [is_fused(make_engine(name)) for name in EMBEDDED] == [True, True, True, False]
+    assert [is_fused(make_engine(name)) for name in WITHOUT_STATES] == [True, True, True, False]
     _, product, norm, extra = policies = [make_policy("qwen3") for _ in range(4)]
     for policy in policies[:3]:
         attention = policy.model.model.layers[1].self_attn

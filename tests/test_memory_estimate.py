@@ -40,7 +40,7 @@ from easyrl.workers.learner import Learner
 from mistakes import QWEN
 from own_processes import popen
 from runs import command, workers, write_rows
-from tiny_models import tiny_model
+from tiny_models import WITH_STATES, tiny_model
 
 TOLERANCE = 0.15
 WEIGHTS = 767744 * 4  # bytes of the tiny model
@@ -158,21 +158,28 @@ def test_estimate_equals_the_measured_peak(tmp_path):
     assert expected == pytest.approx(measured_peaks(*words), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["tiny", "deepseek_v3"])  # whose values are smaller than keys
-def test_estimated_kv_cache_covers_the_allocated_one(family, tmp_path):
+# Values of deepseek_v3 are smaller than keys; the others have layers with a state.
+@pytest.mark.parametrize(
+    "family", ["tiny", "deepseek_v3", "qwen3_5_text", "lfm2", "nemotron_h", "zamba2"]
+)
+def test_estimated_cache_covers_the_allocated_one(family, tmp_path):
     path = family
     if family != "tiny":
-        tiny_model(family).save_pretrained(path := str(tmp_path))
+        model = tiny_model(family, **WITH_STATES.get(family, {}))
+        model.save_pretrained(path := str(tmp_path))
         shutil.copy(Path(resolve_model("tiny")) / "tokenizer.json", tmp_path)
     words = ("data.max_prompt_length=50", "rollout.max_completion_length=30", f"model.path={path}")
-    estimate = of("rollout", *words, "rollout.num_generations=3", "train.eval_every=1")["KV cache"]
+    estimate = of("rollout", *words, "rollout.num_generations=3", "train.eval_every=1")
     sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
     engine = EmbeddedEngine(load_policy(path), sampling, num_rows=4 * 3)  # 4 groups
     for number in range(40):  # an evaluation
         engine.submit(GroupRequest((number,), [5] * 50, 1))
     while engine.has_work:
         engine.step()
-    assert 0.9 < engine.cache.keys_values.num_bytes / estimate <= 1.0
+    assert 0.9 < engine.cache.keys_values.num_bytes / estimate["KV cache"] <= 1.0
+    assert ("states" in estimate) == (family in WITH_STATES)
+    if engine.cache.states is not None:
+        assert 0.9 < engine.cache.states.num_bytes / estimate["states"] <= 1.0
 
 
 @pytest.mark.parametrize("total", [2**25, 2**40])

@@ -21,7 +21,7 @@ from easyrl.engines.cache.nodes import NodeTree, num_common
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
-from tiny_models import VOCABULARY, pieces_of, tiny_model
+from tiny_models import VOCABULARY, WITH_STATES, pieces_of, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 register_attention()
@@ -34,7 +34,8 @@ FAMILIES = ((1,), (2,))
 
 
 def make_policy(family="qwen3"):
-    policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
+    model = tiny_model(family, ATTENTION_NAME, **WITH_STATES.get(family, {}))
+    policy = Policy(model, torch.device("cpu"))
     for token in ENDS:
         policy.stop_at(token)
     return policy
@@ -154,15 +155,17 @@ def check_cache(engine):
 
 
 @pytest.mark.parametrize("copied_tokens", [0, 3, 64])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "qwen3_5_text", "falcon_h1"])
 def test_branches_have_the_logprobs_of_a_plain_forward(family, copied_tokens, monkeypatch):
-    """At any depth, whatever is cut, copied or dropped; also within sliding windows."""
+    """At any depth, whatever is cut, copied or dropped; also within sliding windows, and in layers
+    with a state."""
     monkeypatch.setattr(node_cache, "COPIED_TOKENS", copied_tokens)
     for seed, num_rows in ((0, 6), (1, 3), (2, 30)):
         engine = make_engine(make_policy(family), num_rows)
         played = Conversations(engine, seed)
         played.run(lambda engine=engine: check_cache(engine))
-        played.assert_exact(tiny_model(family))
+        changes = WITH_STATES.get(family, {})
+        played.assert_exact(tiny_model(family, **changes), 1e-4 if changes else 2e-5)
         assert not engine.cache.tree.nodes  # nothing is in progress
 
 
@@ -270,6 +273,29 @@ def test_four_branches_behind_a_long_prompt_compute_each_token_of_the_tree_once(
     for ids in sequences:
         tree |= {tuple(ids[:length]) for length in range(1, len(ids))}
     assert sum(counts) == len(tree)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_layers_with_a_state_continue_what_ended_and_nothing_within(family):
+    """A state is that behind a node's last token: a branch within a node begins where the node
+    does."""
+    engine = make_engine(make_policy(family), 4)
+    random = np.random.default_rng(0)
+    prompt = random.integers(9, VOCABULARY, 30).tolist()
+    more = {"has_turns": True, "max_turn_tokens": 12, "family": (0,)}
+    engine.submit(GroupRequest((0,), prompt, 1, **more))
+    (turn,) = finish(engine)
+    computed = []
+    said = turn.token_ids.tolist()
+    for key, history in enumerate(
+        ([*prompt, *said, 11, 12], [*prompt, 11], [*prompt[:20], 11, 12])
+    ):
+        before = engine.num_prompt_tokens
+        engine.submit(GroupRequest((1 + key,), history, 1, **more))
+        finish(engine)
+        computed.append(engine.num_prompt_tokens - before)
+    # The newest token of what was said has not been computed.
+    assert computed == [1 + 2, 1, 20 + 2]
 
 
 def test_a_prompt_that_is_asked_again_is_not_computed_again():

@@ -116,16 +116,6 @@ def test_the_check_crosses_the_chunks_of_a_models_kernels():
         assert min(behind_one_token) == 1
 
 
-def test_an_engine_without_states_runs_the_models_own_code(tmp_path):
-    model = tiny_model("qwen3_5_text", None, SPREAD, **WITH_STATES["qwen3_5_text"])
-    model.save_pretrained(tmp_path)
-    packed = load_policy(str(tmp_path))
-    for_engine = load_policy(str(tmp_path), is_for_engine=True)
-    assert packed.no_packing_reason is None
-    assert "state" in for_engine.no_packing_reason
-    assert for_engine.model.config._attn_implementation in ("sdpa", "eager")
-
-
 def test_a_layer_that_is_recomputed_in_the_backward_pass_finds_its_tree(tmp_path):
     model = tiny_model("qwen3_5_text", None, SPREAD, **WITH_STATES["qwen3_5_text"])
     model.save_pretrained(tmp_path)

@@ -5,7 +5,8 @@
 One forward per step processes the newest token of every row in flight and, if few sequences are
 ready to start, the prompts of the next requests: `[n decode tokens | prompt | prompt | ...]`. A
 prompt is a node of the cache's tree (`cache.nodes`); of a request with a family, only the tokens
-that no earlier request of the family has stored are computed.
+that no earlier request of the family has stored are computed. Layers with a state have one for each
+node and row (`cache.states`).
 
 A row holds the tokens of one sequence behind its nodes. Active rows come first, the longest before
 the others; then suspended ones. Finished rows are reused in the same step. When a suspended row is
@@ -93,7 +94,8 @@ class EmbeddedEngine(PolicyEngine):
         self.num_active = 0
         self.num_held = 0
         longest = sampling.max_completion_length
-        has_graphs = devices.has_graphs(policy.device)
+        # A replay that repeats a step would advance its states twice.
+        has_graphs = devices.has_graphs(policy.device) and not policy.has_states
         self.cache = NodeCache(
             num_rows,
             sampling.max_prompt_length,
@@ -101,6 +103,7 @@ class EmbeddedEngine(PolicyEngine):
             prompt_step=PROMPT_STEP if has_graphs else CELLS,
             slot_step=SLOT_STEP if has_graphs else 1,
             capacity=started_sequences(num_rows),
+            has_states=policy.has_states,
         )
         self.graphs = StepGraphs(policy, self.cache, sampling) if has_graphs else None
         self._sequences = np.full(num_rows, None)  # the _Sequence of each row that is held
@@ -533,24 +536,25 @@ class EmbeddedEngine(PolicyEngine):
         while number := min(len(self._ready), self.cache.num_rows - self.num_held):
             rows = np.arange(self.num_held, self.num_held + number)
             self.num_held += number
-            copied = dict[int, Node]()  # by row
+            prompts = dict[int, Node]()  # by row
+            copied = set[int]()
             for row in rows.tolist():
-                node = self._start_row(row, self._ready.popleft())
-                if node is not None:
-                    copied[row] = node
-            if copied:
-                self.cache.start_rows(copied)
+                sequence = self._ready.popleft()
+                assert sequence.node is not None
+                prompts[row] = sequence.node
+                is_copied = self._start_row(row, sequence, prompts[row])
+                if is_copied:
+                    copied.add(row)
+            self.cache.start_rows(prompts, copied)
             self._stop_complete(rows[self._rows["count"][rows] > 0])
             self._arrange()
 
-    def _start_row(self, row: int, sequence: _Sequence) -> Node | None:
-        """Start a sequence; return its prompt's node if this is to be copied to the row."""
-        prompt = sequence.node
-        assert prompt is not None
-        copied: Node | None = None
+    def _start_row(self, row: int, sequence: _Sequence, prompt: Node) -> bool:
+        """Start a sequence behind its prompt's node. Return whether the node is to be copied to the
+        row."""
+        is_copied = self.cache.is_copied(prompt, sequence.limit)
         sequence.row_start = prompt.stop
-        if self.cache.is_copied(prompt, sequence.limit):
-            copied = prompt
+        if is_copied:
             sequence.row_start = prompt.start
             sequence.node = prompt.parent
             self.cache.tree.use(sequence.node)
@@ -569,7 +573,7 @@ class EmbeddedEngine(PolicyEngine):
         state["tokens"][0] = sequence.first_token
         state["logprobs"][0] = sequence.first_logprob
         state["is_sampled"][:] = True
-        return copied
+        return is_copied
 
 
 class _Tokens:

@@ -82,6 +82,10 @@ def embedded_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
         MemoryNeed("KV cache", cache, CACHE_KEYS, is_certain=True),
         MemoryNeed("engine's step", step + prefill_bytes(model, load), GROUPS_KEY),
     ]
+    if model.state_elements:
+        num_states = load.num_rows + num_nodes(load)
+        states = num_states * FLOAT_BYTES * model.state_elements
+        needs.append(MemoryNeed("states", states, CACHE_KEYS, is_certain=True))
     if load.has_graphs:
         needs.append(MemoryNeed("CUDA graphs", step, GROUPS_KEY))
     has_fused_decoder = model.is_batched and load.is_on_cpu and load.dtype == "float32"
@@ -95,11 +99,16 @@ def cache_tokens(model: ModelSize, load: EngineLoad) -> int:
     if not model.is_batched:
         return load.num_rows * load.max_sequence_length
     row = row_cells(load.max_prompt_length, load.max_completion_length)
+    return load.num_rows * row + num_nodes(load) * padded(load.longest_prompt)
+
+
+def num_nodes(load: EngineLoad) -> int:
+    """Return how many nodes the embedded engine's cache has room for."""
     # In training, the last completions of as many groups again may be in flight.
     num_prompts = min(load.num_started, 2 * load.num_prompts_started)
     if load.has_graphs:
         num_prompts = padded(num_prompts, SLOT_STEP)
-    return load.num_rows * row + num_prompts * padded(load.longest_prompt)
+    return num_prompts
 
 
 def logits_bytes(model: ModelSize, load: EngineLoad) -> int:

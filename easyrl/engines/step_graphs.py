@@ -146,8 +146,7 @@ class StepGraphs:
         cannot be captured, or if its rows are too uneven (`MAX_PADDING`). `tokens` [n]: the newest
         of each row; `uniforms` [n]: see `sample`; `rows` [n]: see `StepLayout`."""
         sizes, inputs = self._prepare(tokens, uniforms, rows)
-        first_keys, _ = self._cache.keys_values.rows[0]
-        numbers_per_cell = first_keys[0, :, 0].numel()
+        numbers_per_cell = self._cache.keys_values.numbers_per_cell
         num_used = int((rows["cell"] + 1).sum())
         num_padding = sizes.rows * sizes.cells - num_used  # in cells
         if num_padding * numbers_per_cell > MAX_PADDING:
@@ -302,8 +301,11 @@ class _PaddedRows:
         cells = inputs.rows.cells
         own = RowBuckets(cells, [RowBucket(slice(0, sizes.rows), sizes.cells)])
         self._tokens = NewTokens(cache, self._sources, cells, own, levels)
+        self._num_attended = 0  # layers that have run
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+        layer = self._num_attended
+        self._num_attended += 1
         # Padding repeats the first row: it writes the same values to the same cell.
-        self._tokens.store(key[self._sources], value[self._sources], settings.layer)
-        return self._tokens.attend(query, key.shape[1], settings)
+        self._tokens.store(key[self._sources], value[self._sources], layer)
+        return self._tokens.attend(query, key.shape[1], layer, settings)

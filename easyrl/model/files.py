@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec, TokenLimits
 from easyrl.data.hub import FORMS, KEY, loadable_model, model_config_from_hub, resolve_model
-from easyrl.model.mixers import elements_per_token, unsupported_layer
+from easyrl.model.mixers import (
+    count_layers,
+    elements_of_states,
+    elements_per_token,
+    num_attention_layers,
+    unsupported_layer,
+)
 
 SAFETENSORS = "model.safetensors"
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
@@ -197,6 +203,7 @@ class ModelSize:
     """The sizes of a model that memory follows from."""
 
     num_layers: int
+    num_attention_layers: int  # that store keys and values
     width: int
     mlp_width: int  # of the widest layer: all experts together that process one token
     num_heads: int
@@ -209,6 +216,7 @@ class ModelSize:
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     stored_dtype: str = "float32"
     is_in_vllm: bool = True  # under the same names
+    state_elements: int = 0  # of a sequence's states, in all layers that have one
 
     @property
     def outer_weights(self) -> int:  # elements outside of the layers
@@ -220,7 +228,9 @@ class ModelSize:
 
     @property
     def kv_elements(self) -> int:  # of a token's keys and values in all layers
-        return elements_per_token(self.num_layers, self.num_key_value_heads, self.head_size)
+        return elements_per_token(
+            self.num_attention_layers, self.num_key_value_heads, self.head_size
+        )
 
 
 def model_size(
@@ -231,19 +241,21 @@ def model_size(
     config = model_config.get("text_config") or model_config
     config = {key: value for key, value in config.items() if value is not None}
     try:
-        num_layers = config["num_hidden_layers"]
+        num_layers = count_layers(config)
         width = config["hidden_size"]
         num_heads = config["num_attention_heads"]
         vocabulary_size = config["vocab_size"]
     except KeyError:
         return None
-    head_size = config.get("head_dim", width // num_heads)
+    usual_head_size = config.get("head_dim", width // num_heads)
+    head_size = config.get("attention_head_dim", usual_head_size)
     layer_types = config.get("layer_types", ())
     if "v_head_dim" in config:  # latent attention: keys and values differ
         key_size = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
         head_size = (key_size + config["v_head_dim"]) // 2
     return ModelSize(
         num_layers=num_layers,
+        num_attention_layers=num_attention_layers(config),
         width=width,
         mlp_width=_mlp_width(config, width),
         num_heads=num_heads,
@@ -251,11 +263,12 @@ def model_size(
         head_size=head_size,
         vocabulary_size=vocabulary_size,
         is_tied=config.get("tie_word_embeddings", False),
-        is_batched=unsupported_layer(layer_types, may_have_states=False) is None,
+        is_batched=unsupported_layer(layer_types) is None,
         num_weights=num_weights,
         num_trained=num_trained,
         stored_dtype=stored_dtype.removeprefix("torch."),
         is_in_vllm=config.get("model_type") not in OTHER_NAMES_IN_VLLM,
+        state_elements=elements_of_states(config),
     )
 
 

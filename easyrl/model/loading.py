@@ -19,12 +19,10 @@ from easyrl.model.exactness import (
     checked_once,
     choose_attention,
     in_float32,
-    own_attention,
 )
 from easyrl.model.files import load_model_config, read_model_files
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.mixers.attention import register_attention
-from easyrl.model.mixers.kinds import no_engine_reason
 from easyrl.model.policy import Policy
 
 MOST_CHECKED_TOKENS = 4  # of the check of the head
@@ -36,7 +34,6 @@ class _Checked(NamedTuple):
 
     no_packing_reason: str | None
     attention: str  # transformers' name of the attention function that the model uses
-    own_attention: str  # that of a model that runs without a layout
 
 
 def load_policy(
@@ -46,11 +43,9 @@ def load_policy(
     trust_remote_code: bool = False,
     attention: AttentionMode = "auto",
     dtype: DType | None = "float32",
-    is_for_engine: bool = False,
 ) -> Policy:
     """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they are
-    stored, for `TrainRanks.shard`. `is_for_engine`: rows are packed only if the embedded engine can
-    store what its layers need. Raises ConfigError if weights are missing, if it is no causal
+    stored, for `TrainRanks.shard`. Raises ConfigError if weights are missing, if it is no causal
     language model, or if `attention` asks for prompts that cannot be shared exactly."""
     register_attention()
     model = _load_model(path, dtype, trust_remote_code=trust_remote_code)
@@ -64,13 +59,8 @@ def load_policy(
             "model.attention: expected auto or repeated, because prompts cannot be "
             f"shared exactly: {reason} ({path}); got shared_prompt"
         )
-    attention_name = checked.attention
-    if is_for_engine and reason is None:
-        reason = no_engine_reason(model)
-        if reason is not None:
-            attention_name = checked.own_attention
-    if attention_name != model.config._attn_implementation:
-        model.set_attn_implementation(attention_name)
+    if checked.attention != model.config._attn_implementation:
+        model.set_attn_implementation(checked.attention)
     model.to(device)
     return Policy(model, torch.device(device), no_packing_reason=reason, attention=attention)
 
@@ -78,12 +68,11 @@ def load_policy(
 def _check(model: Any, path: str) -> _Checked:
     """Choose the model's attention, and check the rest of it. Raises ConfigError."""
     with in_float32(model):
-        own = own_attention(model)
         reason = choose_attention(model)
         if reason is not None:
             check_causal(model, path)
         check_head(Policy(model, model.device, no_packing_reason=reason), path)
-        return _Checked(reason, model.config._attn_implementation, own)
+        return _Checked(reason, model.config._attn_implementation)
 
 
 @torch.no_grad()

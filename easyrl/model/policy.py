@@ -24,7 +24,7 @@ from easyrl.model.files import eos_token_ids
 from easyrl.model.inputs import ModelInputs, real_tokens
 from easyrl.model.lora import Adapter, Merger
 from easyrl.model.mixers.interface import CurrentLayout, Layout
-from easyrl.model.mixers.kinds import connect, exclude_from_compiling
+from easyrl.model.mixers.kinds import connect, exclude_from_compiling, has_states
 from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow
 from easyrl.model.sharding import whole
 from easyrl.types import MicroBatch, Weight, WeightPiece
@@ -53,6 +53,8 @@ class Policy:
         """Reason why its layers cannot run packed rows exactly; None: they can."""
         self.shares_prompts = no_packing_reason is None and attention != "repeated"
         """Whether the trainer packs a group's prompt once."""
+        self.has_states = has_states(model)
+        """Whether layers keep a state of fixed size, instead of something for each token."""
         self.kernels = AttentionKernels(may_use_flex=attention != "without_flex")
         self.adapter: Adapter | None = None
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)

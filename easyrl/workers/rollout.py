@@ -176,7 +176,6 @@ class RolloutWorker:
             self.settings.device,
             trust_remote_code=model.trust_remote_code,
             dtype=model.dtype,
-            is_for_engine=True,
         )
         policy.stop_at(self.tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))

@@ -1,4 +1,5 @@
-"""The attention of one step of the embedded engine to what its cache stores.
+"""The layout of one step of the embedded engine: attention to what its cache stores. (For layers
+with a state see `states`.)
 
 A node that several sequences continue is stored once, in a slot; a row stores the tokens of one
 sequence behind its nodes.
@@ -28,9 +29,11 @@ from torch import Tensor
 from easyrl.engines import padded
 from easyrl.engines.cache.cache import NodeCache
 from easyrl.engines.cache.nodes import Node
+from easyrl.engines.cache.states import StepStates, runs_of_step
 from easyrl.engines.cache.stores import Cells, Span
 from easyrl.layout.tree import NONE, Ints, TokenTree
 from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.recurrent import RunLayer
 from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block
 
 BUCKET_STEP = 64  # rows are sorted by their cells in steps of this many (`length_class`)
@@ -39,7 +42,7 @@ BUCKET_NUMBERS = 40_000
 
 
 class StepLayout:
-    """The attention layout of a step.
+    """The layout of a step.
 
     Its tokens are, in this order: the newest one of each active row; those of resumed rows; those
     of nodes of which a part is stored, or what they continue; and those of whole prompts.
@@ -61,6 +64,7 @@ class StepLayout:
         `resumed` [m]: the state of the rows behind the active ones that have `num_new` [m] tokens
         to process; `continuing`, `prompts`: nodes whose tokens are to be stored."""
         self._cache = cache
+        self._num_attended = 0  # layers with attention that have run
         self._prompts = prompts
         self._packed: SdpaAttention | None = None
         if prompts:
@@ -80,11 +84,20 @@ class StepLayout:
             first = self._first_of_prompts
             self._first_of_prompts = first + part.number
             self._parts.append((part, slice(first, self._first_of_prompts)))
+        self._states: StepStates | None = None
+        if cache.states is not None:
+            runs = runs_of_step(len(rows), num_new, continuing, prompts)
+            self._states = StepStates(cache.states, runs, device)
+
+    def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
+        assert self._states is not None, "the cache stores no states"
+        return self._states.scan(run, hidden)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        layer = settings.layer
+        layer = self._num_attended
+        self._num_attended += 1
         if layer == len(self._cache.keys_values.rows):
-            self._cache.add_layer(key, value)
+            self._cache.keys_values.add_layer(key, value)
         # A token may see others of the same step: all are stored first.
         for part, new in self._parts:
             part.store(key[new], value[new], layer)
@@ -95,7 +108,7 @@ class StepLayout:
         num_heads = key.shape[1]
         outputs = []
         for part, new in self._parts:
-            output = part.attend(query[new], num_heads, settings)
+            output = part.attend(query[new], num_heads, layer, settings)
             outputs.append(output)
         if self._packed is not None:
             output = self._packed.attend_sequences(
@@ -149,14 +162,14 @@ class NewTokens:
         keys[self._numbers, :, self._cells] = key
         values[self._numbers, :, self._cells] = value
 
-    def attend(self, query: Tensor, num_heads: int, settings: LayerSettings) -> Tensor:
-        """[T, Hq, D] -> [T, Hq, D], with Hkv key/value heads"""
+    def attend(self, query: Tensor, num_heads: int, layer: int, settings: LayerSettings) -> Tensor:
+        """[T, Hq, D] -> [T, Hq, D], with Hkv key/value heads. `layer`: see `stores`."""
         # Query heads that share a key head take the dimension of query positions: no key is copied.
         num_tokens, _, head_size = query.shape
         grouped = query.reshape(num_tokens, num_heads, -1, head_size)  # [T, Hkv, Q, D]
-        stored = self._stored_in[settings.layer]
+        stored = self._stored_in[layer]
         attended = self._own.attend(grouped, stored, settings)
-        nodes = self._nodes[settings.layer]
+        nodes = self._nodes[layer]
         for level in self._levels:
             is_last = level is self._levels[-1]
             attended = level.merge(attended, grouped, nodes, settings, is_last=is_last)
@@ -221,9 +234,7 @@ class Level(NamedTuple):
 
 def _tokens_of_active(cache: NodeCache, rows: Any, device: torch.device) -> NewTokens:
     cells = rows["cell"].copy()
-    first_keys, _ = cache.keys_values.rows[0]
-    numbers_per_cell = first_keys[0, :, 0].numel()
-    bucket_cost = BUCKET_NUMBERS // numbers_per_cell
+    bucket_cost = BUCKET_NUMBERS // max(1, cache.keys_values.numbers_per_cell)
     buckets = []
     for start, stop in divide_rows(cells, bucket_cost):
         last_cell = int(cells[start:stop].max())

@@ -12,17 +12,16 @@ So a sequence attends to few nodes, at most `MAX_LEVELS`, and a token is compute
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from easyrl.engines import COPIED_TOKENS, padded, row_cells
 from easyrl.engines.cache.nodes import Family, Node, NodeTree, num_common
-from easyrl.engines.cache.stores import KeysValues, Span, Store
+from easyrl.engines.cache.stores import KeysValues, RowStarts, Span, States, Store
 from easyrl.layout.tree import NONE, Ints
 from easyrl.types import Int32
 
@@ -76,13 +75,20 @@ class NodeCache:
         prompt_step: int = 1,
         slot_step: int = 1,
         capacity: int = 0,
+        has_states: bool = False,
     ) -> None:
         """The cells of a slot and the number of slots are multiples of the steps. `capacity`: nodes
-        up to which unused ones are kept."""
+        up to which unused ones are kept. `has_states`: layers of the model keep a state."""
         self.num_rows = num_rows
         self.cells_per_row = row_cells(max_prompt, max_completion)
         self.keys_values = KeysValues(num_rows, self.cells_per_row)
         self._stores: list[Store] = [self.keys_values]
+        self.states: States | None = None  # None: no layer keeps a state
+        if has_states:
+            self.states = States(num_rows)
+            self._stores.append(self.states)
+        # A state is that behind a node's last token alone: others cannot be continued.
+        self._can_cut = all(store.can_cut for store in self._stores)
         self._max_prompt_cells = padded(max_prompt)
         self._prompt_step = prompt_step
         self._slot_step = slot_step
@@ -228,7 +234,7 @@ class NodeCache:
 
     def _find(self, family: Family, ids: Int32, rows: Sequence[StoredRow]) -> _Found:
         """Find the longest beginning of `ids` that is stored or will be after this step."""
-        node, length = self.tree.longest(family, ids)
+        node, length = self.tree.longest(family, ids, are_whole=not self._can_cut)
         if node is not None and length == node.stop:
             found = _Found(node.path(), None, length)
         elif node is not None:
@@ -237,10 +243,9 @@ class NodeCache:
             found = _Found([], None, 0)
         for row in rows:
             common = num_common(row.ids, ids)
-            if common > max(found.length, row.start):
+            is_continued = self._can_cut or common == row.stop
+            if is_continued and common > max(found.length, row.start):
                 found = _Found(_path(row.parent), row, common)
-        if found.rest is not None and not all(store.can_cut for store in self._stores):
-            return _Found(found.nodes, None, found.rest.start)
         return found
 
     @contextmanager
@@ -350,9 +355,6 @@ class NodeCache:
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def add_layer(self, key: Tensor, value: Tensor) -> None:
-        self.keys_values.add_layer(key, value)
-
     def is_copied(self, node: Node, num_more: int) -> bool:
         """Whether a row starts with a copy of the node, which costs less than a merge: of a short
         node, and of one behind another that it alone continues. `num_more`: tokens that the row
@@ -363,15 +365,19 @@ class NodeCache:
         fits = len(node) + num_more <= self.cells_per_row
         return node.parent is not None and is_alone and fits
 
-    def start_rows(self, nodes: Mapping[int, Node]) -> None:
-        """Copy nodes to the starts of rows, which do not continue them then: `nodes` by row."""
-        rows = np.array(list(nodes))
-        slots = np.array([node.slot for node in nodes.values()])
-        longest = max(len(node) for node in nodes.values())
+    def start_rows(self, nodes: Mapping[int, Node], copied: Collection[int]) -> None:
+        """Start rows behind nodes: `nodes` by row. Rows of `copied` begin with a copy of their node
+        and do not continue it then."""
+        starts = RowStarts(
+            rows=np.array(list(nodes)),
+            slots=np.array([node.slot for node in nodes.values()]),
+            is_copied=np.array([row in copied for row in nodes]),
+            longest=max([len(nodes[row]) for row in copied], default=0),
+        )
         for store in self._stores:
-            store.start_rows(slots, rows, longest)
-        for node in nodes.values():
-            self.release(node)
+            store.start_rows(starts)
+        for row in copied:
+            self.release(nodes[row])
 
     def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
         for store in self._stores:

@@ -142,15 +142,20 @@ class NodeTree:
                 return node
         return None
 
-    def longest(self, family: Family, ids: Int32) -> tuple[Node | None, int]:
+    def longest(
+        self, family: Family, ids: Int32, *, are_whole: bool = False
+    ) -> tuple[Node | None, int]:
         """Return the node that has the longest beginning of `ids` in common with its path, one of
-        its own tokens included, and that beginning's length. Of several the oldest."""
+        its own tokens included, and that beginning's length. Of several the oldest. `are_whole`:
+        only of nodes whose whole path is a beginning of `ids`."""
         found: Node | None = None
         length = 0
         for node in self.nodes:
             if node.family != family:
                 continue
             common = num_common(node.ids, ids)
+            if are_whole and common < node.stop:
+                continue
             if common > max(length, node.start):
                 found = node
                 length = common

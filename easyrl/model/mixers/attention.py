@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from easyrl.layout.tree import NONE, TokenTree
 from easyrl.model.mixers.interface import CurrentLayout, LayerSettings, UnsupportedLayer
 
-NO_ENGINE_REASON: str | None = None
+HAS_STATE = False
 ATTENTION_NAME = "easyrl"
 CURRENT_LAYOUT = "easyrl_current_layout"
 """Attribute of attention modules: the `CurrentLayout` of their model."""

@@ -7,7 +7,8 @@ A kind is a module of this package with these functions:
     exclude_from_compiling(model)    run them as they are in layers that are compiled around them
     checked_trees(model)             trees that show whether they are exact (`model.exactness`)
 
-and `NO_ENGINE_REASON`: a clause why the embedded engine cannot serve such layers, or None.
+and `HAS_STATE`: whether such a layer keeps a state of fixed size, instead of something for each
+token.
 """
 
 from typing import Protocol
@@ -22,7 +23,7 @@ from easyrl.model.mixers.interface import CurrentLayout
 class Kind(Protocol):
     """A module as described above."""
 
-    NO_ENGINE_REASON: str | None
+    HAS_STATE: bool
 
     def find_layers(self, model: nn.Module) -> list[nn.Module]: ...
 
@@ -59,9 +60,6 @@ def checked_tree(model: nn.Module) -> TokenTree:
     return TokenTree.joined(trees)
 
 
-def no_engine_reason(model: nn.Module) -> str | None:
-    """Return a clause why the embedded engine cannot serve the model, or None."""
-    for kind in KINDS:
-        if kind.NO_ENGINE_REASON is not None and kind.find_layers(model):
-            return kind.NO_ENGINE_REASON
-    return None
+def has_states(model: nn.Module) -> bool:
+    """Return whether layers of the model keep a state."""
+    return any(kind.HAS_STATE and kind.find_layers(model) for kind in KINDS)

@@ -16,16 +16,10 @@ class RecordingLayout(PackedRow):
 
     def __init__(self, tree: TokenTree, device: torch.device | str = "cpu") -> None:
         super().__init__(tree, device)
-        self.settings: list[LayerSettings] = []  # of the attention layers that have run, in order
+        self.settings: list[LayerSettings] = []  # of each call of attention, in order
         self.has_states = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        expected_layer = len(self.settings)
-        if settings.layer != expected_layer and not self.has_states:
-            raise UnsupportedLayer(
-                f"layer {settings.layer} calls attention when layer {expected_layer} should, "
-                "and the engine needs one call from each layer, in order"
-            )
         self.settings.append(settings)
         return super().attend(query, key, value, settings)
 
@@ -40,14 +34,15 @@ class RecordingLayout(PackedRow):
         without attention, and sliding windows that the row is too short for."""
         text_config = model.config.get_text_config()
         num_layers = getattr(text_config, "num_hidden_layers", None) or 0
-        num_recorded = len(self.settings)
-        if num_recorded < num_layers and not self.has_states:
-            return f"layer {num_recorded} does not use transformers' attention interface"
+        recorded = {settings.layer for settings in self.settings}
+        for layer in range(num_layers):
+            if layer not in recorded and not self.has_states:
+                return f"layer {layer} does not use transformers' attention interface"
         layer_types = getattr(text_config, "layer_types", None)
         if not layer_types:
             has_window = getattr(text_config, "sliding_window", None) is not None
             kind = "sliding_attention" if has_window else "full_attention"
-            layer_types = [kind] * max(num_layers, num_recorded)
+            layer_types = [kind] * (1 + max(recorded, default=0))
         for settings in self.settings:
             is_listed = settings.layer < len(layer_types)
             is_sliding = is_listed and layer_types[settings.layer] == "sliding_attention"
