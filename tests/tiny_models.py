@@ -65,6 +65,7 @@ FAMILIES = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "diffllama": {"num_key_value_heads": 2},  # differential attention: two in each layer
     "phi3": {"num_key_value_heads": 2, "sliding_window": WINDOW},
     # Multi-head latent attention: values are smaller than queries and keys.
     "deepseek_v3": {
@@ -102,8 +103,6 @@ UNSHARED = {
         {"num_key_value_heads": 2, "keep_window_size": 64},
         "layer 0 uses its own attention mask",
     ),
-    # Differential attention: two per layer.
-    "diffllama": ({"num_key_value_heads": 2}, "the engine needs one call from each layer"),
     "bloom": (OLD_SIZES, NO_INTERFACE),
     # Windows that are only in the mask that transformers builds.
     "qwen2_moe": (
