@@ -177,3 +177,19 @@ def test_a_state_is_copied_without_memory_and_appends_to_its_convolution():
     seen = copies.update_conv_state(torch.tensor([[[3.0]], [[4.0]]]), 0, conv_kernel_size=3)
     assert seen.tolist() == [[[0.0, 1.0, 2.0, 3.0]], [[0.0, 1.0, 2.0, 4.0]]]
     assert state.get_conv_state(0).tolist() == [[[0.0, 1.0, 2.0]]]  # its own is as it was
+
+
+def test_on_a_cpu_short_chunks_give_the_same_results(tmp_path):
+    """Mamba-2's own chunks are meant for a GPU."""
+    model = tiny_model("bamba", None, SPREAD, **(WITH_STATES["bamba"] | {"mamba_chunk_size": 256}))
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, 61, (300,), generator=torch.Generator().manual_seed(0))
+    tree = TokenTree.of_sequences([300])
+    own = load_policy(str(tmp_path), "meta")
+    assert {layer.chunk_size for layer in find_layers(own.model)} == {256}
+    short = load_policy(str(tmp_path))
+    assert {layer.chunk_size for layer in find_layers(short.model)} == {64}
+    with torch.no_grad():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        got = short.forward(ModelInputs.of_row(ids, tree))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

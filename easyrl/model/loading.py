@@ -22,6 +22,7 @@ from easyrl.model.exactness import (
 )
 from easyrl.model.files import load_model_config, read_model_files
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.mixers import recurrent
 from easyrl.model.mixers.attention import register_attention
 from easyrl.model.policy import Policy
 
@@ -49,6 +50,8 @@ def load_policy(
     language model, or if `attention` asks for prompts that cannot be shared exactly."""
     register_attention()
     model = _load_model(path, dtype, trust_remote_code=trust_remote_code)
+    if torch.device(device).type == "cpu":
+        recurrent.shorten_chunks(model)
     if trust_remote_code:  # a model's own code is not part of its fingerprint
         checked = _check(model, path)
     else:
