@@ -3,10 +3,11 @@
 Inductor and Triton run as they would on the card, down to its machine code; nothing is launched.
 Instead, the shared memory that each kernel needs is compared with what a block has on the card.
 
-    python tests/gpu_compiler.py CARD TOKENS HEADS KEY_HEADS HEAD_SIZE WINDOW
+    python tests/gpu_compiler.py CARD TOKENS HEADS KEY_HEADS HEAD_SIZE WINDOW SINKS
 
 compiles the trainer's FlexAttention, forward and backward, for a packed row; exit code 1 if a
-kernel does not fit. Needs Triton on PYTHONPATH and GUARD, the library of `gpu_guard.cpp`.
+kernel does not fit. WINDOW 0: none; SINKS 1: the heads have sinks, 0: they have none. Needs Triton
+on PYTHONPATH and GUARD, the library of `gpu_guard.cpp`.
 """
 
 import contextlib
@@ -140,7 +141,13 @@ def pretend(card: Card) -> list[Kernel]:
 
 
 def compile_attention(
-    card: Card, num_tokens: int, heads: tuple[int, int], head_size: int, window: int | None
+    card: Card,
+    num_tokens: int,
+    heads: tuple[int, int],
+    head_size: int,
+    window: int | None,
+    *,
+    has_sinks: bool,
 ) -> list[Kernel]:
     """Return the kernels of `FlexAttention` for a row of one group, forward and backward."""
     kernels = pretend(card)
@@ -170,14 +177,25 @@ def compile_attention(
             .requires_grad_()
             for n in (heads[0], heads[1], heads[1])
         )  # fmt: skip
+        sinks = None
+        if has_sinks:
+            sinks = torch.empty(heads[0], device="cuda", dtype=torch.bfloat16).requires_grad_()
         layout = flex.FlexAttention(tree, torch.device("cuda"))
-        layout.attend(query, key, value, settings)
+        layout.attend(query, key, value, settings, sinks)
         raise AssertionError("nothing was launched")
     return kernels
 
 
 if __name__ == "__main__":
-    chosen, (tokens, *sizes) = CARDS[sys.argv[1]], map(int, sys.argv[2:])
-    found = compile_attention(chosen, tokens, (sizes[0], sizes[1]), sizes[2], sizes[3] or None)
+    chosen = CARDS[sys.argv[1]]
+    tokens, query_heads, key_heads, size, window_size, num_sinks = map(int, sys.argv[2:])
+    found = compile_attention(
+        chosen,
+        tokens,
+        (query_heads, key_heads),
+        size,
+        window_size or None,
+        has_sinks=bool(num_sinks),
+    )
     print(json.dumps(found))
     sys.exit(any(kernel.shared_bytes > chosen.shared_bytes for kernel in found))

@@ -29,12 +29,14 @@ from easyrl.model.mixers.interface import LayerSettings
 from easyrl.model.mixers.packed_row import SMALLEST_FLEX_HEAD_SIZE, AttentionKernels, PackedRow
 from easyrl.model.mixers.sdpa import Block, SdpaAttention, attend_block
 from easyrl.model.policy import Policy
+from exact_trees import assert_tree_is_exact
 from tiny_models import (
     FAMILIES,
     LENGTHS,
     SPREAD,
     UNSHARED,
     VOCABULARY,
+    WITH_SINKS,
     assert_same_as_alone,
     dense_mask,
     draw_sequences,
@@ -90,6 +92,19 @@ def assert_shared_same_as_alone(reference, policy, shapes, seed=2):
     assert gap <= 1e-5
 
 
+@pytest.mark.parametrize("family", WITH_SINKS)
+def test_a_tree_with_sinks_gives_the_log_probabilities_and_gradients_of_its_sequences(family):
+    model = tiny_model(family, "eager").double()
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_(1.0, 2.0)  # some outweigh all keys, others none
+    tree = tree_of([(9, [4, 13, 1]), (3, [6]), (5, [3, 1, 2, 7], [0, 1, 1, 3])])
+    assert_tree_is_exact(model, tree)
+    assert all(weight.grad.all() for name, weight in model.named_parameters() if "sinks" in name)
+
+
 SHARED_SHAPES = [(9, [4, 13, 1]), (3, [6]), (12, [2, 2, 17, 5])]
 
 
@@ -101,9 +116,9 @@ def test_loaded_model_computes_shared_prompts_as_each_sequence_alone(family, tmp
     assert policy.no_packing_reason is None and policy.shares_prompts
     assert policy.eos_token_ids == [2]
     assert not load_policy(str(tmp_path), attention="repeated").shares_prompts
-    if family != "qwen3_moe":  # torch has no product of experts in float64
-        for model in (reference, policy.model):
-            model.double()  # rounding in float32 differs from one processor to another
+    for model in (reference, policy.model):
+        model.double()  # rounding in float32 differs from one processor to another
+        model.set_experts_implementation("eager")  # the fused one has no float64
     assert_shared_same_as_alone(reference, policy, SHARED_SHAPES)
 
 
@@ -171,8 +186,10 @@ WINDOWS = st.none() | st.integers(1, 14)
 
 
 @settings(max_examples=60)
-@given(GROUPS, WINDOWS, st.sampled_from([None, 1.5]), st.sampled_from([1, 3]))
-def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num_queries):
+@given(GROUPS, WINDOWS, st.sampled_from([None, 1.5]), st.sampled_from([1, 3]), st.booleans())
+def test_attention_with_that_mask_equals_the_blocks(
+    groups, window, softcap, num_queries, has_sinks
+):
     tree = tree_of(groups)
     mask = dense_mask(tree, window)
     generator = torch.Generator().manual_seed(len(mask))
@@ -184,21 +201,27 @@ def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num
 
     query, key, value = draw(2 * num_queries), draw(2), draw(2)
     weights = torch.randn(query.shape, dtype=torch.float64, generator=generator)
+    inputs = [query, key, value]
+    sinks = None
+    if has_sinks:
+        sinks = draw(2 * num_queries)[0, :, 0].detach().requires_grad_()
+        inputs.append(sinks)
 
     def gradients(output):
-        (output * weights).sum().backward()
-        found = [tensor.grad for tensor in (query, key, value)]
-        for tensor in (query, key, value):
-            tensor.grad = None
-        return found
+        return torch.autograd.grad((output * weights).sum(), inputs)
 
     attention_settings = LayerSettings(0, 0.7, window, softcap)
-    got = SdpaAttention(tree, CPU).attend(query, key, value, attention_settings)
+    got = SdpaAttention(tree, CPU).attend(query, key, value, attention_settings, sinks)
     keys, values = (x.repeat_interleave(num_queries, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.7
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if has_sinks:  # one more key, whose value is 0
+        of_sinks = sinks[:, None, None].expand(-1, len(mask), 1)
+        scores = torch.cat([scores, of_sinks], dim=-1)
+        values = torch.cat([values, torch.zeros_like(values[:1])])
+    probabilities = scores.softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", probabilities, values)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     for ours, dense in zip(gradients(got), gradients(expected), strict=True):
@@ -241,7 +264,7 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
 
 
 def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypatch):
-    def squares(layout, query, key, value, settings):
+    def squares(layout, query, key, value, *_):
         return query**2 + 0 * key.sum()
 
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
@@ -383,10 +406,10 @@ def test_wrong_result_is_reported(monkeypatch):
     """Layer 1 attends to neighbours too: visible in the numbers alone."""
     attend = PackedRow.attend
 
-    def wrong(self, query, key, value, settings):
+    def wrong(self, query, key, value, settings, *sinks):
         if settings.layer == 1:
             value = value.mean(0, keepdim=True).expand_as(value)
-        return attend(self, query, key, value, settings)
+        return attend(self, query, key, value, settings, *sinks)
 
     model = tiny_model("llama", None)
     monkeypatch.setattr(PackedRow, "attend", wrong)

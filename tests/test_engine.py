@@ -36,6 +36,7 @@ from tiny_models import (
     UNSHARED,
     VOCABULARY,
     WINDOW,
+    WITH_SINKS,
     WITH_STATES,
     pieces_of,
     tiny_model,
@@ -47,12 +48,12 @@ register_attention()
 
 EOS = 2
 MAX_PROMPT, MAX_COMPLETION = 12, 16
-WITHOUT_STATES = ("qwen3", "llama", "mistral", "gemma2")
+WITHOUT_STATES = ("qwen3", "llama", "mistral", "gemma2", "gpt_oss")
 HYBRIDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2")
 EMBEDDED = (*WITHOUT_STATES, *HYBRIDS)
 GENERATE = {
     "qwen3_next": WITH_STATES["qwen3_next"],
-    **{name: UNSHARED[name][0] for name in ("mamba", "gpt_oss", "bloom")},
+    **{name: UNSHARED[name][0] for name in ("mamba", "bloom")},
     "recurrent_gemma": {"num_key_value_heads": 1, "lru_width": 32, "attention_window_size": WINDOW},
     # Their caches need the positions of the new tokens.
     "bamba": {
@@ -239,8 +240,9 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
     def is_fused(engine):
         return engine._run_model is engine._decoder is not None
 
-    # Gemma 2 is of another kind.
-    assert [is_fused(make_engine(name)) for name in WITHOUT_STATES] == [True, True, True, False]
+    # Gemma 2 and gpt-oss are of other kinds.
+    fused = [is_fused(make_engine(name)) for name in WITHOUT_STATES]
+    assert fused == [True, True, True, False, False]
     _, product, norm, extra = policies = [make_policy("qwen3") for _ in range(4)]
     for policy in policies[:3]:
         attention = policy.model.model.layers[1].self_attn
@@ -410,7 +412,7 @@ def watched(engine):
     return notes, ways
 
 
-@pytest.mark.parametrize("name", ["mamba", "gpt_oss", "bloom", "bamba", "minimax"])
+@pytest.mark.parametrize("name", ["mamba", "bloom", "bamba", "minimax"])
 def test_a_group_is_generated_once_with_the_models_cache(name):
     engine = make_engine(name)
     notes, ways = watched(engine)
@@ -527,7 +529,7 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
 NUM_GENERATIONS = 3
 ENDS = range(2, 14)  # so many tokens end a turn that there are several
 TURNS = SamplingSettings(max_prompt_length=9, max_completion_length=40, seed=5)
-FAMILIES = ["qwen3", "llama", "mistral", "gemma2", "qwen2_window", "phi3"]
+FAMILIES = ["qwen3", "llama", "mistral", "gemma2", "qwen2_window", "phi3", *WITH_SINKS]
 IN_ALL_WAYS = ("qwen3", "mistral")
 """Families that are tested with each way of storing prompts, copied to a group's rows or shared."""
 
@@ -684,7 +686,7 @@ def many_sizes(monkeypatch):
 @pytest.mark.usefixtures("many_sizes")
 @pytest.mark.parametrize(
     ("name", "changes", "copied_tokens"),
-    [(name, SETTINGS[0], 5) for name in ("llama", "gemma2")]
+    [(name, SETTINGS[0], 5) for name in ("llama", "gemma2", "gpt_oss")]
     + [(name, SETTINGS[0], copied) for name in IN_ALL_WAYS for copied in (0, 5, 64)]
     + [("qwen3", changes, 5) for changes in SETTINGS[1:]],
 )

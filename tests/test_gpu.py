@@ -67,17 +67,22 @@ def tensors(dtype, heads=(4, 2, 2), head_size=64):
 
 
 def outputs_and_gradients(layout, inputs, settings):
-    output = layout.attend(*inputs, settings)
+    """`inputs`: query, key, value and, at the end, maybe sinks."""
+    output = layout.attend(*inputs[:3], settings, *inputs[3:])
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 50, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flex_attention_equals_the_blocks_in_float64(window, dtype):
+def test_flex_attention_equals_the_blocks_in_float64(window, dtype, has_sinks):
     settings = LayerSettings(0, 0.2, window, None)
     device = torch.device("cuda")
     inputs = tensors(dtype)
+    if has_sinks:
+        inputs.append(torch.tensor([-2.0, 0.0, 1.0, 4.0], dtype=dtype, device=device))
+        inputs[-1].requires_grad_()
     wide = [x.detach().double().requires_grad_() for x in inputs]
     expected = outputs_and_gradients(SdpaAttention(TREES, device), wide, settings)
     got = outputs_and_gradients(FlexAttention(TREES, device), inputs, settings)

@@ -17,13 +17,14 @@ pytestmark = [
     ),
 ]
 
-CASES = [  # card, tokens, query heads for each key head, head size, window
-    ("H100", 70, 2, 128, 0),  # Qwen3: torch's other kernel for short rows has no configuration
-    ("4090", 100, 4, 64, 0),  # Llama 3.2
-    ("4090", 4096, 4, 256, 40),  # Gemma 3: too much shared memory with torch's block sizes
-    ("A100", 128, 7, 64, 0),  # Qwen2.5
-    ("5090", 70, 1, 256, 0),
-    ("H100", 4096, 8, 128, 40),
+CASES = [  # card, tokens, query heads for each key head, head size, window, whether it has sinks
+    ("H100", 70, 2, 128, 0, 0),  # Qwen3: torch's other kernel for short rows has no configuration
+    ("4090", 100, 4, 64, 0, 0),  # Llama 3.2
+    ("4090", 4096, 4, 256, 40, 0),  # Gemma 3: too much shared memory with torch's block sizes
+    ("A100", 128, 7, 64, 0, 0),  # Qwen2.5
+    ("5090", 70, 1, 256, 0, 0),
+    ("H100", 4096, 8, 128, 40, 0),
+    ("H100", 4096, 8, 64, 128, 1),  # gpt-oss
 ]
 CARDS, TOKENS, HEAD_SIZES = ("A100", "4090", "H100", "5090"), (70, 100, 128, 4096), (64, 128, 256)
 
@@ -31,7 +32,7 @@ CARDS, TOKENS, HEAD_SIZES = ("A100", "4090", "H100", "5090"), (70, 100, 128, 409
 def pairwise_cases():
     """Cases among which every pair of values of two parameters occurs: greedily, the case with most
     pairs that are missing."""
-    every = [*product(CARDS, TOKENS, (1, 2, 4, 7, 8), HEAD_SIZES, (0, 40))]
+    every = [*product(CARDS, TOKENS, (1, 2, 4, 7, 8), HEAD_SIZES, (0, 40), (0, 1))]
     pairs = {case: {*combinations(enumerate(case), 2)} for case in every}
     missing, chosen = set().union(*pairs.values()), []
     while missing:
@@ -45,9 +46,9 @@ EVERY_PAIR = (pytest.param(case, marks=pytest.mark.long) for case in pairwise_ca
 
 @pytest.mark.parametrize("case", [*CASES, *EVERY_PAIR], ids=str)
 def test_the_attention_of_a_packed_row_compiles(case):
-    card, tokens, ratio, head_size, window = case
+    card, tokens, ratio, head_size, window, has_sinks = case
     script = Path(__file__).with_name("gpu_compiler.py")
-    sizes = (tokens, 2 * ratio, 2, head_size, window)
+    sizes = (tokens, 2 * ratio, 2, head_size, window, has_sinks)
     command = [sys.executable, str(script), card, *map(str, sizes)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

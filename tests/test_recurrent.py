@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from easyrl.layout.tree import NONE, TokenTree
 from easyrl.model.exactness import choose_attention
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.loading import load_policy
-from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
-from easyrl.model.mixers.kinds import checked_tree, connect
-from easyrl.model.mixers.packed_row import PackedRow
+from easyrl.model.mixers.kinds import checked_tree
 from easyrl.model.mixers.recurrent import MixerState, TreeScan, find_layers
+from exact_trees import assert_tree_is_exact, sequences_of
 from tiny_models import GROUPED, SPREAD, WITH_STATES, tiny_model
 
 TREE = TokenTree.joined(
@@ -24,69 +22,13 @@ TREE = TokenTree.joined(
 )
 
 
-class InFloat64(TorchFunctionMode):
-    """Compute in float64 where code asks for float32: the gated delta rule does whatever the
-    model's dtype is."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        args = [torch.float64 if each is torch.float32 else each for each in args]
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return function(*args, **kwargs)
-
-
-def sequences_of(tree):
-    return [tree.tokens_of(tree.path(leaf)) for leaf in tree.leaves]
-
-
-def gradients_of(model, logprobs):
-    """Gradients of a sum with random weights, so that no token's part vanishes."""
-    generator = torch.Generator().manual_seed(0)
-    loss = 0.0
-    for of_sequence in logprobs:
-        weights = torch.randn(of_sequence.shape, generator=generator, dtype=torch.float64)
-        loss = loss + (of_sequence * weights).sum()
-    model.zero_grad()
-    loss.backward()
-    return {
-        name: weight.grad.clone()
-        for name, weight in model.named_parameters()
-        if weight.grad is not None
-    }
-
-
 @pytest.mark.parametrize("family", WITH_STATES)
 def test_a_tree_gives_the_log_probabilities_and_gradients_of_its_sequences(family):
-    register_attention()
     model = tiny_model(family, "eager", SPREAD, **WITH_STATES[family]).double()
     if "experts" in str(WITH_STATES[family]):
         model.set_experts_implementation("eager")  # the fused one has no float64
-    ids = torch.randint(3, 61, (TREE.num_tokens,), generator=torch.Generator().manual_seed(0))
-    positions = torch.from_numpy(TREE.positions)
-    with InFloat64():
-        alone = []
-        for sequence in sequences_of(TREE):
-            logits = model(input_ids=ids[None, sequence], use_cache=False).logits[0]
-            alone.append(logits.log_softmax(-1))
-        expected = gradients_of(model, alone)
-        current = connect(model)
-        model.set_attn_implementation(ATTENTION_NAME)
-        with current.use(PackedRow(TREE)):
-            row = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-        logprobs = row.logits[0].log_softmax(-1)
-        together = [logprobs[sequence] for sequence in sequences_of(TREE)]
-        got = gradients_of(model, together)
-
     assert find_layers(model)
-    for one, other in zip(together, alone, strict=True):
-        assert float((one - other).abs().max()) <= 1e-10
-    whole = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
-    for name, gradient in expected.items():
-        scale = max(float(gradient.norm()), 1e-4 * whole)
-        assert float((got[name] - gradient).norm()) <= 1e-10 * scale, name
+    assert_tree_is_exact(model, TREE)
 
 
 @pytest.mark.parametrize("family", WITH_STATES)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mistakes import TINY
 from runs import HARDER, SMALL, assert_on_policy, lines_of, succeed, summary_of, write_rows
 from runs import without_timing as plain
-from tiny_models import untied_model
+from tiny_models import model_with_sinks, untied_model
 
 
 def test_a_run_writes_metrics_samples_and_summary(finished_run):
@@ -100,6 +100,39 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path, ca
     assert evaluations[-1]["eval/accuracy"] == summary["accuracy_after"]
     # Not the weights alone: every metric of every iteration, the engine's last bits among them.
     assert ends["sync"] == ends["periodic"]
+
+
+VARIED_REWARD = """
+def score(completion_ids, **columns):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+"""
+"""Of random text, too."""
+
+
+@pytest.mark.long
+def test_a_model_with_sinks_trains_exactly_and_in_the_same_bits_under_both_schedules(tmp_path):
+    path = model_with_sinks(tmp_path / "model")
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(VARIED_REWARD)
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        out = succeed(
+            *("--model", path, "--output", str(folder), "--iterations", "3"),
+            *("--schedule", schedule, *SMALL, "runtime.deterministic=true"),
+            *("--reward", f"{rewards}:score", "model.attention=shared_prompt"),
+            EASYRL_RANDOM_DELAYS="0.01",
+        )
+        assert "rollout.engine" not in out  # its own engine serves it
+        for line in lines_of(folder / "metrics.jsonl"):
+            assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
+        ends[schedule] = summary_of(folder)["weights_sha256"]
+    assert ends["sync"] == ends["periodic"]
+    before = load_file(Path(path) / "model.safetensors")
+    trained = load_file(folder / "model/model.safetensors")
+    sinks = [name for name in before if name.endswith("sinks")]
+    assert len(sinks) == 3 and before.keys() == trained.keys()
+    assert all(not torch.equal(before[name], trained[name]) for name in sinks)
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}\\n{% endfor %}a="

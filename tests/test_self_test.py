@@ -27,11 +27,11 @@ import sys
 if "easyrl.runtime.self_test_part" in sys.orig_argv:
     from easyrl.model.mixers.packed_row import PackedRow
     attend = PackedRow.attend
-    def attend_wrongly(self, query, key, value, settings):
+    def attend_wrongly(self, query, key, value, settings, sinks):
         if self._kernels._may_use_flex:
             value = value.clone()
             value[1] = 0
-        return attend(self, query, key, value, settings)
+        return attend(self, query, key, value, settings, sinks)
     PackedRow.attend = attend_wrongly
 """
 """One of a prompt's tokens has no value, as by a kernel with a wrong mask."""

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import own_training
+import own_workers
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.config import load_config
@@ -24,7 +25,7 @@ from easyrl.runtime.resolve import resolve
 from easyrl.workers.learner import Learner
 from own_training import GROUPS, HARDER, NUM_RANKS, SHUFFLED, model, ranks, train
 from own_workers import NUM_GENERATIONS, REINFORCE
-from tiny_models import largest_gradient_gap, plain_logprobs, plain_model
+from tiny_models import SPREAD, largest_gradient_gap, plain_logprobs, plain_model, tiny_model
 
 __all__ = ["model", "ranks"]  # fixtures
 
@@ -334,6 +335,16 @@ def train_own_expert(ranks):
     for step in (0, 0, 1):
         own((ranks.rank + step) % NUM_RANKS).backward()
     return [whole(cast(Tensor, weight.grad)) for weight in own.parameters()]
+
+
+def test_sinks_are_gathered_with_their_layer(ranks, tmp_path, monkeypatch):
+    changes = {"vocab_size": own_workers.VOCABULARY}
+    tiny_model("gpt_oss", None, SPREAD, **changes).save_pretrained(tmp_path)
+    monkeypatch.setattr(own_training, "MODEL", str(tmp_path))
+    (expected,) = train("runtime.schedule=sync").gradients
+    assert all(expected[f"model.layers.{layer}.self_attn.sinks"].any() for layer in range(3))
+    for outcome in ranks.train("runtime.schedule=sync"):
+        assert largest_gradient_gap(outcome.gradients[0], expected) <= 1e-5
 
 
 def test_a_weight_that_one_rank_does_not_use_gets_the_other_ranks_gradient(ranks):

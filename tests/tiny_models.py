@@ -23,6 +23,39 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
 EXPERT_SIZE = {"moe_intermediate_size": 16}
 SHARED_EXPERT = {**EXPERT_SIZE, "shared_expert_intermediate_size": 16}
+ALTERNATING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+WITH_SINKS = {
+    "gpt_oss": {
+        **GROUPED,
+        **EXPERTS,
+        **ALTERNATING,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+        },
+    },
+    "granite_swa": {**GROUPED, **ALTERNATING},
+    "granitemoe_swa": {**GROUPED, **EXPERTS, **ALTERNATING},
+    "flint": {**GROUPED, **EXPERTS, **SHARED_EXPERT, **ALTERNATING, "mlp_only_layers": [0]},
+    # Values have another size than keys, and only sliding layers have sinks.
+    "mimo_v2_flash": {
+        **GROUPED,
+        **ALTERNATING,
+        **EXPERT_SIZE,
+        "num_key_value_heads": 1,
+        "v_head_dim": 12,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+}
+"""Families whose attention has a sink for each head."""
 FAMILIES = {
     "qwen2": {"num_key_value_heads": 2},
     "qwen2_window": {"num_key_value_heads": 2, **WINDOWED, "max_window_layers": 1},
@@ -77,6 +110,7 @@ FAMILIES = {
         "v_head_dim": 12,
         "first_k_dense_replace": 3,
     },
+    **WITH_SINKS,
 }
 
 OLD_SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "n_positions": 64}
@@ -89,10 +123,6 @@ UNSHARED = {
     "mamba": (
         {"state_size": 4, "conv_kernel": 4, "time_step_rank": 4},
         IGNORED_STATE,
-    ),
-    "gpt_oss": (
-        {**GROUPED, **EXPERTS, "layer_types": ["full_attention"] * 3},
-        "layer 0 has attention sinks",
     ),
     "llama4_text": (
         {**GROUPED, **EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 4},
@@ -219,6 +249,15 @@ def untied_model(folder):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32768}
     ends = {"eos_token_id": 1, "bos_token_id": None, "tie_word_embeddings": False}
     tiny_model("qwen2", None, 0.1, 0, **sizes, **heads, **ends).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve_model("tiny")).save_pretrained(folder)
+    return str(folder)
+
+
+def model_with_sinks(folder):
+    """A random gpt-oss with the built-in model's tokenizer."""
+    changes = {"vocab_size": 99, "max_position_embeddings": 128, "pad_token_id": None}
+    changes |= {"eos_token_id": 1, "bos_token_id": None}
+    tiny_model("gpt_oss", None, SPREAD, **changes).save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolve_model("tiny")).save_pretrained(folder)
     return str(folder)
 

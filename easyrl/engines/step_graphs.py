@@ -303,9 +303,16 @@ class _PaddedRows:
         self._tokens = NewTokens(cache, self._sources, cells, own, levels)
         self._num_attended = 0  # layers that have run
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         layer = self._num_attended
         self._num_attended += 1
         # Padding repeats the first row: it writes the same values to the same cell.
         self._tokens.store(key[self._sources], value[self._sources], layer)
-        return self._tokens.attend(query, key.shape[1], layer, settings)
+        return self._tokens.attend(query, key.shape[1], layer, settings, sinks)

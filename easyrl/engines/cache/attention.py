@@ -34,7 +34,7 @@ from easyrl.engines.cache.stores import Cells, Span
 from easyrl.layout.tree import NONE, Ints, TokenTree
 from easyrl.model.mixers.interface import LayerSettings
 from easyrl.model.mixers.recurrent import RunLayer
-from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block
+from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block, group_sinks
 
 BUCKET_STEP = 64  # rows are sorted by their cells in steps of this many (`length_class`)
 BUCKET_NUMBERS = 40_000
@@ -93,7 +93,14 @@ class StepLayout:
         assert self._states is not None, "the cache stores no states"
         return self._states.scan(run, hidden)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         layer = self._num_attended
         self._num_attended += 1
         if layer == len(self._cache.keys_values.rows):
@@ -108,7 +115,7 @@ class StepLayout:
         num_heads = key.shape[1]
         outputs = []
         for part, new in self._parts:
-            output = part.attend(query[new], num_heads, layer, settings)
+            output = part.attend(query[new], num_heads, layer, settings, sinks)
             outputs.append(output)
         if self._packed is not None:
             output = self._packed.attend_sequences(
@@ -116,6 +123,7 @@ class StepLayout:
                 key[of_prompts],
                 value[of_prompts],
                 settings,
+                sinks,
             )
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -162,7 +170,14 @@ class NewTokens:
         keys[self._numbers, :, self._cells] = key
         values[self._numbers, :, self._cells] = value
 
-    def attend(self, query: Tensor, num_heads: int, layer: int, settings: LayerSettings) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        num_heads: int,
+        layer: int,
+        settings: LayerSettings,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """[T, Hq, D] -> [T, Hq, D], with Hkv key/value heads. `layer`: see `stores`."""
         # Query heads that share a key head take the dimension of query positions: no key is copied.
         num_tokens, _, head_size = query.shape
@@ -171,9 +186,11 @@ class NewTokens:
         attended = self._own.attend(grouped, stored, settings)
         nodes = self._nodes[layer]
         for level in self._levels:
-            is_last = level is self._levels[-1]
+            is_last = level is self._levels[-1] and sinks is None
             attended = level.merge(attended, grouped, nodes, settings, is_last=is_last)
         output = attended.output
+        if sinks is not None:
+            output = attended.output_with_sinks(group_sinks(sinks, num_heads))
         return output.reshape(num_tokens, -1, output.shape[-1])
 
 
@@ -194,6 +211,12 @@ class Attended(NamedTuple):
         if not is_last:
             logsumexp = torch.logaddexp(self.logsumexp, other.logsumexp)
         return Attended(merged.to(self.output.dtype), logsumexp)
+
+    def output_with_sinks(self, sinks: Tensor) -> Tensor:
+        """Return the output of one softmax over these keys and `sinks` [Hkv, Q, 1], the scores of
+        one more key, whose value is 0."""
+        share_of_keys = torch.sigmoid(self.logsumexp - sinks)
+        return (self.output * share_of_keys).to(self.output.dtype)
 
 
 class Level(NamedTuple):

@@ -68,14 +68,12 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: Tensor | None = None,  # [Hq]: sinks
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention as transformers asks for it: an output [1, T, Hq, D], and no
     weights."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if s_aux is not None:
-        raise UnsupportedLayer(f"layer {layer} has attention sinks")
     if attention_mask is not None:
         raise UnsupportedLayer(f"layer {layer} uses its own attention mask")
     current: CurrentLayout = getattr(module, CURRENT_LAYOUT)
@@ -87,6 +85,10 @@ def _attention(
         softcap=softcap,
     )
     output = current.layout.attend(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), settings
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        settings,
+        s_aux,
     )
     return output.unsqueeze(0), None

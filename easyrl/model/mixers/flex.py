@@ -10,16 +10,24 @@ Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head 
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from easyrl import devices
 from easyrl.layout.tree import Ints, TokenTree
 from easyrl.model.mixers.interface import LayerSettings
+
+if TYPE_CHECKING:
+    from easyrl.model.mixers.packed_row import LayerShape
 
 LARGE_HEAD_SIZE = 128
 LARGE_HEAD_BYTES = 160 * 1024
@@ -47,12 +55,23 @@ class FlexAttention:
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}  # by sliding window
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention without soft-capping: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
         assert settings.softcap is None
         num_query_heads = query.shape[1]
         num_key_heads = key.shape[1]
-        output = _compiled(flex_attention)(
+        # A kernel that also returns the log-sum-exps is another one.
+        logsumexps: dict[str, Any] = {}
+        if sinks is not None:
+            logsumexps["return_aux"] = AuxRequest(lse=True)
+        result = _compiled(flex_attention)(
             _to_batch(query),
             _to_batch(key),
             _to_batch(value),
@@ -60,9 +79,14 @@ class FlexAttention:
             scale=settings.scaling,
             enable_gqa=num_query_heads != num_key_heads,
             kernel_options=_kernel_options(query),
+            **logsumexps,
         )
-        tokens: Tensor = output[0].transpose(0, 1)
-        return tokens
+        if sinks is None:
+            return _to_tokens(result)
+        output, auxiliary = result
+        logsumexp = auxiliary.lse.unsqueeze(-1)  # [1, Hq, T, 1], float32
+        share_of_keys = torch.sigmoid(logsumexp - sinks[:, None, None])
+        return _to_tokens((output * share_of_keys).to(output.dtype))
 
     def _mask(self, window: int | None) -> BlockMask:
         if window not in self._masks:
@@ -97,26 +121,36 @@ def _to_batch(tokens: Tensor) -> Tensor:
     return tokens.transpose(0, 1).unsqueeze(0)
 
 
-def failure(
-    device: torch.device, dtype: torch.dtype, query: torch.Size, key: torch.Size, window: int | None
-) -> str | None:
+def _to_tokens(batch: Tensor) -> Tensor:
+    """[1, H, T, D] -> [T, H, D]"""
+    return batch[0].transpose(0, 1)
+
+
+def failure(layer: "LayerShape") -> str | None:
     """Try the kernels of a kind of layer, forward and backward, on a tiny row. Return None, or the
-    reason why they fail. `query`, `key`: number and size of the heads."""
+    reason why they fail."""
     tree = TokenTree.of_group(2, [1])
 
-    def zeros(heads: torch.Size) -> Tensor:
-        shape = (tree.num_tokens, *heads)
-        return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=layer.dtype, device=layer.device, requires_grad=True)
 
-    q = zeros(query)
-    k = zeros(key)
-    settings = LayerSettings(layer=0, scaling=1.0, sliding_window=window, softcap=None)
+    query = zeros(tree.num_tokens, *layer.query)
+    key = zeros(tree.num_tokens, *layer.key)
+    inputs = [query, key]
+    sinks = None
+    if layer.has_sinks:
+        num_query_heads = layer.query[0]
+        sinks = zeros(num_query_heads)
+        inputs.append(sinks)
+    settings = LayerSettings(
+        layer=0, scaling=1.0, sliding_window=layer.sliding_window, softcap=None
+    )
     # A layer whose activations are recomputed must not count the tensors that are saved here.
     apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     try:
         with torch.enable_grad(), apart:
-            output = FlexAttention(tree, device).attend(q, k, k, settings)
-            torch.autograd.grad(output.sum(), [q, k])
+            output = FlexAttention(tree, layer.device).attend(query, key, key, settings, sinks)
+            torch.autograd.grad(output.sum(), inputs)
     except Exception as error:  # of Inductor, Triton or the driver
         text = str(error).strip() or type(error).__name__
         return text.splitlines()[0]

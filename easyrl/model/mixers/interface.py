@@ -31,8 +31,19 @@ class LayerSettings:
 class Layout(Protocol):
     """How the tokens of one forward see each other."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        """Compute attention over the row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention over the row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D].
+
+        `sinks` [Hq]: a learned score of each head that takes part in the softmax of every token,
+        like that of one more key, whose value is 0 (gpt-oss).
+        """
 
 
 @runtime_checkable

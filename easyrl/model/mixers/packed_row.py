@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SMALLEST_FLEX_HEAD_SIZE = 16  # the smallest that FlexAttention's kernels support
 
 
-class _LayerShape(NamedTuple):
+class LayerShape(NamedTuple):
     """What FlexAttention's kernels of a layer depend on."""
 
     device: torch.device
@@ -30,6 +30,7 @@ class _LayerShape(NamedTuple):
     query: torch.Size  # (Hq, D)
     key: torch.Size  # (Hkv, D)
     sliding_window: int | None
+    has_sinks: bool
 
 
 class AttentionKernels:
@@ -42,9 +43,11 @@ class AttentionKernels:
     def __init__(self, *, may_use_flex: bool = True) -> None:
         self.report: Callable[[str], None] = print  # called where a slower way is taken
         self._may_use_flex = may_use_flex
-        self._can_train: dict[_LayerShape, bool] = {}
+        self._can_train: dict[LayerShape, bool] = {}
 
-    def use_flex(self, query: Tensor, key: Tensor, settings: LayerSettings) -> bool:
+    def use_flex(
+        self, query: Tensor, key: Tensor, settings: LayerSettings, *, has_sinks: bool
+    ) -> bool:
         """Return whether FlexAttention computes such a layer: query [T, Hq, D], key [T, Hkv, D]."""
         is_suitable = (
             self._may_use_flex
@@ -55,13 +58,18 @@ class AttentionKernels:
         )
         if not is_suitable:
             return False
-        shape = _LayerShape(
-            query.device, query.dtype, query.shape[1:], key.shape[1:], settings.sliding_window
+        shape = LayerShape(
+            device=query.device,
+            dtype=query.dtype,
+            query=query.shape[1:],
+            key=key.shape[1:],
+            sliding_window=settings.sliding_window,
+            has_sinks=has_sinks,
         )
         if shape not in self._can_train:
             from easyrl.model.mixers import flex  # slow to import
 
-            reason = flex.failure(*shape)
+            reason = flex.failure(shape)
             self._can_train[shape] = reason is None
             if reason is not None:
                 self.report(f"attention without FlexAttention, exact but slower: {reason}")
@@ -83,10 +91,17 @@ class PackedRow:
         self._device = torch.device(device)
         self._kernels = kernels or AttentionKernels()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        if self._kernels.use_flex(query, key, settings):
-            return self._flex.attend(query, key, value, settings)
-        return self._sdpa.attend(query, key, value, settings)
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if self._kernels.use_flex(query, key, settings, has_sinks=sinks is not None):
+            return self._flex.attend(query, key, value, settings, sinks)
+        return self._sdpa.attend(query, key, value, settings, sinks)
 
     def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
         return self._scan.scan(run, hidden)

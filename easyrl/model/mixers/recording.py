@@ -19,9 +19,16 @@ class RecordingLayout(PackedRow):
         self.settings: list[LayerSettings] = []  # of each call of attention, in order
         self.has_states = False
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         self.settings.append(settings)
-        return super().attend(query, key, value, settings)
+        return super().attend(query, key, value, settings, sinks)
 
     def scan(self, run: RunLayer, hidden: Tensor) -> Tensor:
         self.has_states = True

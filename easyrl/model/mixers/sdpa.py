@@ -9,8 +9,9 @@ order, so that the tokens below a node stand right behind it. There are two kind
 For a group `[P | R1 | R2 | ... | RG]` these are 1 + G own blocks and one shared block. The cost
 follows the distinct tokens and the lengths of the paths to them.
 
-The softmax of a token over its blocks is merged by their log-sum-exps. For backward the row's
-query, key and value, its output and log-sum-exp are kept: no scores, no copies.
+The softmax of a token over its blocks is merged by their log-sum-exps. A head's sink is one more
+score, that of a key whose value is 0. For backward the row's query, key and value, its output and
+log-sum-exp are kept: no scores, no copies.
 
 Own blocks of similar length are computed together (`buckets`).
 
@@ -110,20 +111,37 @@ class SdpaAttention:
         self._buckets = make_buckets(tree, device)
         self._biases: dict[tuple[bytes, bytes, int], Tensor] = {}  # see `_bias`
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings) -> Tensor:
-        """Compute attention: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]. See `Layout.attend`."""
         rows = _grouped(query, key, value)
-        output: Tensor = _Attention.apply(*rows, self, settings)  # type: ignore[no-untyped-call]
+        grouped_sinks = None
+        if sinks is not None:
+            grouped_sinks = group_sinks(sinks, key.shape[1])
+        apply: Any = _Attention.apply
+        output: Tensor = apply(*rows, grouped_sinks, self, settings)
         return output.flatten(1, 2)
 
     def attend_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: LayerSettings
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: LayerSettings,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute `attend` without gradient for a row of whole sequences, in which no node has
-        children. The fused kernels that are used here store no scores."""
+        children. The fused kernels that are used here store no scores, but they support neither
+        soft-capping nor sinks."""
         assert not self._tree.has_children.any()
-        if settings.softcap is not None:
-            return self.attend(query, key, value, settings)
+        if settings.softcap is not None or sinks is not None:
+            return self.attend(query, key, value, settings, sinks)
         rows = _grouped(query.contiguous(), key.contiguous(), value.contiguous())
         output = rows.query.new_empty((*rows.query.shape[:-1], value.shape[-1]))
         for bucket, block in self.own_blocks(rows, settings):
@@ -216,7 +234,7 @@ class SdpaAttention:
 
 
 class _Attention(torch.autograd.Function):
-    """[T, Hkv, G, D], 2 x [T, Hkv, 1, D] -> [T, Hkv, G, D]"""
+    """[T, Hkv, G, D], 2 x [T, Hkv, 1, D], sinks [Hkv, G, 1] or None -> [T, Hkv, G, D]"""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -224,6 +242,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         layout: SdpaAttention,
         settings: LayerSettings,
     ) -> Tensor:
@@ -244,14 +263,16 @@ class _Attention(torch.autograd.Function):
                 _to_tokens(shared.output),
                 _to_tokens(shared.logsumexp),
             )
-        ctx.save_for_backward(query, key, value, output, logsumexp)
+        if sinks is not None:
+            merge_sinks(output, logsumexp, sinks)
+        ctx.save_for_backward(query, key, value, sinks, output, logsumexp)
         ctx.layout = layout
         ctx.settings = settings
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
+        query, key, value, sinks, output, logsumexp = ctx.saved_tensors
         layout: SdpaAttention = ctx.layout
         settings: LayerSettings = ctx.settings
         rows = _Rows(query, key, value)
@@ -281,7 +302,23 @@ class _Attention(torch.autograd.Function):
             of_query[queries] += _to_tokens(parts.query)
             of_key[keys] += _to_tokens(parts.key.sum(1, keepdim=True))
             of_value[keys] += _to_tokens(parts.value.sum(1, keepdim=True))
-        return of_query, of_key, of_value, None, None
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = _gradient_of_sinks(
+                sinks, gradient=gradient, output=output, logsumexp=logsumexp
+            )
+        return of_query, of_key, of_value, of_sinks, None, None
+
+
+def _gradient_of_sinks(
+    sinks: Tensor, *, gradient: Tensor, output: Tensor, logsumexp: Tensor
+) -> Tensor:
+    """Return the gradient of sinks [Hkv, G, 1], like that of a key's scores in
+    `attend_block_backward`. The value 0 leaves of it, for every token, `-probability * dot`."""
+    probabilities = torch.exp(sinks - logsumexp)  # [T, Hkv, G, 1]
+    wide = probabilities.dtype
+    dot = (gradient.to(wide) * output).sum(dim=-1, keepdim=True)
+    return -(probabilities * dot).sum(0)
 
 
 def _block(
@@ -411,4 +448,18 @@ def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Ten
     output *= share
     other_share = torch.exp(other_logsumexp - whole)
     output += other * other_share
+    logsumexp.copy_(whole)
+
+
+def group_sinks(sinks: Tensor, num_key_heads: int) -> Tensor:
+    """Return the sinks [Hq] as scores [Hkv, G, 1], in float32 or wider."""
+    wide = torch.promote_types(sinks.dtype, torch.float32)
+    return sinks.to(wide).reshape(num_key_heads, -1, 1)
+
+
+def merge_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> None:
+    """Update `output` [..., Hkv, G, D] and `logsumexp` [..., Hkv, G, 1] to those of a softmax over
+    one more key, whose scores are `sinks` [Hkv, G, 1] and whose value is 0."""
+    whole = torch.logaddexp(logsumexp, sinks)
+    output *= torch.exp(logsumexp - whole)
     logsumexp.copy_(whole)
