@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measuring import peak_bytes
@@ -226,6 +227,33 @@ def test_attention_with_that_mask_equals_the_blocks(
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     for ours, dense in zip(gradients(got), gradients(expected), strict=True):
         torch.testing.assert_close(ours, dense, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_with_sinks_equals_the_blocks(window, monkeypatch):
+    """By torch's plain operations in float64. On GPUs `test_gpu` compares the kernels."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients
+    monkeypatch.setattr(flex, "_compiled", lambda function: function)
+    monkeypatch.setattr(flex, "_kernel_options", lambda query: {})
+    tree = tree_of([(9, [4, 13, 1]), (5, [3, 1, 2, 7], [0, 1, 1, 3])])
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        drawn = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return drawn.requires_grad_()
+
+    query, sinks = draw(tree.num_tokens, 6, SIZE), draw(6)
+    key, value = draw(tree.num_tokens, 2, SIZE), draw(tree.num_tokens, 2, SIZE)
+    weights = draw(*query.shape).detach()
+    attention = LayerSettings(0, 0.7, window, None)
+    results = []
+    for layout in (FlexAttention(tree, CPU), SdpaAttention(tree, CPU)):
+        output = layout.attend(query, key, value, attention, sinks)
+        loss = (output * weights).sum()
+        results.append([output, *torch.autograd.grad(loss, (query, key, value, sinks))])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 SIZE = SMALLEST_FLEX_HEAD_SIZE
