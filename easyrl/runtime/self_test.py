@@ -2,6 +2,7 @@
 
     weights      broadcasts between the devices, and weights into engines; every bit is compared
     attention    short and long packed rows, forward and backward, against float64
+    states       the same for a hybrid, whose layers have a state
     embedded     a short run: the engine's log-probabilities against the trainer's
     vllm         the same with vLLM
 
@@ -70,6 +71,7 @@ def check_all() -> Iterator[Result]:
     """Test all accelerators, or the CPU, and train on them."""
     kind, count = devices.accelerator()
     yield from check_devices(kind, range(count))
+    yield _check("states", ["cpu", "cpu"] if count == 0 else ["0", "0"], "model.attention=repeated")
     if count > 0:
         half = max(1, count // 2)
         rest = range(half, count) or [0]  # one device infers and trains

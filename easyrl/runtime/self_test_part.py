@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from easyrl import devices, events
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
@@ -51,6 +51,14 @@ SMALL = {
 }
 HEAD_SIZES = (64, 128)
 SIZE = SMALL | {"num_hidden_layers": 2}
+HYBRID_SIZE = SMALL | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 
 # Largest errors against float64 that pass. In bfloat16 on a CPU they are 0.007 and 0.023.
 MAX_LOGPROB_ERROR = 0.05
@@ -98,23 +106,55 @@ def check_attention(words: Sequence[str]) -> None:
     for lengths, head_size in product(GROUPS, HEAD_SIZES):
         size = SIZE | {"head_dim": head_size}
         policy = random_policy(size, dtype, kind, mode)
-        group = draw_rollouts(lengths.prompt, lengths.completions, SIZE["vocab_size"])
-        forward_and_backward = packed(group, policy)
-        result = forward_and_backward()
-        expected = each_alone(group, policy)
-        got = errors(result, expected)
-        what = f"{lengths.prompt} + {lengths.completions} tokens, head size {head_size}"
-        _expect_at_most(MAX_LOGPROB_ERROR, got.logprob, f"log-probabilities, {what}")
-        _expect_at_most(MAX_GRAD_ERROR, got.gradient, f"gradients, {what}")
+        _check_group(policy, lengths, f"head size {head_size}")
+
+
+def check_states(words: Sequence[str]) -> None:
+    """Compare packed rows of a hybrid, whose layers have a state, with each sequence alone. Where
+    transformers finds kernels for such layers, these are tested."""
+    kind, _ = devices.accelerator()
+    mode = load_config(None, {}, words).model.attention
+    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    config = AutoConfig.for_model("qwen3_5_text", **HYBRID_SIZE, max_position_embeddings=4096)
+    for lengths in GROUPS:
+        policy = policy_of(lambda: random_weights(config), dtype, kind, mode)
+        _check_group(policy, lengths, "gated delta rule")
+
+
+def _check_group(policy: Policy, lengths: GroupLengths, model: str) -> None:
+    """Compare a packed group, forward and backward, with each sequence alone."""
+    group = draw_rollouts(lengths.prompt, lengths.completions, SMALL["vocab_size"])
+    forward_and_backward = packed(group, policy, shares_prompts=policy.shares_prompts)
+    result = forward_and_backward()
+    expected = each_alone(group, policy)
+    got = errors(result, expected)
+    what = f"{lengths.prompt} + {lengths.completions} tokens, {model}"
+    _expect_at_most(MAX_LOGPROB_ERROR, got.logprob, f"log-probabilities, {what}")
+    _expect_at_most(MAX_GRAD_ERROR, got.gradient, f"gradients, {what}")
 
 
 def random_policy(
     size: Mapping[str, Any], dtype: torch.dtype, kind: str, attention: AttentionMode = "auto"
 ) -> Policy:
+    return policy_of(lambda: random_model(size), dtype, kind, attention)
+
+
+def random_weights(config: Any) -> Any:
+    """Return a float32 causal language model of this configuration."""
+    torch.manual_seed(0)
+    auto_model: Any = AutoModelForCausalLM
+    return auto_model.from_config(config, dtype=torch.float32)
+
+
+def policy_of(
+    make_model: Callable[[], Any], dtype: torch.dtype, kind: str, attention: AttentionMode
+) -> Policy:
+    """Return a policy with a model that is made on the device."""
     register_attention()
     device = torch.device(kind)
     with device:
-        model = random_model(size, attn_implementation=ATTENTION_NAME).to(dtype).eval()
+        model = make_model().to(dtype).eval()
+    model.set_attn_implementation(ATTENTION_NAME)
     return Policy(model, device, attention=attention)
 
 
@@ -356,5 +396,7 @@ if __name__ == "__main__":
         check_weights(infer, train)
     elif part == "attention":
         check_attention(settings)
+    elif part == "states":
+        check_states(settings)
     else:
         check_run(infer, train, part, settings)
