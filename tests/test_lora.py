@@ -15,12 +15,12 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.model import LoraConfig
 from easyrl.layout.row import Rollout, pack
 from easyrl.model.export import export_checkpoint
-from easyrl.model.files import meta_model
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.loading import load_policy
 from easyrl.model.lora import PARTS, Adapter, check_lora, describe_lora
 from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks
+from easyrl.model.towers import meta_model
 from easyrl.model.tri_model import TriModel
 from easyrl.runtime.resolve import resolve
 from mistakes import TINY

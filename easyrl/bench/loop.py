@@ -19,7 +19,7 @@ from easyrl import devices
 from easyrl.bench.harness import QWEN3_06B, Row, record, write_model_and_prompts
 from easyrl.config import ConfigError, load_config
 from easyrl.config.spec import RunSpec
-from easyrl.model.files import DTYPE_BYTES, read_model_files
+from easyrl.model.files import DTYPE_BYTES, read_loaded_files
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.resolve import resolve
 from easyrl.runtime.self_test_part import SMALL, random_model
@@ -100,7 +100,7 @@ def _measure(
         for schedule in ("sync", "periodic"):
             of_schedule = {**flags, "runtime.schedule": schedule}
             runs[schedule] = record(schedule, of_schedule, words, iterations=iterations)
-        num_weights = read_model_files(f"{folder}/model").num_weights or 0
+        num_weights = read_loaded_files(f"{folder}/model").num_weights or 0
         spec = resolve(load_config(None, flags, words))
     placement = resolve_placement(spec)
     sync = runs["sync"]

@@ -85,6 +85,13 @@ def model_config_from_hub(repository: str) -> Path:
         ) from error
 
 
+def model_folder(path: str) -> Path:
+    """Return the folder with a model's files; for a hub id that of the hub's cache, to which files
+    may still have to be downloaded."""
+    folder = Path(resolve_model(path))
+    return folder if folder.is_dir() else model_config_from_hub(path).parent
+
+
 def reach_hub() -> bool:
     """Return whether the hub (or its mirror, HF_ENDPOINT) answers within HUB_TIMEOUT_SECONDS."""
     global _last_answer  # noqa: PLW0603

@@ -133,7 +133,7 @@ def own_attention(model: Any) -> str:
     """Return the name of transformers' attention for a model that runs without a layout: the one
     that it has, or `eager` if that gives other results."""
     name: str = model.config._attn_implementation
-    if model._supports_attention_backend and _best_of_draws(_gap_to_eager, model) is not None:
+    if _uses_interface(model) and _best_of_draws(_gap_to_eager, model) is not None:
         return "eager"
     return name
 
@@ -153,13 +153,21 @@ def _versions_of_weights(model: Any) -> list[int]:
     return [parameter._version for parameter in model.parameters()]
 
 
+def _uses_interface(model: Any) -> bool:
+    """Return whether a model's layers call transformers' attention interface. A multimodal class
+    may not say it of its text model."""
+    return bool(
+        model._supports_attention_backend or model.get_decoder()._supports_attention_backend
+    )
+
+
 def _unsupported_reason(model: Any) -> str | None:
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     has_states = bool(recurrent.find_layers(model))
     reason = unsupported_layer(layer_types, may_have_states=has_states)
     if reason is not None:
         return reason
-    if model._supports_attention_backend or has_states:
+    if _uses_interface(model) or has_states:
         return None
     return f"no layer of {type(model).__name__} uses transformers' attention interface"
 

@@ -87,10 +87,11 @@ def export_checkpoint(
     from easyrl.model.checkpoint import read_tensors
     from easyrl.model.loading import load_policy
     from easyrl.model.saving import save_policy
+    from easyrl.model.towers import find_kept_parts
 
     config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
-    stored = files.read_model_files(model.path).stored_dtype
+    stored = files.read_loaded_files(model.path, trust_remote_code=trust).stored_dtype
     if checkpoint.state["identity"]["model.path"] != files.fingerprint(model.path):
         raise ConfigError(
             f"model.path: the files of {model.path} have changed since the run of "
@@ -99,6 +100,7 @@ def export_checkpoint(
     tokenizer = files.tokenizer_of(ModelSpec.of(config))
     trained = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
     policy = load_policy(model.path, trust_remote_code=trust, dtype=trained)
+    kept = find_kept_parts(model.path, policy.model)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     read_tensors(checkpoint.path, policy.model)
@@ -110,7 +112,8 @@ def export_checkpoint(
     sha256 = policy.weights_sha256()
     text = card(checkpoint)
     with replace_folder(folder, is_new=not force) as new:
-        save_policy(policy, new, tokenizer, dtype=None if chosen == trained else chosen)
+        rounded_to = None if chosen == trained else chosen
+        save_policy(policy, new, tokenizer, kept=kept, dtype=rounded_to)
         if text is not None:
             (new / "README.md").write_bytes(text.encode(errors="replace"))
     return (
@@ -169,20 +172,25 @@ class ModelSource:
             export_checkpoint(Path(self.path), folder, trust=trust, verify=False, dtype="trained")
         return str(folder)
 
-    def made_bytes(self, num_weights: int) -> int:
-        """Return the size of the weights that `make` writes, of a model with so many elements."""
+    def made_bytes(self, num_weights: int, num_kept_bytes: int) -> int:
+        """Return the size of the weights that `make` writes, of a model with so many elements that
+        are loaded and so many bytes that are kept."""
         if self.kind == "model":
             return 0
         run = run_of(self.path) if self.kind == "checkpoint" else None
         is_lora = run is not None and run.model.lora.rank is not None
         dtype = run.model.dtype if run is not None and is_lora else "float32"
-        return files.DTYPE_BYTES[dtype] * num_weights
+        return files.DTYPE_BYTES[dtype] * num_weights + num_kept_bytes
 
     def _merge(self, folder: Path) -> None:
         """Write the base model with the adapter merged, in float32, and the tokenizer."""
+        from easyrl.model.towers import find_kept_parts
+
         tokenizer = files.load_tokenizer(self.tokenizer or self.base)
         try:
-            merged = self._merged(len(tokenizer))
+            base = self._load_base()
+            kept = find_kept_parts(self.base, base)
+            merged = self._merged(base, len(tokenizer))
         except Exception as error:  # of many types
             raise ConfigError(
                 f"{KEY}: the adapter '{self.path}' cannot be merged into '{self.base}'; needed are "
@@ -192,18 +200,26 @@ class ModelSource:
         with replace_folder(folder) as new:
             merged.save_pretrained(new)
             tokenizer.save_pretrained(new)
+            if kept is not None:
+                kept.write(new)
 
-    def _merged(self, num_tokens: int) -> Any:
+    def _load_base(self) -> Any:
+        """Load the base model. Raises an error of any type."""
+        import torch
+
+        from easyrl.model.towers import model_class
+
+        config = files.load_model_config(self.base)
+        return model_class(config).from_pretrained(
+            loadable_model(self.base), config=config, dtype=torch.float32
+        )
+
+    def _merged(self, base: Any, num_tokens: int) -> Any:
         """Return transformers' model with the adapter merged. `num_tokens`: of its tokenizer.
         Raises an error of any type."""
         import peft
-        import torch
         from safetensors.torch import load_file
-        from transformers import AutoModelForCausalLM
 
-        base: Any = AutoModelForCausalLM.from_pretrained(
-            loadable_model(self.base), dtype=torch.float32, trust_remote_code=False
-        )
         saved = load_file(Path(self.path) / ADAPTER_WEIGHTS)
         num_embeddings = _resize_embeddings(base, saved)
         if num_tokens > max(num_embeddings, len(files.load_tokenizer(self.base))):

@@ -6,16 +6,21 @@ the controller and for the workers. Every failure is a ConfigError that names `m
 """
 
 import hashlib
-import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec, TokenLimits
-from easyrl.data.hub import FORMS, KEY, loadable_model, model_config_from_hub, resolve_model
+from easyrl.data.hub import (
+    FORMS,
+    KEY,
+    loadable_model,
+    model_config_from_hub,
+    model_folder,
+    resolve_model,
+)
 from easyrl.model.mixers import (
     count_layers,
     elements_of_states,
@@ -23,15 +28,21 @@ from easyrl.model.mixers import (
     num_attention_layers,
     unsupported_layer,
 )
+from easyrl.model.text_part import (
+    has_own_code,
+    may_have_text_part,
+    text_config_of,
+    unsupported_type_reason,
+    whole_class,
+)
+from easyrl.model.weight_files import SAFETENSORS, dtype_of, read_headers, read_json
 
-SAFETENSORS = "model.safetensors"
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
 NUM_SAMPLES = 32
 SAMPLE_BYTES = 4096
 """A fingerprint hashes this many samples of each weights file, of this length."""
 FLOAT_BYTES = 4
-NARROW_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OTHER_NAMES_IN_VLLM = ("mixtral",)
 """Types of models whose weights have other names in vLLM than in transformers: seen with 0.32."""
@@ -41,12 +52,24 @@ QUANTIZED = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json that say that weights are quantized. The last is MLX's."""
 
 
+class KeptSize(NamedTuple):
+    """The weights of a model that are not loaded (`towers`): a run writes them as they are."""
+
+    num_weights: int
+    num_bytes: int
+    modules: tuple[str, ...]  # that they are of, such as `model.visual`
+
+
+NOTHING_KEPT = KeptSize(0, 0, ())
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     path: str
     config: dict[str, Any]  # the content of `config.json`
     num_weights: int | None  # elements of all weights, tied ones once; None if unknown
     stored_dtype: str  # torch's name of all weights' dtype; float32 if they differ or it is unknown
+    kept: KeptSize = NOTHING_KEPT  # what `num_weights` does not count
 
 
 def read_model_files(path: str, key: str = KEY, *, is_whole: bool = True) -> ModelFiles:
@@ -64,7 +87,7 @@ def _read_model_files(path: str, *, is_whole: bool) -> ModelFiles:
     if not folder.is_dir():
         folder = model_config_from_hub(path).parent
         is_whole = False  # the rest is downloaded later
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if _is_quantized(folder, config):
         raise ConfigError(
             f"{KEY}: '{path}' has quantized weights, which can be neither trained nor evaluated; "
@@ -117,13 +140,6 @@ def tokenizer_content(folder: Path) -> bytes:
     return b"".join(file.name.encode() + file.read_bytes() for file in files if file.is_file())
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{KEY}: '{file}' cannot be read: {error}; {FORMS}") from None
-
-
 class _StoredWeights(NamedTuple):
     number: int | None  # elements of all weights, tied ones once; None if unknown
     dtype: str  # torch's name of all weights' dtype; float32 if they differ or it is unknown
@@ -131,42 +147,13 @@ class _StoredWeights(NamedTuple):
 
 def _read_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> _StoredWeights:
     """Read the headers of the weight files. Unless `is_whole`, files may be missing."""
-    from safetensors import SafetensorError, safe_open
-
-    files = _weight_files(folder)
-    is_there = all(file.is_file() for file in files)
-    if not files or not (is_whole or is_there):
+    weights = read_headers(folder, is_whole=is_whole)
+    if not weights:
         return _StoredWeights(None, "float32")
-    sizes: dict[str, int] = {}
-    dtypes: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy") as tensors:  # checks the file's length
-                for name in tensors.keys():  # noqa: SIM118
-                    header = tensors.get_slice(name)
-                    sizes[name] = math.prod(header.get_shape())
-                    dtypes.add(NARROW_DTYPES.get(header.get_dtype(), "float32"))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"{KEY}: '{file}' is not a complete safetensors file: {error}; download or save "
-                "the model again"
-            ) from None
+    dtype = dtype_of(weights.values())
     if config.get("tie_word_embeddings"):
-        sizes.pop("lm_head.weight", None)
-    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    return _StoredWeights(sum(sizes.values()), dtype)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the paths of the safetensors files, which may be missing; empty if none is named."""
-    single = folder / SAFETENSORS
-    if single.is_file():
-        return [single]
-    index = folder / f"{SAFETENSORS}.index.json"
-    if not index.is_file():
-        return []
-    file_of_weight = _read_json(index).get("weight_map", {})
-    return [folder / name for name in set(file_of_weight.values())]
+        weights.pop("lm_head.weight", None)
+    return _StoredWeights(sum(weight.num_elements for weight in weights.values()), dtype)
 
 
 def max_positions(model_config: dict[str, Any]) -> int | None:
@@ -301,18 +288,80 @@ def tokenizer_of(model: ModelSpec, path: str = "") -> Any:
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """Load transformers' configuration of a causal language model. Raises ConfigError."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     config = load_part(AutoConfig, "configuration", path, trust_remote_code=trust_remote_code)
-    own_classes = getattr(config, "auto_map", None) or {}
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or (
-        trust_remote_code and "AutoModelForCausalLM" in own_classes
-    ):
+    reason = unsupported_type_reason(config)
+    if reason is None or (trust_remote_code and has_own_code(config)):
         return config
-    raise ConfigError(
-        f"{KEY}: '{path}' is of type '{config.model_type}', which is not a causal language model "
-        "in transformers; use another one, or set model.trust_remote_code=true to use its own code"
+    advice = "use another one"
+    if has_own_code(config):
+        advice += ", or set model.trust_remote_code=true to use its own code"
+    raise ConfigError(f"{KEY}: '{path}' is of type '{config.model_type}', {reason}; {advice}")
+
+
+def read_loaded_files(
+    path: str, key: str = KEY, *, is_whole: bool = True, trust_remote_code: bool = False
+) -> ModelFiles:
+    """Read the model of `path` (`files.read_model_files`), and count what is loaded of it. Its
+    configuration has that of the text model inside in full, as `text_config`. Raises ConfigError
+    also if weights of towers are missing."""
+    files = read_model_files(path, key, is_whole=is_whole)
+    if not may_have_text_part(files.config):
+        return files
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    if whole_class(config, trust_remote_code=trust_remote_code) is None:
+        return files
+    described = replace(
+        files, config=files.config | {"text_config": text_config_of(config).to_dict()}
     )
+    folder = model_folder(path)
+    headers = read_headers(folder, is_whole=is_whole)
+    if not headers:
+        if is_whole and Path(resolve_model(path)).is_dir():
+            raise ConfigError(
+                f"{key}: expected the weights of '{path}' in safetensors files, from which those "
+                "that are not trained can be kept, got files of another kind; save the model again"
+            )
+        return described
+    from easyrl.model.towers import find_parts
+
+    parts = find_parts(config, headers)
+    if parts.missing and is_whole:
+        raise ConfigError(
+            f"{key}: '{path}' lacks weights that its config.json names, which a run would keep: "
+            f"{parts.missing[0]} ({len(parts.missing)} such weights); download or save the model "
+            "again"
+        )
+    kept = [headers[name] for name in sorted(parts.kept)]
+    return replace(
+        described,
+        num_weights=parts.num_loaded,
+        stored_dtype=dtype_of(headers[name] for name in parts.loaded),
+        kept=KeptSize(
+            num_weights=sum(weight.num_elements for weight in kept),
+            num_bytes=sum(weight.num_bytes for weight in kept),
+            modules=_modules_of(parts.kept, parts.loaded),
+        ),
+    )
+
+
+def _modules_of(kept: Iterable[str], loaded: Iterable[str]) -> tuple[str, ...]:
+    """Return the shortest beginnings of the names of kept weights that no loaded weight has."""
+    shared = set[str]()
+    for name in loaded:
+        shared.update(_beginnings(name))
+    modules = set[str]()
+    for name in kept:
+        own = [each for each in _beginnings(name) if each not in shared]
+        modules.add(own[0] if own else name)
+    return tuple(sorted(modules))
+
+
+def _beginnings(name: str) -> list[str]:
+    """Return the modules that a weight is in, from the outermost."""
+    words = name.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words))]
 
 
 def model_config_of(model: ModelSpec) -> Any:
@@ -346,20 +395,10 @@ def eos_token_ids(generation_config: Any, model_config: Any) -> list[int]:
     """Return the tokens that end a completion: the generation config's, or else the model's."""
     eos = getattr(generation_config, "eos_token_id", None)
     if eos is None:
-        eos = model_config.get_text_config().eos_token_id
+        eos = getattr(model_config.get_text_config(), "eos_token_id", None)
     if eos is None:
         return []
     return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
-
-
-def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """Make the causal language model of a configuration on torch's `meta` device: no memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def quieten_transformers() -> None:

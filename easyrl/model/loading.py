@@ -20,11 +20,12 @@ from easyrl.model.exactness import (
     choose_attention,
     in_float32,
 )
-from easyrl.model.files import load_model_config, read_model_files
+from easyrl.model.files import load_model_config, read_loaded_files
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.mixers import recurrent
 from easyrl.model.mixers.attention import register_attention
 from easyrl.model.policy import Policy
+from easyrl.model.towers import model_class
 
 MOST_CHECKED_TOKENS = 4  # of the check of the head
 HALF_PRECISION = {torch.bfloat16, torch.float16}
@@ -96,11 +97,12 @@ def check_head(policy: Policy, path: str) -> None:
 
 
 def _load_model(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    dtype_name = dtype or read_model_files(path, is_whole=False).stored_dtype
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    dtype_name: str | None = dtype
+    if dtype_name is None:
+        files = read_loaded_files(path, is_whole=False, trust_remote_code=trust_remote_code)
+        dtype_name = files.stored_dtype
+    loaded: Any = model_class(config, trust_remote_code=trust_remote_code).from_pretrained(
         loadable_model(path),
         config=config,
         dtype=getattr(torch, dtype_name),

@@ -216,6 +216,8 @@ class Policy:
 def _without_head(model: Any) -> Any:
     """Return the module of the model without its head."""
     decoder = model.get_decoder()
+    if decoder is not model and decoder.get_output_embeddings() is not None:
+        return _without_head(decoder)  # a multimodal model has a whole causal one inside
     if decoder is not model:
         return decoder
     return getattr(model, "model", model)  # Llama 4 returns itself

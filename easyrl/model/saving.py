@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easyrl.model.kept_parts import KeptParts
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import whole
 
@@ -15,11 +16,13 @@ def save_policy(
     folder: Path,
     tokenizer: Any,
     *,
+    kept: KeptParts | None = None,
     is_writer: bool = True,
     dtype: str | None = None,
 ) -> None:
-    """Write a Hugging Face folder, adapters merged. All ranks call this; one `is_writer`. With
-    `dtype` the weights are rounded to it, the policy's own too."""
+    """Write a Hugging Face folder, adapters merged, with what is `kept` of the model's own. All
+    ranks call this; one `is_writer`. With `dtype` the weights are rounded to it, the policy's own
+    too."""
     model = policy.model
     rounded_to = None if dtype is None else getattr(torch, dtype)
     state: dict[str, Tensor] = {}
@@ -37,3 +40,5 @@ def save_policy(
             model.to(rounded_to)  # config.json names it
         model.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
+        if kept is not None:
+            kept.write(folder)

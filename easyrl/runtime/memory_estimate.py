@@ -26,7 +26,7 @@ from easyrl.config.spec import RunSpec
 from easyrl.devices import CONTEXT_BYTES, process_need
 from easyrl.engines.sizes import EngineLoad, embedded_needs, weights_needs
 from easyrl.engines.vllm.sizes import DeviceShare, vllm_needs
-from easyrl.model.files import DTYPE_BYTES, ModelSize, read_model_files
+from easyrl.model.files import DTYPE_BYTES, ModelSize, read_loaded_files
 from easyrl.model.reward_model import reward_model_needs
 from easyrl.processes import MemoryNeed, available_memory_bytes
 from easyrl.rewards.pool import PROCESS_BYTES
@@ -215,7 +215,9 @@ def _train_needs(spec: RunSpec, placement: Placement, model: ModelSize) -> list[
     is_ascend = placement.accelerator == devices.ASCEND
     teacher_weights = 0
     if spec.teacher is not None and spec.teacher.path is not None:
-        teacher_weights = read_model_files(spec.teacher.path, TEACHER_KEY).num_weights or 0
+        trusts = spec.model.trust_remote_code
+        teacher = read_loaded_files(spec.teacher.path, TEACHER_KEY, trust_remote_code=trusts)
+        teacher_weights = teacher.num_weights or 0
     needs = train_needs(
         model,
         spec.for_training,

@@ -34,10 +34,12 @@ from easyrl.config.model import DType
 from easyrl.config.spec import TrainSpec
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
+from easyrl.model.kept_parts import KeptParts
 from easyrl.model.loading import load_policy
 from easyrl.model.policy import Policy
 from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks, gathered
+from easyrl.model.towers import find_kept_parts
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
 from easyrl.types import MicroBatch
 from easyrl.workers.batches import GroupReader, Origin, UpdateEnd, micro_steps
@@ -90,6 +92,7 @@ class TrainWorker:
         self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
         self._state_before_updates: _State | None = None
         """Kept while updates move the policy away from it."""
+        self._kept_parts: KeptParts | None = None  # of the model's folder
         with self.ranks.naming_failures():
             self.learner = self._load()
         self.channel: WeightChannel | None = None
@@ -124,6 +127,8 @@ class TrainWorker:
         self.control.send(events.Starting("loading the model"))
         is_sharded = self.ranks.mesh is not None
         policy = self._load_policy(model.path, None if is_sharded else "float32")
+        if self.is_first_rank:
+            self._kept_parts = find_kept_parts(model.path, policy.model)
         if policy.no_packing_reason is not None:
             repeated = "so the prompt is repeated for each completion, which is slower"
             note = f"model.attention: {policy.no_packing_reason}, {repeated}"
@@ -449,5 +454,5 @@ class TrainWorker:
                     tokenizer.save_pretrained(new)
         weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes
         with replace_folder(folder, is_writer=is_writer) as new:
-            save_policy(policy, new, tokenizer, is_writer=is_writer)
+            save_policy(policy, new, tokenizer, kept=self._kept_parts, is_writer=is_writer)
         return events.ModelSaved(weights_sha256)

@@ -58,6 +58,7 @@ from easyrl.engines.vllm.platforms import BACKEND, WORKER, device_arguments
 from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.engines.vllm.sizes import cache_bytes
 from easyrl.model.files import load_eos_token_ids, load_model_config
+from easyrl.model.text_part import whole_class
 from easyrl.processes import maybe_sleep
 from easyrl.types import Completion
 
@@ -126,6 +127,7 @@ class VllmEngine(Engine):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
         config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+        has_towers = whole_class(config, trust_remote_code=model.trust_remote_code) is not None
         end_tokens = {*load_eos_token_ids(model.path, config)}
         if stop_at is not None:
             end_tokens.add(stop_at)
@@ -143,6 +145,7 @@ class VllmEngine(Engine):
             max_tokens,
             device=device,
             shared_part=memory_fraction if is_device_shared else None,
+            trust_remote_code=model.trust_remote_code,
         )
         self._cleanup = Cleanup()
         try:
@@ -165,6 +168,8 @@ class VllmEngine(Engine):
                 worker_extension_cls=EXTENSION,
                 weight_transfer_config={"backend": BACKEND},
                 disable_log_stats=True,
+                # Towers (of pictures) are neither used nor updated.
+                language_model_only=has_towers,
                 **device_arguments(kind, max_tokens),
             )
             self._engine = self._call(_make_engine(arguments))

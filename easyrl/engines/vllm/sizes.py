@@ -16,7 +16,7 @@ from easyrl.engines.sizes import (
     prefill_bytes,
 )
 from easyrl.engines.vllm.platforms import BLOCK_TOKENS
-from easyrl.model.files import DTYPE_BYTES, ModelSize, model_size, read_model_files
+from easyrl.model.files import DTYPE_BYTES, ModelSize, model_size, read_loaded_files
 from easyrl.processes import MemoryNeed
 
 EXTRA_CACHE_BYTES = 16 * 2**20  # added to the computed size of the KV cache
@@ -74,7 +74,14 @@ def cache_room(num_bytes: float, fraction: float, weights_bytes: int) -> int:
 
 
 def cache_bytes(
-    model: str, dtype: str, num_rows: int, longest: int, *, device: str, shared_part: float | None
+    model: str,
+    dtype: str,
+    num_rows: int,
+    longest: int,
+    *,
+    device: str,
+    shared_part: float | None,
+    trust_remote_code: bool = False,
 ) -> int | None:
     """Return the size of the KV cache for `num_rows` sequences of `longest` tokens; None on a
     device of its own, where vLLM measures how much memory is left. On a device that the trainer
@@ -82,7 +89,8 @@ def cache_bytes(
     weights."""
     if device != "cpu" and shared_part is None:
         return None
-    files = read_model_files(model, is_whole=False)  # vLLM says what is missing
+    # vLLM says what is missing.
+    files = read_loaded_files(model, is_whole=False, trust_remote_code=trust_remote_code)
     num_weights = files.num_weights or 0
     size = model_size(files.config, num_weights)
     wanted = DEFAULT_CACHE_BYTES

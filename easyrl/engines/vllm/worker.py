@@ -165,7 +165,8 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         if self.channel_error:  # some weights are old or missing until the update is repeated
             return
         parameters = dict(self.model.named_parameters())
-        self.unmatched += [name for name in parameters if name not in self._sent]
+        expected = _language_parameters(self.model)
+        self.unmatched += [name for name in expected if name not in self._sent]
         self.held = []
         for name, sent in self._sent.items():
             if parameters[name].numel():
@@ -241,6 +242,14 @@ def whole_weights(
         if end == len(values):
             yield piece.name, values.view(piece.shape)
         os.utime(os.environ[FOLDER])  # shows the rollout worker that this rank does not hang
+
+
+def _language_parameters(model: Any) -> list[str]:
+    """Return the names of the parameters that updates are for: not those of towers."""
+    find = getattr(model, "get_language_model", None)  # a multimodal model has it
+    language_model = model if find is None else find()
+    ids = {id(parameter) for parameter in language_model.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in ids]
 
 
 def checksum(values: Tensor) -> int:

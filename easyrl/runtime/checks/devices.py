@@ -59,9 +59,10 @@ def written_by_run(
     num_models = 1
     if num_checkpoints > 0:
         num_models += COPIES_PER_CHECKPOINT * (num_checkpoints + 1)
-    num_bytes = num_models * weights_bytes
+    num_kept_bytes = model.files.kept.num_bytes
+    num_bytes = num_models * weights_bytes + num_kept_bytes  # only the final model has them
     if source is not None:
-        num_bytes += source.made_bytes(model.num_weights)
+        num_bytes += source.made_bytes(model.num_weights, num_kept_bytes)
     advice = "keep fewer (train.keep_checkpoints)"
     return Written(num_bytes, "model and checkpoints take", advice)
 
@@ -70,7 +71,8 @@ def written_by_evaluation(model: MeasuredModel, source: ModelSource) -> Written:
     """Return what an evaluation writes for sure: the model, if it is that of a checkpoint or an
     adapter."""
     advice = "use a folder on another disk"
-    return Written(source.made_bytes(model.num_weights), "the model takes", advice)
+    num_bytes = source.made_bytes(model.num_weights, model.files.kept.num_bytes)
+    return Written(num_bytes, "the model takes", advice)
 
 
 def check_disk(disk: Disk, written: Written) -> None:

@@ -6,13 +6,13 @@ from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec, RunSpec
 from easyrl.data.hub import describe_model
 from easyrl.model.files import (
+    KeptSize,
     ModelFiles,
     ModelSize,
     check_positions,
     load_model_config,
-    meta_model,
     model_size,
-    read_model_files,
+    read_loaded_files,
 )
 from easyrl.runtime.placement import Placement
 
@@ -35,13 +35,15 @@ def measure_model(spec: ModelSpec, *, is_whole: bool = True) -> MeasuredModel:
     """Measure the model. One that is not downloaded yet is counted by its configuration, and unless
     `is_whole`, weights and tokenizer of a folder may be missing. Raises ConfigError, also for LoRA
     if the model has no layers for it."""
-    files = read_model_files(spec.path, is_whole=is_whole)
+    trusts = spec.trust_remote_code
+    files = read_loaded_files(spec.path, is_whole=is_whole, trust_remote_code=trusts)
     model_config = files.config
     num_weights = files.num_weights
     num_trained = None
     about_lora = ""
     if spec.lora.rank is not None or num_weights is None:
-        trusts = spec.trust_remote_code
+        from easyrl.model.towers import meta_model
+
         full_config = load_model_config(spec.path, trust_remote_code=trusts)
         model = meta_model(full_config, trust_remote_code=trusts)
         if num_weights is None:
@@ -61,14 +63,24 @@ def describe_weights(model: MeasuredModel, spec: ModelSpec) -> str:
     text = describe_model(spec.path)
     total = model.files.num_weights
     trained = model.num_trained
+    kept = _describe_kept(model.files.kept)
     if trained is None:
-        return text if total is None else f"{text}, {total:,} weights, all trained"
+        return text if total is None else f"{text}, {total:,} weights, all trained{kept}"
     share = ""
     if total is not None:
         whole = total + trained
         share = f" of {whole:,} ({trained / whole:.1%})"
     rank = spec.lora.rank
-    return f"{text}; LoRA of rank {rank} trains {trained:,}{share}, base frozen\n{model.about_lora}"
+    about = f"LoRA of rank {rank} trains {trained:,}{share}, base frozen"
+    return f"{text}; {about}{kept}\n{model.about_lora}"
+
+
+def _describe_kept(kept: KeptSize) -> str:
+    """Say what of a model's files is not loaded, to append."""
+    if not kept.num_weights:
+        return ""
+    modules = ", ".join(kept.modules)
+    return f"; {kept.num_weights:,} others ({modules}) are not loaded, and kept as they are"
 
 
 def check_lengths(spec: RunSpec, lengths_section: str, model: MeasuredModel) -> None:

@@ -5,7 +5,7 @@ from operator import itemgetter
 from easyrl.config import ConfigError
 from easyrl.config.algorithm import TEACHER_KEY, TEACHER_PROMPT_KEY
 from easyrl.config.spec import RunSpec
-from easyrl.model.files import ModelFiles, check_positions, load_tokenizer, read_model_files
+from easyrl.model.files import ModelFiles, check_positions, load_tokenizer, read_loaded_files
 
 
 def check_signal(spec: RunSpec) -> None:
@@ -27,10 +27,12 @@ def check_teacher(spec: RunSpec) -> None:
     if spec.teacher is None or spec.teacher.path is None:
         return
     path = spec.teacher.path
-    teacher = read_model_files(path, TEACHER_KEY)
+    trusts = spec.model.trust_remote_code
+    teacher = read_loaded_files(path, TEACHER_KEY, trust_remote_code=trusts)
     check_positions(spec.limits, teacher)
-    _check_same_tokens(spec.model.path, path, trusts=spec.model.trust_remote_code)
-    num_sampled = _vocabulary_size(read_model_files(spec.model.path))
+    _check_same_tokens(spec.model.path, path, trusts=trusts)
+    policy = read_loaded_files(spec.model.path, trust_remote_code=trusts)
+    num_sampled = _vocabulary_size(policy)
     num_scored = _vocabulary_size(teacher)
     if num_sampled > num_scored:  # a sampled token might be padding that the teacher lacks
         raise ConfigError(
