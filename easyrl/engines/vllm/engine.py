@@ -127,7 +127,9 @@ class VllmEngine(Engine):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
         config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
-        has_towers = whole_class(config, trust_remote_code=model.trust_remote_code) is not None
+        tower_arguments: dict[str, Any] = {}
+        if whole_class(config, trust_remote_code=model.trust_remote_code) is not None:
+            tower_arguments["language_model_only"] = True  # towers get no updates
         end_tokens = {*load_eos_token_ids(model.path, config)}
         if stop_at is not None:
             end_tokens.add(stop_at)
@@ -168,8 +170,7 @@ class VllmEngine(Engine):
                 worker_extension_cls=EXTENSION,
                 weight_transfer_config={"backend": BACKEND},
                 disable_log_stats=True,
-                # Towers (of pictures) are neither used nor updated.
-                language_model_only=has_towers,
+                **tower_arguments,
                 **device_arguments(kind, max_tokens),
             )
             self._engine = self._call(_make_engine(arguments))
