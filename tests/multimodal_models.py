@@ -86,6 +86,8 @@ def write_model(folder, config):
             if id(weight) not in of_text:
                 weight.data = weight.data.bfloat16()
     model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"}))
     AutoTokenizer.from_pretrained(resolve_model("tiny")).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 28}}))
     (folder / "video_preprocessor_config.json").write_text("{}")

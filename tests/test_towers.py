@@ -31,8 +31,9 @@ from easyrl.runtime.checks.engine import describe_weights, measure_model
 from easyrl.runtime.resolve import resolve
 from mistakes import change_json
 from runs import SMALL, easyrl, succeed, summary_of
+from tiny_models import packed_logits
 
-TOKENS = torch.arange(3, 20)[None]
+TOKENS = torch.arange(3, 20)
 SMALL_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -72,7 +73,7 @@ def test_the_text_model_is_trained_and_everything_else_stays_as_it_was(tmp_path,
     if family in ("qwen3_5", "llama4"):
         names.append(AutoModelForCausalLM)
     with torch.no_grad():
-        expected = policy.model(input_ids=TOKENS, use_cache=False).logits
+        expected = packed_logits(policy, [TOKENS, TOKENS])[: len(TOKENS)]
     for auto in names:
         model, info = auto.from_pretrained(
             tmp_path / "model", dtype=torch.float32, output_loading_info=True
@@ -86,7 +87,7 @@ def test_the_text_model_is_trained_and_everything_else_stays_as_it_was(tmp_path,
             )
         if family != "llama4" or auto is AutoModelForCausalLM:  # a fault of transformers 5.24
             with torch.no_grad():
-                got = model.eval()(input_ids=TOKENS, use_cache=False).logits
+                got = model.eval()(input_ids=TOKENS[None], use_cache=False).logits[0]
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -125,7 +126,9 @@ def test_sharded_files_and_old_names_are_kept_as_they_are(tmp_path):
     for shard, part in shards.items():
         save_file({name: weights[name] for name in part}, source / shard)
     index = {name: shard for shard, part in shards.items() for name in part}
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (source / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     save_trained(source, tmp_path / "model")
     after = stored(tmp_path / "model")
     assert after.keys() == weights.keys()
