@@ -300,3 +300,12 @@ def test_unsupported_model_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^model.path: .*rollout.engine=embedded"):
         VllmEngine(ModelConfig(path=str(tmp_path)), SAMPLING, device="cpu", **SIZE)
+
+
+@pytest.mark.parametrize("kind", ["Value error", "Assertion failed"])
+def test_a_refused_configuration_gives_vllms_reason(kind):
+    from easyrl.engines.vllm.engine import EngineLog
+
+    text = f"1 validation error for VllmConfig\n  {kind}, blocks of 8 tokens. More [type={kind}]"
+    error = EngineLog(None).start_error("some/model", ValueError(text))
+    assert "cannot serve 'some/model': blocks of 8 tokens;" in str(error)

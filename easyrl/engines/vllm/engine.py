@@ -442,7 +442,8 @@ class EngineLog:
     def start_error(self, model: str, error: Exception) -> Exception:
         if isinstance(error, ValueError | NotImplementedError):  # vLLM refuses its configuration
             # The first sentence of the message; the rest may list everything that is supported.
-            text = str(error).rpartition("Value error, ")[2].strip()
+            # pydantic puts its own first lines before it.
+            text = re.split(r"Value error, |Assertion failed, ", str(error))[-1].strip()
             text = re.split(r"\. | \[type=|\n", text)[0]
             return ConfigError(f"model.path: vLLM cannot serve '{model}': {text}; {USE_EMBEDDED}")
         reason = self._reason(str(error))
