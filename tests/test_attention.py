@@ -2,6 +2,7 @@
 cannot attend so are detected, reported and trained exactly."""
 
 import copy
+import math
 from functools import cache
 from unittest.mock import Mock
 
@@ -27,7 +28,12 @@ from easyrl.model.mixers import flex, sdpa
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.mixers.flex import FlexAttention
 from easyrl.model.mixers.interface import LayerSettings
-from easyrl.model.mixers.packed_row import SMALLEST_FLEX_HEAD_SIZE, AttentionKernels, PackedRow
+from easyrl.model.mixers.packed_row import (
+    SMALLEST_FLEX_HEAD_SIZE,
+    AttentionKernels,
+    LayerShape,
+    PackedRow,
+)
 from easyrl.model.mixers.sdpa import Block, SdpaAttention, attend_block
 from easyrl.model.policy import Policy
 from exact_trees import assert_tree_is_exact
@@ -229,13 +235,18 @@ def test_attention_with_that_mask_equals_the_blocks(
         torch.testing.assert_close(ours, dense, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_flex_attention_with_sinks_equals_the_blocks(window, monkeypatch):
-    """By torch's plain operations in float64. On GPUs `test_gpu` compares the kernels."""
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """FlexAttention by torch's plain operations. On GPUs `test_gpu` compares the kernels."""
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients
     monkeypatch.setattr(flex, "_compiled", lambda function: function)
     monkeypatch.setattr(flex, "_kernel_options", lambda query: {})
+
+
+@pytest.mark.usefixtures("flex_on_cpu")
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_with_sinks_equals_the_blocks(window):
     tree = tree_of([(9, [4, 13, 1]), (5, [3, 1, 2, 7], [0, 1, 1, 3])])
     generator = torch.Generator().manual_seed(0)
 
@@ -291,12 +302,30 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
     assert kernels.report.call_count == fail.call_count == 1
 
 
-def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypatch):
-    def squares(layout, query, key, value, *_):
-        return query**2 + 0 * key.sum()
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_a_kernel_whose_log_sum_exp_is_wrong_is_found_before_it_is_used(monkeypatch):
+    correct = flex.flex_attention
 
+    def in_powers_of_two(*inputs, **options):
+        output, auxiliary = correct(*inputs, **options)
+        return output, auxiliary._replace(lse=auxiliary.lse / math.log(2))
+
+    def without_gradient(*inputs, **options):
+        output, auxiliary = correct(*inputs, **options)
+        return output, auxiliary._replace(lse=auxiliary.lse.detach())
+
+    heads = torch.Size((4, SIZE))
+    layer = LayerShape(CPU, torch.bfloat16, heads, heads, sliding_window=1, has_sinks=True)
+    assert flex.failure(layer) is None
+    assert flex.failure(layer._replace(has_sinks=False)) is None
+    for wrong in (in_powers_of_two, without_gradient):
+        monkeypatch.setattr(flex, "flex_attention", wrong)
+        assert flex.failure(layer) == "its kernels give other results"
+
+
+def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypatch):
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
-    monkeypatch.setattr(FlexAttention, "attend", squares)
+    monkeypatch.setattr(flex, "FlexAttention", SdpaAttention)
     row = torch.randn(5, 2, SIZE).bfloat16().requires_grad_()
     settings, kernels = LayerSettings(0, 1.0, None, None), AttentionKernels()
 
@@ -304,7 +333,10 @@ def test_layers_are_recomputed_although_the_first_has_tried_the_kernels(monkeypa
         return PackedRow(GROUP, kernels=kernels).attend(x, x, x, settings)
 
     output = checkpoint(layer, row, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(output.sum(), row), (2 * row,))
+    (got,) = torch.autograd.grad(output.square().sum(), row)
+    assert [*kernels._can_train.values()] == [True]
+    (expected,) = torch.autograd.grad(layer(row).square().sum(), row)
+    assert torch.equal(got, expected) and got.any()
 
 
 def test_recomputed_layers_see_the_row_of_their_forward_after_another_row_has_run():

@@ -155,7 +155,9 @@ def check_cache(engine):
 
 
 @pytest.mark.parametrize("copied_tokens", [0, 3, 64])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_5_text", "falcon_h1"]
+)
 def test_branches_have_the_logprobs_of_a_plain_forward(family, copied_tokens, monkeypatch):
     """At any depth, whatever is cut, copied or dropped; also within sliding windows, and in layers
     with a state."""

@@ -24,7 +24,8 @@ from torch.nn.attention.flex_attention import (
 
 from easyrl import devices
 from easyrl.layout.tree import Ints, TokenTree
-from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.interface import LayerSettings, Layout
+from easyrl.model.mixers.sdpa import SdpaAttention
 
 if TYPE_CHECKING:
     from easyrl.model.mixers.packed_row import LayerShape
@@ -41,6 +42,7 @@ LARGE_HEAD_OPTIONS = {
     "bwd_BLOCK_N2": 32,
 }
 """Smaller blocks, with which large heads fit into less shared memory."""
+MAX_ERROR = 0.05  # of a tried kernel's results, relative to their norm; in bfloat16 it is 0.01
 
 
 class FlexAttention:
@@ -127,33 +129,48 @@ def _to_tokens(batch: Tensor) -> Tensor:
 
 
 def failure(layer: "LayerShape") -> str | None:
-    """Try the kernels of a kind of layer, forward and backward, on a tiny row. Return None, or the
-    reason why they fail."""
+    """Try the kernels of a kind of layer, forward and backward, on a tiny row, and compare them
+    with `sdpa`. Return None, or the reason why they cannot be used."""
     tree = TokenTree.of_group(2, [1])
+    generator = torch.Generator().manual_seed(0)
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=layer.dtype, device=layer.device, requires_grad=True)
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator)
+        return drawn.to(layer.device, layer.dtype).requires_grad_()
 
-    query = zeros(tree.num_tokens, *layer.query)
-    key = zeros(tree.num_tokens, *layer.key)
-    inputs = [query, key]
+    query = draw(tree.num_tokens, *layer.query)
+    key = draw(tree.num_tokens, *layer.key)
     sinks = None
     if layer.has_sinks:
         num_query_heads = layer.query[0]
-        sinks = zeros(num_query_heads)
-        inputs.append(sinks)
+        sinks = draw(num_query_heads)
+    head_size = layer.query[1]
     settings = LayerSettings(
-        layer=0, scaling=1.0, sliding_window=layer.sliding_window, softcap=None
+        layer=0, scaling=head_size**-0.5, sliding_window=layer.sliding_window, softcap=None
     )
+
+    def results(layout: Layout) -> Tensor:
+        """Return the elements of the output and of all gradients."""
+        output = layout.attend(query, key, key, settings, sinks)
+        inputs = [query, key]
+        if sinks is not None:
+            inputs.append(sinks)
+        gradients = torch.autograd.grad(output.square().sum(), inputs)
+        flat = [tensor.detach().flatten().float() for tensor in (output, *gradients)]
+        return torch.cat(flat)
+
     # A layer whose activations are recomputed must not count the tensors that are saved here.
     apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     try:
         with torch.enable_grad(), apart:
-            output = FlexAttention(tree, layer.device).attend(query, key, key, settings, sinks)
-            torch.autograd.grad(output.sum(), inputs)
+            got = results(FlexAttention(tree, layer.device))
+            expected = results(SdpaAttention(tree, layer.device))
     except Exception as error:  # of Inductor, Triton or the driver
         text = str(error).strip() or type(error).__name__
         return text.splitlines()[0]
+    difference = (got - expected).norm()
+    if not difference <= MAX_ERROR * expected.norm():  # also NaN
+        return "its kernels give other results"
     return None
 
 
