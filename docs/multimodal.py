@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from multimodal_models import same_bits, stored, write_model  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoConfig  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 from easyrl.config import ConfigError  # noqa: E402
@@ -151,8 +151,7 @@ class NotTried(Exception):
 
 
 def multimodal_types() -> list[str]:
-    """Return the types that transformers has a class for that writes text, with a text model
-    inside."""
+    """Return the types with several parts that transformers has a class for that writes text."""
     mappings = (
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -160,7 +159,7 @@ def multimodal_types() -> list[str]:
     found = set[str]()
     for mapping in mappings:
         for model_type in mapping:
-            if text_config_of(AutoConfig.for_model(model_type)) is not None:
+            if CONFIG_MAPPING[model_type].sub_configs:
                 found.add(model_type)
     return sorted(found)
 
@@ -204,8 +203,13 @@ def _shrink(config: Any) -> None:
 
 
 def decide(model_type: str) -> str:
-    """Return the row of a type. Raises NotTried."""
-    config = AutoConfig.for_model(model_type)
+    """Return the row of a type; empty if it has no text model inside. Raises NotTried."""
+    try:
+        config = AutoConfig.for_model(model_type)
+    except Exception as error:  # any, depending on what the type's code expects
+        raise NotTried(f"{type(error).__name__}: {error}") from error
+    if text_config_of(config) is None:
+        return ""
     whole = whole_class(config)
     name = "" if whole is None else whole.__name__
     reason = unsupported_type_reason(config)
@@ -255,7 +259,9 @@ def main() -> None:
     not_tried: dict[str, str] = {}
     for model_type in chosen or multimodal_types():
         try:
-            print(decide(model_type), flush=True)
+            row = decide(model_type)
+            if row:
+                print(row, flush=True)
         except NotTried as error:
             not_tried[model_type] = " ".join(str(error).split())
     if not chosen:

@@ -231,7 +231,9 @@ def test_adapters_are_merged_beside_the_tower(tmp_path):
 def test_run_starts_from_a_multimodal_folder_and_another_from_its_result(tmp_path):
     source = multimodal_folder(tmp_path / "source", "qwen3_5")
     rewards = tmp_path / "rewards.py"
-    rewards.write_text("def f(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    rewards.write_text(
+        "def f(completions, **_):\n    return [float(len(c)) for c in completions]\n"
+    )
     words = (*SMALL, "train.iterations=1", "data.num_held_out=0", f"reward.functions=[{rewards}:f]")
     run = tmp_path / "run"
     succeed("--model", str(source), "--output", str(run), *words)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def model_folder(path: str) -> Path:
     may still have to be downloaded."""
     folder = Path(resolve_model(path))
     return folder if folder.is_dir() else model_config_from_hub(path).parent
+
+
+def download_small_files(path: str, patterns: Sequence[str]) -> None:
+    """Download the files of a hub id that match the patterns, where the hub answers."""
+    if Path(resolve_model(path)).is_dir() or not reach_hub():
+        return
+    import huggingface_hub
+
+    endpoint = os.environ.get("HF_ENDPOINT")
+    huggingface_hub.snapshot_download(path, allow_patterns=[*patterns], endpoint=endpoint)
 
 
 def reach_hub() -> bool:

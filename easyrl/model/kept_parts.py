@@ -10,6 +10,7 @@ from the beginning, so they can be read even if the folder is removed during a r
 """
 
 import json
+import struct
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class KeptParts:
         self._processor: dict[str, bytes] = {}
         for pattern in PROCESSOR_FILES:
             for file in folder.glob(pattern):
-                self._processor[file.name] = file.read_bytes()
+                if file.is_file():
+                    self._processor[file.name] = file.read_bytes()
         self._files = list[_OpenFile]()
         for path in sorted(files):
             content = path.open("rb")
@@ -68,7 +70,7 @@ class KeptParts:
         """Replace the configuration by the source's, with the dtype of the weights as written."""
         written = _read_json(file)
         config = dict(self._config)
-        if _vocabulary_size(written) != _vocabulary_size(config):
+        if _vocabulary_size(config) not in (None, _vocabulary_size(written)):
             # Embeddings were added: transformers knows where their number stands.
             config = written | {"architectures": config.get("architectures")}
         parts = [config]
@@ -87,37 +89,49 @@ class KeptParts:
         """Write the kept weights beside the trained ones, and the index of all files."""
         trained = sorted(folder.glob(WEIGHTS))
         num_files = len(trained) + len(self._files)
-        names = [
-            f"model-{number + 1:05}-of-{num_files:05}.safetensors" for number in range(num_files)
-        ]
         file_of_weight: dict[str, str] = {}
         num_bytes = 0
-        for old, name in zip(trained, names, strict=False):
-            new = old.rename(folder / name)
-            with new.open("rb") as content:
+        for number, old in enumerate(trained):
+            file = old.rename(folder / _file_name(number, num_files))
+            with file.open("rb") as content:
                 for weight in stored_weights(content):
-                    file_of_weight[weight.name] = name
+                    file_of_weight[weight.name] = file.name
                     num_bytes += weight.num_bytes
-        for source, name in zip(self._files, names[len(trained) :], strict=True):
-            with (folder / name).open("wb") as target:
-                _copy_weights(source, target)
-            for weight in source.kept:
-                file_of_weight[weight.name] = name
+        for number, source in enumerate(self._files, start=len(trained)):
+            _check_unchanged(source)
+            # A weight that is trained after all counts as trained.
+            kept = [weight for weight in source.kept if weight.name not in file_of_weight]
+            file = folder / _file_name(number, num_files)
+            with file.open("wb") as target:
+                _copy_weights(source.content, kept, target)
+            for weight in kept:
+                file_of_weight[weight.name] = file.name
                 num_bytes += weight.num_bytes
         index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of_weight}
         _write_json(folder / INDEX, index)
 
 
-def _copy_weights(source: _OpenFile, target: BinaryIO) -> None:
-    """Write a safetensors file with the kept weights of a source file, in the same order, in which
-    the data of every dtype are aligned. Raises OSError if the source was changed meanwhile."""
-    if [
-        weight for weight in stored_weights(source.content) if weight in source.kept
-    ] != source.kept:
+def _file_name(number: int, num_files: int) -> str:
+    """Return the name of a model's weight file, as transformers names several of them."""
+    return f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+
+
+def _check_unchanged(source: _OpenFile) -> None:
+    """Raise OSError if a file of the source has other weights than when it was opened."""
+    try:
+        found = set(stored_weights(source.content))
+    except (ValueError, struct.error):  # its header was overwritten, or is no longer there
+        found = set()
+    if not found.issuperset(source.kept):
         raise OSError(f"'{source.content.name}' has changed since the model was loaded")
+
+
+def _copy_weights(source: BinaryIO, kept: Sequence[StoredWeight], target: BinaryIO) -> None:
+    """Write a safetensors file with some weights of another one. They have the order of the source,
+    in which the data of every dtype are aligned."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     num_bytes = 0
-    for weight in source.kept:
+    for weight in kept:
         offsets = [num_bytes, num_bytes + weight.num_bytes]
         header[weight.name] = {
             "dtype": weight.dtype,
@@ -129,8 +143,8 @@ def _copy_weights(source: _OpenFile, target: BinaryIO) -> None:
     text += b" " * (-len(text) % ALIGNMENT)
     target.write(LENGTH.pack(len(text)))
     target.write(text)
-    for weight in source.kept:
-        _copy_bytes(source.content, weight.start, weight.num_bytes, target)
+    for weight in kept:
+        _copy_bytes(source, weight.start, weight.num_bytes, target)
 
 
 def _copy_bytes(source: BinaryIO, start: int, num_bytes: int, target: BinaryIO) -> None:
@@ -146,7 +160,8 @@ def _copy_bytes(source: BinaryIO, start: int, num_bytes: int, target: BinaryIO) 
 
 def _vocabulary_size(config: dict[str, Any]) -> int | None:
     text_config = config.get("text_config") or config
-    return text_config.get("vocab_size")
+    size: int | None = text_config.get("vocab_size")
+    return size
 
 
 def _read_json(file: Path) -> dict[str, Any]:

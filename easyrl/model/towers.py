@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.config import ConfigError
-from easyrl.data.hub import KEY, model_folder
-from easyrl.model.kept_parts import KeptParts
+from easyrl.data.hub import KEY, download_small_files, model_folder
+from easyrl.model.kept_parts import PROCESSOR_FILES, KeptParts
 from easyrl.model.text_part import whole_class
 from easyrl.model.weight_files import read_headers, weight_files
 
@@ -29,9 +29,8 @@ from easyrl.model.weight_files import read_headers, weight_files
 class Tower(nn.Module):
     """Stand in for a tower, without weights."""
 
-    device = torch.device(
-        "cpu"
-    )  # some classes ask their tower for it before they look for pictures
+    # Some classes ask for these before they look for pictures.
+    device = torch.device("cpu")
     dtype = torch.float32
 
     def __init__(self, config: Any = None) -> None:
@@ -157,6 +156,7 @@ def find_kept_parts(path: str, model: Any) -> KeptParts | None:
     has_towers = any(isinstance(module, Tower) for module in model.modules())
     if not kept and not has_towers:
         return None
+    download_small_files(path, PROCESSOR_FILES)  # the hub's clients have loaded the others
     return KeptParts(folder, weight_files(folder), kept)
 
 

@@ -24,7 +24,7 @@ METADATA = "__metadata__"  # the key of a header that names no weight
 class StoredWeight(NamedTuple):
     name: str
     dtype: str  # safetensors' name
-    shape: list[int]
+    shape: tuple[int, ...]
     start: int  # its first byte in the file
     num_bytes: int
 
@@ -87,7 +87,8 @@ def stored_weights(content: BinaryIO) -> list[StoredWeight]:
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
         first = LENGTH.size + length + start
-        weights.append(StoredWeight(name, entry["dtype"], entry["shape"], first, stop - start))
+        shape = tuple(entry["shape"])
+        weights.append(StoredWeight(name, entry["dtype"], shape, first, stop - start))
     return sorted(weights, key=lambda weight: (weight.start, weight.name))
 
 
