@@ -48,6 +48,25 @@ QWEN = {
     "max_position_embeddings": 40960,
 }
 """The sizes of Qwen3-1.7B: 6.4 GiB in float32, and 25.6 GiB to train."""
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 262144,
+}
+"""The sizes of the text model of Qwen3.5-0.8B."""
 
 
 def write_files(folder):

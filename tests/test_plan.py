@@ -2,13 +2,16 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
 from easyrl.config import load_config
 from easyrl.runtime.resume import with_absolute_paths
-from mistakes import QWEN
+from mistakes import QWEN, QWEN3_5
 from runs import easyrl
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,20 @@ def test_the_proposed_command_fits(assume, words, changed, starts, qwen):
     code, output = dry_run("--assume", assume, *better)
     assert code == 0 and "available" in output
     assert output.count("warning") == output.count("in float32") == 1 and proposed(output) is None
+
+
+def test_the_recipe_for_a_model_with_states_fits_on_the_devices_that_it_names(tmp_path):
+    """Its data set is on the hub, so that another one is given."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    recipe = ROOT / "configs" / "qwen3_5.yaml"
+    words = "--config", recipe, "--model", str(tmp_path), "--dataset", "countdown"
+    code, output = dry_run("--assume", "2x40GiB", *words)
+    assert code == 0 and proposed(output) is None
+    code, output = dry_run("--assume", "2x24GiB", *words)
+    assert proposed(output) is not None, "it names GPUs that are larger"
+    checkpointing = "train.activation_checkpointing=true"
+    code, output = dry_run("--assume", "2x24GiB", *words, checkpointing)
+    assert code == 0 and proposed(output) is None
 
 
 def test_a_model_larger_than_a_device_gets_engines_that_span_several(tmp_path):

@@ -22,6 +22,7 @@ from easyrl.runtime.resume import with_absolute_paths
 from hub_rows import put_in_place_of_the_hub
 from judges import judge_server
 from mistakes import TINY, change_json
+from multimodal_models import DELTA_RULE, ROTARY, TEXT, multimodal_folder
 from pages import blocks, make_tools, run_block
 from real_models import real_model
 from runs import easyrl, write_rows
@@ -197,13 +198,18 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory):
-    """A model with a chat template, and with the positions of those that recipes name."""
-    folder = tmp_path_factory.mktemp("model") / "stand-in"
-    shutil.copytree(TINY, folder)
-    change_json("tokenizer_config.json", chat_template=CHAT)(folder)
-    change_json("config.json", max_position_embeddings=32768)(folder)
-    return folder
+def stand_ins(tmp_path_factory):
+    """Models with a chat template, and with the positions of those that recipes name: one that
+    reads text, and a multimodal Qwen3.5."""
+    folder = tmp_path_factory.mktemp("models")
+    text = folder / "text"
+    shutil.copytree(TINY, text)
+    change_json("config.json", max_position_embeddings=32768)(text)
+    longer = TEXT | DELTA_RULE | {"rope_parameters": ROTARY, "max_position_embeddings": 32768}
+    pictures = multimodal_folder(folder / "pictures", "qwen3_5", text_config=longer)
+    for made in (text, pictures):
+        change_json("tokenizer_config.json", chat_template=CHAT)(made)
+    return {"text": text, "pictures": pictures}
 
 
 @pytest.fixture
@@ -221,11 +227,12 @@ def _user_files(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_user_files")
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_recipe_would_start_and_runs_dry(file, stand_in):
-    """On a stand-in for its model, and rows as its data set has them."""
+def test_a_recipe_would_start_and_runs_dry(file, stand_ins):
+    """On a stand-in for its model, of the same kind, and rows as its data set has them."""
     flags = {"devices.infer": "cpu", "devices.train": "cpu"}
     if load_config(file).model.path not in BUILT_IN_MODELS:
-        flags["model.path"] = str(stand_in)
+        kind = "pictures" if file.stem == "qwen3_5" else "text"
+        flags["model.path"] = str(stand_ins[kind])
     with judge_server() as server:
         if file.stem == "judge":
             flags["reward.judge.url"] = server.url

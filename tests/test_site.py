@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import socket
 import subprocess
@@ -107,3 +108,23 @@ def test_the_images_health_check_finds_a_run_without_events(tmp_path):
 def test_the_page_of_sizes_is_what_its_script_prints():
     command = [sys.executable, DOCS / "sizing.py"]
     assert subprocess.check_output(command, text=True) == (DOCS / "sizing.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def families():
+    """The script of the page of families, on the release of transformers that the page names."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("the page is of transformers 5.24")
+    return runpy.run_path(str(DOCS / "families.py"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "lfm2", "mamba"])
+def test_a_row_of_the_page_of_families_is_what_loading_decides(model_type, families):
+    rows = (DOCS / "families.md").read_text().splitlines()
+    assert families["decide"](model_type).row() in rows
+
+
+@pytest.mark.long
+def test_the_page_of_families_is_what_its_script_prints(families):
+    assert families["families_markdown"]() == (DOCS / "families.md").read_text()

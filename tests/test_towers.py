@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from multimodal_models import FAMILIES, multimodal_folder, same_bits, stored
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -30,6 +29,7 @@ from easyrl.runtime.checks.devices import written_by_run
 from easyrl.runtime.checks.engine import describe_weights, measure_model
 from easyrl.runtime.resolve import resolve
 from mistakes import change_json
+from multimodal_models import FAMILIES, multimodal_folder, same_bits, stored
 from runs import SMALL, easyrl, succeed, summary_of
 from tiny_models import packed_logits
 

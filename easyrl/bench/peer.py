@@ -61,7 +61,7 @@ HYBRID = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-"""The shape of the built-in `tiny-hybrid`, with twice its width and layers."""
+"""A Qwen3.5 of 8 million weights, without a tower."""
 
 
 def random_hybrid(size: Mapping[str, Any]) -> Any:
