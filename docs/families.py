@@ -104,8 +104,11 @@ SMALL: dict[str, Any] = {
 }
 """Small sizes by keys of config.json. A type gets those that it has, and has not null."""
 MORE: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma4_text": {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
@@ -182,19 +185,22 @@ def text_types() -> list[str]:
     return sorted(found)
 
 
-def tiny(model_type: str) -> Any:
-    """Return a tiny random model. Raises NotTried."""
+def make_tiny(model_type: str, folder: str) -> None:
+    """Write a tiny random model to a folder. Raises NotTried where transformers cannot run it."""
     try:
         sizes = KNOWN.get(model_type) or _small_sizes(model_type)
         config = AutoConfig.for_model(model_type, **(SIZES | sizes))
         auto_model: Any = AutoModelForCausalLM
         with torch.device("meta"):
             num_weights = auto_model.from_config(config).num_parameters()
+        if num_weights > MOST_WEIGHTS:
+            raise NotTried(f"{num_weights:,} weights")
+        model = tiny_model(model_type, None, SPREAD, **sizes)
+        with torch.no_grad():
+            model(input_ids=torch.arange(3, 20)[None], use_cache=False)
+        model.save_pretrained(folder)
     except Exception as error:  # any, depending on what the type's code expects
         raise NotTried(f"{type(error).__name__}: {error}") from error
-    if num_weights > MOST_WEIGHTS:
-        raise NotTried(f"{num_weights:,} weights")
-    return tiny_model(model_type, None, SPREAD, **sizes)
 
 
 def _small_sizes(model_type: str) -> dict[str, Any]:
@@ -208,9 +214,8 @@ def _small_sizes(model_type: str) -> dict[str, Any]:
 
 def decide(model_type: str) -> Family:
     """Return what a run does with a tiny model of a type. Raises NotTried."""
-    model = tiny(model_type)
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        make_tiny(model_type, folder)
         try:
             policy = load_policy(folder)
         except ConfigError as error:

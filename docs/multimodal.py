@@ -19,7 +19,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from multimodal_models import same_bits, stored, write_model  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoConfig  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
@@ -33,6 +32,7 @@ from easyrl.model.text_part import (  # noqa: E402
     whole_class,
 )
 from easyrl.model.towers import find_kept_parts, find_parts  # noqa: E402
+from multimodal_models import same_bits, stored, write_model  # noqa: E402
 
 MOST_WEIGHTS = 100_000_000
 """A model with more of them does not take its sizes from the keys below."""

@@ -395,6 +395,7 @@ def test_check_of_a_model_in_bfloat16_needs_no_wide_copy_of_its_vocabulary(
     [
         *((name, *UNSHARED[name]) for name in ("mamba", "bloom")),
         ("bert", {}, "no causal language model"),
+        ("modernbert-decoder", {}, "last hidden states alone"),
         ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "changes its weights"),
     ],
 )

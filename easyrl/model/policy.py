@@ -216,7 +216,8 @@ class Policy:
 def _without_head(model: Any) -> Any:
     """Return the module of the model without its head."""
     decoder = model.get_decoder()
-    if decoder is not model and decoder.get_output_embeddings() is not None:
+    is_model = hasattr(decoder, "get_output_embeddings")  # ModernBERT calls its head `decoder`
+    if decoder is not model and is_model and decoder.get_output_embeddings() is not None:
         return _without_head(decoder)  # a multimodal model has a whole causal one inside
     if decoder is not model:
         return decoder
