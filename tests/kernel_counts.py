@@ -104,7 +104,7 @@ def count_decode_step(model, layers, rows, prompt, cells):
     nodes = cache.add_roots([ids] * (rows // LOAD.group))
     one = torch.zeros(1, model.kv_heads, model.head_size, dtype=torch.bfloat16, device=META)
     for _ in range(layers):
-        cache.add_layer(one, one)
+        cache.keys_values.add_layer(one, one)
     sampling = SamplingSettings(max_prompt_length=prompt, max_completion_length=cells)
     graphs = StepGraphs(policy, cache, sampling)
     fields = [("position", np.int64), ("cell", np.int64), ("slots", np.int64, MAX_LEVELS)]
