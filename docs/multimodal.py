@@ -23,7 +23,12 @@ from transformers import CONFIG_MAPPING, AutoConfig  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 from easyrl.config import ConfigError  # noqa: E402
-from easyrl.model.files import load_tokenizer, quieten_transformers, read_loaded_files  # noqa: E402
+from easyrl.model.files import (  # noqa: E402
+    load_model_config,
+    load_tokenizer,
+    quieten_transformers,
+    read_loaded_files,
+)
 from easyrl.model.loading import load_policy  # noqa: E402
 from easyrl.model.saving import save_policy  # noqa: E402
 from easyrl.model.text_part import (  # noqa: E402
@@ -111,7 +116,10 @@ SMALL: dict[str, Any] = {
 """Small sizes by keys of the configurations of parts. A part gets those that it has."""
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
-    "ernie4_5_vl_moe": {"moe_intermediate_size": [16, 16]},
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [1, 1, 2]},
+    },
     "gemma4": {"per_layer_config": {}},
     "gemma4_unified": {"per_layer_config": {}},
     "glm5_next": {"num_key_value_heads": 4},
@@ -171,6 +179,7 @@ def tiny_config(model_type: str) -> Any:
         _shrink(config)
         for key, value in MORE.get(model_type, {}).items():
             setattr(text_config_of(config), key, value)
+        type(config).from_dict(config.to_dict())  # it checks more when it is read
         with torch.device("meta"):
             num_weights = whole_class(config)._from_config(config).num_parameters()
     except ImportError:  # of a tower; models are loaded without it
@@ -244,7 +253,7 @@ def _train_and_write(source: Path, written: Path) -> tuple[str, str]:
         training = f"prompt repeated: {policy.no_packing_reason}"
     before = stored(source)
     after = stored(written)
-    parts = find_parts(policy.model.config, before)
+    parts = find_parts(load_model_config(str(source)), before)
     is_kept = all(same_bits(before[name], after[name]) for name in parts.kept)
     has_names = before.keys() == after.keys()
     return training, "kept" if is_kept and has_names else "other names"

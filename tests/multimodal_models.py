@@ -108,4 +108,5 @@ def same_bits(one, other):
     """Whether two tensors have the same dtype, shape and bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    own_bits, other_bits = (each.reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(own_bits, other_bits)
