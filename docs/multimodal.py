@@ -124,6 +124,8 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"per_layer_config": {}},
     "glm5_next": {"num_key_value_heads": 4},
     "hunyuan_vl": {"head_dim": 8},
+    "kimi_k25": {"num_key_value_heads": 4},
+    "unlimited_ocr": {"num_key_value_heads": 4},
     "step3p7": {"sliding_window": 16},
 }
 """What the text models of these types need beside SMALL, or instead."""
