@@ -148,10 +148,8 @@ Each row is what happened to a tiny random model of the type, on a CPU with tran
 |---|---|---|---|
 """
 AFTER = """
-Not tried: types for which this script makes no tiny model, with the error of transformers.
+No tiny model of these types was made, so nothing is said of them: {not_tried}.
 
-"""
-END = """
 This page is printed by `python docs/multimodal.py > docs/multimodal.md`.
 """
 
@@ -275,12 +273,11 @@ def main() -> None:
                 print(row, flush=True)
         except NotTried as error:
             not_tried[model_type] = " ".join(str(error).split())
-    if not chosen:
-        print(AFTER, end="")
-    for model_type, reason in not_tried.items():
-        print(f"- `{model_type}`: {reason}")
-    if not chosen:
-        print(END, end="")
+    if chosen:
+        for model_type, reason in not_tried.items():
+            print(f"{model_type}: no tiny model: {reason}")
+    else:
+        print(AFTER.format(not_tried=", ".join(f"`{each}`" for each in not_tried)), end="")
 
 
 if __name__ == "__main__":
