@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from easyrl.data.hub import resolve_model
 from easyrl.model.text_part import whole_class
+from easyrl.model.towers import making
 
 TEXT = {
     "hidden_size": 32,
@@ -77,9 +78,11 @@ def multimodal_folder(folder, family, **changes):
 
 def write_model(folder, config):
     torch.manual_seed(1)
-    model = whole_class(config)._from_config(config)
-    text_model = {*model.get_decoder().modules(), model.get_output_embeddings()}
-    of_text = {id(weight) for module in text_model for weight in module.parameters()}
+    whole = whole_class(config)
+    with making(whole):
+        model = whole._from_config(config)
+    text_model = [model.get_decoder(), model.get_output_embeddings()]
+    of_text = {id(weight) for part in text_model if part for weight in part.parameters()}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.1)

@@ -65,7 +65,7 @@ def without_towers(whole: type) -> Any:
     transformers looks up by them how weights are named."""
 
     def init(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
-        with _making(whole):
+        with making(whole):
             whole.__init__(self, config, *arguments, **options)  # type: ignore[misc]
             remove_towers(self)
 
@@ -82,7 +82,7 @@ def without_towers(whole: type) -> Any:
 
 
 @contextmanager
-def _making(whole: type) -> Iterator[None]:
+def making(whole: type) -> Iterator[None]:
     """Let transformers make a model of the class `whole`, with a `Tower` in place of each tower for
     which a library is missing. Raises ConfigError if it cannot make the model."""
     from transformers import AutoModel
@@ -172,7 +172,7 @@ class Parts(NamedTuple):
 def find_parts(config: Any, names: Iterable[str]) -> Parts:
     """Find which weights of a model's files, with these names, are loaded and which are kept."""
     whole = whole_class(config)
-    with torch.device("meta"), _making(whole):
+    with torch.device("meta"), making(whole):
         model = whole._from_config(config)
     names_in_class = _names_in_class(model, names)
     of_whole = {name for name, _ in model.named_parameters()}  # tied ones once
