@@ -239,7 +239,7 @@ def decide(model_type: str) -> str:
         try:
             training, files = _train_and_write(source, Path(folder, "written"))
         except ConfigError as error:
-            reason = " ".join(str(error).replace(folder, "").split())
+            reason = " ".join(str(error).replace(str(source), "the model").split())
             return f"| `{model_type}` | {name} | refused: {reason} | |"
     return f"| `{model_type}` | {name} | {training} | {files} |"
 

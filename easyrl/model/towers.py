@@ -26,6 +26,10 @@ from easyrl.model.text_part import whole_class
 from easyrl.model.weight_files import read_headers, weight_files
 
 
+class TowerUsed(AttributeError):
+    """A class computes with its tower although there is nothing but text."""
+
+
 class Tower(nn.Module):
     """Stand in for a tower, without weights."""
 
@@ -36,6 +40,15 @@ class Tower(nn.Module):
     def __init__(self, config: Any = None) -> None:
         super().__init__()
         self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise TowerUsed(*error.args) from None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise TowerUsed("a tower is called")
 
 
 def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -75,10 +88,31 @@ def without_towers(whole: type) -> Any:
         if decoder.get_output_embeddings() is not None:
             # A whole causal model is inside. The class itself may demand pictures.
             return decoder(*arguments, **options)
-        return whole.forward(self, *arguments, **options)  # type: ignore[attr-defined]
+        if "_as_text" not in vars(self):
+            try:
+                return whole.forward(self, *arguments, **options)  # type: ignore[attr-defined]
+            except TowerUsed:  # to no effect for text (Gemma 3n)
+                vars(self)["_as_text"] = _as_text_model(self)
+        return vars(self)["_as_text"](*arguments, **options)
 
     members = {"__init__": init, "forward": forward, "__module__": whole.__module__}
     return type(whole.__name__, (whole,), members)
+
+
+def _as_text_model(model: Any) -> Any:
+    """Return transformers' model of the text model's type, with the decoder and the head of
+    `model`. Raises TowerUsed if transformers has no such class."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    decoder = model.get_decoder()
+    if type(decoder.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise TowerUsed(f"{type(model).__name__} computes with its tower for text too")
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder.config)]
+    with torch.device("meta"):
+        text_model = text_class(decoder.config)
+    setattr(text_model, text_model.base_model_prefix, decoder)
+    text_model.set_output_embeddings(model.get_output_embeddings())
+    return text_model
 
 
 @contextmanager
