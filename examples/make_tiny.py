@@ -1,11 +1,13 @@
 """Train a built-in model: `python -m examples.make_tiny [NAME] [--output DIR]`.
 
-All are small Qwen3 models with one token per character, trained from scratch: first on correct
-solutions of generated problems, then shortly on solutions with mistakes, so that RL has something
-to improve. The same machine, versions and number of threads give the same weights.
+All are small models with one token per character, trained from scratch: first on correct solutions
+of generated problems, then shortly on solutions with mistakes, so that RL has something to improve.
+`tiny-hybrid` is a Qwen3.5 (three of its four layers are gated delta rules), the others are Qwen3.
+The same machine, versions and number of threads give the same weights.
 
     tiny              `arithmetic`. Some lines add a number in one step (`17+58=75`) instead of
                       tens, then units, and some of these sums are off by 1 or 10.
+    tiny-hybrid       The same. It also confuses the numbers of long sums.
     tiny-countdown    `countdown-small`. Some searches stop after a wrong try and answer with that.
     tiny-guess        `guess`. Guesses are often only a few numbers further.
 """
@@ -22,16 +24,23 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN_SMALL, GUESS, CountdownProblem, applied
 from easyrl.environments.guess import Guess
 
 HASTE, SLIP, GIVE_UP, STEP = 0.12, 0.5, 0.2, 0.85  # probabilities
+MEMORY = 10, 100  # tokens, by head
 FEW = 5
 MAX_TRIES = 8
 BATCH_SIZE, SORTED_ROWS = 32, 512
-NUM_STEPS = {"tiny": (1500, 150), "tiny-countdown": (700, 80), "tiny-guess": (2500, 100)}
+NUM_STEPS = {
+    "tiny": (1500, 150),
+    "tiny-hybrid": (1000, 150),
+    "tiny-countdown": (700, 80),
+    "tiny-guess": (2500, 100),
+}
 Example = Sequence[tuple[str, bool]]
 """Parts of a text, and whether the model writes them. It ends each of its own."""
 LEARNING_RATES = 3e-3, 5e-4
@@ -41,18 +50,15 @@ LEARNING_RATES = 3e-3, 5e-4
 def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
     """Train a model in its two stages and write it, with its tokenizer, to `output`. Its sizes,
     dtype and tokenizer are those of the built-in model."""
-    torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(BUILT_IN_MODELS[name])
     config: Any = AutoConfig.from_pretrained(BUILT_IN_MODELS[name])
     dtype = config.dtype  # which `from_config` changes
-    auto_model: Any = AutoModelForCausalLM
-    model = auto_model.from_config(config, dtype=torch.float32)
-    model.generation_config.do_sample = True
+    model = untrained(config)
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
         def example(index: int, stage: int = stage) -> Example:
-            if name == "tiny":
+            if name in ("tiny", "tiny-hybrid"):
                 operands = ARITHMETIC.problem(stage, index)
                 answer = solution(operands, rng, HASTE * stage)
                 return [(ARITHMETIC.key(operands), False), (answer, True)]
@@ -66,6 +72,28 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
         train(model, data, num_steps[stage], learning_rate)
     model.to(dtype).save_pretrained(output)
     tokenizer.save_pretrained(output)
+
+
+def untrained(config: Any) -> Any:
+    """Return a random model of a configuration, in float32."""
+    torch.manual_seed(0)
+    auto_model: Any = AutoModelForCausalLM
+    model = auto_model.from_config(config, dtype=torch.float32)
+    model.generation_config.do_sample = True
+    for module in model.modules():
+        if isinstance(module, Qwen3_5GatedDeltaNet):
+            remember(module)
+    return model
+
+
+@torch.no_grad()
+def remember(layer: Qwen3_5GatedDeltaNet) -> None:
+    """Let the heads of a random layer keep their states for MEMORY tokens. As transformers draws
+    them, most of them would forget within a token, and from that they learn little."""
+    for head, num_tokens in enumerate(MEMORY):
+        # A state is multiplied by exp(-exp(A_log) * softplus(dt_bias)) per token, roughly.
+        layer.A_log[head] = 0.0
+        layer.dt_bias[head] = math.log(math.expm1(1 / num_tokens))
 
 
 def batches(

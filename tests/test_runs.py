@@ -54,10 +54,12 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
     assert any(not torch.equal(before[n], t) for n, t in weights.items()), "nothing was trained"
 
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 SCHEDULED = {
     "plain": (),
     "two rollout workers": (*HARDER, "--infer-devices", "cpu:2"),
     "two train ranks": (*HARDER, "--train-devices", "cpu:2"),
+    "layers with a state": ("--model", "tiny-hybrid"),
     "all at once": (
         *(*HARDER, "model.lora.rank=4", "algorithm.dynamic_sampling=true", "eval.dataset={}"),
         *("--infer-devices", "cpu:2", "--train-devices", "cpu:2"),
@@ -188,11 +190,22 @@ def test_a_run_with_an_own_model_data_and_rewards(tmp_path, size):
 @pytest.mark.parametrize("is_lora", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_demo_learns(tmp_path, is_lora, seed):
-    folder, configs = tmp_path / "run", Path(__file__).parent.parent / "configs"
-    words = ("--config", str(configs / "lora.yaml")) if is_lora else ()
+    folder = tmp_path / "run"
+    words = ("--config", str(CONFIGS / "lora.yaml")) if is_lora else ()
     succeed(*words, "--output", str(folder), "--seed", str(seed), timeout=600)
     summary = assert_on_policy(folder)
     assert 0.2 <= summary["accuracy_before"] <= 0.6
     assert summary["accuracy_after"] >= 0.85
     assert summary["reward_last"] >= 0.9
+    assert summary["updates_not_finite"] == 0
+
+
+@pytest.mark.long
+def test_the_demo_with_a_model_that_has_states_learns(tmp_path):
+    """Its accuracies have standard errors of 0.02."""
+    folder = tmp_path / "run"
+    succeed("--model", "tiny-hybrid", "--output", str(folder), timeout=900)
+    summary = assert_on_policy(folder)
+    assert 0.25 <= summary["accuracy_before"] <= 0.42
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.08
     assert summary["updates_not_finite"] == 0

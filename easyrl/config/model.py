@@ -37,8 +37,8 @@ class ModelConfig(Section):
     """The policy that is trained."""
 
     path: Annotated[str, NAMES_FILES] = Field(default="tiny", min_length=1)
-    """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`,
-    `tiny-guess`). Its weights must not be quantized."""
+    """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-hybrid`,
+    `tiny-countdown`, `tiny-guess`). Its weights must not be quantized."""
     dtype: Annotated[DType, COMPARED] = "float32"
     """Data type of the computation. The trainer keeps trained weights, sums of gradients, optimizer
     state and log-probabilities in float32."""

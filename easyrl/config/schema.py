@@ -39,7 +39,7 @@ class Config(Section):
         """`train.learning_rate`, or its default for the model."""
         if self.train.learning_rate is not None:
             return self.train.learning_rate
-        is_built_in = self.model.path in ("tiny", "tiny-countdown", "tiny-guess")
+        is_built_in = self.model.path in ("tiny", "tiny-hybrid", "tiny-countdown", "tiny-guess")
         if self.model.lora.rank is not None:
             return 3e-3 if is_built_in else 1e-5
         return 3e-4 if is_built_in else 1e-6

@@ -13,6 +13,7 @@ HUB_TIMEOUT_SECONDS = 5.0
 _BUILT_IN = Path(__file__).parent.parent / "model" / "built_in"
 BUILT_IN_MODELS = {
     "tiny": _BUILT_IN / "tiny",
+    "tiny-hybrid": _BUILT_IN / "tiny_hybrid",
     "tiny-countdown": _BUILT_IN / "tiny_countdown",
     "tiny-guess": _BUILT_IN / "tiny_guess",
 }
