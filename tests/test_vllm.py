@@ -23,6 +23,7 @@ from easyrl.engines.vllm.platforms import environment
 from easyrl.layout.tree import TokenTree
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.loading import load_policy
+from multimodal_models import FAMILIES, multimodal_folder
 from real_models import real_model
 from tiny_models import untied_model
 
@@ -291,6 +292,25 @@ def test_checksum_does_not_depend_on_chunks_device_or_order(monkeypatch, dtype):
     monkeypatch.setattr(worker.devices, "adds_integers", lambda device: False)
     assert worker.checksum(values) == worker.checksum(values.T) == whole
     assert worker.checksum(values * 2) != whole
+
+
+@pytest.mark.long
+def test_text_model_of_a_multimodal_model_is_updated_without_its_tower(tmp_path):
+    pytest.importorskip("torchvision")  # vLLM's classes with towers import it
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    parts = FAMILIES["qwen2_5_vl"]
+    rotary = parts["text_config"]["rope_parameters"] | {"mrope_section": [8, 4, 4]}
+    text = parts["text_config"] | heads | {"vocab_size": 99, "rope_parameters": rotary}
+    vision = parts["vision_config"] | {"out_hidden_size": 64}
+    folder = tmp_path / "model"
+    multimodal_folder(folder, "qwen2_5_vl", text_config=text, vision_config=vision)
+    trained = Trained(str(folder), tmp_path)
+    try:
+        trained.check()
+        trained.change()
+        trained.check()
+    finally:
+        trained.engine.close()
 
 
 def test_unsupported_model_is_refused(tmp_path):
