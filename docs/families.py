@@ -113,6 +113,7 @@ MORE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "kimi_linear": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -146,6 +147,9 @@ the logits of its sequences alone, by transformers' own `eager` attention, or pr
 A row of this page is that decision for a tiny random model of the type, on a CPU with transformers
 {transformers.__version__}. For a model with other features than the tiny one it may differ; a start
 says what was decided.
+
+Types with a text model inside, such as Qwen3.5 with its vision tower, are on [a page of their
+own](multimodal.md).
 
 The last column says what `make test` compares beside: log-probabilities and the gradients of all
 weights with those of separate sequences, in float64.
