@@ -54,10 +54,16 @@ from easyrl.data.hub import loadable_model
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 from easyrl.engines.sampling import SamplingSettings
-from easyrl.engines.vllm.platforms import BACKEND, WORKER, device_arguments
+from easyrl.engines.vllm.platforms import (
+    BACKEND,
+    WORKER,
+    can_cache_prefixes,
+    device_arguments,
+)
 from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.engines.vllm.sizes import cache_bytes
 from easyrl.model.files import load_eos_token_ids, load_model_config
+from easyrl.model.mixers import elements_of_states
 from easyrl.model.text_part import whole_class
 from easyrl.processes import maybe_sleep
 from easyrl.types import Completion
@@ -130,6 +136,7 @@ class VllmEngine(Engine):
         tower_arguments: dict[str, Any] = {}
         if whole_class(config, trust_remote_code=model.trust_remote_code) is not None:
             tower_arguments["language_model_only"] = True  # towers get no updates
+        has_states = elements_of_states(config.get_text_config().to_dict()) > 0
         end_tokens = {*load_eos_token_ids(model.path, config)}
         if stop_at is not None:
             end_tokens.add(stop_at)
@@ -162,7 +169,7 @@ class VllmEngine(Engine):
                 logprobs_mode=logprobs_mode,
                 skip_tokenizer_init=not sampling.stop,
                 async_scheduling=False if is_deterministic else None,
-                enable_prefix_caching=True,
+                enable_prefix_caching=can_cache_prefixes(kind, has_states=has_states),
                 kv_cache_memory_bytes=num_cache_bytes,
                 gpu_memory_utilization=LEAST_FRACTION if is_device_shared else memory_fraction,
                 tensor_parallel_size=tensor_parallel_size,

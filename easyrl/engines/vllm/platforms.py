@@ -93,6 +93,12 @@ def environment(kind: str) -> dict[str, str]:
     return ENVIRONMENT | own.get(kind, {})
 
 
+def can_cache_prefixes(kind: str, *, has_states: bool) -> bool:
+    """Return whether vLLM can continue the tokens of earlier prompts. Where layers keep a state, it
+    needs prompts in chunks for that, which `device_arguments` turns off on CPUs."""
+    return kind != "cpu" or not has_states
+
+
 def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
     """Return arguments of vLLM's `AsyncEngineArgs` for sequences of up to `max_tokens` tokens."""
     if kind == "cpu":
