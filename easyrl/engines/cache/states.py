@@ -131,6 +131,9 @@ def _places(places: Sequence[Place], device: torch.device) -> Places:
     is_row = places[0].is_row
     numbers = np.array([place.number for place in places])
     first = int(numbers[0])
-    if is_row and np.array_equal(numbers, np.arange(first, first + len(numbers))):
-        return Places(is_row, slice(first, first + len(numbers)))
-    return Places(is_row, torch.from_numpy(numbers).to(device))
+    stop = first + len(numbers)
+    are_adjacent = np.array_equal(numbers, np.arange(first, stop))
+    if is_row and are_adjacent:
+        return Places(is_row, slice(first, stop))
+    on_device = torch.from_numpy(numbers).to(device)
+    return Places(is_row, on_device)

@@ -51,7 +51,7 @@ class RowStarts(NamedTuple):
 
 
 class Store(Protocol):
-    """What one kind of layer stores."""
+    """Memory for one kind of layer: of all nodes, and of all rows."""
 
     can_cut: bool
     """Whether nodes and rows can be continued behind any of their tokens, not only the last."""
@@ -143,7 +143,7 @@ class KeysValues:
 
 
 class Places(NamedTuple):
-    """Where the states of a batch of B sequences are stored."""
+    """The rows or slots that hold the states of a batch of B sequences."""
 
     is_row: bool  # in rows; else in slots
     numbers: slice | Tensor  # of B rows or slots
