@@ -28,7 +28,7 @@ from easyrl.layout.row import Rollout, pack
 from easyrl.layout.tree import TokenTree
 from easyrl.model.files import model_size, read_model_files
 from easyrl.model.loading import load_policy
-from easyrl.model.mixers import sdpa
+from easyrl.model.mixers import elements_of_states, sdpa
 from easyrl.model.sizes import TRAINED_SCORE_BYTES, activation_bytes, largest_batch
 from easyrl.runtime import memory_estimate
 from easyrl.runtime.memory_estimate import check_memory, estimate_memory
@@ -102,6 +102,11 @@ def of(role, *words, **placed_as):
     parts = estimated(*words, **placed_as)
     needs = [part.need for part in parts if part.process.startswith(role)]
     return {need.what: need.num_bytes for need in needs}
+
+
+def test_model_that_gives_no_number_of_layers_has_no_states():
+    gpt = {"model_type": "openai-gpt", "n_layer": 12, "n_embd": 768}
+    assert elements_of_states(gpt) == 0
 
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])

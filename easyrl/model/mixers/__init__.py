@@ -77,7 +77,10 @@ def elements_of_states(config: Mapping[str, Any]) -> int:
     """Return how many elements the states of a sequence have, in all layers: the last inputs of
     convolutions, and recurrent states. 0 without such layers, or if config.json does not name their
     sizes."""
-    return _num_layers_of(config, RECURRENT_LAYERS) * _elements_of_state(config)
+    elements_of_layer = _elements_of_state(config)
+    if elements_of_layer == 0:  # some of these models do not give their number of layers either
+        return 0
+    return _num_layers_of(config, RECURRENT_LAYERS) * elements_of_layer
 
 
 def count_layers(config: Mapping[str, Any]) -> int:
