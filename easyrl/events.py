@@ -187,7 +187,7 @@ class Sample(Message):
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
 """Names that a reward function's `log_extra` cannot use."""
-EPISODE_KEYS = ("messages", "ended_by", "branches")
+EPISODE_KEYS = ("messages", "ended_by", "branches", "branch_reasons")
 """What an episode adds to a line of samples.jsonl."""
 SAMPLE_VALUES = (
     "completion",

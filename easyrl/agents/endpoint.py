@@ -1,5 +1,5 @@
-"""An OpenAI-compatible endpoint on loopback. Its server runs in a thread; the answers come from the
-thread of the engine.
+"""The endpoint of agents on loopback. Its server runs in a thread; the answers come from the thread
+of the engine.
 
     client ──HTTP──► server: reads, refuses ──Request──► take() … Request.reply
                        ▲                                       │
@@ -9,99 +9,64 @@ thread of the engine.
 import asyncio
 import contextlib
 import json
-import math
 import os
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from easyrl.agents.program import MODEL
+from easyrl.agents.protocols.base import MODEL, ApiError, Protocol, Request, no_episode
+from easyrl.agents.protocols.chat import ChatCompletions, TextCompletions
+from easyrl.agents.protocols.fields import FieldRules
+from easyrl.agents.protocols.messages import AnthropicMessages
+from easyrl.agents.protocols.responses import Responses
 from easyrl.config import ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.spec import EpisodeSpec
-from easyrl.data.chat import read_messages
 from easyrl.devices import LOOPBACK
 from easyrl.processes import raise_open_files
-from easyrl.types import Messages
 
-IGNORED = {
-    "metadata",
-    "model",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
-"""Fields of a request that change nothing."""
-READ = {
-    "max_completion_tokens",
-    "max_tokens",
-    "messages",
-    "n",
-    "prompt",
-    "stream",
-    "stream_options",
-    "tool_choice",
-    "tools",
-}
-"""Fields that are not about sampling."""
-NEUTRAL_ONLY = {"logit_bias", "logprobs", "top_logprobs", "echo", "suffix", "response_format"}
-"""Fields that are not supported, so that only NEUTRAL values are accepted."""
-NEUTRAL: list[Any] = [False, "", {}, {"type": "text"}]
-MAX_CHOICES = 64
+LEAST_BODY_BYTES = 2**20
+BODY_BYTES_PER_TOKEN = 32
+"""A body may have LEAST_BODY_BYTES, and these for each token of a sequence: a larger one does not
+fit, and to tokenize it would keep the engine waiting."""
+MAX_DISCARDED_BYTES = 2**28
 NEVER_SECONDS = 10**6  # the server closes no connection of an agent that does something else
+LOCAL_NAMES = (LOOPBACK, "localhost", "::1")
+UNSERVED = {
+    "/audio": "audio",
+    "/batches": "batches",
+    "/conversations": "stored conversations (use previous_response_id)",
+    "/embeddings": "embeddings",
+    "/files": "files",
+    "/images": "images",
+    "/moderations": "moderations",
+    "/rerank": "reranking",
+    "/responses/": "stored responses by their id (use previous_response_id)",
+    "/complete": "Anthropic's text completions",
+    "/api/": "Ollama's API",
+}
+"""Beginnings of paths that clients know, and what they are for."""
+SERVED = "served are /chat/completions, /completions, /responses, /messages and /models"
 
 
-class ApiError(Exception):
-    """The refusal of a request, with OpenAI's name of the reason and an HTTP status."""
+class _Received(NamedTuple):
+    """A request as its client sent it."""
 
-    def __init__(self, message: str, code: str = "invalid_value", status: int = 400) -> None:
-        super().__init__(message)
-        self.code = code
-        self.status = status
-
-
-def no_episode() -> ApiError:
-    return ApiError("expected the key of an episode that has not ended", "invalid_api_key", 401)
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A request that was read, and the answer that its client waits for."""
-
-    key: str  # of its episode
-    messages: Messages  # [] in a text completion
-    prompt: str  # of a text completion
-    tools: list[dict[str, Any]]
-    reads_calls: bool  # not with tool_choice=none
-    num_choices: int
-    max_tokens: int | None
-    replaced: set[str]  # fields whose values the run's own replace
-    answer: Future[dict[str, Any]] = field(default_factory=Future)
-    digest: bytes = b""  # of its messages
-    continued: bytes = b""  # digest of the answered conversation that they continue
-
-    def reply(self, answer: dict[str, Any] | ApiError) -> None:
-        with contextlib.suppress(InvalidStateError):  # the client is gone
-            if isinstance(answer, ApiError):
-                self.answer.set_exception(answer)
-            else:
-                self.answer.set_result(answer)
+    protocol: Protocol
+    request: Request
+    body: Mapping[str, Any]
 
 
 class Endpoint:
@@ -114,19 +79,24 @@ class Endpoint:
         self.keys: set[str] = set()
         self.takes_any_key = False
         self.refused: Counter[str] = Counter()  # requests that could not be read, by key
-        self._ignores_sampling = spec.ignores_sampling
-        self._allowed_sampling = _allowed_sampling(spec, sampling)
+        most_tokens = spec.limits.max_prompt_length + spec.limits.max_completion_length
+        self._most_bytes = LEAST_BODY_BYTES + BODY_BYTES_PER_TOKEN * most_tokens
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         listener = _listen(port)
         self.url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1"
-        routes = [
-            Route("/v1/chat/completions", self._complete, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-            Route("/v1/models", self._list_models),
-        ]
-        handlers: Any = dict.fromkeys((ApiError, HTTPException, Exception), _refuse)
-        app = Starlette(routes=routes, exception_handlers=handlers)
+        rules = FieldRules(spec, sampling)
+        messages = AnthropicMessages(rules)
+        self._protocols: dict[str, Protocol] = {
+            "/chat/completions": ChatCompletions(rules),
+            "/completions": TextCompletions(rules),
+            "/responses": Responses(rules),
+            "/messages": messages,
+            "/messages/count_tokens": AnthropicMessages(rules, counts_only=True),
+        }
+        every_path = Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"])
+        handlers: Any = dict.fromkeys((ApiError, HTTPException, Exception), self._refuse)
+        app = Starlette(routes=[every_path], exception_handlers=handlers)
         options: Any = {"lifespan": "off", "log_config": None, "access_log": False}
         self._server = uvicorn.Server(
             uvicorn.Config(app, timeout_keep_alive=NEVER_SECONDS, proxy_headers=False, **options)
@@ -146,117 +116,101 @@ class Endpoint:
             os.eventfd_read(self._wake_fd)
         return [self._requests.get() for _ in range(self._requests.qsize())]
 
+    def forget(self, key: str) -> None:
+        """Refuse the key of an episode from now on."""
+        self.keys.discard(key)
+        self.refused.pop(key, None)
+        for protocol in self._protocols.values():
+            protocol.forget(key)
+
     def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True
 
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def _answer(self, http: HttpRequest) -> Response:
+        """Answer any request."""
+        _check_origin(http)
+        path = _path_of(http)
+        if path == "/models" or path.startswith("/models/"):
+            return self._show_models(http, path)
+        protocol = self._protocols.get(path)
+        if protocol is None:
+            raise _not_served(path)
+        if http.method != "POST":
+            raise ApiError(f"expected POST, got {http.method}", "method_not_allowed", 405)
+        received = await self._receive(http, protocol)
+        self._requests.put(received.request)
+        os.eventfd_write(self._wake_fd, 1)
+        answer = await asyncio.wrap_future(received.request.answer)
+        if received.body.get("stream") and not received.request.counts_only:
+            events = "".join(protocol.stream(received.request, received.body, answer))
+            return Response(events, media_type="text/event-stream")
+        return JSONResponse(protocol.write(received.request, received.body, answer))
+
     def _key_of(self, http: HttpRequest) -> str:
-        key = http.headers.get("authorization", "").removeprefix("Bearer ")
+        authorization = http.headers.get("authorization", "").removeprefix("Bearer ")
+        key = authorization or http.headers.get("x-api-key", "")
         if not self.takes_any_key and key not in self.keys:
             raise no_episode()
         return key
 
-    async def _list_models(self, http: HttpRequest) -> Response:
-        self._key_of(http)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "easyrl"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def _complete(self, http: HttpRequest) -> Response:
-        """Answer a request for a chat or text completion."""
+    async def _receive(self, http: HttpRequest, protocol: Protocol) -> _Received:
+        """Read a request. Raises ApiError."""
         key = self._key_of(http)
-        is_chat = "chat" in http.url.path
         try:
-            body = json.loads(await http.body())
-            request = self._read(key, body, is_chat=is_chat)
+            body = _parse(await self._body_of(http))
+            return _Received(protocol, protocol.read(key, body), body)
         except (ApiError, ValueError, TypeError, KeyError, AttributeError) as error:
             if not self.takes_any_key:
                 self.refused[key] += 1
             if isinstance(error, ApiError):
                 raise
             raise ApiError(str(error) or "expected a JSON object") from None
-        self._requests.put(request)
-        os.eventfd_write(self._wake_fd, 1)
-        answer = await asyncio.wrap_future(request.answer)
-        is_streamed = bool(body.get("stream"))
-        kind = "text_completion"
-        if is_chat:
-            kind = "chat.completion.chunk" if is_streamed else "chat.completion"
-        head = {
-            "id": f"easyrl-{time.monotonic_ns():x}",
-            "created": int(time.time()),
-            "model": str(body.get("model") or MODEL),
-            "object": kind,
-        }
-        if not is_streamed:
-            return JSONResponse(head | answer)
-        options = body.get("stream_options") or {}
-        has_usage = bool(options.get("include_usage"))
-        return _as_stream(head, answer, has_usage=has_usage)
 
-    def _read(self, key: str, body: Mapping[str, Any], *, is_chat: bool) -> Request:
-        """Check the fields of a request. Raises ApiError or ValueError, which names the field."""
-        replaced = self._check_sampling(body)
-        tool_choice = body.get("tool_choice") or "auto"
-        if tool_choice == "required" and self._ignores_sampling:
-            replaced.add("tool_choice")
-        elif tool_choice not in ("auto", "none"):
-            raise ValueError(f"tool_choice: expected 'auto' or 'none', got {tool_choice!r:.80}")
-        num_choices = 1 if body.get("n") is None else body["n"]
-        _check_count("n", num_choices, MAX_CHOICES)
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        if max_tokens is not None:
-            _check_count("max_tokens", max_tokens)
-        messages = _read_chat(body.get("messages")) if is_chat else []
-        prompt = body.get("prompt") or ""
-        if not is_chat and not (prompt and isinstance(prompt, str)):
-            raise ValueError(f"prompt: expected a text, got {prompt!r:.80}")
-        return Request(
-            key=key,
-            messages=messages,
-            prompt=prompt,
-            tools=_read_tools(body.get("tools") or []),
-            reads_calls=tool_choice != "none",
-            num_choices=num_choices,
-            max_tokens=max_tokens,
-            replaced=replaced,
+    async def _body_of(self, http: HttpRequest) -> bytes:
+        """Return the body of a request. Raises ApiError for one that is too large: it is not kept,
+        but read, since clients that cannot send all of it do not see the refusal."""
+        body = bytearray()
+        num_bytes = 0
+        async for part in http.stream():
+            num_bytes += len(part)
+            if num_bytes <= self._most_bytes:
+                body += part
+            elif num_bytes > MAX_DISCARDED_BYTES:
+                break
+        if num_bytes > self._most_bytes:
+            raise self._too_large(num_bytes)
+        return bytes(body)
+
+    def _too_large(self, num_bytes: int) -> ApiError:
+        text = (
+            f"expected a body of at most {self._most_bytes} bytes, which is more than "
+            "data.max_prompt_length and rollout.max_completion_length allow, got "
+            f"{num_bytes} bytes"
         )
+        return ApiError(text, "context_length_exceeded", 413)
 
-    def _check_sampling(self, body: Mapping[str, Any]) -> set[str]:
-        """Return the fields that ask for other sampling than the run's, where such are replaced.
-        Raises ApiError for others, and for fields that are not supported."""
-        replaced: set[str] = set()
-        for name, value in body.items():
-            if value is None or name in IGNORED or name in READ:
-                continue
-            if name not in self._allowed_sampling:
-                if name in NEUTRAL_ONLY and value in NEUTRAL:
-                    continue
-                raise ApiError(f"{name}: this field is not supported", "unsupported_parameter")
-            allowed = self._allowed_sampling[name]
-            if value in allowed:
-                continue
-            if not self._ignores_sampling:
-                expected = " or ".join(map(str, allowed)) or "none"
-                same = "as in the run (rollout.agent_sampling=ignore replaces others)"
-                raise ApiError(f"{name}: expected {expected}, {same}, got {value!r:.80}")
-            replaced.add(name)
-        return replaced
+    def _show_models(self, http: HttpRequest, path: str) -> Response:
+        """Describe the model, under any name."""
+        self._key_of(http)
+        name = path.removeprefix("/models").strip("/") or MODEL
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "easyrl"}
+        model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        if path == "/models":
+            ends = {"has_more": False, "first_id": name, "last_id": name}
+            return JSONResponse({"object": "list", "data": [model], **ends})
+        return JSONResponse(model)
 
-
-def _allowed_sampling(spec: EpisodeSpec, of_engine: SamplingChoice) -> dict[str, list[Any]]:
-    """Return the values that a request may give for each field about sampling."""
-    stop = list(spec.stop)
-    allowed: dict[str, list[Any]] = {
-        "frequency_penalty": [0],
-        "presence_penalty": [0],
-        "min_p": [0],
-        "seed": [],
-        "repetition_penalty": [1],
-        "stop": [stop, *stop] if len(stop) == 1 else [stop],  # one may be given without a list
-    }
-    for name in ("temperature", "top_p", "top_k"):
-        values = (getattr(spec.sampling, name), getattr(of_engine, name))
-        allowed[name] = list(dict.fromkeys(values))
-    return allowed
+    async def _refuse(self, http: HttpRequest, error: Exception) -> Response:
+        """Answer a request with an error in the form of its protocol."""
+        status = 500
+        if isinstance(error, (ApiError, HTTPException)):
+            status = error.status if isinstance(error, ApiError) else error.status_code
+        elif isinstance(error, ClientDisconnect):
+            status = 499
+        protocol = self._protocols.get(_path_of(http), self._protocols["/chat/completions"])
+        return JSONResponse(protocol.refusal(error, status), status_code=status)
 
 
 def _listen(port: int) -> socket.socket:
@@ -273,85 +227,38 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def _check_count(name: str, value: Any, most: float = math.inf) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"{name}: expected a whole number from 1, got {value!r:.80}")
+def _check_origin(http: HttpRequest) -> None:
+    """Raise ApiError for a request that a web page has made: browsers send where it comes from, and
+    a page's server may give its own name this machine's address."""
+    host = urlsplit(f"//{http.headers.get('host', '')}").hostname
+    if host not in LOCAL_NAMES:
+        raise ApiError(f"Host: expected {LOOPBACK} or localhost, got {host!r:.80}", status=403)
+    origin = http.headers.get("origin")
+    if origin is not None and urlsplit(origin).hostname not in LOCAL_NAMES:
+        raise ApiError(f"Origin: expected none or this machine, got {origin!r:.80}", status=403)
 
 
-def _read_tools(given: Any) -> list[dict[str, Any]]:
-    """Return the descriptions of tools as chat templates take them. Raises ValueError."""
-    tools: list[dict[str, Any]] = []
-    for each in given:
-        function = {"description": "", "parameters": {}} | (each.get("function") or {})
-        if not isinstance(function.get("name"), str):
-            raise ValueError(f"tools: expected functions with names, got {given!r:.80}")
-        tools.append({"type": "function", "function": function})
-    return tools
+def _path_of(http: HttpRequest) -> str:
+    """Return the path behind the version: clients may add `/v1` to an address that has it."""
+    path = http.url.path.rstrip("/")
+    while path.startswith("/v1/"):
+        path = path.removeprefix("/v1")
+    return path
 
 
-def _read_chat(given: Any) -> Messages:
-    """Read messages of text. Raises ValueError for others, and if the last one is an answer."""
-    messages = read_messages(given, "messages")
-    names: dict[Any, str] = {}  # of functions, by the ids of their calls
-    for message in messages:
-        if message["role"] == "developer":
-            message["role"] = "system"
-        for call in message.get("tool_calls", ()):
-            names[call.get("id")] = call["function"]["name"]
-        if message.get("tool_call_id") in names:
-            message.setdefault("name", names[message["tool_call_id"]])
-    if messages[-1]["role"] not in ("user", "tool", "system"):
-        raise ValueError("messages: expected one of a user, a tool or the system at the end")
-    return messages
+def _not_served(path: str) -> ApiError:
+    for beginning, name in UNSERVED.items():
+        if f"{path}/".startswith(beginning):
+            return ApiError(f"{name}: not served; {SERVED}", "not_found", 404)
+    return ApiError(f"no such path: {path!r:.80}; {SERVED}", "not_found", 404)
 
 
-def _as_stream(head: Mapping[str, Any], answer: Mapping[str, Any], *, has_usage: bool) -> Response:
-    """Return an answer as server-sent events: each choice is one part. `has_usage`: a part of its
-    own has the number of tokens, too."""
-    parts: list[dict[str, Any]] = []
-    for choice in answer["choices"]:
-        parts.append({"choices": [_as_delta(choice)]})
-    usage = answer["usage"]
-    parts[-1]["usage"] = usage
-    if has_usage:
-        parts.append({"choices": [], "usage": usage})
-    stream = ""
-    for part in parts:
-        data = json.dumps({**head, **part})
-        stream += f"data: {data}\n\n"
-    stream += "data: [DONE]\n\n"
-    return Response(stream, media_type="text/event-stream")
-
-
-def _as_delta(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a choice as the only part of its stream."""
-    part = dict(choice)
-    message = part.pop("message", None)
-    if message is None:  # of a text completion
-        return part
-    delta = dict(message)
-    calls: list[dict[str, Any]] = []
-    for index, call in enumerate(message.get("tool_calls", ())):
-        calls.append({"index": index, **call})
-    if calls:
-        delta["tool_calls"] = calls
-    part["delta"] = delta
-    return part
-
-
-async def _refuse(http: HttpRequest, error: Exception) -> Response:
-    """Answer a request with an error in OpenAI's form."""
-    status = 500
-    if isinstance(error, ApiError):
-        status = error.status
-    elif isinstance(error, HTTPException):  # of starlette, as for a wrong path
-        status = error.status_code
-    message = str(error)
-    name = message.partition(":")[0]  # errors begin with the field that they are about
-    content = {
-        "message": message or type(error).__name__,
-        "type": "invalid_request_error" if status < 500 else "server_error",
-        "param": name if name.isidentifier() else None,
-        "code": getattr(error, "code", None),
-    }
-    return JSONResponse({"error": content}, status_code=status)
+def _parse(body: bytes) -> dict[str, Any]:
+    """Return a body that is a JSON object. Raises ApiError or ValueError."""
+    try:
+        parsed = json.loads(body)
+    except RecursionError:
+        raise ApiError("expected a JSON object that is nested less deeply") from None
+    if not isinstance(parsed, dict):
+        raise ApiError(f"expected a JSON object, got {parsed!r:.80}")
+    return parsed

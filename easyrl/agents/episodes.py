@@ -18,15 +18,18 @@ episode waits for one answer or has ended, all are served, in a fixed order.
 import secrets
 import time
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from easyrl.agents.endpoint import ApiError, Endpoint, Request, no_episode
+from easyrl.agents.conversation_tree import REASONS, BranchReason
+from easyrl.agents.endpoint import Endpoint
 from easyrl.agents.history import History
 from easyrl.agents.pool import AgentPool
 from easyrl.agents.program import Value
+from easyrl.agents.protocols.base import Answer, ApiError, Choice, Request, no_episode
 from easyrl.agents.sequences import (
     Episode,
     Group,
@@ -79,7 +82,7 @@ class AgentEpisodes(Episodes):
         self._suspended: dict[Sequence, None] = {}  # the oldest first
         self._new: dict[_NewPrompt, list[Sequence]] = {}  # not submitted yet
         self._num_live = 0  # sequences that the engine keeps
-        self._replaced: set[str] = set()  # fields of requests that were reported
+        self._reported: set[str] = set()  # notes on requests
         self._next_step = 0  # requests are served from this step of the engine on
 
     def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
@@ -198,8 +201,7 @@ class AgentEpisodes(Episodes):
             return
         episode.has_ended = True
         self._episodes.pop(episode.key, None)
-        self.endpoint.keys.discard(episode.key)
-        self.endpoint.refused.pop(episode.key, None)
+        self.endpoint.forget(episode.key)
         for request in [*episode.waiting, *episode.answering]:
             request.reply(no_episode())
         episode.waiting.clear()
@@ -217,9 +219,7 @@ class AgentEpisodes(Episodes):
 
     def _accept(self, request: Request) -> None:
         """Let a request wait until it is served."""
-        for name in sorted(request.replaced - self._replaced):
-            self.pool.report(f"what the agent asks for by {name} is replaced by the run's")
-        self._replaced |= request.replaced
+        self._report(request.notes)
         episode = self._episodes.get(request.key)
         if episode is None:
             request.reply(no_episode())
@@ -228,6 +228,12 @@ class AgentEpisodes(Episodes):
             request.reply(ApiError(f"runtime.deterministic: {expected}"))
         else:
             episode.waiting.append(request)
+
+    def _report(self, notes: Iterable[str]) -> None:
+        """Write notes on requests to the run's log, each once."""
+        for note in sorted(set(notes) - self._reported):
+            self._reported.add(note)
+            self.pool.report(note)
 
     def _serve_requests(self, running: list[Episode]) -> None:
         """Serve the requests that wait, every few steps of the engine, and end episodes."""
@@ -248,13 +254,17 @@ class AgentEpisodes(Episodes):
         num_choices = request.num_choices
         most = self._engine.sampling.max_completion_length
         num_left = most - episode.num_tokens - episode.num_reserved
+        if request.counts_only:
+            self._count_tokens(episode, request)
+            return True
         if episode.num_reserved and (wanted is None or num_choices * wanted > num_left):
             return False
         try:
-            ids = self._history.ids_of(episode, request)
+            placed = self._history.place(episode, request)
         except (ValueError, TypeError) as error:  # also of the tokenizer and the template
             self._refuse(episode, request, ApiError(str(error)))
             return True
+        ids = placed.ids
         if episode.group.prompt_ids is None:
             episode.group.prompt_ids = ids[: self._spec.limits.max_prompt_length]
         shared = self._most_shared(episode, ids)
@@ -269,7 +279,7 @@ class AgentEpisodes(Episodes):
         num_branches = len(episode.sequences)
         if not is_resumed:
             num_branches += num_choices
-        refusal = self._refusal(episode, limit, num_branches)
+        refusal = self._refusal(episode, limit, num_branches, len(ids))
         if refusal is not None:
             self._refuse(episode, request, refusal)
             return True
@@ -282,21 +292,40 @@ class AgentEpisodes(Episodes):
                 sequence.num_left = num_left - num_new
             prompt = _NewPrompt(episode.group.key, tuple(ids), limit)
             self._new.setdefault(prompt, []).extend(sequences)
+        self._count_branch(episode, placed.branch_reason)
         episode.num_requests += 1
         episode.num_tokens += num_new
         for sequence in sequences:
             sequence.request = request
+            sequence.placed = placed
             sequence.num_reserved = limit
             episode.num_reserved += limit
         episode.answering[request] = sequences
         return True
 
+    def _count_tokens(self, episode: Episode, request: Request) -> None:
+        """Answer a request with the number of its tokens."""
+        try:
+            num_tokens = len(self._history.place(episode, request).ids)
+        except (ValueError, TypeError) as error:
+            self._refuse(episode, request, ApiError(str(error)))
+        else:
+            request.reply(Answer([], num_tokens, 0))
+
+    def _count_branch(self, episode: Episode, reason: BranchReason | None) -> None:
+        if reason is not None:
+            episode.branch_reasons[reason] += 1
+            self._report([f"a request of the agent begins a new branch: {REASONS[reason]}"])
+
     def _refuse(self, episode: Episode, request: Request, refusal: ApiError) -> None:
         episode.num_refused += 1
         request.reply(refusal)
 
-    def _refusal(self, episode: Episode, limit: int, num_branches: int) -> ApiError | None:
-        """Return why an episode may ask no more. `limit`: tokens that are left for an answer."""
+    def _refusal(
+        self, episode: Episode, limit: int, num_branches: int, num_tokens: int
+    ) -> ApiError | None:
+        """Return why an episode may ask no more. `limit`: tokens that are left for an answer;
+        `num_tokens`: of the request."""
         most_requests = self._spec.max_turns
         seconds = self._spec.episode_timeout_seconds
         most_tokens = self._engine.sampling.max_completion_length
@@ -312,8 +341,12 @@ class AgentEpisodes(Episodes):
             return ApiError(f"expected at most {MAX_BRANCHES} branches (MAX_BRANCHES)")
         if limit < 1:
             episode.limit = "length"
-            key = "rollout.max_completion_length"
-            text = f"expected at most {most_tokens} tokens behind an episode's prompt ({key})"
+            most_of_prompt = self._spec.limits.max_prompt_length
+            text = (
+                f"expected at most {most_of_prompt} tokens of an episode's prompt "
+                f"(data.max_prompt_length) and {most_tokens} behind it "
+                f"(rollout.max_completion_length), got a request of {num_tokens} tokens"
+            )
             return ApiError(text, "context_length_exceeded")
         return None
 
@@ -412,20 +445,14 @@ class AgentEpisodes(Episodes):
     # -- answers ----------------------------------------------------------------------------------
 
     def _reply(self, request: Request, sequences: list[Sequence]) -> None:
-        """Answer a request in OpenAI's form."""
-        choices: list[dict[str, Any]] = []
+        """Answer a request."""
+        choices: list[Choice] = []
         num_sampled = 0
-        for index, sequence in enumerate(sequences):
-            choice = self._history.read_answer(request, sequence)
-            choices.append({**choice, "logprobs": None, "index": index})
+        for sequence in sequences:
+            assert sequence.placed is not None, "a sequence samples for a request"
+            choices.append(self._history.read_answer(request, sequence.placed, sequence))
             num_sampled += len(sequence.last_turn.token_ids)
-        num_prompt = sequences[0].num_before_turn
-        usage = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_sampled,
-            "total_tokens": num_prompt + num_sampled,
-        }
-        request.reply({"choices": choices, "usage": usage})
+        request.reply(Answer(choices, sequences[0].num_before_turn, num_sampled))
 
     # -- finished groups --------------------------------------------------------------------------
 
@@ -475,6 +502,9 @@ class AgentEpisodes(Episodes):
             "episodes/branches": mean([len(episode.sequences) for episode in episodes]),
             "episodes/without_requests": len(without_requests) / len(episodes),
         }
+        for reason in REASONS:
+            counts = [episode.branch_reasons[reason] for episode in episodes]
+            metrics[f"episodes/branches/{reason}"] = mean(counts)
         chats: list[list[Messages]] = []
         for episode in episodes:
             chats.append(list(episode.conversations.values()) or [[]])
@@ -484,6 +514,8 @@ class AgentEpisodes(Episodes):
         }
         if any(len(of_episode) > 1 for of_episode in chats):
             columns["branches"] = [of_episode[:-1] for of_episode in chats]
+        if any(episode.branch_reasons for episode in episodes):
+            columns["branch_reasons"] = [dict(episode.branch_reasons) for episode in episodes]
         return GroupRecord(metrics, columns)
 
 

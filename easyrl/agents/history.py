@@ -1,17 +1,18 @@
 """The conversations of agents: which tokens a request continues, and what an answer says.
 
 A request whose messages begin as a conversation that was answered begins with its tokens, and what
-is new is rendered behind them. A conversation is found by a digest of its messages: of each the
-role, the text and the calls, whatever else a client writes.
+is new is rendered behind them. `matching` decides which messages are the same, and
+`conversation_tree` remembers them.
 """
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from easyrl.agents.endpoint import Request
+from easyrl.agents.conversation_tree import ADDED, ANSWER_ROLE, BranchReason, Node, Placed
+from easyrl.agents.matching import Recorded, Thought, split_thought
+from easyrl.agents.protocols.base import Choice, IssuedCall, Request
 from easyrl.agents.sequences import Episode, RecordedText, Sequence
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
@@ -20,12 +21,19 @@ from easyrl.engines.base import Turn
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interface
 from easyrl.environments.tool_calls.calls import Calls
+from easyrl.types import Messages
 
 PREFIX_TOKENS = 256
 """Tokens before an answer that are read with it: they show whether it begins inside a thought."""
-DIGEST_BYTES = 16
-INSERTED_ROLES = ("tool", "user", "system")  # of messages that the model has not written
 MAX_TOOL_SETS = 64  # whose conversations are remembered
+
+
+class _New(NamedTuple):
+    """What a request has behind an answer."""
+
+    answer: Node
+    added: str  # text that the client has written behind the answer
+    messages: Messages
 
 
 class History:
@@ -42,12 +50,13 @@ class History:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def ids_of(self, episode: Episode, request: Request) -> list[int]:
-        """Return the tokens of a request: those of the longest answered conversation that it
+    def place(self, episode: Episode, request: Request) -> Placed:
+        """Find the tokens of a request: those of the newest answered conversation that it
         continues, and what is new behind them. Raises ConfigError."""
         if request.messages:
-            return self._ids_of_chat(episode, request)
-        return self._ids_of_text(episode, request.prompt)
+            return self._place_chat(episode, request)
+        ids = self._ids_of_text(episode, request.prompt)
+        return Placed(ids, Node("text"), None, None, frozenset(), "")
 
     def _ids_of_text(self, episode: Episode, prompt: str) -> list[int]:
         continued: RecordedText | None = None
@@ -58,28 +67,69 @@ class History:
         if continued is None:
             return render_prompt(prompt, self._tokenizer)
         rest = prompt[len(continued.text) :]
-        new_ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
-        return continued.recorded.ids + list(new_ids)
+        return continued.recorded.ids + self._encode(rest)
 
-    def _ids_of_chat(self, episode: Episode, request: Request) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _place_chat(self, episode: Episode, request: Request) -> Placed:
         tools = _as_key(request.tools)
         conversations = self._conversations_with(tools)
-        digests = [tools.encode()]  # of the conversation before each message
-        for message in request.messages:
-            digests.append(_digest(digests[-1], message))
-        request.digest = digests.pop()
-        num_known = 0  # messages that belong to an answered conversation
-        for number, digest in enumerate(digests):
-            if digest in episode.recorded:
-                num_known = number
-        new = request.messages[num_known:]
-        has_answer = any(message["role"] not in INSERTED_ROLES for message in new)
-        is_continued = num_known > 0 and not has_answer
-        if not is_continued or not self._is_regular(tools, new[0]["role"]):
-            return conversations.prompt_ids(request.messages)
-        request.continued = digests[num_known]
-        before = episode.recorded[request.continued].ids
-        return before + conversations.suffix(new, before[-1])
+        schemas = _schemas_of(request.tools)
+        node = episode.tree.place(request.messages, conversations.thinking, schemas)
+        new = _behind_answer(node, request.messages)
+        reason = self._branch_reason(node, new, tools)
+        if new is not None and reason is None:
+            continued = self._continue(node, new, request)
+            is_shown = self._spec.keeps_history or self._is_shown(continued.ids, request, tools)
+            if is_shown:
+                return continued
+            reason = "shown_otherwise"
+        shown = _with_form(request.messages, request.output_form)
+        ids = conversations.prompt_ids(shown)
+        return Placed(ids, node, None, reason, _forms(request.output_form), tools)
+
+    def _branch_reason(self, node: Node, new: _New | None, tools: str) -> BranchReason | None:
+        """Return why a request does not continue its newest answer. None: it does, or has none."""
+        for each in node.ancestors:
+            if each.answer is not None:
+                break
+            if each.difference is not None:
+                return each.difference
+        if new is None:
+            return None
+        has_other_tools = new.answer.tools != tools
+        if has_other_tools and tools != _as_key([]):
+            return "tools"
+        if not self._is_regular(new.answer.tools, new.messages[0]["role"]):
+            return "template"
+        return None
+
+    def _continue(self, node: Node, new: _New, request: Request) -> Placed:
+        """Return a request that begins with the tokens of an answer."""
+        answer = new.answer
+        assert answer.tokens is not None, "the model has sampled it"
+        ids = list(answer.tokens.ids)
+        if new.added:
+            if ids[-1] in self._end_tokens:
+                ids.pop()
+            ids += self._encode(new.added)
+        form = request.output_form
+        messages = new.messages
+        if form not in answer.shown_forms:
+            messages = _with_form(messages, form)
+        # The tools that the tokens show: a turn without tools continues one that has them.
+        conversations = self._conversations_with(answer.tools)
+        last_token = ids[-1]
+        ids += conversations.suffix(messages, last_token)
+        shown = answer.shown_forms | _forms(form)
+        return Placed(ids, node, answer, None, shown, answer.tools)
+
+    def _is_shown(self, ids: list[int], request: Request, tools: str) -> bool:
+        """Whether tokens are the text that the template writes for the messages of a request."""
+        conversations = self._conversations_with(tools)
+        as_sent = conversations.prompt_ids(_with_form(request.messages, request.output_form))
+        return self._decode(ids).split() == self._decode(as_sent).split()
 
     def _make_conversations(self, tools: str) -> Conversations:
         schemas = json.loads(tools)
@@ -99,14 +149,13 @@ class History:
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def read_answer(self, request: Request, sequence: Sequence) -> dict[str, Any]:
-        """Return what a sequence has sampled, in OpenAI's form, and remember it: requests may
-        continue it."""
+    def read_answer(self, request: Request, placed: Placed, sequence: Sequence) -> Choice:
+        """Return what a sequence has sampled, and remember it: requests may continue it."""
         if request.messages:
-            return self._read_message(request, sequence)
+            return self._read_message(request, placed, sequence)
         return self._read_text(request, sequence)
 
-    def _read_text(self, request: Request, sequence: Sequence) -> dict[str, Any]:
+    def _read_text(self, request: Request, sequence: Sequence) -> Choice:
         episode = sequence.episode
         turn = sequence.last_turn
         prompt = request.prompt
@@ -114,29 +163,15 @@ class History:
         whole = RecordedText(prompt + text, sequence.recorded)
         episode.texts.append(whole)
         question = {"role": "user", "content": prompt}
-        answer = {"role": "assistant", "content": text}
-        digest = _digest(prompt.encode(), answer)
-        episode.keep_conversation(digest, [question, answer])
+        answer = {"role": ANSWER_ROLE, "content": text}
+        episode.keep_conversation(Node(ANSWER_ROLE), [question, answer])
         shown = self._before_stop(text, turn)
-        return {"text": shown, "finish_reason": _finish_reason(turn)}
+        return Choice(shown, "", shown, [], is_cut=turn.is_cut)
 
-    def _read_message(self, request: Request, sequence: Sequence) -> dict[str, Any]:
+    def _read_message(self, request: Request, placed: Placed, sequence: Sequence) -> Choice:
         turn = sequence.last_turn
-        message = self._as_message(request, sequence)
         episode = sequence.episode
-        digest = _digest(request.digest, message)
-        episode.recorded[digest] = sequence.recorded
-        episode.conversations.pop(request.continued, None)
-        episode.keep_conversation(digest, [*request.messages, message])
-        has_calls = "tool_calls" in message
-        reason = "tool_calls" if has_calls else _finish_reason(turn)
-        return {"message": message, "finish_reason": reason}
-
-    def _as_message(self, request: Request, sequence: Sequence) -> dict[str, Any]:
-        """Return what a sequence has sampled as a message, with the calls that the text has."""
-        turn = sequence.last_turn
-        tools = _as_key(request.tools)
-        conversations = self._conversations_with(tools)
+        conversations = self._conversations_with(_as_key(request.tools))
         answer_start = sequence.num_before_turn
         prefix_start = max(answer_start - PREFIX_TOKENS, 0)
         prefix = sequence.ids[prefix_start:answer_start]
@@ -145,15 +180,25 @@ class History:
         calls: Calls = []
         if request.reads_calls:
             calls = [call for call in read.calls if call.arguments is not None]
-        message: dict[str, Any] = {"role": "assistant"}
-        if not calls:
-            message["content"] = self._before_stop(read.text, turn)
-            return message
-        episode = sequence.episode
-        message["content"] = self._before_stop(read.around, turn) or None
-        message["tool_calls"] = _as_openai(calls, episode.num_calls)
-        episode.num_calls += len(calls)
-        return message
+        issued = _issue(calls, episode.num_calls)
+        episode.num_calls += len(issued)
+        text = self._before_stop(read.around if calls else read.text, turn)
+        answer = Node(
+            ANSWER_ROLE,
+            answer=Recorded(text, read.text, issued),
+            tokens=sequence.recorded,
+            tools=placed.tools,
+            shown_forms=placed.shown_forms,
+        )
+        placed.node.add(answer)
+        message: dict[str, Any] = {"role": ANSWER_ROLE, "content": text}
+        if issued:
+            message["tool_calls"] = [call.as_chat() for call in issued]
+        if placed.continued is not None:
+            episode.conversations.pop(placed.continued, None)
+        episode.keep_conversation(answer, [*request.messages, message])
+        parts: Thought = split_thought(text, conversations.thinking)
+        return Choice(text, parts.thought, parts.visible, issued, is_cut=turn.is_cut)
 
     def _before_stop(self, text: str, turn: Turn) -> str:
         """Return the text before the first stop string, as OpenAI's API does."""
@@ -164,8 +209,34 @@ class History:
         return text
 
 
-def _finish_reason(turn: Turn) -> str:
-    return "length" if turn.is_cut else "stop"
+def _behind_answer(node: Node, messages: Messages) -> _New | None:
+    """Return what is behind the newest answer before a node; None if there is no answer, or no
+    message behind it."""
+    added = ""
+    num_messages = 0
+    for each in node.ancestors:
+        if each.answer is not None:
+            if num_messages == 0:
+                return None
+            return _New(each, added, messages[len(messages) - num_messages :])
+        if each.role == ADDED:
+            added = each.content
+        else:
+            num_messages += 1
+    return None
+
+
+def _forms(form: str) -> frozenset[str]:
+    return frozenset([form]) if form else frozenset()
+
+
+def _with_form(messages: Messages, form: str) -> Messages:
+    """Return messages the last of which asks for an answer of a form, too."""
+    if not form:
+        return messages
+    *before, last = messages
+    content = f"{last['content']}\n\n{form}"
+    return [*before, {**last, "content": content}]
 
 
 def _as_key(tools: list[dict[str, Any]]) -> str:
@@ -173,33 +244,25 @@ def _as_key(tools: list[dict[str, Any]]) -> str:
     return json.dumps(tools, sort_keys=True)
 
 
-def _as_openai(calls: Calls, number: int) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's form. `number`: of the first one in its episode, of which ids are
-    made where the model has written none."""
-    found: list[dict[str, Any]] = []
+def _schemas_of(tools: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of the arguments of tools, by name."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool["function"]
+        parameters = function["parameters"]
+        schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
+    return schemas
+
+
+def _issue(calls: Calls, number: int) -> list[IssuedCall]:
+    """Give each call an id. `number`: of the first one in its episode, of which ids are made where
+    the model has written none."""
+    issued: list[IssuedCall] = []
     used: set[str] = set()
     for index, call in enumerate(calls, number):
         call_id = call.call_id
         if not call_id or call_id in used:
             call_id = f"call{index:05}"
         used.add(call_id)
-        arguments = json.dumps(call.arguments)
-        function = {"name": call.name, "arguments": arguments}
-        found.append({"id": call_id, "type": "function", "function": function})
-    return found
-
-
-def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """Digest a conversation up to a message: roles, texts and calls, whatever else they have."""
-    calls: list[tuple[str, Any]] = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        calls.append((function["name"], arguments))
-    role = message["role"]
-    content = message["content"] or ""
-    text = json.dumps([role, content, calls], sort_keys=True)
-    digest = hashlib.blake2b(before + text.encode(), digest_size=DIGEST_BYTES)
-    return digest.digest()
+        issued.append(IssuedCall(call_id, call.name, call.arguments))
+    return issued

@@ -25,6 +25,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
 
+from easyrl.agents.protocols.base import MODEL
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
 from easyrl.devices import LOOPBACK
@@ -34,7 +35,6 @@ from easyrl.user_code import load_function
 
 KEY = "rollout.agent (--agent)"
 FORMS = 'file.py:function, package.module:function, or a command, as in "python run.py {column}"'
-MODEL = "policy"  # name of the model at the endpoint; requests may have any
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl
 

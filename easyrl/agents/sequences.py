@@ -7,7 +7,7 @@ A sequence shares its first tokens with its parent: an earlier sequence of its e
 prompt of the group. So every sampled token is in one node of the episode's tree.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from easyrl.agents.endpoint import Request
+from easyrl.agents.conversation_tree import BranchReason, ConversationTree, Node, Placed
+from easyrl.agents.protocols.base import Request
 from easyrl.engines.base import Turn
 from easyrl.environments.host import Key
 from easyrl.layout.tree import TokenTree
@@ -33,6 +34,7 @@ class Sequence:
     num_shared: int  # tokens that it shares
     num_prompt: int = 0  # tokens that the engine got as its prompt
     request: Request | None = None  # the request whose answer it samples
+    placed: Placed | None = None  # where that request is in the episode's conversations
     num_reserved: int = 0  # most tokens of that answer
     num_left: int = 0  # most tokens that the episode could add when the sequence began
     turn: Turn | None = None  # the newest turn, while the sequence is suspended
@@ -94,11 +96,13 @@ class Episode:
     sequences: list[Sequence] = field(default_factory=list)
     waiting: deque[Request] = field(default_factory=deque)
     answering: dict[Request, list[Sequence]] = field(default_factory=dict)
-    recorded: dict[bytes, Recorded] = field(default_factory=dict)
-    """Conversations that were answered, by digest."""
+    tree: ConversationTree = field(default_factory=ConversationTree)
+    """Its conversations, from which requests continue."""
     texts: list[RecordedText] = field(default_factory=list)
-    conversations: dict[bytes, Messages] = field(default_factory=dict)
-    """Those that nothing continues, by digest. The newest is the last."""
+    conversations: dict[Node, Messages] = field(default_factory=dict)
+    """Those that nothing continues, by their last answer. The newest is the last."""
+    branch_reasons: Counter[BranchReason] = field(default_factory=Counter)
+    """Requests that do not continue their newest answer, by reason."""
     num_requests: int = 0
     num_tokens: int = 0  # behind the group's prompt; what sequences share counts once
     num_reserved: int = 0  # most tokens of the answers that are being sampled
@@ -117,10 +121,9 @@ class Episode:
             return "error"
         return self.limit or "answer"
 
-    def keep_conversation(self, digest: bytes, messages: Messages) -> None:
-        """Remember a conversation as the newest."""
-        self.conversations.pop(digest, None)
-        self.conversations[digest] = messages
+    def keep_conversation(self, answer: Node, messages: Messages) -> None:
+        """Remember a conversation as the newest, by its last answer."""
+        self.conversations[answer] = messages
 
 
 @dataclass(slots=True, eq=False)

@@ -84,6 +84,10 @@ class RolloutConfig(Section):
     agent_sampling: Annotated[Literal["refuse", "ignore"], COMPARED] = "refuse"
     """How to answer an agent that asks for other sampling settings than the run's. `refuse`: with
     an error; `ignore`: sample with the run's settings, and report it once."""
+    agent_history: Annotated[Literal["kept", "as_sent"], COMPARED] = "kept"
+    """What the model sees of its earlier answers to an agent. `kept`: the tokens that it sampled,
+    with what it thought. `as_sent`: what the chat template writes for them; where that is another
+    text, as without earlier thoughts, the request is a branch that is computed anew."""
     tool_format: Annotated[ToolFormat, COMPARED] = "auto"
     """Form of a tool call (docs/environments.md). `auto`: the one that reads what the chat template
     writes, or else the tokenizer's `response_template`."""

@@ -108,6 +108,7 @@ class EpisodeSpec:
     agent: str | None
     agent_words: tuple[str, ...]  # the words of an agent that is a command; (): a function
     ignores_sampling: bool  # an agent's requests may ask for any sampling settings
+    keeps_history: bool  # an agent's earlier answers are shown as they were sampled
     tool_format: ToolFormat
     chat_template_kwargs: Mapping[str, Any]
     max_turns: int

@@ -27,7 +27,7 @@ from easyrl.environments.tool_calls.calls import (
     check_calls,
     read_turn,
 )
-from easyrl.environments.tool_calls.format import Written
+from easyrl.environments.tool_calls.format import USUAL_THINKING, Thinking, Written
 from easyrl.environments.tool_calls.formats import FORMATS
 from easyrl.environments.tool_calls.probe import (
     PROBE_ARGUMENTS,
@@ -114,6 +114,12 @@ class Conversations:
             self.check("user")
         elif is_checked and self._schemas:
             self.check("tool")
+
+    @property
+    def thinking(self) -> Thinking:
+        """What is around the thoughts of the model."""
+        form = FORMATS.get(self._format)
+        return USUAL_THINKING if form is None else form.thinking
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""

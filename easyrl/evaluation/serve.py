@@ -9,8 +9,9 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from easyrl.agents.endpoint import Endpoint, Request
+from easyrl.agents.endpoint import Endpoint
 from easyrl.agents.episodes import AgentEpisodes
+from easyrl.agents.protocols.base import Request
 from easyrl.agents.sequences import Episode, Group
 from easyrl.config import Config, ConfigError
 from easyrl.engines.embedded import EmbeddedEngine

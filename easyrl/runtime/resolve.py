@@ -148,6 +148,7 @@ def episodes_of(config: Config, rewards: RewardSpec) -> EpisodeSpec:
         agent=rollout.agent,
         agent_words=tuple(rollout.agent_words),
         ignores_sampling=rollout.agent_sampling == "ignore",
+        keeps_history=rollout.agent_history == "kept",
         tool_format=rollout.tool_format,
         chat_template_kwargs=config.data.chat_template_kwargs,
         max_turns=rollout.max_turns,

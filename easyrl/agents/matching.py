@@ -1,0 +1,217 @@
+"""When a message that a client sends again is the answer that it got.
+
+Libraries change answers without changing what they say: they trim texts, leave out ids of calls,
+add default arguments, move or drop what the model thought, write calls as text. Such an answer
+keeps its tokens. What a client has really changed is a difference, which has a name.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from easyrl.agents.protocols.base import IssuedCall
+from easyrl.environments.tool_calls.format import Thinking
+
+Difference = Literal["text", "thinking", "calls", "not_sampled"]
+"""What is different in a message that is not the recorded answer; `not_sampled`: the model has
+answered nothing in its place."""
+PLACEHOLDERS = ("[blank text]", "(empty)", "(no content)")
+"""Texts that clients send for an empty answer."""
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Schemas of the arguments of tools, by the tools' names."""
+
+
+class Thought(NamedTuple):
+    """A text, and what the model thought before it."""
+
+    thought: str
+    visible: str
+
+
+class Recorded(NamedTuple):
+    """An answer as it was sent."""
+
+    text: str  # with what the model thought, without the calls
+    sampled: str  # all that was sampled, also a stop string and the calls
+    calls: Sequence[IssuedCall]
+
+
+class Resent(NamedTuple):
+    """What a message says of a recorded answer."""
+
+    difference: Difference | None  # None: it is the answer
+    added: str = ""  # text that the client has written behind the answer
+
+
+def split_thought(text: str, marks: Thinking) -> Thought:
+    """Split a text into what is between the marks of a thought and the rest. A thought may have
+    begun in the prompt, and its end may have been cut off."""
+    begin, end = marks
+    before, has_begin, behind = text.partition(begin)
+    if has_begin and before.strip():  # in the middle of a text it may be a mention
+        return Thought("", text)
+    inner = behind if has_begin else text
+    thought, has_end, visible = inner.partition(end)
+    if has_end:
+        return Thought(thought.strip(), visible.lstrip())
+    if has_begin:
+        return Thought(inner.strip(), "")
+    return Thought("", text)
+
+
+def compare(
+    message: Mapping[str, Any], answer: Recorded, marks: Thinking, schemas: Schemas
+) -> Resent:
+    """Compare an assistant's message with a recorded answer."""
+    content = str(message.get("content") or "")
+    if content.strip() in PLACEHOLDERS:
+        content = ""
+    sent_calls = _calls_of(message)
+    if content == answer.text and not sent_calls and not answer.calls:
+        return Resent(None)
+    sent = split_thought(content, marks)
+    if answer.calls and not sent_calls:
+        own = split_thought(answer.text, marks)
+        return _compare_calls_as_text(sent.visible, own.visible, answer)
+    if not _have_same_calls(sent_calls, answer.calls, schemas):
+        return Resent("calls")
+    are_without_text = bool(sent_calls) and not sent.visible.strip()
+    if are_without_text or (sent_calls and _carry_ids(sent_calls, answer.calls)):
+        return Resent(None)
+    thought = message.get("reasoning_content") or message.get("reasoning") or sent.thought
+    return _compare_texts(content, Thought(str(thought), sent.visible), answer, marks)
+
+
+def _compare_texts(content: str, sent: Thought, answer: Recorded, marks: Thinking) -> Resent:
+    """Compare the text of a message, and what it says of the thoughts."""
+    if _normal(content) == _normal(answer.text):
+        return Resent(None)
+    own = split_thought(answer.text, marks)
+    if _normal(sent.thought) not in _normal(own.thought):
+        return Resent("thinking")
+    if _normal(sent.visible) == _normal(own.visible):
+        return Resent(None)
+    return _compare_longer(sent.visible, own.visible, answer.sampled)
+
+
+def _normal(text: str) -> str:
+    """Return a text whose runs of white space are single spaces."""
+    return " ".join(text.split())
+
+
+def _compare_longer(sent: str, visible: str, sampled: str) -> Resent:
+    """Compare a text that may only have more behind it. The client may have added the stop string,
+    which was sampled but not sent."""
+    trimmed = visible.strip()
+    text = sent.strip()
+    if not trimmed or not text.startswith(trimmed):
+        return Resent("text")
+    added = text[len(trimmed) :]
+    if sampled.rstrip().endswith(text):
+        added = ""
+    return Resent(None, added)
+
+
+def _compare_calls_as_text(sent: str, visible: str, answer: Recorded) -> Resent:
+    """Compare a message in which calls are part of the text. Each has to be there, with its name
+    and its arguments."""
+    trimmed = visible.strip()
+    text = sent.strip()
+    if not text.startswith(trimmed):
+        return Resent("calls")
+    behind = _unquoted(text[len(trimmed) :])
+    for call in answer.calls:
+        if _unquoted(call.name) not in behind:
+            return Resent("calls")
+        for value in _leaves(call.arguments):
+            if _unquoted(value) not in behind:
+                return Resent("calls")
+    return Resent(None)
+
+
+def _unquoted(text: str) -> str:
+    """Return a text without what differs between JSON, Python and other ways to write a value."""
+    return re.sub(r"[\s\"'\\]+", "", text)
+
+
+def _leaves(value: Any) -> list[str]:
+    """Return the texts and numbers of a value."""
+    if isinstance(value, Mapping):
+        return [text for each in value.values() for text in _leaves(each)]
+    if isinstance(value, list):
+        return [text for each in value for text in _leaves(each)]
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, bool) or value is None:
+        return []  # True or true
+    return [json.dumps(value)]
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def _calls_of(message: Mapping[str, Any]) -> list[IssuedCall]:
+    calls: list[IssuedCall] = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        calls.append(IssuedCall(str(call.get("id") or ""), function["name"], arguments))
+    return calls
+
+
+def _carry_ids(sent: Sequence[IssuedCall], issued: Sequence[IssuedCall]) -> bool:
+    """Whether each call has the id of an issued one. Some clients write more around it."""
+    ids = [call.call_id for call in issued]
+    return all(any(each in call.call_id for each in ids) for call in sent)
+
+
+def _have_same_calls(
+    sent: Sequence[IssuedCall], issued: Sequence[IssuedCall], schemas: Schemas
+) -> bool:
+    """Whether calls are the same ones, in any order."""
+    rest = list(issued)
+    for call in sent:
+        schema = schemas.get(call.name, {})
+        for index, each in enumerate(rest):
+            has_name = call.name == each.name
+            if has_name and _have_same_arguments(call.arguments, each.arguments, schema):
+                del rest[index]
+                break
+        else:
+            return False
+    return not rest
+
+
+def _have_same_arguments(sent: Any, issued: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether arguments are the same but for the defaults that a client has added."""
+    if not (isinstance(sent, Mapping) and isinstance(issued, Mapping)):
+        return _are_equal(sent, issued)
+    properties = schema.get("properties") or {}
+    for name, value in issued.items():
+        is_default_left_out = name not in sent and value is None
+        if not is_default_left_out and not (name in sent and _are_equal(sent[name], value)):
+            return False
+    for name in sent.keys() - issued.keys():
+        declared = properties.get(name) or {}
+        is_default = "default" in declared and _are_equal(sent[name], declared["default"])
+        if sent[name] is not None and not is_default:
+            return False
+    return True
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Compare values of JSON; 2 and 2.0 are equal, 1 and true are not."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if one.keys() != other.keys():
+            return False
+        return all(_are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        if len(one) != len(other):
+            return False
+        return all(_are_equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)

@@ -1,0 +1,279 @@
+"""Which requests of agents continue the tokens of earlier answers."""
+
+import json
+
+import pytest
+
+from agent_worker import HELLO, KEY, TOOL, asked, num_branches, played, said
+from easyrl.agents.matching import Recorded, compare, split_thought
+from easyrl.agents.protocols.base import IssuedCall
+from easyrl.environments.tool_calls.format import USUAL_THINKING
+from tool_models import call, chat_model
+
+CALL = IssuedCall("call00000", "add", {"a": 2, "b": 3})
+WITH_CALL = Recorded("Let me add.", 'Let me add.<tool_call>{"name": "add", …', [CALL])
+THOUGHT = Recorded("<think>\nTwo and three.\n</think>\n\nIt is 5.", "", [])
+CODE = Recorded("<code>\nprint(5)\n", "<code>\nprint(5)\n</code>", [])
+SCHEMAS = {"add": {"properties": {"round": {"type": "boolean", "default": False}}}}
+
+
+def sent_calls(*calls):
+    form = []
+    for call_id, arguments in calls:
+        form.append({"id": call_id, "function": {"name": "add", "arguments": arguments}})
+    return form
+
+
+def resent(answer, content, **more):
+    message = {"role": "assistant", "content": content, **more}
+    return compare(message, answer, USUAL_THINKING, SCHEMAS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (Recorded("  It is 5. \n", "", []), {"content": "It is  5."}),
+        (Recorded("", "", []), {"content": "[blank text]"}),
+        (Recorded(" ", "", []), {"content": ""}),
+        (THOUGHT, {"content": "It is 5."}),
+        (THOUGHT, {"content": "It is 5.", "reasoning_content": "Two and three."}),
+        (THOUGHT, {"content": "<think>Two and</think>It is 5."}),
+        (CODE, {"content": "<code>\nprint(5)\n</code>"}),
+        (WITH_CALL, {"content": "", "tool_calls": sent_calls(("x", {"b": 3.0, "a": 2}))}),
+        (WITH_CALL, {"content": "", "tool_calls": sent_calls(("", '{"a": 2, "b": 3}'))}),
+        (
+            WITH_CALL,
+            {"content": "…", "tool_calls": sent_calls(("fc_call00000", {"a": 2, "b": 3}))},
+        ),
+        (
+            WITH_CALL,
+            {
+                "content": "Let me add.",
+                "tool_calls": sent_calls(("x", {"a": 2, "b": 3, "round": False, "base": None})),
+            },
+        ),
+        (
+            WITH_CALL,
+            {
+                "content": "Let me add.\nCalling tools:\n[{'id': 'call00000', 'function': "
+                "{'name': 'add', 'arguments': {'a': 2, 'b': 3}}}]"
+            },
+        ),
+    ],
+)
+def test_an_answer_is_recognized_whatever_a_library_did_to_it(answer, message):
+    assert compare(message, answer, USUAL_THINKING, SCHEMAS) == (None, "")
+
+
+def test_text_that_a_client_has_added_is_found():
+    assert resent(Recorded("x = 5", "x = 5", []), "x = 5</code>") == (None, "</code>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message", "difference"),
+    [
+        (Recorded("It is 5.", "", []), {"content": "It is 6."}, "text"),
+        (Recorded("", "", []), {"content": "It is 5."}, "text"),
+        (THOUGHT, {"content": "It is 5.", "reasoning_content": "A guess."}, "thinking"),
+        (THOUGHT, {"content": "It is 6."}, "text"),
+        (WITH_CALL, {"content": "Let me add."}, "calls"),
+        (WITH_CALL, {"content": "", "tool_calls": sent_calls(("x", {"a": 2, "b": 4}))}, "calls"),
+        (WITH_CALL, {"content": "", "tool_calls": sent_calls(("x", {"a": 2, "b": True}))}, "calls"),
+        (
+            WITH_CALL,
+            {"content": "", "tool_calls": sent_calls(("x", {"a": 2, "b": 3, "round": True}))},
+            "calls",
+        ),
+        (
+            Recorded("", "", [CALL, CALL]),
+            {"content": "", "tool_calls": sent_calls(("x", {"a": 2, "b": 3}))},
+            "calls",
+        ),
+    ],
+)
+def test_what_a_client_has_changed_is_named(answer, message, difference):
+    assert compare(message, answer, USUAL_THINKING, SCHEMAS).difference == difference
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think>b", ("a", "b")),
+        ("a</think>b", ("a", "b")),  # the prompt has begun the thought
+        ("<think>a", ("a", "")),
+        ("What is <think>?", ("", "What is <think>?")),
+        ("b", ("", "b")),
+    ],
+)
+def test_thoughts_are_split_from_what_an_answer_says(text, expected):
+    assert split_thought(text, USUAL_THINKING) == expected
+
+
+# -- in the engine ---------------------------------------------------------------------------------
+
+CALLS = [call("add", '{"a": 2, "b": 3}'), "<think>", "</think>"]
+
+
+def trimmed(message, _):
+    return message | {"content": (message["content"] or "").strip() or "[blank text]"}
+
+
+def without_ids(message, _):
+    calls = [{"function": each["function"], "type": "function"} for each in message["tool_calls"]]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def padded_ids(message, number):
+    calls = []
+    for each in message["tool_calls"]:
+        arguments = json.loads(each["function"]["arguments"])
+        function = {"name": "add", "arguments": json.dumps(arguments, indent=2)}
+        calls.append({"id": f"{number}_{each['id']}", "type": "function", "function": function})
+    return message | {"tool_calls": calls}
+
+
+def conversation(client, change, num_turns, **options):
+    """Continue a conversation, with each answer as a library would send it again. Return the
+    number of requests with earlier answers."""
+    messages = [asked("2+3")]
+    for number in range(num_turns):
+        answer = client.chat.completions.create(
+            model="m", messages=messages, max_tokens=30, **options
+        )
+        message = answer.choices[0].message.model_dump(exclude_none=True)
+        message.setdefault("content", None)
+        calls = message.get("tool_calls", ())
+        messages.append(change(message, number))
+        for each, sent in zip(calls, messages[-1].get("tool_calls", calls), strict=True):
+            result = {"role": "tool", "content": "5"}
+            if "id" in sent:
+                result["tool_call_id"] = sent["id"]
+            assert each["function"]["name"] == "add"
+            messages.append(result)
+        messages.append(asked("more"))
+    return num_turns - 1
+
+
+@pytest.mark.parametrize("change", [trimmed, without_ids, padded_ids])
+def test_turns_continue_whatever_a_library_did_to_the_answers(change, tmp_path):
+    model = chat_model(tmp_path / "model", CALLS)
+
+    def solve(client):
+        def changed(message, number):
+            has_calls = "tool_calls" in message
+            return change(message, number) if has_calls or change is trimmed else message
+
+        return float(conversation(client, changed, 8, tools=[TOOL]))
+
+    found = played(solve, model=model, num=4, length=500)
+    assert found[KEY][3].errors == []
+    assert all(num_branches(each) == 1 for each in found[KEY][1])
+    assert "branch_reasons" not in found[KEY][5]
+
+
+def test_added_text_is_inserted_and_the_rest_keeps_its_tokens(tmp_path):
+    """As smolagents' code agent does."""
+    model = chat_model(tmp_path / "model")
+
+    def solve(client):
+        def changed(message, _):
+            return message | {"content": f"{message['content']}</code>"}
+
+        return float(conversation(client, changed, 6))
+
+    found = played(solve, model=model, num=2, length=500)
+    assert found[KEY][3].errors == []
+    assert "branch_reasons" not in found[KEY][5]
+
+
+def test_a_turn_without_tools_continues_one_that_has_them(tmp_path):
+    model = chat_model(tmp_path / "model", CALLS)
+
+    def solve(client):
+        messages = [asked("2+3")]
+        for options in ({"tools": [TOOL]}, {}, {"tools": [TOOL]}):
+            answer = client.chat.completions.create(
+                model="m", messages=messages, max_tokens=30, tool_choice="none", **options
+            )
+            messages += [said(answer.choices[0].message.content), asked("more")]
+
+    found = played(solve, "reward.functions=[length]", model=model, num=2, length=200)
+    assert all(num_branches(each) == 1 for each in found[KEY][1])
+
+
+HIDES_THOUGHTS = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "A{{ message['content'].split('3')[-1] }}<eos>\n"
+    "{% else %}U{{ message['content'] }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A{% endif %}"
+)
+"""Shows only what is behind the last 3 of an earlier answer."""
+
+
+@pytest.mark.parametrize("history", ["kept", "as_sent"])
+def test_a_template_that_hides_thoughts_is_followed_where_the_run_wants_it(history, tmp_path):
+    model = chat_model(tmp_path / "model", template=HIDES_THOUGHTS)
+
+    def solve(client):
+        return float(conversation(client, lambda message, _: message, 6))
+
+    found = played(solve, f"rollout.agent_history={history}", model=model, num=2, length=900)
+    _, completions, _, scored, metrics, columns = found[KEY]
+    assert scored.errors == []
+    name = "episodes/branches/shown_otherwise"
+    if history == "kept":
+        assert all(num_branches(each) == 1 for each in completions)
+        assert metrics[name] == 0 and "branch_reasons" not in columns
+    else:
+        assert metrics[name] > 0
+        assert {"shown_otherwise"} == {name for each in columns["branch_reasons"] for name in each}
+
+
+def test_each_kind_of_branch_is_counted_and_reported_once(tmp_path):
+    other_tool = {"type": "function", "function": {"name": "sub", "parameters": {}}}
+    model = chat_model(tmp_path / "model", CALLS)
+
+    def solve(client):
+        def ask(*messages, **options):
+            answer = client.chat.completions.create(
+                model="m", messages=messages, max_tokens=9, **options
+            )
+            return answer.choices[0].message.content or ""
+
+        first = ask(asked("2+3"))
+        more = asked("more")
+        ask(asked("2+3"), said(f"x{first}x"), more)
+        ask(asked("4+4"), said(first), more)
+        ask(asked("2+3"), said(first), more, tools=[other_tool])
+        second = ask(asked("2+3"), said(first), more)
+        ask(asked("2+3"), said(first), more, said(second), more)
+        ask(asked("7"), said("never said"), more)
+
+    found = played(solve, "reward.functions=[length]", model=model, num=1, length=900)
+    _, _, _, _, metrics, columns = found[KEY]
+    expected = {"text": 1, "messages": 1, "tools": 1, "not_sampled": 1}
+    assert columns["branch_reasons"] == [expected]
+    for reason, number in expected.items():
+        assert metrics[f"episodes/branches/{reason}"] == number
+
+
+def test_a_form_of_answers_is_shown_once_in_a_conversation_and_constrains_nothing(tmp_path):
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    numbers = []
+
+    def solve(client):
+        messages = list(HELLO)
+        for _ in range(3):
+            answer = client.chat.completions.create(
+                model="m", messages=messages, max_tokens=5, response_format=wanted
+            )
+            numbers.append(answer.usage.prompt_tokens)
+            messages += [said(answer.choices[0].message.content), asked("more")]
+
+    model = chat_model(tmp_path / "model")
+    found = played(solve, "reward.functions=[length]", model=model, num=1, length=500)
+    assert "branch_reasons" not in found[KEY][5]
+    first, second, third = numbers
+    assert second - first < 30 and third - second < 30  # without the schema
+    assert all(num_branches(each) == 1 for each in found[KEY][1])
