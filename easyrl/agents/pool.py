@@ -1,12 +1,14 @@
 """The processes that run the user's agent, and the check of it before a run."""
 
 import math
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
+from easyrl.agents.leftovers import adopt_orphans, all_children, end_all, end_leftovers
 from easyrl.agents.program import Agent, Value, fill_in
 from easyrl.config.spec import EpisodeSpec
 from easyrl.environments.host import Host, Key
@@ -30,12 +32,27 @@ class AgentHost(Host):
         threading.stack_size(STACK_BYTES)
         raise_open_files()
 
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._kept: set[int] = set()  # processes that all episodes share
+
     def load(self, is_first: bool = False) -> None:
         self._agent = Agent(self._spec)
+        self._kept = all_children(os.getpid())
+        adopt_orphans()
 
     def run_agent(self, _: Key, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:
         worker.BoundedOutput.begin_call()
-        return self._agent.run(row, base_url, api_key, self.awaited)
+        with self._lock:
+            self._num_running += 1
+        try:
+            return self._agent.run(row, base_url, api_key, self.awaited)
+        finally:
+            end_leftovers(threading.get_native_id(), api_key)
+            with self._lock:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    end_all(self._kept)
 
 
 class AgentPool(HostPool):

@@ -19,6 +19,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,11 @@ from easyrl.user_code import load_function
 
 KEY = "rollout.agent (--agent)"
 FORMS = 'file.py:function, package.module:function, or a command, as in "python run.py {column}"'
+MAX_LOGGED_CHARACTERS = 100_000  # of a command's standard error
+MAX_LAST_LINES = 10
+MAX_LAST_CHARACTERS = 2000
+MAX_ROW_CHARACTERS = 500
+"""What is shown of a command that has failed: the last lines that it has printed, and its row."""
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # option of prctl
 
@@ -104,6 +110,7 @@ class Agent:
         with tempfile.TemporaryDirectory() as folder:
             reward_file = Path(folder) / "reward"
             output_file = Path(folder) / "output"
+            error_file = Path(folder) / "errors"
             variables = {
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": api_key,
@@ -111,11 +118,13 @@ class Agent:
                 "EASYRL_REWARD_FILE": str(reward_file),
             }
             end_with_parent = functools.partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
-            with output_file.open("wb") as output:
+            words = fill_in(self.words, row)
+            with output_file.open("wb") as output, error_file.open("wb") as errors:
                 process = subprocess.Popen(
-                    fill_in(self.words, row),
+                    words,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
+                    stderr=errors,
                     env={**os.environ, **variables},
                     start_new_session=True,
                     preexec_fn=end_with_parent,  # noqa: PLW1509  it ends with its thread here
@@ -123,8 +132,11 @@ class Agent:
             code = process.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it has left
+            error_lines = error_file.read_text("utf-8", "replace")
+            sys.stderr.write(error_lines[-MAX_LOGGED_CHARACTERS:])
             if code:
-                raise RuntimeError(f"'{self.words[0]}' ended with code {code}")
+                printed = error_lines or output_file.read_text("utf-8", "replace")
+                raise RuntimeError(_failure(words, code, printed, row))
             text = reward_file.read_text("utf-8") if reward_file.exists() else ""
             if not text:
                 lines = output_file.read_text("utf-8", "replace").rstrip()
@@ -133,6 +145,17 @@ class Agent:
             return as_value(json.loads(text.strip() or "null"))
         except ValueError as error:
             raise ValueError(f"in EASYRL_REWARD_FILE or the last line: {error}") from None
+
+
+def _failure(words: Sequence[str], code: int, printed: str, row: Mapping[str, Any]) -> str:
+    """Return what is to be known of a command that has failed."""
+    last_lines = "\n".join(printed.rstrip().splitlines()[-MAX_LAST_LINES:])
+    message = f"{shlex.join(words)} ended with code {code}; its last lines:\n"
+    message += last_lines[-MAX_LAST_CHARACTERS:]
+    log = Path("/proc/self/fd/2").resolve()  # standard error of this process
+    if log.is_file():
+        message += f"\nits log: {log}"
+    return f"{message}\nits row: {row!r:.{MAX_ROW_CHARACTERS}}"
 
 
 def _without_conversion(create: Callable[..., Any]) -> Callable[..., Any]:
