@@ -8,6 +8,7 @@
 # make test-lowest  the tests with the oldest supported torch and transformers, in their own environment
 # make test-newest  the tests with the newest ones, in their own environment (without a CPU build of
 #                   torch at hand: 6 GB)
+# make test-agents  train programs of 13 agent libraries, each in its own environment; downloads 1 GB
 # make test-wheel   build the wheel, install it into an empty environment and run the demo there
 # make test-gpu-compile  compile the trainer's kernels for NVIDIA GPUs; no GPU is needed
 # make test-pretended    whole runs on a pretended accelerator; no accelerator is needed
@@ -35,8 +36,8 @@ TESTS := -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder \
   --durations=15
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install demo check test test-vllm test-vllm-long test-long test-real test-lowest test-newest \
-  test-wheel test-gpu test-gpu-compile test-pretended docs dist clean
+.PHONY: install demo check test test-vllm test-vllm-long test-long test-real test-agents test-lowest \
+  test-newest test-wheel test-gpu test-gpu-compile test-pretended docs dist clean
 
 install: $(VENV)/installed
 
@@ -84,7 +85,7 @@ test-vllm-long: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -m 'vllm and long' --durations=5
 
 test-long: $(VENV)/real-installed
-	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended and not real'
+	$(BIN)/python -m pytest -m 'long and not gpu_compile and not pretended and not real and not agents'
 	$(BIN)/python -m pytest -m 'not long' --hypothesis-profile random tests/test_ledger.py \
 	  tests/test_batches.py tests/test_ring_buffer.py
 	@$(MAKE) --no-print-directory test-gpu-compile test-pretended KIND=long
@@ -97,6 +98,9 @@ $(VENV)/real-installed: $(VENV)/test-installed
 test-real: $(VENV)/real-installed $(VLLM_VENV)/installed
 	$(BIN)/python -m pytest -m real tests/test_real_models.py -rP --durations=5
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py -m long -k real_model
+
+test-agents: $(VENV)/test-installed
+	$(BIN)/python -m pytest -m agents tests/test_agent_clients.py -rP --durations=5
 
 $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	@echo "Installing EasyRL with the oldest supported torch and transformers into $(LOWEST_VENV)"

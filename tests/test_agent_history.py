@@ -197,7 +197,7 @@ def test_a_turn_without_tools_continues_one_that_has_them(tmp_path):
             )
             messages += [said(answer.choices[0].message.content), asked("more")]
 
-    found = played(solve, "reward.functions=[length]", model=model, num=2, length=200)
+    found = played(solve, "reward.functions=[length_penalty]", model=model, num=2, length=200)
     assert all(num_branches(each) == 1 for each in found[KEY][1])
 
 
@@ -249,7 +249,7 @@ def test_each_kind_of_branch_is_counted_and_reported_once(tmp_path):
         ask(asked("2+3"), said(first), more, said(second), more)
         ask(asked("7"), said("never said"), more)
 
-    found = played(solve, "reward.functions=[length]", model=model, num=1, length=900)
+    found = played(solve, "reward.functions=[length_penalty]", model=model, num=1, length=900)
     _, _, _, _, metrics, columns = found[KEY]
     expected = {"text": 1, "messages": 1, "tools": 1, "not_sampled": 1}
     assert columns["branch_reasons"] == [expected]
@@ -272,7 +272,7 @@ def test_a_form_of_answers_is_shown_once_in_a_conversation_and_constrains_nothin
             messages += [said(answer.choices[0].message.content), asked("more")]
 
     model = chat_model(tmp_path / "model")
-    found = played(solve, "reward.functions=[length]", model=model, num=1, length=500)
+    found = played(solve, "reward.functions=[length_penalty]", model=model, num=1, length=500)
     assert "branch_reasons" not in found[KEY][5]
     first, second, third = numbers
     assert second - first < 30 and third - second < 30  # without the schema

@@ -32,11 +32,12 @@ def chat_tokenizer(calls=(), template=TEMPLATE):
     return tokenizer
 
 
-def chat_model(folder, calls=(), template=TEMPLATE):
-    """Write a random model: every token is about as likely as every other."""
+def chat_model(folder, calls=(), template=TEMPLATE, context=1024):
+    """Write a random model: every token is about as likely as every other. `context`: its longest
+    sequence."""
     tokenizer = chat_tokenizer(calls, template)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": context}
     model = tiny_model("qwen2", None, 0.05, 0, **sizes, **ends, tie_word_embeddings=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
