@@ -3,7 +3,7 @@
 import sys
 
 import instructor
-from instructor.core import InstructorRetryException
+from instructor.core import IncompleteOutputException, InstructorRetryException
 from openai import OpenAI
 from pydantic import BaseModel
 
@@ -23,6 +23,8 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON):
             max_tokens=30,
             messages=[{"role": "user", "content": sys.argv[1]}],
         )
+    except IncompleteOutputException:  # its answer was cut off
+        continue
     except InstructorRetryException as error:  # its answers do not fit
         if "Error code" in str(error):
             raise

@@ -30,6 +30,7 @@ async def main():
         except Exception as error:
             if "max iterations" not in str(error).lower():
                 raise
+            break
 
 
 asyncio.run(main())
