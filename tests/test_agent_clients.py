@@ -2,6 +2,7 @@
 library is installed in an environment of its own: `make test-agents`."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,8 @@ def train(command, folder):
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "program"), programs(LIBRARIES))
 def test_a_program_of_a_library_is_trained_as_it_is(name, program, tmp_path):
-    found = train(f"{python_with(name)} {CLIENTS / program}", tmp_path)
+    words = [str(python_with(name)), str(CLIENTS / program)]
+    found = train(shlex.join(words), tmp_path)
     assert found <= LIBRARIES[name].programs[program]
 
 
@@ -129,5 +131,5 @@ def test_a_program_in_javascript_is_trained_as_it_is(name, program, tmp_path):
         install = ["npm", "install", "--silent", "--prefix", str(folder)]
         subprocess.run([*install, *PACKAGES[name].requirements], check=True)
     shutil.copy(CLIENTS / program, folder)  # node looks for packages beside the program
-    found = train(f"node {folder / program}", tmp_path)
+    found = train(shlex.join(["node", str(folder / program)]), tmp_path)
     assert found <= PACKAGES[name].programs[program]

@@ -1,5 +1,6 @@
 """The processes of agents: what they leave, and what is known of one that has failed."""
 
+import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_an_episode_leaves_no_process(kind, tmp_path):
     program = tmp_path / "own.py"
     program.write_text(LEAVES.format(folder=str(folder)))
     agents = {
-        "command": f"{sys.executable} {program}",
+        "command": f"{shlex.quote(sys.executable)} {program}",
         "function": f"{program}:solve",
         "coroutine": f"{program}:coroutine",
     }
@@ -96,7 +97,7 @@ def test_an_episode_leaves_no_process(kind, tmp_path):
 def test_a_command_that_fails_shows_its_last_lines_and_its_row(tmp_path):
     program = tmp_path / "own.py"
     program.write_text("import sys\nfor n in range(50): print(n)\nsys.exit('no such room')")
-    (future,) = results_of(f"{sys.executable} {program} {{room}}", 1, {"room": "R7"})
+    (future,) = results_of(f"{shlex.quote(sys.executable)} {program} {{room}}", 1, {"room": "R7"})
     error = str(future.exception())
     assert isinstance(future.exception(), CallFailed)
     assert "own.py R7" in error and "no such room" in error and "{'room': 'R7'}" in error

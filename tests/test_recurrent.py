@@ -1,13 +1,20 @@
 """Layers with a state in packed rows, against each sequence alone."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from easyrl.config import ConfigError
 from easyrl.layout.tree import NONE, TokenTree
 from easyrl.model.exactness import choose_attention
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.loading import load_policy
+from easyrl.model.mixers.attention import register_attention
 from easyrl.model.mixers.kinds import checked_tree
 from easyrl.model.mixers.recurrent import MixerState, TreeScan, find_layers
 from exact_trees import assert_tree_is_exact, sequences_of
@@ -37,14 +44,66 @@ def test_the_check_finds_that_rows_of_such_models_can_be_packed(family):
     assert choose_attention(model) is None
 
 
-def test_the_check_finds_a_model_that_ignores_its_state():
+JAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+JAMBA |= {"expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+
+
+def test_the_check_finds_a_model_that_ignores_its_state(tmp_path):
     """Mamba-1 does where several tokens continue one state (transformers 5.24). With weights so
     small its logits hardly show it."""
-    jamba = {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}
-    jamba |= {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
-    jamba |= {"expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
-    model = tiny_model("jamba", None, SPREAD, **(GROUPED | jamba))
+    register_attention()
+    model = tiny_model("jamba", None, SPREAD, **(GROUPED | JAMBA))
     assert "ignores the state" in choose_attention(model)
+    tiny_model("jamba", None, SPREAD, **(GROUPED | JAMBA)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model\.attention: .*ignores the state.*shared_prompt"):
+        load_policy(str(tmp_path), attention="shared_prompt")
+
+
+OTHER_KERNELS = {
+    # Name of the library, its module, its function.
+    "fails": (
+        "causal-conv1d",
+        "causal_conv1d",
+        "def causal_conv1d_fn(x, *_, **__): raise RuntimeError('no kernel image')",
+    ),
+    "ignores_states": (
+        "flash-linear-attention",
+        "fla",
+        "def chunk_gated_delta_rule(query, key, value, *_, **__):\n"
+        "    return value.cumsum(1), (key[..., None] * value[..., None, :]).sum(1)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KERNELS)
+def test_kernels_of_another_version_are_named(kind, tmp_path):
+    """transformers 5.24 calls the kernels of any version that it finds, and drops arguments that
+    they do not take."""
+    library, module, function = OTHER_KERNELS[kind]
+    package = tmp_path / module
+    package.mkdir()
+    package.joinpath("__init__.py").write_text(function)
+    description = tmp_path / f"{library.replace('-', '_')}-0.1.dist-info"
+    description.mkdir()
+    description.joinpath("METADATA").write_text(f"Name: {library}\nVersion: 0.1\n")
+    program = (
+        "from easyrl.model.loading import load_policy\n"
+        "from tiny_models import SPREAD, WITH_STATES, tiny_model\n"
+        "sizes = WITH_STATES['qwen3_5_text']\n"
+        f"tiny_model('qwen3_5_text', None, SPREAD, **sizes).save_pretrained({str(tmp_path)!r})\n"
+        "try:\n"
+        f"    print(load_policy({str(tmp_path)!r}).no_packing_reason)\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    folders = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    variables = {**os.environ, "PYTHONPATH": folders, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert f"{library} 0.1" in found.stdout, found.stdout + found.stderr
+    if kind == "fails":
+        assert found.stdout.startswith("ConfigError model.path ")
 
 
 def test_the_check_crosses_the_chunks_of_a_models_kernels():

@@ -64,7 +64,7 @@ def _outcome_file(path: str) -> Path:
     """Return where the outcome for a model is kept, in a folder that exists. Raises OSError."""
     import transformers
 
-    versions = f"{torch.__version__} {transformers.__version__}"
+    versions = f"{torch.__version__} {transformers.__version__} {recurrent.kernel_libraries()}"
     digest = hashlib.sha256(f"{fingerprint(loadable_model(path))} {versions}".encode())
     package = Path(__file__).parents[1]
     for name in CHECKED_CODE:
@@ -126,7 +126,7 @@ def choose_attention(model: Any) -> str | None:
         model.set_attn_implementation(ATTENTION_NAME)
         return None
     model.set_attn_implementation(own_attention(model))
-    return reason
+    return reason + _kernels_of(model)
 
 
 def own_attention(model: Any) -> str:
@@ -186,7 +186,8 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
             reason = reason_of(model, drawn.to(model.device))
         except Exception as error:  # any, depending on what the model's code expects
             name = f"{model.name_or_path} ({type(model).__name__})"
-            raise ConfigError(f"{KEY}: transformers cannot run {name}: {error}") from error
+            reason = f"{error}{_kernels_of(model)}"
+            raise ConfigError(f"{KEY}: transformers cannot run {name}: {reason}") from error
         if reason is None:
             return None
     return reason
@@ -232,6 +233,15 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
         if not _agree(packed[sequence], expected):
             return "a packed row gives other results than its sequences alone"
     return None
+
+
+def _kernels_of(model: Any) -> str:
+    """Return a clause about the libraries whose kernels a model's layers may use, "" for none."""
+    libraries = recurrent.kernel_libraries() if recurrent.find_layers(model) else []
+    if not libraries:
+        return ""
+    names = ", ".join(libraries)
+    return f" (its layers may use kernels of {names}: try another version, or none)"
 
 
 def _logits(model: Any, tokens: Tensor, **arguments: Any) -> Tensor:

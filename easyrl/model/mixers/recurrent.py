@@ -19,10 +19,12 @@ Shapes: T tokens of the packed row, H the model's width; B rows of a batch, L to
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,6 +53,19 @@ ROUNDING_STEPS = 100
 """The same, in units of the dtype's rounding. Chunks of other lengths add in another order."""
 LARGEST_PADDING = 0.5
 """Rows of a batch are at least this part of the longest one."""
+
+
+KERNEL_LIBRARIES = ("causal-conv1d", "flash-linear-attention", "mamba-ssm")
+"""transformers runs the kernels of these where they are installed, whatever their version."""
+
+
+def kernel_libraries() -> list[str]:
+    """Return the installed libraries of kernels with their versions, as "mamba-ssm 2.3"."""
+    found: list[str] = []
+    for name in KERNEL_LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return found
 
 
 class StateName(NamedTuple):
