@@ -64,30 +64,36 @@ def expected_loss(objective, rollout, student, teacher):
 @pytest.mark.parametrize("objective", [None, 0, 1, MIXTURE])
 @pytest.mark.parametrize(
     ("name", "length"),
-    [("any", 0), ("any", 5), (POLICY, 15)],
-    ids=["same prompt", "own prompt", "policy with own prompt"],
+    [("any", 0), ("any", 5), (POLICY, 15), ("padded", 5)],
+    ids=["same prompt", "own prompt", "policy with own prompt", "padded teacher"],
 )
 def test_gradients_are_those_of_a_plain_loop_over_sequences(
     name, length, objective, num_rows, monkeypatch
 ):
-    """`length`: tokens of the teacher's own prompt."""
+    """`length`: tokens of the teacher's own prompt. A padded teacher is one whose layers cannot run
+    packed rows, as those of jamba."""
     register_attention()
     chunk_bytes = num_rows * 2 * 4 * VOCABULARY
     monkeypatch.setattr(distillation, "CPU_CHUNK_BYTES", chunk_bytes)
     student, teacher = tiny_model("qwen3"), tiny_model("llama", seed=2, **SIZES)
-    policies = [
-        Policy(tiny_model("qwen3", ATTENTION_NAME), torch.device("cpu")),
-        Policy(tiny_model("llama", ATTENTION_NAME, seed=2, **SIZES), torch.device("cpu")),
-    ]
+    is_padded = name == "padded"
+    cpu = torch.device("cpu")
+    policy = Policy(tiny_model("qwen3", ATTENTION_NAME), cpu)
+    own_teacher = None
+    if is_padded:
+        padded = tiny_model("llama", "sdpa", seed=2, **SIZES)
+        own_teacher = Policy(padded, cpu, no_packing_reason="its layers ignore the state")
+    elif name != POLICY:
+        own_teacher = Policy(tiny_model("llama", ATTENTION_NAME, seed=2, **SIZES), cpu)
     own = f"algorithm.teacher={name}", f"algorithm.teacher_divergence={objective}"
     spec = resolve(load_config(words=[*WORDS, *own])).for_training
-    learner = Learner(policies[0], spec, teacher=policies[1] if name == "any" else None)
+    learner = Learner(policy, spec, teacher=own_teacher)
     rollouts = draw_rollouts(9, [4, 12, 7], VOCABULARY)
     own_prompt = np.arange(length, dtype=np.int32) % VOCABULARY
     rollouts = [replace(each, teacher_prompt_ids=own_prompt) for each in rollouts]
     rollouts[1:] = [replace(each, advantage=0.0) for each in rollouts[1:]]
-    learner.accumulate(pack(rollouts))
-    gradients = {n: p.grad.clone() for n, p in policies[0].model.named_parameters()}
+    learner.accumulate(pack(rollouts, shares_prompts=not is_padded))
+    gradients = {n: p.grad.clone() for n, p in policy.model.named_parameters()}
     student, teacher = student.double(), teacher.double()
     teacher = student if name == POLICY else teacher
     losses = [expected_loss(objective, rollout, student, teacher) for rollout in rollouts]
