@@ -4,8 +4,8 @@ A function is called as `solve(row, client, base_url, api_key)`, with those of t
 it takes. It returns a number, {name: number}, or None.
 
 In the words of a command `{column}` is replaced by the row's value. It finds the endpoint in
-OPENAI_BASE_URL and OPENAI_API_KEY, and writes its reward to EASYRL_REWARD_FILE or as the last line
-of its output.
+OPENAI_BASE_URL and OPENAI_API_KEY, or the same of ANTHROPIC, and writes its reward to
+EASYRL_REWARD_FILE or as the last line of its output.
 """
 
 import contextlib
@@ -115,6 +115,8 @@ class Agent:
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": api_key,
                 "OPENAI_MODEL": MODEL,
+                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its client adds it
+                "ANTHROPIC_API_KEY": api_key,
                 "EASYRL_REWARD_FILE": str(reward_file),
             }
             end_with_parent = functools.partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,10 +1,7 @@
 // The client of Anthropic for JavaScript.
 import Anthropic from "@anthropic-ai/sdk";
 
-const client = new Anthropic({
-  baseURL: process.env.OPENAI_BASE_URL,
-  apiKey: process.env.OPENAI_API_KEY,
-});
+const client = new Anthropic();
 const messages = [{ role: "user", content: process.argv[2] }];
 for (let turn = 0; turn < 4; turn++) {
   const stream = client.messages.stream({ model: "policy", max_tokens: 30, messages });

@@ -1,6 +1,5 @@
-"""The client of Anthropic, with tools. EasyRL gives the address and the key of OpenAI's client."""
+"""The client of Anthropic, with tools."""
 
-import os
 import sys
 
 from anthropic import Anthropic
@@ -15,7 +14,7 @@ MULTIPLY = {
     },
 }
 
-client = Anthropic(base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+client = Anthropic()
 messages = [{"role": "user", "content": sys.argv[1]}]
 for _ in range(4):
     with client.messages.stream(
