@@ -240,8 +240,9 @@ def test_each_kind_of_branch_is_counted_and_reported_once(tmp_path):
             )
             return answer.choices[0].message.content or ""
 
-        first = ask(asked("2+3"))
         more = asked("more")
+        first = ask(asked("1+1"), said("2"), more)  # an example, which is no branch
+        first = ask(asked("2+3"))
         ask(asked("2+3"), said(f"x{first}x"), more)
         ask(asked("4+4"), said(first), more)
         ask(asked("2+3"), said(first), more, tools=[other_tool])

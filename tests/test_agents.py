@@ -505,6 +505,9 @@ def test_the_endpoint_is_served_without_training_unless_its_port_is_taken():
     for key in ("one", "other"):
         text = chat(client.with_options(api_key=key), HELLO)
         assert text.strip().isdecimal()
+    first = client.responses.create(model="m", input=HELLO)
+    second = client.responses.create(model="m", input="lower", previous_response_id=first.id)
+    assert second.usage.input_tokens > first.usage.total_tokens
     port = url.rpartition(":")[2].partition("/")[0]
     taken = subprocess.run([*command, "--port", port], capture_output=True, text=True, check=False)
     assert taken.returncode == 2 and "--port" in taken.stderr

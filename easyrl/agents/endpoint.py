@@ -26,7 +26,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from easyrl.agents.protocols.base import MODEL, ApiError, Protocol, Request, no_episode
+from easyrl.agents.protocols.base import (
+    MODEL,
+    Answer,
+    ApiError,
+    Protocol,
+    Request,
+    no_episode,
+)
 from easyrl.agents.protocols.chat import ChatCompletions, TextCompletions
 from easyrl.agents.protocols.fields import FieldRules
 from easyrl.agents.protocols.messages import AnthropicMessages
@@ -143,15 +150,18 @@ class Endpoint:
         self._requests.put(received.request)
         os.eventfd_write(self._wake_fd, 1)
         answer = await asyncio.wrap_future(received.request.answer)
-        if received.body.get("stream") and not received.request.counts_only:
-            events = "".join(protocol.stream(received.request, received.body, answer))
-            return Response(events, media_type="text/event-stream")
-        return JSONResponse(protocol.write(received.request, received.body, answer))
+        response = _write(received, answer)
+        if not self._is_known(received.request.caller):  # its episode has ended meanwhile
+            protocol.forget(received.request.caller)
+        return response
+
+    def _is_known(self, key: str) -> bool:
+        return self.takes_any_key or key in self.keys
 
     def _key_of(self, http: HttpRequest) -> str:
         authorization = http.headers.get("authorization", "").removeprefix("Bearer ")
         key = authorization or http.headers.get("x-api-key", "")
-        if not self.takes_any_key and key not in self.keys:
+        if not self._is_known(key):
             raise no_episode()
         return key
 
@@ -211,6 +221,15 @@ class Endpoint:
             status = 499
         protocol = self._protocols.get(_path_of(http), self._protocols["/chat/completions"])
         return JSONResponse(protocol.refusal(error, status), status_code=status)
+
+
+def _write(received: _Received, answer: Answer) -> Response:
+    """Write an answer in the protocol of its request."""
+    protocol = received.protocol
+    if received.body.get("stream") and not received.request.counts_only:
+        events = "".join(protocol.stream(received.request, received.body, answer))
+        return Response(events, media_type="text/event-stream")
+    return JSONResponse(protocol.write(received.request, received.body, answer))
 
 
 def _listen(port: int) -> socket.socket:

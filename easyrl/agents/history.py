@@ -78,7 +78,9 @@ class History:
         schemas = _schemas_of(request.tools)
         node = episode.tree.place(request.messages, conversations.thinking, schemas)
         new = _behind_answer(node, request.messages)
-        reason = self._branch_reason(node, new, tools)
+        reason: BranchReason | None = None
+        if episode.num_requests > 0:  # else it begins its first conversation
+            reason = self._branch_reason(node, new, tools)
         if new is not None and reason is None:
             continued = self._continue(node, new, request)
             is_shown = self._spec.keeps_history or self._is_shown(continued.ids, request, tools)

@@ -88,6 +88,10 @@ class Request:
     notes: set[str] = field(default_factory=set)
     """What the run's log has to say of the request's fields."""
     answer: Future[Answer] = field(default_factory=Future)
+    caller: str = ""  # the key that its client sent
+
+    def __post_init__(self) -> None:
+        self.caller = self.key
 
     def reply(self, answer: Answer | ApiError) -> None:
         with contextlib.suppress(InvalidStateError):  # the client is gone

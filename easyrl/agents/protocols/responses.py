@@ -41,7 +41,7 @@ READ = {
     "tool_choice",
     "tools",
 }
-MAX_KEPT = 4096
+MAX_KEPT = 1024
 """Responses of an episode that `previous_response_id` may name; the oldest are dropped."""
 
 
@@ -155,7 +155,7 @@ class Responses(Protocol):
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
         if choice.calls:
             message["tool_calls"] = [call.as_chat() for call in choice.calls]
-        kept = self._kept.setdefault(request.key, OrderedDict())
+        kept = self._kept.setdefault(request.caller, OrderedDict())
         kept[response_id] = [*messages, message]
         if len(kept) > MAX_KEPT:
             kept.popitem(last=False)
