@@ -80,8 +80,9 @@ def test_a_shared_device_with_offloading_and_recorded_steps(tmp_path):
         ("0", "1", ("model.lora.rank=4", "algorithm.beta=0.05")),
         ("0", "1-2", TEACHER),
         ("cpu", "0", ("model.dtype=bfloat16", "train.activation_checkpointing=true", *TEACHER)),
+        ("0", "1", ("model.path=tiny-hybrid",)),
     ],
-    ids=["LoRA", "teacher", "bfloat16, engine on the CPU"],
+    ids=["LoRA", "teacher", "bfloat16, engine on the CPU", "layers with a state"],
 )
 def test_other_models_and_devices(tmp_path, infer, train, words):
     of_cpu = "cpu", "cpu:2" if train == "1-2" else "cpu"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from easyrl.agents.matching import Difference, Recorded, Schemas, compare
+from easyrl.agents.matching import Difference, Likeness, Recorded, compare
 from easyrl.environments.tool_calls.format import Thinking
 from easyrl.types import Messages
 
@@ -55,15 +55,19 @@ class Node:
     answer: Recorded | None = None  # None: the model has not sampled it
     tokens: Tokens | None = None  # of the conversation up to the end of an answer
     tools: str = ""  # those that the model was shown before an answer, as a key
-    shown_forms: frozenset[str] = frozenset()
-    """Sentences about the form of an answer that the tokens have."""
-    difference: Difference | Literal["messages"] | None = None
-    """How an assistant's message that is not sampled differs from the answers in its place."""
+    form: str = ""
+    """Sentence about the form of answers: of a message, the one that is shown with it; of an
+    answer, the newest one that its tokens have."""
 
     def add(self, node: "Node") -> "Node":
         node.parent = self
         self.children.append(node)
         return node
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is an assistant's message that the model has not sampled."""
+        return self.role == ANSWER_ROLE and self.answer is None
 
     @property
     def ancestors(self) -> Iterator["Node"]:
@@ -89,7 +93,7 @@ class Placed(NamedTuple):
     node: Node  # its last message
     continued: Node | None  # the answer whose tokens it begins with
     branch_reason: BranchReason | None  # why it does not continue its newest answer
-    shown_forms: frozenset[str]  # sentences about the form of an answer that the tokens have
+    form: str  # the newest sentence about the form of answers that the tokens have
     tools: str  # those that the tokens show, as a key
 
 
@@ -99,66 +103,67 @@ class ConversationTree:
     def __init__(self) -> None:
         self.root = Node("root")
 
-    def place(self, messages: Messages, marks: Thinking, schemas: Schemas) -> Node:
+    def place(self, messages: Messages, marks: Thinking) -> Node:
         """Return the node of the last message. Messages that are new are added."""
         found = [self.root]
         for message in messages:
-            next_found: list[Node] = []
+            matches: list[_Match] = []
             for node in found:
-                next_found += _matching_children(node, message, marks, schemas)
+                matches += _matching_children(node, message, marks)
+            best = max((match.likeness for match in matches), default=Likeness.EXACT)
+            next_found = [match.node() for match in matches if match.likeness == best]
             if not next_found:
-                next_found = [self._add(found[-1], message, marks, schemas)]
+                new = Node(message["role"], _content_of(message), sent=message)
+                next_found = [found[-1].add(new)]
             found = next_found
         return found[-1]
 
-    def _add(
-        self, parent: Node, message: Mapping[str, Any], marks: Thinking, schemas: Schemas
-    ) -> Node:
-        node = Node(message["role"], _content_of(message), sent=message)
-        if node.role == ANSWER_ROLE:
-            node.difference = self._difference(parent, message, marks, schemas)
-        return parent.add(node)
-
-    def _difference(
-        self, parent: Node, message: Mapping[str, Any], marks: Thinking, schemas: Schemas
-    ) -> Difference | Literal["messages"]:
-        """Return how a message differs from the answers in its place: if there are none, it may be
-        one from another place."""
-        difference: Difference | None = None
-        for child in parent.children:
-            if child.answer is not None:
-                difference = compare(message, child.answer, marks, schemas).difference
-        if difference is not None:
-            return difference
+    def difference(self, foreign: Node, marks: Thinking) -> Difference | Literal["messages"]:
+        """Return how an assistant's message differs from the answers in its place: if there are
+        none, it may be one from another place."""
+        assert foreign.parent is not None, "the root is no message"
+        for sibling in reversed(foreign.parent.children):
+            if sibling.answer is not None:
+                difference = compare(foreign.sent, sibling.answer, marks).difference
+                if difference is not None:
+                    return difference
         for node in self.root.descendants:
             if node.answer is None:
                 continue
-            if compare(message, node.answer, marks, schemas).difference is None:
+            if compare(foreign.sent, node.answer, marks).difference is None:
                 return "messages"
         return "not_sampled"
 
 
-def _matching_children(
-    node: Node, message: Mapping[str, Any], marks: Thinking, schemas: Schemas
-) -> list[Node]:
+class _Match(NamedTuple):
+    """A child that is the same message."""
+
+    child: Node
+    likeness: Likeness
+    added: str = ""
+
+    def node(self) -> Node:
+        return _with_added(self.child, self.added) if self.added else self.child
+
+
+def _matching_children(node: Node, message: Mapping[str, Any], marks: Thinking) -> list[_Match]:
     """Return the children that are the same message."""
     role = message["role"]
     content = _content_of(message)
-    found: list[Node] = []
+    found: list[_Match] = []
     for child in node.children:
         if child.role != role:
             continue
-        if child.answer is None:
-            is_same = child.content == content
-            if role == ANSWER_ROLE:  # calls belong to it, too
-                is_same = child.sent == message
-            if is_same:
-                found.append(child)
+        if child.answer is not None:
+            resent = compare(message, child.answer, marks)
+            if resent.difference is None:
+                found.append(_Match(child, resent.likeness, resent.added))
             continue
-        resent = compare(message, child.answer, marks, schemas)
-        if resent.difference is not None:
-            continue
-        found.append(_with_added(child, resent.added) if resent.added else child)
+        is_same = child.content == content
+        if role == ANSWER_ROLE:  # calls belong to it, too
+            is_same = child.sent == message
+        if is_same:
+            found.append(_Match(child, Likeness.EXACT))
     return found
 
 

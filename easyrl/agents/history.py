@@ -25,13 +25,14 @@ from easyrl.types import Messages
 
 PREFIX_TOKENS = 256
 """Tokens before an answer that are read with it: they show whether it begins inside a thought."""
+NO_TOOLS = "[]"
+"""No tools, in the form that conversations are remembered by."""
 MAX_TOOL_SETS = 64  # whose conversations are remembered
 
 
 class _New(NamedTuple):
     """What a request has behind an answer."""
 
-    answer: Node
     added: str  # text that the client has written behind the answer
     messages: Messages
 
@@ -56,7 +57,7 @@ class History:
         if request.messages:
             return self._place_chat(episode, request)
         ids = self._ids_of_text(episode, request.prompt)
-        return Placed(ids, Node("text"), None, None, frozenset(), "")
+        return Placed(ids, Node("text"), None, None, form="", tools=NO_TOOLS)
 
     def _ids_of_text(self, episode: Episode, prompt: str) -> list[int]:
         continued: RecordedText | None = None
@@ -75,63 +76,61 @@ class History:
     def _place_chat(self, episode: Episode, request: Request) -> Placed:
         tools = _as_key(request.tools)
         conversations = self._conversations_with(tools)
-        schemas = _schemas_of(request.tools)
-        node = episode.tree.place(request.messages, conversations.thinking, schemas)
-        new = _behind_answer(node, request.messages)
+        node = episode.tree.place(request.messages, conversations.thinking)
+        newest = _newest_answer(node)
+        node.form = request.output_form if newest.form != request.output_form else ""
         reason: BranchReason | None = None
         if episode.num_requests > 0:  # else it begins its first conversation
-            reason = self._branch_reason(node, new, tools)
-        if new is not None and reason is None:
-            continued = self._continue(node, new, request)
-            is_shown = self._spec.keeps_history or self._is_shown(continued.ids, request, tools)
+            reason = self._branch_reason(episode, node, newest, tools)
+        new = _behind_answer(node, newest, request.messages)
+        if newest.answer is not None and reason is None:
+            continued = self._continue(node, newest, new)
+            is_shown = self._spec.keeps_history or self._is_shown(continued, request)
             if is_shown:
                 return continued
             reason = "shown_otherwise"
-        shown = _with_form(request.messages, request.output_form)
-        ids = conversations.prompt_ids(shown)
-        return Placed(ids, node, None, reason, _forms(request.output_form), tools)
+        ids = conversations.prompt_ids(_with_forms(node, request.messages))
+        return Placed(ids, node, None, reason, request.output_form, tools)
 
-    def _branch_reason(self, node: Node, new: _New | None, tools: str) -> BranchReason | None:
+    def _branch_reason(
+        self, episode: Episode, node: Node, newest: Node, tools: str
+    ) -> BranchReason | None:
         """Return why a request does not continue its newest answer. None: it does, or has none."""
+        marks = self._conversations_with(tools).thinking
         for each in node.ancestors:
-            if each.answer is not None:
+            if each is newest:
                 break
-            if each.difference is not None:
-                return each.difference
-        if new is None:
+            if each.is_foreign:
+                return episode.tree.difference(each, marks)
+        if newest.answer is None:
             return None
-        has_other_tools = new.answer.tools != tools
-        if has_other_tools and tools != _as_key([]):
+        if tools not in (newest.tools, NO_TOOLS):
             return "tools"
-        if not self._is_regular(new.answer.tools, new.messages[0]["role"]):
+        first_new = next(each for each in _below(node, newest) if each.role != ADDED)
+        if not self._is_regular(newest.tools, first_new.role):
             return "template"
         return None
 
-    def _continue(self, node: Node, new: _New, request: Request) -> Placed:
+    def _continue(self, node: Node, answer: Node, new: _New) -> Placed:
         """Return a request that begins with the tokens of an answer."""
-        answer = new.answer
         assert answer.tokens is not None, "the model has sampled it"
         ids = list(answer.tokens.ids)
         if new.added:
             if ids[-1] in self._end_tokens:
                 ids.pop()
             ids += self._encode(new.added)
-        form = request.output_form
-        messages = new.messages
-        if form not in answer.shown_forms:
-            messages = _with_form(messages, form)
         # The tools that the tokens show: a turn without tools continues one that has them.
         conversations = self._conversations_with(answer.tools)
         last_token = ids[-1]
-        ids += conversations.suffix(messages, last_token)
-        shown = answer.shown_forms | _forms(form)
-        return Placed(ids, node, answer, None, shown, answer.tools)
+        ids += conversations.suffix(_with_forms(node, new.messages), last_token)
+        form = node.form or answer.form
+        return Placed(ids, node, answer, None, form, answer.tools)
 
-    def _is_shown(self, ids: list[int], request: Request, tools: str) -> bool:
+    def _is_shown(self, continued: Placed, request: Request) -> bool:
         """Whether tokens are the text that the template writes for the messages of a request."""
-        conversations = self._conversations_with(tools)
-        as_sent = conversations.prompt_ids(_with_form(request.messages, request.output_form))
-        return self._decode(ids).split() == self._decode(as_sent).split()
+        conversations = self._conversations_with(_as_key(request.tools))
+        as_sent = conversations.prompt_ids(_with_forms(continued.node, request.messages))
+        return self._decode(continued.ids).split() == self._decode(as_sent).split()
 
     def _make_conversations(self, tools: str) -> Conversations:
         schemas = json.loads(tools)
@@ -187,10 +186,10 @@ class History:
         text = self._before_stop(read.around if calls else read.text, turn)
         answer = Node(
             ANSWER_ROLE,
-            answer=Recorded(text, read.text, issued),
+            answer=Recorded(text, read.text, issued, _schemas_of(request.tools)),
             tokens=sequence.recorded,
             tools=placed.tools,
-            shown_forms=placed.shown_forms,
+            form=placed.form,
         )
         placed.node.add(answer)
         message: dict[str, Any] = {"role": ANSWER_ROLE, "content": text}
@@ -211,34 +210,43 @@ class History:
         return text
 
 
-def _behind_answer(node: Node, messages: Messages) -> _New | None:
-    """Return what is behind the newest answer before a node; None if there is no answer, or no
-    message behind it."""
-    added = ""
-    num_messages = 0
+def _newest_answer(node: Node) -> Node:
+    """Return the newest answer before a node; the root if there is none."""
     for each in node.ancestors:
-        if each.answer is not None:
-            if num_messages == 0:
-                return None
-            return _New(each, added, messages[len(messages) - num_messages :])
-        if each.role == ADDED:
-            added = each.content
+        if each.answer is not None or each.parent is None:
+            return each
+    raise AssertionError("every node has a root")
+
+
+def _below(node: Node, above: Node) -> list[Node]:
+    """Return a node and its ancestors below another one, the newest last."""
+    found: list[Node] = []
+    for each in node.ancestors:
+        if each is above:
+            break
+        found.append(each)
+    return found[::-1]
+
+
+def _behind_answer(node: Node, newest: Node, messages: Messages) -> _New:
+    """Return what a request has behind an answer, or behind the root."""
+    nodes = _below(node, newest)
+    added = "".join(each.content for each in nodes if each.role == ADDED)
+    num_messages = sum(each.role != ADDED for each in nodes)
+    return _New(added, messages[len(messages) - num_messages :])
+
+
+def _with_forms(node: Node, messages: Messages) -> Messages:
+    """Return the last messages before a node, each with the sentence that is shown with it."""
+    shown: Messages = []
+    nodes = [each for each in node.ancestors if each.role != ADDED]
+    for message, each in zip(reversed(messages), nodes, strict=False):
+        if each.form and each.answer is None:
+            content = f"{message['content']}\n\n{each.form}"
+            shown.append({**message, "content": content})
         else:
-            num_messages += 1
-    return None
-
-
-def _forms(form: str) -> frozenset[str]:
-    return frozenset([form]) if form else frozenset()
-
-
-def _with_form(messages: Messages, form: str) -> Messages:
-    """Return messages the last of which asks for an answer of a form, too."""
-    if not form:
-        return messages
-    *before, last = messages
-    content = f"{last['content']}\n\n{form}"
-    return [*before, {**last, "content": content}]
+            shown.append(message)
+    return shown[::-1]
 
 
 def _as_key(tools: list[dict[str, Any]]) -> str:

@@ -5,9 +5,12 @@ add default arguments, move or drop what the model thought, write calls as text.
 keeps its tokens. What a client has really changed is a difference, which has a name.
 """
 
+import ast
+import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from easyrl.agents.protocols.base import IssuedCall
@@ -35,12 +38,23 @@ class Recorded(NamedTuple):
     text: str  # with what the model thought, without the calls
     sampled: str  # all that was sampled, also a stop string and the calls
     calls: Sequence[IssuedCall]
+    schemas: Schemas = MappingProxyType({})  # of the tools that it was offered
+
+
+class Likeness(IntEnum):
+    """How sure it is that a message is a recorded answer: the larger the surer."""
+
+    EXTENDED = 1  # it has more text behind it
+    SIMILAR = 2  # it says the same
+    IDS = 3  # it has the ids of its calls
+    EXACT = 4
 
 
 class Resent(NamedTuple):
     """What a message says of a recorded answer."""
 
     difference: Difference | None  # None: it is the answer
+    likeness: Likeness = Likeness.SIMILAR
     added: str = ""  # text that the client has written behind the answer
 
 
@@ -60,24 +74,23 @@ def split_thought(text: str, marks: Thinking) -> Thought:
     return Thought("", text)
 
 
-def compare(
-    message: Mapping[str, Any], answer: Recorded, marks: Thinking, schemas: Schemas
-) -> Resent:
+def compare(message: Mapping[str, Any], answer: Recorded, marks: Thinking) -> Resent:
     """Compare an assistant's message with a recorded answer."""
     content = str(message.get("content") or "")
+    sent_calls = _calls_of(message)
+    if content == answer.text and sent_calls == list(answer.calls):
+        return Resent(None, Likeness.EXACT)
     if content.strip() in PLACEHOLDERS:
         content = ""
-    sent_calls = _calls_of(message)
-    if content == answer.text and not sent_calls and not answer.calls:
-        return Resent(None)
     sent = split_thought(content, marks)
     if answer.calls and not sent_calls:
         own = split_thought(answer.text, marks)
         return _compare_calls_as_text(sent.visible, own.visible, answer)
-    if not _have_same_calls(sent_calls, answer.calls, schemas):
+    if not _have_same_calls(sent_calls, answer.calls, answer.schemas):
         return Resent("calls")
-    are_without_text = bool(sent_calls) and not sent.visible.strip()
-    if are_without_text or (sent_calls and _carry_ids(sent_calls, answer.calls)):
+    if sent_calls and _carry_ids(sent_calls, answer.calls):
+        return Resent(None, Likeness.IDS)
+    if sent_calls and not sent.visible.strip():  # the text beside calls was left out
         return Resent(None)
     thought = message.get("reasoning_content") or message.get("reasoning") or sent.thought
     return _compare_texts(content, Thought(str(thought), sent.visible), answer, marks)
@@ -109,43 +122,40 @@ def _compare_longer(sent: str, visible: str, sampled: str) -> Resent:
         return Resent("text")
     added = text[len(trimmed) :]
     if sampled.rstrip().endswith(text):
-        added = ""
-    return Resent(None, added)
+        return Resent(None)
+    return Resent(None, Likeness.EXTENDED, added)
 
 
 def _compare_calls_as_text(sent: str, visible: str, answer: Recorded) -> Resent:
-    """Compare a message in which calls are part of the text. Each has to be there, with its name
-    and its arguments."""
+    """Compare a message in which calls are a list at the end of the text, as JSON or in Python."""
     trimmed = visible.strip()
     text = sent.strip()
     if not text.startswith(trimmed):
         return Resent("calls")
-    behind = _unquoted(text[len(trimmed) :])
-    for call in answer.calls:
-        if _unquoted(call.name) not in behind:
-            return Resent("calls")
-        for value in _leaves(call.arguments):
-            if _unquoted(value) not in behind:
-                return Resent("calls")
-    return Resent(None)
+    behind = text[len(trimmed) :]
+    start = min((place for place in map(behind.find, "[{") if place >= 0), default=len(behind))
+    calls = _calls_of({"tool_calls": _written_calls(behind[start:])})
+    if not _have_same_calls(calls, answer.calls, answer.schemas):
+        return Resent("calls")
+    return Resent(None, Likeness.IDS if _carry_ids(calls, answer.calls) else Likeness.SIMILAR)
 
 
-def _unquoted(text: str) -> str:
-    """Return a text without what differs between JSON, Python and other ways to write a value."""
-    return re.sub(r"[\s\"'\\]+", "", text)
+def _written_calls(text: str) -> list[Any]:
+    """Return calls that are written as JSON or as values of Python, [] for other text."""
+    written: Any = None
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            written = read(text)
+            break
+    found = written if isinstance(written, list) else [written]
+    return [call if "function" in call else {"function": call} for call in found if _is_call(call)]
 
 
-def _leaves(value: Any) -> list[str]:
-    """Return the texts and numbers of a value."""
-    if isinstance(value, Mapping):
-        return [text for each in value.values() for text in _leaves(each)]
-    if isinstance(value, list):
-        return [text for each in value for text in _leaves(each)]
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, bool) or value is None:
-        return []  # True or true
-    return [json.dumps(value)]
+def _is_call(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    function = value.get("function", value)
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -157,7 +167,8 @@ def _calls_of(message: Mapping[str, Any]) -> list[IssuedCall]:
         function = call["function"]
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}")
+            with contextlib.suppress(ValueError):  # it is no JSON
+                arguments = json.loads(arguments or "{}")
         calls.append(IssuedCall(str(call.get("id") or ""), function["name"], arguments))
     return calls
 
@@ -195,8 +206,9 @@ def _have_same_arguments(sent: Any, issued: Any, schema: Mapping[str, Any]) -> b
         if not is_default_left_out and not (name in sent and _are_equal(sent[name], value)):
             return False
     for name in sent.keys() - issued.keys():
-        declared = properties.get(name) or {}
-        is_default = "default" in declared and _are_equal(sent[name], declared["default"])
+        declared = properties.get(name)
+        has_default = isinstance(declared, Mapping) and "default" in declared
+        is_default = has_default and _are_equal(sent[name], declared["default"])
         if sent[name] is not None and not is_default:
             return False
     return True

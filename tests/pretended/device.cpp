@@ -328,6 +328,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", TORCH_FN(native::unfold));
   // Otherwise torch computes it from other operations, as on no device that has kernels.
   m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
+  // torch's own kernels look for a backend of the device.
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
