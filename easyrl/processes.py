@@ -224,6 +224,25 @@ def allow_long_integers() -> None:
         sys.set_int_max_str_digits(MAX_INT_DIGITS)
 
 
+def children_of(process: int) -> set[int]:
+    """Return the processes that a process has started or adopted."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread has ended meanwhile
+            found.update(map(int, file.read_text().split()))
+    return found
+
+
+def kill_with_descendants(processes: Collection[int]) -> None:
+    """Kill processes and all that they have started, also in sessions of their own."""
+    waiting = list(processes)
+    while waiting:
+        process = waiting.pop()
+        waiting += children_of(process)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
 def send_all(queue: SimpleQueue[Any], connection: Connection) -> None:
     """Send what comes through `queue`, until None. Runs in a thread of its own: the full pipe of a
     process that does not read must not block others."""

@@ -5,16 +5,19 @@ import json
 import pytest
 
 from agent_worker import HELLO, KEY, TOOL, asked, num_branches, played, said
-from easyrl.agents.matching import Recorded, compare, split_thought
+from easyrl.agents.conversation_tree import ConversationTree, Node
+from easyrl.agents.matching import Likeness, Recorded, compare, split_thought
 from easyrl.agents.protocols.base import IssuedCall
 from easyrl.environments.tool_calls.format import USUAL_THINKING
 from tool_models import call, chat_model
 
 CALL = IssuedCall("call00000", "add", {"a": 2, "b": 3})
-WITH_CALL = Recorded("Let me add.", 'Let me add.<tool_call>{"name": "add", …', [CALL])
+SCHEMAS = {"add": {"properties": {"round": {"type": "boolean", "default": False}, "base": True}}}
+WITH_CALL = Recorded("Let me add.", 'Let me add.<tool_call>{"name": "add", …', [CALL], SCHEMAS)
 THOUGHT = Recorded("<think>\nTwo and three.\n</think>\n\nIt is 5.", "", [])
+AS_TEXT = {"name": "run", "arguments": {"code": "a = 1\nprint('é')", "on": True}}
+LINES = Recorded("", "", [IssuedCall("call00001", AS_TEXT["name"], AS_TEXT["arguments"])])
 CODE = Recorded("<code>\nprint(5)\n", "<code>\nprint(5)\n</code>", [])
-SCHEMAS = {"add": {"properties": {"round": {"type": "boolean", "default": False}}}}
 
 
 def sent_calls(*calls):
@@ -26,7 +29,7 @@ def sent_calls(*calls):
 
 def resent(answer, content, **more):
     message = {"role": "assistant", "content": content, **more}
-    return compare(message, answer, USUAL_THINKING, SCHEMAS)
+    return compare(message, answer, USUAL_THINKING)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,9 @@ def resent(answer, content, **more):
         (Recorded("  It is 5. \n", "", []), {"content": "It is  5."}),
         (Recorded("", "", []), {"content": "[blank text]"}),
         (Recorded(" ", "", []), {"content": ""}),
+        (Recorded("(empty)", "", []), {"content": "(empty)"}),
+        (LINES, {"content": f"Calling tools:\n{[AS_TEXT]}"}),
+        (LINES, {"content": f"Calling tools:\n{json.dumps([AS_TEXT])}"}),
         (THOUGHT, {"content": "It is 5."}),
         (THOUGHT, {"content": "It is 5.", "reasoning_content": "Two and three."}),
         (THOUGHT, {"content": "<think>Two and</think>It is 5."}),
@@ -62,11 +68,13 @@ def resent(answer, content, **more):
     ],
 )
 def test_an_answer_is_recognized_whatever_a_library_did_to_it(answer, message):
-    assert compare(message, answer, USUAL_THINKING, SCHEMAS) == (None, "")
+    found = compare(message, answer, USUAL_THINKING)
+    assert found.difference is None and found.added == ""
 
 
 def test_text_that_a_client_has_added_is_found():
-    assert resent(Recorded("x = 5", "x = 5", []), "x = 5</code>") == (None, "</code>")
+    found = resent(Recorded("x = 5", "x = 5", []), "x = 5</code>")
+    assert found == (None, Likeness.EXTENDED, "</code>")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +85,12 @@ def test_text_that_a_client_has_added_is_found():
         (THOUGHT, {"content": "It is 5.", "reasoning_content": "A guess."}, "thinking"),
         (THOUGHT, {"content": "It is 6."}, "text"),
         (WITH_CALL, {"content": "Let me add."}, "calls"),
+        (WITH_CALL, {"content": "Let me add. I can add 2 and 3."}, "calls"),
+        (
+            WITH_CALL,
+            {"content": "Let me add. [{'name': 'add', 'arguments': {'a': 3, 'b': 2}}]"},
+            "calls",
+        ),
         (WITH_CALL, {"content": "", "tool_calls": sent_calls(("x", {"a": 2, "b": 4}))}, "calls"),
         (WITH_CALL, {"content": "", "tool_calls": sent_calls(("x", {"a": 2, "b": True}))}, "calls"),
         (
@@ -92,7 +106,22 @@ def test_text_that_a_client_has_added_is_found():
     ],
 )
 def test_what_a_client_has_changed_is_named(answer, message, difference):
-    assert compare(message, answer, USUAL_THINKING, SCHEMAS).difference == difference
+    assert compare(message, answer, USUAL_THINKING).difference == difference
+
+
+def test_the_answer_that_is_most_alike_is_continued():
+    tree = ConversationTree()
+    question = {"role": "user", "content": "2+3"}
+    asked_node = tree.place([question], USUAL_THINKING)
+    thought = [Recorded(f"<think>{word}</think>", "", [CALL]) for word in "xy"]
+    thought[1] = thought[1]._replace(calls=[CALL._replace(call_id="call00001")])
+    texts = [Recorded("42", "42", []), Recorded("4", "4", [])]
+    for answer in (*texts, *thought):
+        asked_node.add(Node("assistant", answer=answer))
+    for answer in (*texts, *thought):
+        calls = [call.as_chat() for call in answer.calls]
+        message = {"role": "assistant", "content": answer.text, "tool_calls": calls}
+        assert tree.place([question, message], USUAL_THINKING).answer is answer
 
 
 @pytest.mark.parametrize(
@@ -258,23 +287,28 @@ def test_each_kind_of_branch_is_counted_and_reported_once(tmp_path):
         assert metrics[f"episodes/branches/{reason}"] == number
 
 
-def test_a_form_of_answers_is_shown_once_in_a_conversation_and_constrains_nothing(tmp_path):
-    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}}
-    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+@pytest.mark.parametrize("history", ["kept", "as_sent"])
+def test_a_form_of_answers_is_shown_when_it_changes_and_constrains_nothing(history, tmp_path):
     numbers = []
+
+    def schema(name):
+        properties = {"properties": {name: {"type": "integer"}}}
+        return {"type": "json_schema", "json_schema": {"name": name, "schema": properties}}
 
     def solve(client):
         messages = list(HELLO)
-        for _ in range(3):
+        for name in ("sum", "sum", "difference", "sum"):
             answer = client.chat.completions.create(
-                model="m", messages=messages, max_tokens=5, response_format=wanted
+                model="m", messages=messages, max_tokens=5, response_format=schema(name)
             )
             numbers.append(answer.usage.prompt_tokens)
             messages += [said(answer.choices[0].message.content), asked("more")]
 
     model = chat_model(tmp_path / "model")
-    found = played(solve, "reward.functions=[length_penalty]", model=model, num=1, length=500)
-    assert "branch_reasons" not in found[KEY][5]
-    first, second, third = numbers
-    assert second - first < 30 and third - second < 30  # without the schema
-    assert all(num_branches(each) == 1 for each in found[KEY][1])
+    words = "reward.functions=[length_penalty]", f"rollout.agent_history={history}"
+    found = played(solve, *words, model=model, num=1, length=900, prompt_length=200)
+    first, second, third, fourth = numbers
+    assert second - first < 30 < third - second and fourth - third > 30  # without, with the schema
+    if history == "kept":
+        assert "branch_reasons" not in found[KEY][5]
+        assert all(num_branches(each) == 1 for each in found[KEY][1])

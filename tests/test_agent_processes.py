@@ -101,3 +101,23 @@ def test_a_command_that_fails_shows_its_last_lines_and_its_row(tmp_path):
     error = str(future.exception())
     assert isinstance(future.exception(), CallFailed)
     assert "own.py R7" in error and "no such room" in error and "{'room': 'R7'}" in error
+
+
+def test_a_command_that_never_ends_leaves_no_process_with_its_pool(tmp_path):
+    program = tmp_path / "own.py"
+    lines = [
+        "import pathlib, subprocess, time",
+        'child = subprocess.Popen(["sleep", "600"], start_new_session=True)',
+        f"pathlib.Path({str(tmp_path)!r}, 'started').write_text(str(child.pid))",
+        "time.sleep(600)",
+    ]
+    program.write_text("\n".join(lines))
+    agent = f"{shlex.quote(sys.executable)} {program}"
+    config = load_config(None, {"rollout.agent": agent})
+    with closing(AgentPool(resolve(config).episodes, {})) as pool:
+        pool.loaded()
+        pool.run_agents((0, 0, 0), {}, "http://localhost", ["key"])
+        file = tmp_path / "started"
+        wait_until(lambda: pool.poll() or (file.exists() and file.read_text()))
+        assert is_running(int(file.read_text()))
+    wait_until(lambda: not is_running(int(file.read_text())))

@@ -57,6 +57,17 @@ def test_responses_continue_by_items_and_by_the_id_of_a_stored_one(model):
                 answer.usage.output_tokens
             )
             previous = answer.id
+        items = [asked("5+5")]  # as the AI SDK sends what is stored
+        for _ in range(3):
+            answer = client.responses.create(model="m", input=items, max_output_tokens=20)
+            items += [{"type": "item_reference", "id": item.id} for item in answer.output]
+            for each in answer.output:
+                if each.type == "function_call":
+                    result = {"type": "function_call_output", "output": "5"}
+                    items.append(result | {"call_id": each.call_id})
+            items.append(asked("more"))
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="m", input=[{"type": "item_reference", "id": "msg_x"}])
         with pytest.raises(openai.NotFoundError) as caught:
             client.responses.create(model="m", input="x", previous_response_id="resp_other")
         assert caught.value.param == "previous_response_id"
@@ -64,7 +75,7 @@ def test_responses_continue_by_items_and_by_the_id_of_a_stored_one(model):
 
     _, completions, _, _, _, columns = succeeds(solve, model, num=2)
     assert "branch_reasons" not in columns
-    assert all(num_branches(each) == 2 for each in completions)  # one for each conversation
+    assert all(num_branches(each) == 3 for each in completions)  # one for each conversation
 
 
 def test_messages_continue_by_blocks_and_count_their_tokens(model):
@@ -232,7 +243,8 @@ BAD = [
         "result",
     ),
     ("/responses", {"input": HELLO, "tools": [{"type": "web_search"}]}, "web_search"),
-    ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+    ("/responses", {"input": [{"type": "web_search_call", "id": "x"}]}, "web_search_call"),
+    ("/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "x"),
     ("/responses", {"input": HELLO, "background": True}, "background"),
     ("/responses", {"input": 5}, "input"),
     ("/messages", {"messages": HELLO}, "max_tokens"),

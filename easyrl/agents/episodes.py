@@ -49,6 +49,8 @@ from easyrl.types import Completion, Messages, Prompt
 
 MAX_REFUSED = 16
 """An agent is ended after more refused requests than these: it would ask forever."""
+COUNTS_PER_TURN = 10
+"""Requests of an episode that only count tokens, for each one that it may make otherwise."""
 STEPS_TOGETHER = 4
 """Engine steps between two checks for new requests. Rows that begin together cost less."""
 
@@ -305,6 +307,12 @@ class AgentEpisodes(Episodes):
 
     def _count_tokens(self, episode: Episode, request: Request) -> None:
         """Answer a request with the number of its tokens."""
+        episode.num_counted += 1
+        most = COUNTS_PER_TURN * self._spec.max_turns
+        if episode.num_counted > most:
+            text = f"expected at most {most} requests for numbers of tokens (rollout.max_turns)"
+            self._refuse(episode, request, ApiError(text))
+            return
         try:
             num_tokens = len(self._history.place(episode, request).ids)
         except (ValueError, TypeError) as error:

@@ -11,10 +11,11 @@ a child of a coroutine, shows no episode: it is ended when no episode runs.
 import contextlib
 import ctypes
 import os
-import signal
 from collections.abc import Collection
 from multiprocessing import resource_tracker
 from pathlib import Path
+
+from easyrl.processes import children_of, kill_with_descendants
 
 LIBC = ctypes.CDLL(None)
 PR_SET_CHILD_SUBREAPER = 36  # option of prctl
@@ -36,14 +37,6 @@ def children(process: int, thread: int) -> set[int]:
     return set(map(int, text.split()))
 
 
-def all_children(process: int) -> set[int]:
-    found: set[int] = set()
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{process}/task"):  # noqa: PTH208  only the names
-            found |= children(process, int(thread))
-    return found
-
-
 def end_leftovers(thread: int, api_key: str) -> None:
     """End what an episode has left. `thread`: that it has run in; `api_key`: its own, which the
     environment of its commands has."""
@@ -59,7 +52,7 @@ def end_leftovers(thread: int, api_key: str) -> None:
 def end_all(kept: Collection[int]) -> None:
     """End all processes that this one has started or adopted, but for `kept`."""
     for _ in range(MAX_ROUNDS):
-        left = all_children(os.getpid()) - _helpers() - set(kept)
+        left = children_of(os.getpid()) - _helpers() - set(kept)
         if not left:
             return
         _end(left)
@@ -80,12 +73,7 @@ def _has_key(process: int, api_key: str) -> bool:
 
 def _end(processes: set[int]) -> None:
     """Kill processes with their descendants."""
-    waiting = list(processes)
-    while waiting:
-        process = waiting.pop()
-        waiting += all_children(process)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, signal.SIGKILL)
+    kill_with_descendants(processes)
     for process in processes:
         with contextlib.suppress(ChildProcessError):  # its own code has waited for it
             os.waitpid(process, 0)

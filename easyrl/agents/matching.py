@@ -140,7 +140,7 @@ def _compare_calls_as_text(sent: str, visible: str, answer: Recorded) -> Resent:
     return Resent(None, Likeness.IDS if _carry_ids(calls, answer.calls) else Likeness.SIMILAR)
 
 
-def _written_calls(text: str) -> list[Any]:
+def _written_calls(text: str) -> list[dict[str, Any]]:
     """Return calls that are written as JSON or as values of Python, [] for other text."""
     written: Any = None
     for read in (json.loads, ast.literal_eval):
@@ -206,12 +206,14 @@ def _have_same_arguments(sent: Any, issued: Any, schema: Mapping[str, Any]) -> b
         if not is_default_left_out and not (name in sent and _are_equal(sent[name], value)):
             return False
     for name in sent.keys() - issued.keys():
-        declared = properties.get(name)
-        has_default = isinstance(declared, Mapping) and "default" in declared
-        is_default = has_default and _are_equal(sent[name], declared["default"])
-        if sent[name] is not None and not is_default:
+        if sent[name] is not None and not _is_default(sent[name], properties.get(name)):
             return False
     return True
+
+
+def _is_default(value: Any, schema: Any) -> bool:
+    has_default = isinstance(schema, Mapping) and "default" in schema
+    return has_default and _are_equal(value, schema["default"])
 
 
 def _are_equal(one: Any, other: Any) -> bool:

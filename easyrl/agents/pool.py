@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
-from easyrl.agents.leftovers import adopt_orphans, all_children, end_all, end_leftovers
+from easyrl.agents.leftovers import adopt_orphans, end_all, end_leftovers
 from easyrl.agents.program import Agent, Value, fill_in
 from easyrl.config.spec import EpisodeSpec
 from easyrl.environments.host import Host, Key
 from easyrl.environments.host_pool import HostPool, TimeLimit
 from easyrl.environments.pool import row_of
-from easyrl.processes import raise_open_files
+from easyrl.processes import children_of, raise_open_files
 from easyrl.rewards import worker
 from easyrl.types import Prompt
 
@@ -38,7 +38,7 @@ class AgentHost(Host):
 
     def load(self, is_first: bool = False) -> None:
         self._agent = Agent(self._spec)
-        self._kept = all_children(os.getpid())
+        self._kept = children_of(os.getpid())
         adopt_orphans()
 
     def run_agent(self, _: Key, row: Mapping[str, Any], base_url: str, api_key: str) -> Value:

@@ -104,6 +104,7 @@ class Episode:
     branch_reasons: Counter[BranchReason] = field(default_factory=Counter)
     """Requests that do not continue their newest answer, by reason."""
     num_requests: int = 0
+    num_counted: int = 0  # requests that only count tokens
     num_tokens: int = 0  # behind the group's prompt; what sequences share counts once
     num_reserved: int = 0  # most tokens of the answers that are being sampled
     num_calls: int = 0

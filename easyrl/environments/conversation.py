@@ -119,7 +119,13 @@ class Conversations:
     def thinking(self) -> Thinking:
         """What is around the thoughts of the model."""
         form = FORMATS.get(self._format)
-        return USUAL_THINKING if form is None else form.thinking
+        if form is not None:
+            return form.thinking
+        template = str(self._tokenizer.chat_template)
+        for each in FORMATS.values():
+            if each.thinking.begin in template:
+                return each.thinking
+        return USUAL_THINKING
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""

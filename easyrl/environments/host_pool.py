@@ -9,10 +9,8 @@ killed process are repeated in others, once, if the pool `repeats_calls`. A proc
 otherwise ends its groups.
 """
 
-import contextlib
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -23,14 +21,13 @@ from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
 from easyrl.environments.host import Host, Key, Request, serve
-from easyrl.processes import send_all
+from easyrl.processes import kill_with_descendants, send_all
 from easyrl.rewards.functions import GroupLost
 
 
@@ -224,7 +221,7 @@ class HostPool:
                 self._on_death(host)
                 continue
             if self._is_hanging(host, now):
-                host.process.kill()
+                self._kill(host)
             for number, call in list(host.pending.items()):
                 limit = call.limit
                 if call.started is not None and now > call.started + limit.seconds:
@@ -326,19 +323,15 @@ class HostPool:
             else:
                 self._lose(key, ended)
 
+    def _kill(self, host: _HostProcess) -> None:
+        """Kill a process with what its calls have started, as agents that are commands."""
+        if host.process.pid is not None and host.process.is_alive():
+            kill_with_descendants([host.process.pid])
+        host.process.kill()
+
     def _end(self, host: _HostProcess) -> None:
         self._hosts = [each for each in self._hosts if each is not host]
-        _kill_process_groups(host.process.pid)
-        host.process.kill()
+        self._kill(host)
         host.process.join()
         host.requests.put(None)
         host.connection.close()
-
-
-def _kill_process_groups(parent: int | None) -> None:
-    """Kill the process groups that children of a process lead, as agents that are commands do."""
-    for file in Path(f"/proc/{parent}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a process has ended meanwhile
-            for pid in map(int, file.read_text().split()):
-                if os.getpgid(pid) == pid:
-                    os.killpg(pid, signal.SIGKILL)

@@ -185,6 +185,7 @@ def check_list(name: str, value: Any) -> list[Any]:
 def function_tool(field_name: str, function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a tool as chat templates take it. Raises ValueError."""
     described = {"description": "", "parameters": {}} | dict(function)
+    described.pop("strict", None)  # it asks for constrained answers
     name = described.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{field_name}: expected functions with names, got {function!r:.80}")
@@ -233,22 +234,28 @@ def read_conversation(given: Any, field_name: str = "messages") -> Messages:
         prepared.append({**message, "content": ""} if is_empty_answer else message)
     messages = read_messages(prepared, field_name)
     names: dict[Any, str] = {}  # of functions, by the ids of their calls
-    has_calls = False
+    waiting: list[str] = []  # names of the newest calls that have no result yet
     for number, message in enumerate(messages):
         if message["role"] == "developer":
             message["role"] = "system"
-        for call in message.get("tool_calls", ()):
-            has_calls = True
-            names[call.get("id")] = call["function"]["name"]
+        calls = message.get("tool_calls", ())
+        if calls:
+            waiting = [call["function"]["name"] for call in calls]
+            names |= {call.get("id"): call["function"]["name"] for call in calls}
         if message["role"] != "tool":
             continue
         call_id = message.get("tool_call_id")
-        if not has_calls or (call_id is not None and call_id not in names):
+        name = names.get(call_id)
+        if name is None and waiting and (call_id is None or None in names):  # ids were left out
+            name = waiting[0]
+        if name is None:
             raise ValueError(
                 f"{field_name}: message {number}: expected the call of this tool's result in an "
                 f"earlier message, got a result of {call_id!r:.80}"
             )
-        message.setdefault("name", names.get(call_id, next(iter(names.values()))))
+        if name in waiting:
+            waiting.remove(name)
+        message.setdefault("name", name)
     last_role = messages[-1]["role"]
     if last_role not in ("user", "tool", "system"):
         raise ValueError(

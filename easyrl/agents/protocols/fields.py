@@ -29,6 +29,8 @@ WITHOUT_EFFECT = {
 CHANGES_SAMPLING = {
     "allowed_token_ids",
     "bad_words",
+    "chat_template",
+    "continue_final_message",
     "best_of",
     "guided_choice",
     "guided_grammar",
@@ -41,10 +43,13 @@ CHANGES_SAMPLING = {
     "prediction",
     "stop_token_ids",
     "structured_outputs",
+    "thinking_token_budget",
+    "truncate_prompt_tokens",
     "typical_p",
     "use_beam_search",
 }
-"""Fields of OpenAI's API and of known servers that ask for another distribution of tokens."""
+"""Fields of OpenAI's API and of known servers that ask for another distribution of tokens, or show
+the model another prompt."""
 NOT_SUPPORTED = {
     "audio",
     "background",
@@ -73,6 +78,7 @@ class FieldRules:
         self._replaces_sampling = spec.ignores_sampling
         stop = list(spec.stop)
         one_stop = [stop, *stop] if len(stop) == 1 else [stop]  # it may be given without a list
+        self._template_variables = dict(spec.chat_template_kwargs)
         self._allowed: dict[str, list[Any]] = {
             "frequency_penalty": [0],
             "presence_penalty": [0],
@@ -93,7 +99,9 @@ class FieldRules:
         for name, value in body.items():
             if value is None or name in read or name in WITHOUT_EFFECT:
                 continue
-            if name in self._allowed:
+            if name == "chat_template_kwargs":
+                self._check_template(value)
+            elif name in self._allowed:
                 notes |= self._check_sampling(name, value)
             elif name in CHANGES_SAMPLING or name in NOT_SUPPORTED:
                 if value not in NEUTRAL:
@@ -101,6 +109,15 @@ class FieldRules:
             else:
                 notes.add(f"the field '{name:.80}' of the agent's requests is unknown and ignored")
         return notes
+
+    def _check_template(self, given: Any) -> None:
+        """Raise ApiError for other variables of the chat template than the run's."""
+        for variable, value in check_mapping("chat_template_kwargs", given).items():
+            own = self._template_variables.get(variable)
+            if own != value:
+                expected = "as in the run (data.chat_template_kwargs)"
+                name = f"chat_template_kwargs: {variable}"
+                raise ApiError(f"{name}: expected {own!r}, {expected}, got {value!r:.80}")
 
     def _check_sampling(self, name: str, value: Any) -> set[str]:
         allowed = self._allowed[name]

@@ -211,6 +211,8 @@ def _chat_messages(number: int, message: dict[str, Any]) -> Messages:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thought += str(block.get("thinking") or "")
+        elif kind == "document":
+            texts.append({"type": "text", "text": _text_of_document(block)})
         elif kind != "redacted_thinking":
             texts.append(block)  # of another type than text: `read_conversation` names it
     if role != "assistant":
@@ -222,6 +224,14 @@ def _chat_messages(number: int, message: dict[str, Any]) -> Messages:
     if calls:
         answer["tool_calls"] = calls
     return [answer]
+
+
+def _text_of_document(block: dict[str, Any]) -> str:
+    source = check_mapping("messages: document", block.get("source"))
+    if source.get("type") != "text" or not isinstance(source.get("data"), str):
+        kind = source.get("type")
+        raise ValueError(f"messages: expected documents of text, got one of type {kind!r:.80}")
+    return str(source["data"])
 
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:

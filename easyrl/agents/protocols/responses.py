@@ -1,8 +1,8 @@
 """OpenAI's Responses: items instead of messages, and conversations that the server keeps."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from easyrl.agents.protocols.base import (
@@ -41,8 +41,17 @@ READ = {
     "tool_choice",
     "tools",
 }
-MAX_KEPT = 1024
-"""Responses of an episode that `previous_response_id` may name; the oldest are dropped."""
+MAX_KEPT = 4096
+"""Responses of all episodes that requests may name; the oldest are dropped."""
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A response that requests may name, until its episode ends."""
+
+    caller: str  # the key of its client
+    conversation: Messages  # up to its answer, without the instructions
+    items: list[dict[str, Any]]  # of its output
 
 
 class Responses(Protocol):
@@ -50,8 +59,7 @@ class Responses(Protocol):
 
     def __init__(self, rules: FieldRules) -> None:
         self._rules = rules
-        self._kept: dict[str, OrderedDict[str, Messages]] = {}
-        """Conversations without their instructions, by an episode's key and a response's id."""
+        self._stored: dict[str, _Stored] = {}  # by their ids, the oldest first
 
     def read(self, key: str, body: Mapping[str, Any]) -> Request:
         notes = self._rules.check(body, READ)
@@ -60,7 +68,7 @@ class Responses(Protocol):
         if instructions:
             messages.append({"role": "system", "content": instructions})
         messages += self._earlier(key, body.get("previous_response_id"))
-        messages += _messages_of(body.get("input"))
+        messages += _messages_of(self._resolved(key, body.get("input")))
         text = check_mapping("text", body.get("text"))
         form = output_form("text.format", text.get("format"))
         if form:
@@ -84,15 +92,36 @@ class Responses(Protocol):
         """Return the conversation that a response has ended, [] for none. Raises ApiError."""
         if previous is None:
             return []
-        kept = self._kept.get(key, OrderedDict())
-        if previous not in kept:
+        stored = self._stored.get(previous) if isinstance(previous, str) else None
+        if stored is None or stored.caller != key:
             text = f"expected the id of a stored response of this episode, got {previous!r:.80}"
             name = "previous_response_id"
             raise ApiError(f"{name}: {text}", "previous_response_not_found", 404)
-        return list(kept[previous])
+        return list(stored.conversation)
+
+    def _resolved(self, key: str, given: Any) -> Any:
+        """Return the input of a request with the stored items in the place of references to them.
+        Raises ApiError for an unknown one."""
+        if not isinstance(given, list):
+            return given
+        resolved: list[Any] = []
+        for item in given:
+            is_reference = isinstance(item, dict) and item.get("type") == "item_reference"
+            resolved.append(self._item(key, item.get("id")) if is_reference else item)
+        return resolved
+
+    def _item(self, key: str, item_id: Any) -> dict[str, Any]:
+        for stored in reversed(self._stored.copy().values()):
+            for item in stored.items:
+                if stored.caller == key and item["id"] == item_id:
+                    return item
+        text = f"expected the id of a stored item of this episode, got {item_id!r:.80}"
+        raise ApiError(f"input: {text}", "item_not_found", 404)
 
     def forget(self, key: str) -> None:
-        self._kept.pop(key, None)
+        for response_id, stored in self._stored.copy().items():
+            if stored.caller == key:
+                self._stored.pop(response_id, None)
 
     def write(self, request: Request, body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
         response = self._empty(body)
@@ -130,13 +159,14 @@ class Responses(Protocol):
     ) -> dict[str, Any]:
         """Return the fields of a response that its answer changes, and keep its conversation."""
         (choice,) = answer.choices
-        if body.get("store") is not False:
-            self._keep(request, body, response_id, choice)
         is_cut = choice.finish_reason == "length"
+        items = _items_of(choice)
+        if body.get("store") is not False:
+            self._store(request, body, response_id, choice, items)
         return {
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": _items_of(choice),
+            "output": items,
             "usage": {
                 "input_tokens": answer.num_prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -146,8 +176,13 @@ class Responses(Protocol):
             },
         }
 
-    def _keep(
-        self, request: Request, body: Mapping[str, Any], response_id: str, choice: Choice
+    def _store(
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        response_id: str,
+        choice: Choice,
+        items: list[dict[str, Any]],
     ) -> None:
         messages = list(request.messages)
         if body.get("instructions"):  # of one response only
@@ -155,10 +190,10 @@ class Responses(Protocol):
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
         if choice.calls:
             message["tool_calls"] = [call.as_chat() for call in choice.calls]
-        kept = self._kept.setdefault(request.caller, OrderedDict())
-        kept[response_id] = [*messages, message]
-        if len(kept) > MAX_KEPT:
-            kept.popitem(last=False)
+        self._stored[response_id] = _Stored(request.caller, [*messages, message], items)
+        if len(self._stored) > MAX_KEPT:
+            oldest = next(iter(self._stored))
+            self._stored.pop(oldest, None)
 
     def stream(self, request: Request, body: Mapping[str, Any], answer: Answer) -> Iterator[str]:
         started = self._empty(body)
