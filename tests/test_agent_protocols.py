@@ -219,6 +219,7 @@ def post(url, key, path, body, headers=()):
     )
 
 
+DEEP = "[" * 5000 + "]" * 5000
 MANY = "[" * 100_000 + "]" * 100_000
 BAD = [
     ("/chat/completions", "[]", "object"),
@@ -242,6 +243,36 @@ BAD = [
         {"messages": [*HELLO, said("x"), {"role": "tool", "tool_call_id": "c", "content": "5"}]},
         "result",
     ),
+    (
+        "/chat/completions",
+        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}, asked("x")]},
+        "tool_calls",
+    ),
+    (
+        "/chat/completions",
+        {
+            "messages": [
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": DEEP}}],
+                },
+                asked("x"),
+            ]
+        },
+        "nested",
+    ),
+    (
+        "/chat/completions",
+        {
+            "messages": HELLO,
+            "tools": [{"function": {"name": "f", "parameters": {"required": True}}}],
+        },
+        "required",
+    ),
+    ("/chat/completions", {"messages": HELLO, "stream": "false"}, "stream"),
+    ("/responses", '{"input": "x", "metadata": {"a": NaN}}', "NaN"),
+    ("/responses", '{"input": "x", "model": "\\ud800"}', "UTF-8"),
     ("/responses", {"input": HELLO, "tools": [{"type": "web_search"}]}, "web_search"),
     ("/responses", {"input": [{"type": "web_search_call", "id": "x"}]}, "web_search_call"),
     ("/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "x"),
@@ -304,7 +335,11 @@ def test_other_protocols_paths_and_pages_of_the_web_are_refused(model):
             assert answer.status_code == 404 and word in answer.json()["error"]["message"]
         answer = post(base_url, api_key, "/v1/messages", '{"max_tokens": 0}')
         assert answer.status_code == 400 and answer.json()["type"] == "error"
-        for name, value in (("Host", "page.example"), ("Origin", "https://page.example")):
+        for name, value in (
+            ("Host", "page.example"),
+            ("Origin", "https://page.example"),
+            ("Origin", "http://[x"),
+        ):
             answer = post(base_url, api_key, "/chat/completions", "{}", [(name, value)])
             assert answer.status_code == 403 and name in answer.json()["error"]["message"]
         return 1.0
@@ -327,6 +362,22 @@ def test_a_stream_that_is_never_read_keeps_nobody_waiting(model):
         return 1.0
 
     succeeds(solve, model, num=2)
+
+
+def test_a_loose_schema_stops_nothing(model):
+    """The model calls the tool, whose schema is read only then."""
+    loose = {"type": "object", "properties": {"a": {"type": "integer", "enum": None}}}
+    loose["properties"]["b"] = {"$ref": "#/nowhere"}
+    tool = {"type": "function", "function": {"name": "add", "parameters": loose}}
+
+    def solve(client):
+        for _ in range(10):
+            client.chat.completions.create(
+                model="m", messages=HELLO, tools=[tool], max_tokens=60, n=4
+            )
+        return 1.0
+
+    succeeds(solve, model, num=1, length=4000)
 
 
 def test_pieces_are_the_whole_text():

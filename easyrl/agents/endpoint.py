@@ -102,7 +102,8 @@ class Endpoint:
             "/messages/count_tokens": AnthropicMessages(rules, counts_only=True),
         }
         every_path = Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"])
-        handlers: Any = dict.fromkeys((ApiError, HTTPException, Exception), self._refuse)
+        errors = (ApiError, HTTPException, ClientDisconnect, Exception)
+        handlers: Any = dict.fromkeys(errors, self._refuse)
         app = Starlette(routes=[every_path], exception_handlers=handlers)
         options: Any = {"lifespan": "off", "log_config": None, "access_log": False}
         self._server = uvicorn.Server(
@@ -159,8 +160,8 @@ class Endpoint:
         return self.takes_any_key or key in self.keys
 
     def _key_of(self, http: HttpRequest) -> str:
-        authorization = http.headers.get("authorization", "").removeprefix("Bearer ")
-        key = authorization or http.headers.get("x-api-key", "")
+        scheme, _, token = http.headers.get("authorization", "").partition(" ")
+        key = token if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
         if not self._is_known(key):
             raise no_episode()
         return key
@@ -171,12 +172,16 @@ class Endpoint:
         try:
             body = _parse(await self._body_of(http))
             return _Received(protocol, protocol.read(key, body), body)
-        except (ApiError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ApiError, ValueError, TypeError, LookupError, AttributeError) as error:
             if not self.takes_any_key:
                 self.refused[key] += 1
             if isinstance(error, ApiError):
                 raise
             raise ApiError(str(error) or "expected a JSON object") from None
+        except RecursionError:
+            if not self.takes_any_key:
+                self.refused[key] += 1
+            raise ApiError("expected a JSON object that is nested less deeply") from None
 
     async def _body_of(self, http: HttpRequest) -> bytes:
         """Return the body of a request. Raises ApiError for one that is too large: it is not kept,
@@ -249,12 +254,19 @@ def _listen(port: int) -> socket.socket:
 def _check_origin(http: HttpRequest) -> None:
     """Raise ApiError for a request that a web page has made: browsers send where it comes from, and
     a page's server may give its own name this machine's address."""
-    host = urlsplit(f"//{http.headers.get('host', '')}").hostname
-    if host not in LOCAL_NAMES:
+    host = http.headers.get("host", "")
+    if _name_of(f"//{host}") not in LOCAL_NAMES:
         raise ApiError(f"Host: expected {LOOPBACK} or localhost, got {host!r:.80}", status=403)
     origin = http.headers.get("origin")
-    if origin is not None and urlsplit(origin).hostname not in LOCAL_NAMES:
+    if origin is not None and _name_of(origin) not in LOCAL_NAMES:
         raise ApiError(f"Origin: expected none or this machine, got {origin!r:.80}", status=403)
+
+
+def _name_of(address: str) -> str | None:
+    try:
+        return urlsplit(address).hostname
+    except ValueError:  # it is no address
+        return None
 
 
 def _path_of(http: HttpRequest) -> str:
@@ -273,11 +285,18 @@ def _not_served(path: str) -> ApiError:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    """Return a body that is a JSON object. Raises ApiError or ValueError."""
+    """Return a body that is a JSON object. Raises ApiError, or RecursionError."""
     try:
-        parsed = json.loads(body)
-    except RecursionError:
-        raise ApiError("expected a JSON object that is nested less deeply") from None
+        parsed = json.loads(body, parse_constant=_refuse_constant)
+        json.dumps(parsed, ensure_ascii=False).encode()  # raises for half a surrogate pair
+    except ValueError as error:
+        raise ApiError(f"expected a JSON object in UTF-8, got {body!r:.80}: {error}") from None
     if not isinstance(parsed, dict):
         raise ApiError(f"expected a JSON object, got {parsed!r:.80}")
+    if not isinstance(parsed.get("stream"), bool | None):
+        raise ApiError(f"stream: expected true or false, got {parsed['stream']!r:.80}")
     return parsed
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")

@@ -263,8 +263,8 @@ class AgentEpisodes(Episodes):
             return False
         try:
             placed = self._history.place(episode, request)
-        except (ValueError, TypeError) as error:  # also of the tokenizer and the template
-            self._refuse(episode, request, ApiError(str(error)))
+        except Exception as error:  # of the tokenizer, the template, or odd messages
+            self._refuse(episode, request, ApiError(str(error) or repr(error)))
             return True
         ids = placed.ids
         if episode.group.prompt_ids is None:
@@ -315,8 +315,8 @@ class AgentEpisodes(Episodes):
             return
         try:
             num_tokens = len(self._history.place(episode, request).ids)
-        except (ValueError, TypeError) as error:
-            self._refuse(episode, request, ApiError(str(error)))
+        except Exception as error:  # of the tokenizer, the template, or odd messages
+            self._refuse(episode, request, ApiError(str(error) or repr(error)))
         else:
             request.reply(Answer([], num_tokens, 0))
 

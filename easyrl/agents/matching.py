@@ -167,7 +167,7 @@ def _calls_of(message: Mapping[str, Any]) -> list[IssuedCall]:
         function = call["function"]
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # it is no JSON
+            with contextlib.suppress(ValueError, RecursionError):  # it is no JSON
                 arguments = json.loads(arguments or "{}")
         calls.append(IssuedCall(str(call.get("id") or ""), function["name"], arguments))
     return calls

@@ -34,7 +34,7 @@ class _Requests(AgentEpisodes):
 
     def _accept(self, request: Request) -> None:
         number = next(self._numbers)
-        request.key = str(number)
+        request.key = f"\0{number}"  # no client has such a key
         prompt = Prompt(0, "", {})
         group = Group((number,), prompt, 1, started=time.monotonic())
         episode = Episode(group, 0, request.key, Future())

@@ -208,24 +208,55 @@ def check_schema(name: str, schema: Any) -> None:
             raise ValueError(
                 f"{name}: expected a type of {', '.join(JSON_TYPES)}, got {each!r:.80}"
             )
+    check_list(f"{name}: enum", schema.get("enum"))
+    for required in check_list(f"{name}: required", schema.get("required")):
+        if not isinstance(required, str):
+            raise ValueError(f"{name}: required: expected names, got {required!r:.80}")
+    for part, inner in _parts_of_schema(name, schema):
+        check_schema(f"{name}: {part}", inner)
+
+
+def _parts_of_schema(name: str, schema: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the schemas in a schema, by their places. Raises ValueError."""
+    parts: list[tuple[str, Any]] = []
     for part in ("properties", "$defs", "definitions"):
-        for key, inner in check_mapping(f"{name}: {part}", schema.get(part)).items():
-            check_schema(f"{name}: {part}.{key}", inner)
+        named = check_mapping(f"{name}: {part}", schema.get(part))
+        parts += [(f"{part}.{key}", inner) for key, inner in named.items()]
     for part in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        for inner in check_list(f"{name}: {part}", schema.get(part)):
-            check_schema(f"{name}: {part}", inner)
-    if isinstance(schema.get("items"), (dict, str)):
-        check_schema(f"{name}: items", schema["items"])
+        parts += [(part, inner) for inner in check_list(f"{name}: {part}", schema.get(part))]
+    for part in ("items", "additionalProperties"):
+        given = schema.get(part)
+        inner_schemas = given if isinstance(given, list) else [given]
+        parts += [(part, inner) for inner in inner_schemas if inner is not None]
+    return parts
 
 
 JSON_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+
+def _check_calls(name: str, message: dict[str, Any]) -> None:
+    """Raise ValueError for calls of another form than OpenAI's, and for ids that are no texts."""
+    for call in check_list(f"{name}: tool_calls", message.get("tool_calls")):
+        function = check_mapping(f"{name}: tool_calls", call).get("function")
+        called = check_mapping(f"{name}: tool_calls: function", function).get("name")
+        if not isinstance(called, str):
+            raise ValueError(f"{name}: tool_calls: expected functions with names, got {call!r:.80}")
+        _check_id(f"{name}: tool_calls: id", call.get("id"))
+    _check_id(f"{name}: tool_call_id", message.get("tool_call_id"))
+
+
+def _check_id(name: str, given: Any) -> None:
+    if given is not None and not isinstance(given, str):
+        raise ValueError(f"{name}: expected a text, got {given!r:.80}")
 
 
 def read_conversation(given: Any, field_name: str = "messages") -> Messages:
     """Read chat messages of text. Raises ValueError for others, if the last one is an answer, and
     for a tool's result whose call is in no message before it."""
     prepared: list[Any] = []
-    for message in check_list(field_name, given):
+    for number, message in enumerate(check_list(field_name, given)):
+        if isinstance(message, dict):
+            _check_calls(f"{field_name}: message {number}", message)
         is_empty_answer = (
             isinstance(message, dict)
             and message.get("role") == "assistant"

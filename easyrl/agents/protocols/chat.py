@@ -100,6 +100,8 @@ class TextCompletions(Protocol):
     def read(self, key: str, body: Mapping[str, Any]) -> Request:
         notes = self._rules.check(body, READ | {"prompt"})
         prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            (prompt,) = prompt
         if not (prompt and isinstance(prompt, str)):
             raise ValueError(f"prompt: expected a text, got {prompt!r:.80}")
         check_mapping("stream_options", body.get("stream_options"))

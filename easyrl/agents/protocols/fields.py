@@ -82,6 +82,7 @@ class FieldRules:
         self._allowed: dict[str, list[Any]] = {
             "frequency_penalty": [0],
             "presence_penalty": [0],
+            "best_of": [1],
             "min_p": [0],
             "seed": [],
             "repetition_penalty": [1],

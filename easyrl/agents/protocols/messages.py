@@ -216,6 +216,9 @@ def _chat_messages(number: int, message: dict[str, Any]) -> Messages:
         elif kind != "redacted_thinking":
             texts.append(block)  # of another type than text: `read_conversation` names it
     if role != "assistant":
+        if calls:
+            name = f"messages: message {number}"
+            raise ValueError(f"{name}: expected tool_use from the assistant, got role {role!r:.80}")
         own = [{"role": role, "content": texts}] if texts or not results else []
         return [*results, *own]
     answer: dict[str, Any] = {"role": role, "content": texts}

@@ -106,7 +106,9 @@ class Responses(Protocol):
             return given
         resolved: list[Any] = []
         for item in given:
-            is_reference = isinstance(item, dict) and item.get("type") == "item_reference"
+            is_reference = isinstance(item, dict) and (
+                item.get("type") == "item_reference" or item.keys() == {"id"}
+            )
             resolved.append(self._item(key, item.get("id")) if is_reference else item)
         return resolved
 

@@ -82,7 +82,7 @@ class Slot:
     @property
     def allowed(self) -> list[Any] | None:
         """The only values that a choice takes. None: it does not list them."""
-        if "enum" in self.schema:
+        if self.schema.get("enum") is not None:
             return list(self.schema["enum"])
         return [self.schema["const"]] if "const" in self.schema else None
 

@@ -189,4 +189,7 @@ def _by_schema(written: Written, functions: Functions) -> ToolCall | BadCall:
     except RecursionError:
         reason = f"the tool '{written.name}' is not called: its arguments are nested too deeply"
         return BadCall(reason, name, exact, written.call_id)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        reason = f"the tool '{written.name}' is not called: its schema cannot be read: {error!r}"
+        return BadCall(reason, name, exact, written.call_id)
     return ToolCall(written.name, arguments, written.call_id)
