@@ -33,6 +33,7 @@ FEATURES = {
         *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
     ),
     "agent": (*runs.GUESS, "--agent", f"{runs.AGENTS}:solve"),
+    "hybrid": ("model.path=tiny-hybrid",),
 }
 SIZES = {"engines": (2, 1), "train-ranks": (1, 2)}  # engines, train ranks
 
