@@ -11,7 +11,12 @@ import openai
 import pytest
 
 from agent_worker import HELLO, KEY, TOOL, asked, num_branches, played, said
-from easyrl.agents.protocols.base import pieces
+from easyrl.agents.protocols.base import Answer, ApiError, Choice, pieces
+from easyrl.agents.protocols.fields import FieldRules
+from easyrl.agents.protocols.responses import Responses
+from easyrl.config import load_config
+from easyrl.config.rollout import SamplingChoice
+from easyrl.runtime.resolve import resolve
 from tool_models import call, chat_model
 
 CALLS = [call("add", '{"a": 2, "b": 3}')]
@@ -76,6 +81,23 @@ def test_responses_continue_by_items_and_by_the_id_of_a_stored_one(model):
     _, completions, _, _, _, columns = succeeds(solve, model, num=2)
     assert "branch_reasons" not in columns
     assert all(num_branches(each) == 3 for each in completions)  # one for each conversation
+
+
+def test_a_response_of_another_episode_is_unknown():
+    spec = resolve(load_config(None, {"rollout.agent": "own.py:solve"})).episodes
+    protocol = Responses(FieldRules(spec, SamplingChoice(1, 9, 1.0)))
+    answer = Answer([Choice("y", "", "y", [], is_cut=False)], 1, 1)
+    written = protocol.write(protocol.read("one", {"input": "x"}), {}, answer)
+    more = {"input": "z", "previous_response_id": written["id"]}
+    reference = {"input": [{"type": "item_reference", "id": written["output"][0]["id"]}]}
+    assert len(protocol.read("one", more).messages) == 3
+    for body in (more, reference):
+        with pytest.raises(ApiError) as caught:
+            protocol.read("other", body)
+        assert caught.value.status == 404
+    protocol.forget("one")
+    with pytest.raises(ApiError):
+        protocol.read("one", more)
 
 
 def test_messages_continue_by_blocks_and_count_their_tokens(model):

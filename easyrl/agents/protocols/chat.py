@@ -73,8 +73,12 @@ class ChatCompletions(Protocol):
             if choice.calls:
                 message["content"] = choice.text or None
                 message["tool_calls"] = [call.as_chat() for call in choice.calls]
-            choices.append(_choice(index, {"message": message}, choice.finish_reason))
-        return {**_head("chat.completion", body), "choices": choices, "usage": _usage(answer)}
+            content = {"message": message}
+            choices.append(_choice(index, content, choice.finish_reason))
+        written = _head("chat.completion", body)
+        written["choices"] = choices
+        written["usage"] = _usage(answer)
+        return written
 
     def stream(self, request: Request, body: Mapping[str, Any], answer: Answer) -> Iterator[str]:
         head = _head("chat.completion.chunk", body)
