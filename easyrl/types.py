@@ -9,6 +9,7 @@ Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,28 @@ class BrokenInvariant(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An image file that a prompt shows."""
+
+    data: bytes  # of the file: PNG, JPEG, ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file: pictures with the same digest are the same picture."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMedia:
+    """What a prompt with pictures has beside its tokens."""
+
+    pictures: tuple[Picture, ...]  # in the order of their placeholders
+    arrays: Mapping[str, np.ndarray]
+    """What the checkpoint's processor makes of the pictures beside token ids, by the names of the
+    model's arguments (`pixel_values`, `image_grid_thw`, ...), for this prompt alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data set, at its index in the run's stream of prompts."""
 
@@ -55,6 +78,7 @@ class Prompt:
     content: str | Messages
     columns: Mapping[str, Any]  # the other columns of the row, passed to the reward functions
     teacher_content: str | Messages | None = None  # its own prompt (`algorithm.teacher_prompt`)
+    pictures: tuple[Picture, ...] = ()  # in the order of the content parts that stand for them
 
     def references(self) -> dict[str, Any]:
         """Return the columns that are shown beside completions: all but long ones."""

@@ -17,7 +17,7 @@ from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.engines.sampling import SamplingSettings, StopStrings
 from easyrl.model.policy import Policy
-from easyrl.types import Completion, Int32, WeightPiece
+from easyrl.types import Completion, Int32, PromptMedia, WeightPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class GroupRequest:
     family: tuple[int, ...] | None = None
     """The prompt continues what the engine has stored for earlier requests of the same family:
     tokens that it begins with are not computed again. None: it is computed as a whole."""
+
+    media: PromptMedia | None = None  # the prompt's pictures
 
     def limits(self, sampling: SamplingSettings) -> Sequence[int]:
         """Return the maximum tokens of each completion [G]."""
