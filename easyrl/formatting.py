@@ -16,6 +16,7 @@ EXTRAS = {
     "report": "matplotlib",
     "tensorboard": "tensorboard",
     "trackio": "trackio",
+    "vision": "PIL",
     "vllm": "vllm",
     "wandb": "wandb",
 }
