@@ -29,7 +29,13 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
-Messages = list[dict[str, Any]]  # a chat: `[{"role": "user", "content": "..."}]`
+Messages = list[dict[str, Any]]
+"""A chat: `[{"role": "user", "content": "..."}]`. The content of a message with pictures is a list
+of parts: `[{"type": "image"}, {"type": "text", "text": "..."}]`."""
+PICTURE_PART: Mapping[str, str] = {"type": "image"}
+"""The part of a content that stands for the prompt's next picture."""
+PICTURE_TEXT = "<image>"
+"""What is shown for a picture where a prompt is shown as text."""
 MAX_REFERENCE = 2000
 """Longest column that is written to samples.jsonl, in characters of JSON."""
 
@@ -42,6 +48,20 @@ def text_of(completion: str | Messages) -> str:
         if message["role"] == "assistant":
             return str(message["content"])
     return ""
+
+
+def is_picture_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def shown_content(content: Any) -> str:
+    """Return the content of a message as a text for people, with `<image>` for each picture."""
+    if not isinstance(content, list):
+        return str(content)
+    shown = []
+    for part in content:
+        shown.append(PICTURE_TEXT if is_picture_part(part) else str(part.get("text", "")))
+    return "".join(shown)
 
 
 class BrokenInvariant(RuntimeError):

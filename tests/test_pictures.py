@@ -2,17 +2,23 @@
 
 import base64
 import io
+import json
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
 from PIL import Image
 from transformers import AutoProcessor
 
-from easyrl.config import ConfigError
+from easyrl.config import Config, ConfigError
 from easyrl.data import pictures
+from easyrl.data.datasets import open_prompts, problem_ids
 from easyrl.data.pictures import PictureError, open_picture, read_picture, size_of
 from easyrl.model.processor import load_processor
+from easyrl.rewards.worker import Call, arguments_of
+from easyrl.runtime.resolve import resolve
 from easyrl.types import Picture
 from vision_processors import BACKEND_FREE, FAMILIES, NEEDS_TORCHVISION, processor_folder
 
@@ -255,3 +261,182 @@ def test_a_text_may_not_have_a_placeholder(tmp_path):
 
 def test_a_text_model_has_no_processor():
     assert load_processor("tiny") is None
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def opened(path, **options):
+    config = Config(data={"dataset": str(path), "shuffle": False, **options})
+    return open_prompts(resolve(config).data)
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parts(*given):
+    """Parts of a content: a picture for None, else a text."""
+    made = []
+    for text in given:
+        made.append({"type": "image"} if text is None else {"type": "text", "text": text})
+    return made
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two pictures, and their files in the folder of the data."""
+    made = two_pictures()
+    for number, picture in enumerate(made):
+        (tmp_path / f"{number}.png").write_bytes(picture.data)
+    return made
+
+
+def test_forms_of_trl_and_verl_show_the_same_pictures(tmp_path, files):
+    inline = "data:image/png;base64," + base64.b64encode(files[0].data).decode()
+    user = {"role": "user"}
+    both = ["0.png", "1.png"]
+    forms = [
+        ({"prompt": "Which?", "image": "0.png"}, parts(None, "Which?"), 1),
+        ({"prompt": "Which?", "images": both}, parts(None, None, "Which?"), 2),
+        ({"prompt": [{**user, "content": "a"}], "images": both}, parts(None, None, "a"), 2),
+        (
+            {"prompt": [{**user, "content": parts("a", None, "b", None)}], "images": both},
+            parts("a", None, "b", None),
+            2,
+        ),
+        ({"prompt": "<image> or <image>?", "images": both}, parts(None, " or ", None, "?"), 2),
+        (
+            {"prompt": [{**user, "content": "a <image>"}], "images": [{"path": "0.png"}]},
+            parts("a ", None),
+            1,
+        ),
+        (
+            {"prompt": [{**user, "content": [{"type": "image", "image": inline}]}]},
+            parts(None),
+            1,
+        ),
+        (
+            {
+                "prompt": [
+                    {
+                        **user,
+                        "content": [{"type": "image_url", "image_url": {"url": inline}}],
+                    }
+                ]
+            },
+            parts(None),
+            1,
+        ),
+    ]
+    for row, content, count in forms:
+        stream = opened(write_rows(tmp_path / "rows.jsonl", row))
+        prompt = stream.prompt(0)
+        assert prompt.content == [{**user, "content": content}]
+        assert prompt.pictures == tuple(files[:count])
+
+
+def test_rewards_get_the_column_as_pictures(tmp_path, files):
+    rows = [{"prompt": "a", "image": "0.png"}, {"prompt": "b", "image": None}]
+    stream = opened(write_rows(tmp_path / "rows.jsonl", *rows))
+    assert [stream.prompt(index).columns["image"] for index in range(2)] == [files[0], None]
+    assert stream.prompt(1).content == [{"role": "user", "content": "b"}]
+    assert stream.prompt(1).pictures == ()
+    call = Call("a", ["x", "y"], [[1], [2]], {"image": files[0], "images": [files[1]]})
+    arguments = arguments_of(call)
+    assert [image.size for image in arguments["image"]] == [SIZES[0]] * 2
+    assert [image.size for (image,) in arguments["images"]] == [SIZES[1]] * 2
+
+
+def test_pictures_of_tables_stay_files(tmp_path, files):
+    rows = {
+        "prompt": ["a", "b <image> <image>"],
+        "images": [[files[0].data], [file.data for file in files]],
+        "answer": ["1", "2"],
+    }
+    features = Features(
+        {"prompt": Value("string"), "images": List(ImageFeature()), "answer": Value("string")}
+    )
+    table = Dataset.from_dict(
+        {
+            **rows,
+            "images": [[{"bytes": each, "path": None} for each in row] for row in rows["images"]],
+        },
+        features=features,
+    )
+    table.to_parquet(tmp_path / "of_datasets.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    bare = Features({**features, "images": List(Value("binary"))})
+    Dataset.from_dict(rows, features=bare).to_parquet(tmp_path / "bare.parquet")
+    fingerprints = set()
+    for name in ("of_datasets.parquet", "saved", "bare.parquet"):
+        stream = opened(tmp_path / name)
+        assert stream.prompt(0).pictures == (files[0],)
+        assert stream.prompt(1).pictures == tuple(files)
+        assert stream.prompt(1).columns == {"images": files, "answer": "2"}
+        sizes = [(height, width) for width, height in SIZES]
+        assert [*stream.picture_sizes().values()] == [sizes[:1], sizes]
+        fingerprints.add(stream.fingerprint())
+    assert len(fingerprints) == 1
+
+
+def test_identity_is_that_of_the_files(tmp_path, files):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png"})
+    before = opened(path)
+    (tmp_path / "copy.png").write_bytes(files[0].data)
+    same = opened(write_rows(tmp_path / "other.jsonl", {"prompt": "a", "image": "copy.png"}))
+    (ids,) = problem_ids([before.prompt(0)])
+    assert (before.fingerprint(), [ids]) == (same.fingerprint(), problem_ids([same.prompt(0)]))
+    first = before.fingerprint()
+    (tmp_path / "0.png").write_bytes(files[1].data)
+    changed = opened(path)
+    assert changed.fingerprint() != first
+    assert problem_ids([changed.prompt(0)]) != [ids]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "<image> and <image>", "images": ["0.png"]}, "'<image>' of the prompt, 2"),
+        ({"prompt": "<image>", "images": []}, "'<image>' of the prompt, 1 in all, got 0"),
+        (
+            {"prompt": [{"role": "user", "content": parts(None)}], "images": ["0.png", "1.png"]},
+            "part of type 'image' of the prompt, 1 in all, got 2",
+        ),
+        ({"prompt": [{"role": "user", "content": parts(None)}]}, "got 0"),
+        ({"prompt": "a", "image": "https://example.org/a.png"}, "not downloaded"),
+        ({"prompt": "a", "image": "gone.png"}, "No such file"),
+        ({"prompt": [{"role": "system", "content": "a"}], "image": "0.png"}, "user's message"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "expected text"),
+    ],
+)
+def test_rows_without_their_pictures_are_named(row, expected, tmp_path, files):
+    whole = {"prompt": "b", "images": ["1.png"], "image": "1.png"}
+    rows = [{name: whole[name] for name in row}, row] if "images" in row else [row]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(ConfigError, match=expected) as raised:
+        stream = opened(path)
+        stream.picture_sizes()
+    assert f"rows.jsonl:{len(rows)}" in str(raised.value)
+
+
+def test_a_column_that_has_no_pictures_is_left_alone(tmp_path, files):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a <image>", "image": "ubuntu:24.04"})
+    prompt = opened(path).prompt(0)
+    assert (prompt.content, prompt.columns) == ("a <image>", {"image": "ubuntu:24.04"})
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png", "shot": "1.png"})
+    assert opened(path, image_column="shot").prompt(0).pictures == (files[1],)
+    assert opened(path, image_column="").prompt(0).content == "a"
+    with pytest.raises(ConfigError, match=r"data\.image_column: expected a column"):
+        opened(path, image_column="picture")
+
+
+def test_mixtures_have_pictures_in_some_of_their_parts(tmp_path, files):
+    shown = write_rows(tmp_path / "shown.jsonl", {"prompt": "a", "image": "0.png"})
+    texts = write_rows(tmp_path / "texts.jsonl", {"prompt": [{"role": "user", "content": "b"}]})
+    config = Config(data={"dataset": [str(shown), str(texts)], "shuffle": False})
+    mixed = open_prompts(resolve(config).data)
+    prompts = [mixed.prompt(index) for index in range(4)]
+    assert sorted(len(prompt.pictures) for prompt in prompts) == [0, 0, 1, 1]
+    assert {prompt.columns["image"] for prompt in prompts} == {files[0], None}

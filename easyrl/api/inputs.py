@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 
 from easyrl.config import INPUTS, Config, ConfigError, change_config
+from easyrl.data.pictures import read_picture
 from easyrl.data.tables import Table
 from easyrl.data.values import plain_rows, with_none
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
@@ -74,7 +75,7 @@ class Inputs:
             )
         if is_dataset:
             try:
-                rows = Table(rows)
+                rows = _open_table(rows)
             except ValueError as error:
                 raise ConfigError(f"{key}: {error}") from None
         given = []
@@ -86,7 +87,7 @@ class Inputs:
         lines = []
         for number, row in enumerate(plain_rows(given)):
             try:
-                lines.append(json.dumps(row, default=lambda x: x.tolist()) + "\n")
+                lines.append(json.dumps(row, default=_to_json) + "\n")
             except (TypeError, ValueError, AttributeError) as error:
                 raise _unusable_row(key, number, error) from None
         self._texts[f"{name}.jsonl"] = "".join(lines)
@@ -164,6 +165,24 @@ class Inputs:
 
     def __bool__(self) -> bool:
         return bool(self._texts)
+
+
+def _open_table(dataset: Any) -> Table:
+    """Open a `datasets.Dataset`, with pictures as the files that it has."""
+    table = Table(dataset)
+    table.keep_files(
+        [name for name in table.column_names if "Image(" in str(dataset.features[name])]
+    )
+    return table
+
+
+def _to_json(value: Any) -> Any:
+    """Return JSON for a value of a row that is not of JSON: an array, or a picture or its file as a
+    `data:` address. Raises TypeError or AttributeError for others."""
+    if isinstance(value, bytes) or hasattr(value, "getpalette"):
+        picture = read_picture(value)
+        return f"data:image/png;base64,{base64.b64encode(picture.data).decode()}"
+    return value.tolist()
 
 
 def _unusable_row(key: str, number: int, error: Exception) -> ConfigError:

@@ -59,6 +59,12 @@ class DataConfig(Section):
     )
     """Columns renamed: {answer: solution} passes `solution` to the rewards as `answer`. A list has
     names for each data set: [{}, {prompt: question}]."""
+    image_column: Annotated[str | None, PROMPT_FORM] = None
+    """Column with the pictures of the prompts: image files, their paths, or lists of these. Null:
+    `images` or `image`, if its values are pictures. Empty (`data.image_column=`): none."""
+    max_image_pixels: Annotated[int | None, PROMPT_FORM] = Field(default=None, ge=1)
+    """Largest size of a picture: one with more pixels is scaled down, by the setting that the
+    model's processor has for that. Fewer pixels are fewer tokens. Null: the processor's own."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch, seeded by `runtime.seed`."""
     num_held_out: int | None = Field(default=None, ge=0)

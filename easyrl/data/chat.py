@@ -14,6 +14,8 @@ MAX_CHECKED = 20_000
 is too long, the run ends when it reaches it."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Values of `type` of a text part, in the protocols that clients speak. None: it has no type."""
+PICTURE_PARTS = ("image", "image_url", "input_image")
+"""Values of `type` of a part for a picture."""
 NO_CHAT_TEMPLATE = (
     "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
     "model (model.path), a column with strings (data.prompt_column), data.chat=false if a preset "
@@ -22,10 +24,11 @@ NO_CHAT_TEMPLATE = (
 )
 
 
-def read_messages(given: object, source: str) -> Messages:
+def read_messages(given: object, source: str, *, takes_pictures: bool = False) -> Messages:
     """Return chat messages whose contents are text.
 
     Text parts are joined. Keys with None are left out: tables give every key to all messages.
+    `takes_pictures`: contents may have parts for pictures, and are then lists of parts.
     Raises ValueError, which names the message.
     """
     if not isinstance(given, list) or not given:
@@ -33,7 +36,7 @@ def read_messages(given: object, source: str) -> Messages:
     messages: Messages = []
     for number, message in enumerate(given):
         try:
-            messages.append(_read_message(message))
+            messages.append(_read_message(message, takes_pictures=takes_pictures))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: message {number} {message!r:.80}: {error}") from None
     if messages[-1].get("tool_calls"):
@@ -41,20 +44,47 @@ def read_messages(given: object, source: str) -> Messages:
     return messages
 
 
-def _read_message(message: Any) -> dict[str, Any]:
+def _read_message(message: Any, *, takes_pictures: bool) -> dict[str, Any]:
     """Return a copy of one message. Raises TypeError or ValueError for another form."""
     if not isinstance(message, dict) or "role" not in message:
         raise TypeError("expected a mapping with role and content")
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         content = ""
+    parts = None
+    if takes_pictures and _has_picture(content):
+        parts = [_read_part(part) for part in content]
+        content = ""  # pictures are no JSON
     texts = {
         "role": _text(message["role"]),
         "content": _text(content),
     }
     copied = json.dumps(message | texts)
     read: dict[str, Any] = json.loads(copied, object_hook=_without_none)
+    if parts is not None:
+        read["content"] = parts
     return read
+
+
+def _has_picture(content: Any) -> bool:
+    if not isinstance(content, list):
+        return False
+    return any(_is_image(part) for part in content)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in PICTURE_PARTS
+
+
+def _read_part(part: Any) -> dict[str, Any]:
+    """Return a part of a content: a text, or a picture with what the part has of it."""
+    if not _is_image(part):
+        return {"type": "text", "text": _text(part)}
+    own = {key: value for key, value in part.items() if value is not None and key != "text"}
+    address = own.pop("image_url", None)  # as OpenAI's API has it: {"url": "data:…"}
+    if address is not None:
+        own["url"] = address.get("url") if isinstance(address, dict) else address
+    return {**own, "type": "image"}
 
 
 def _text(content: Any) -> str:

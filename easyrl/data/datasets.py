@@ -26,6 +26,7 @@ from easyrl.config.algorithm import TEACHER_PROMPT_KEY
 from easyrl.config.hints import did_you_mean, similar_file
 from easyrl.config.spec import DataSpec
 from easyrl.data.hub import HubUnreachable, reach_hub
+from easyrl.data.picture_columns import PictureSource, find_column
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
 from easyrl.data.tables import Table
@@ -102,12 +103,12 @@ def _open(name: str, spec: DataSpec, number: int, *, is_trained: bool) -> DataSe
     seed = spec.seed if data.shuffle else None
     preset = named_preset(name, data)
     if preset is None:
-        return _open_rows(name, form, seed)
+        return _with_pictures(_open_rows(name, form, seed), data)
     if preset.task:
         kept = preset.task.held_out_rows()
         held_out = DataSet(f"{name}, held out", kept, form) if kept else None
         rows = partial(preset.task.train_row, spec.seed)
-        return DataSet(name, rows, form, held_out=held_out)
+        return _with_pictures(DataSet(name, rows, form, held_out=held_out), data)
     assert preset.held_out is not None
     if is_trained and preset.rows is None:
         raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}', which is for evaluations only")
@@ -115,6 +116,22 @@ def _open(name: str, spec: DataSpec, number: int, *, is_trained: bool) -> DataSe
     if not is_trained or preset.rows is None:
         return held_out
     return DataSet(preset.rows, open_hub(preset.rows), form, seed, held_out=held_out)
+
+
+def _with_pictures(dataset: DataSet, data: DataConfig) -> DataSet:
+    """Find the column with the pictures of the prompts, if there is one. Raises ConfigError."""
+    rows = dataset.rows
+    looked_at = [rows(0)] if callable(rows) else rows
+    columns = dataset.columns
+    column = find_column(data.image_column, columns, looked_at, dataset.name)
+    path = Path(dataset.name).expanduser()
+    folder = None
+    if path.exists():
+        folder = path.parent if path.is_file() else path
+    dataset.form.use_pictures(PictureSource(column, folder))
+    if column is not None and isinstance(rows, Table):
+        rows.keep_files([column])
+    return dataset
 
 
 def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:

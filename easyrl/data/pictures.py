@@ -30,6 +30,7 @@ MAX_PIXELS = 100_000_000
 to have many more."""
 WEB_ADDRESS = re.compile(r"^(?!data:)[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 DATA_ADDRESS = re.compile(r"^data:image/[\w.+-]+;base64,(.*)$", re.IGNORECASE | re.DOTALL)
+FILE_NAME = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|p[bgp]m)$", re.IGNORECASE)
 NUM_SHOWN = 80  # characters of a value in an error
 WHITE = (255, 255, 255, 255)
 DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
@@ -45,6 +46,11 @@ class PictureSize(NamedTuple):
 
     height: int
     width: int
+
+
+def is_file_name(text: str) -> bool:
+    """Return whether a text looks like the path or the address of a picture."""
+    return FILE_NAME.search(text) is not None
 
 
 def read_picture(value: Any, folder: Path | None = None) -> Picture:

@@ -1,6 +1,7 @@
 """Turn rows of data sets into the endless stream of prompts that a run takes its prompts from.
 
     row ─┬─► prompt_column, or prompt_template ─► system_prompt, chat ─► prompt
+         ├─► image_column ─► pictures, with their places in the prompt (`picture_columns`)
          └─► all columns but the prompt's, renamed by `columns` ─► rewards
 
     DataSet         rows, epoch after epoch, each in an order of its own; or endless ones of a task
@@ -27,14 +28,19 @@ import numpy.typing as npt
 
 from easyrl.config import ConfigError, DataConfig
 from easyrl.data.chat import read_messages
+from easyrl.data.picture_columns import PictureSource
+from easyrl.data.pictures import PictureError, PictureSize, open_picture, size_of
 from easyrl.data.presets import Preset
 from easyrl.data.values import is_missing, with_none
-from easyrl.types import Messages, Prompt
+from easyrl.types import Messages, Picture, Prompt
 
 KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]
 MAX_DIGESTED_ROWS = 100_000
 """A fingerprint reads at most this many rows, in half a second."""
+MAX_DECODED = 256
+"""Number of pictures of a data set that are decoded before a run; of the others the header is read.
+A run ends at a damaged one that it meets later."""
 NUM_TASK_EXAMPLES = 256
 """Number of generated training prompts that are checked before a run."""
 RESERVED_COLUMNS = {
@@ -77,6 +83,7 @@ class RowForm:
         self.system_prompt = data.system_prompt
         self._is_mixed = len(data.datasets) > 1
         columns = data.columns
+        self.pictures = PictureSource()  # without a column, unless `use_pictures` names one
         self.new_names = columns[number] if isinstance(columns, list) else columns
         """Name for the rewards -> name in the rows, as in {"answer": "solution"}."""
         is_chat = preset.chat if data.chat is None else data.chat
@@ -98,6 +105,11 @@ class RowForm:
             )
         self.prompt_columns = used if self.template else [self.prompt_column]
         self.may_lack_prompt = bool(environments) and not (self.template or data.prompt_column)
+
+    def use_pictures(self, source: PictureSource) -> None:
+        """Take the prompts' pictures from a column. Every prompt is then a chat."""
+        self.pictures = source
+        self.is_chat = self.is_chat or source.column is not None
 
     def _columns_of_template(self) -> list[str]:
         """Return the columns that the template names. Raises ConfigError for a wrong brace."""
@@ -148,7 +160,21 @@ class RowForm:
         )
 
     def content(self, row: Row) -> str | Messages:
-        """Make the prompt of a row. Raises ValueError where it has none, or no environment."""
+        """Make the prompt of a row. Raises ValueError where it has none, or no environment, or not
+        as many pictures as it shows."""
+        content = self._given_prompt(row)
+        return content if isinstance(content, str) else self.pictures.place(content, row).messages
+
+    def pictures_of(self, row: Row) -> tuple[Picture, ...]:
+        """Return the pictures of a row's prompt, in their order. Raises ValueError for a file that
+        cannot be read."""
+        content = self._given_prompt(row)
+        if isinstance(content, str):
+            return ()
+        return self.pictures.read(self.pictures.place(content, row).values)
+
+    def _given_prompt(self, row: Row) -> str | Messages:
+        """Return the prompt of a row, in which pictures may have no places yet."""
         environment = row.get(ENVIRONMENT_COLUMN)
         if self.environments and environment not in self.environments:
             names = ", ".join(self.environments)
@@ -161,7 +187,8 @@ class RowForm:
             if not self.is_chat:
                 return content
             content = [{"role": "user", "content": content}]
-        messages = read_messages(content, f"column '{self.prompt_column}' ({self.key})")
+        source = f"column '{self.prompt_column}' ({self.key})"
+        messages = read_messages(content, source, takes_pictures=True)
         if self.system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
@@ -182,11 +209,17 @@ class RowForm:
         replaced names. Every missing value is None, but an empty string may be intended."""
         replaced = set(self.new_names.values()) - self.new_names.keys()
         left_out = {self.prompt_column, *RESERVED_COLUMNS, *replaced}
-        return with_none({name: value for name, value in row.items() if name not in left_out})
+        columns = with_none({name: value for name, value in row.items() if name not in left_out})
+        with_pictures = self.pictures.column
+        if with_pictures in columns:
+            columns[with_pictures] = self.pictures.as_pictures(columns[with_pictures])
+        return columns
 
 
 def content_of(value: Any) -> Any:
     """Return JSON for a value of a type that JSON lacks: all of its content, and no address."""
+    if isinstance(value, Picture):
+        return value.digest
     if getattr(value, "shape", ()):  # an array or a tensor
         return value.tolist()
     text = re.sub(" at 0x[0-9a-fA-F]+", "", str(value))
@@ -249,29 +282,35 @@ class DataSet:
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index that counts over all epochs."""
-        row = self.form.named(self._row_at(index))
+        number = self._row_number(index)
+        row = self.form.named(self.rows(number) if callable(self.rows) else self.rows[number])
         teacher_content = None
         if self.teacher_form is not None:
             teacher_content = self.teacher_form.content(row)
+        try:
+            pictures = self.form.pictures_of(row)
+            columns = self.form.reward_columns(row)
+        except PictureError as error:
+            raise ConfigError(f"{self.location(number)}: {error}") from None
         return Prompt(
             index,
             self.form.content(row),
-            self.form.reward_columns(row),
+            columns,
             teacher_content,
+            pictures,
         )
 
-    def _row_at(self, index: int) -> Row:
+    def _row_number(self, index: int) -> int:
+        """Return the number of the row at an index that counts over all epochs."""
         length = self.epoch_length
         if length is None:
-            generated: Row = self.rows(index)
-            return generated
+            return index
         epoch, number = divmod(index, length)
         if self.seed is not None:
             number = int(_order(self.seed, epoch, length)[number])
         if self.kept is not None:
             number = self.kept[number]
-        row: Row = self.rows[number]
-        return row
+        return number
 
     def examples(self) -> dict[str, str | Messages]:
         """Return the prompts to check, by location: of all rows or the first generated ones, the
@@ -298,10 +337,33 @@ class DataSet:
         needed = {ENVIRONMENT_COLUMN}
         for form in self._forms().values():
             needed.update(form.prompt_columns)
+        with_pictures = self.form.pictures.column
+        if with_pictures is not None:
+            needed.add(with_pictures)
         in_rows = {self.form.new_names.get(name, name) for name in needed}
         columns = in_rows.intersection(self.rows.column_names)
-        rows: list[Row] = self.rows.only([*columns])
+        rows: Iterable[Row] = self.rows.only([*columns])
         return rows
+
+    def picture_sizes(self) -> Iterator[tuple[str, list[PictureSize]]]:
+        """Yield the sizes of the pictures of each prompt to check, by location. Raises ConfigError
+        for a picture that cannot be opened; the first ones are decoded, of others the header is
+        read."""
+        num_decoded = 0
+        for number, row in enumerate(self._example_rows()):
+            location = self.location(number)
+            sizes = []
+            try:
+                for picture in self.form.pictures_of(self.form.named(row)):
+                    if num_decoded < MAX_DECODED:
+                        open_picture(picture)
+                        num_decoded += 1
+                    sizes.append(size_of(picture))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{location}: {error}") from None
+            yield location, sizes
+        if self.held_out is not None:
+            yield from self.held_out.picture_sizes()
 
     def without(self, examples: Collection[str]) -> DataSet:
         """Return the data set without the rows at these locations, held-out ones included."""
@@ -343,9 +405,16 @@ class DataSet:
         is_list = isinstance(self.rows, list)
         rows = self.rows[::step] if is_list else self.rows.every(step)
         for row in rows:
-            text = json.dumps(row, sort_keys=True, default=content_of)
+            text = json.dumps(self._with_digests(row), sort_keys=True, default=content_of)
             digest.update(text.encode())
         return digest.hexdigest()
+
+    def _with_digests(self, row: Row) -> Row:
+        """Return a row with digests of its pictures, wherever their files are."""
+        column = self.form.pictures.column
+        if column not in row:
+            return row
+        return {**row, column: self.form.pictures.as_pictures(row[column])}
 
 
 class Turn(NamedTuple):
@@ -436,6 +505,14 @@ class PromptStream:
                 f"{location_of[str]}: expected chat messages as in {location_of[list]}, got a "
                 "string; data.chat=true makes a chat of a string"
             )
+        return found
+
+    def picture_sizes(self) -> dict[str, list[PictureSize]]:
+        """Return the sizes of the pictures of the prompts to check, by location. Raises ConfigError
+        for a picture that cannot be opened."""
+        found = {}
+        for each in self._data:
+            found.update(each.picture_sizes())
         return found
 
     def without(self, examples: Collection[str]) -> PromptStream:

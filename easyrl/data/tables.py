@@ -7,7 +7,7 @@ their own. A reward that compares texts would then never find "2024-01-02", or t
 of 32 bits, which is 0.10000000149011612 in Python.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Table:
         # A saved data set keeps `set_format`, with which rows are tensors or data frames.
         self._dataset = dataset.with_format(None)
         self.column_names: list[str] = self._dataset.column_names
+        self._files: Any = None  # the columns of `keep_files`, as Arrow stores them
         self.guessed_columns = set()
         """Columns whose texts the library has turned into timestamps with times of day: the texts
         may have been written in another form."""
@@ -48,26 +49,56 @@ class Table:
             if str(column.type) in NARROW_TYPES:
                 self._narrow_types[name] = NARROW_TYPES[str(column.type)]
 
+    def files(self, columns: Sequence[str]) -> Iterator[Row]:
+        """Yield rows with these columns alone, in which pictures are not decoded."""
+        stored = self._dataset.select_columns([*columns]).with_format("arrow")
+        for index in range(len(stored)):
+            yield stored[index].to_pylist()[0]
+
+    def keep_files(self, columns: Sequence[str]) -> None:
+        """Give pictures of these columns as files, `{"bytes": …, "path": …}`, and not decoded."""
+        if columns:
+            self._files = self._dataset.select_columns([*columns]).with_format("arrow")
+            self._dataset = self._dataset.remove_columns([*columns])
+
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._dataset if self._files is None else self._files)
 
     def __getitem__(self, index: int) -> Row:
-        return self._plain(self._dataset[index])
+        row = self._plain(self._dataset[index] if self._dataset.column_names else {})
+        if self._files is not None:
+            row.update(self._files[index].to_pylist()[0])
+        return row
 
     def __iter__(self) -> Iterator[Row]:
-        yield from map(self._plain, self._dataset)
+        return self.every(1)
 
     def every(self, step: int) -> Iterator[Row]:
         """Yield the rows 0, `step`, 2 `step`, …"""
+        if self._files is not None:
+            yield from (self[index] for index in range(0, len(self), step))
+            return
         chosen = self._dataset.select(range(0, len(self), step))
         yield from map(self._plain, chosen)
 
-    def only(self, columns: Sequence[str]) -> list[Row]:
-        """Return these columns of all rows."""
+    def only(self, columns: Sequence[str]) -> Iterable[Row]:
+        """Return these columns of all rows; where files are kept, one row after the other."""
         if not columns:
             return [{}] * len(self)
+        if self._files is not None:
+            return self._only_with_files(columns)
         rows = self._dataset.select_columns([*columns]).to_list()
         return [self._plain(row) for row in rows]
+
+    def _only_with_files(self, columns: Sequence[str]) -> Iterator[Row]:
+        kept = self._files.column_names
+        others = self._dataset.select_columns([name for name in columns if name not in kept])
+        files = self._files.select_columns([name for name in columns if name in kept])
+        for index in range(len(self)):
+            row = self._plain(others[index]) if others.column_names else {}
+            if files.column_names:
+                row.update(files[index].to_pylist()[0])
+            yield row
 
     def _plain(self, row: Row) -> Row:
         plain = {}

@@ -25,7 +25,7 @@ from easyrl.data.hub import KEY, loadable_model
 from easyrl.data.pictures import PictureSize, open_picture, require_pillow
 from easyrl.formatting import install_command
 from easyrl.model.files import load_model_config, load_part, load_tokenizer, quieten_transformers
-from easyrl.types import Messages, Picture, PromptMedia
+from easyrl.types import Messages, Picture, PromptMedia, is_picture_part
 
 SIZE_KEY = "data.max_image_pixels"
 PLACEHOLDER_KEYS = ("image_token_id", "image_token_index")
@@ -223,10 +223,6 @@ def _texts_of(message: Mapping[str, Any]) -> list[Any]:
     shown = [part for part in parts if not is_picture_part(part)]
     rest = {name: value for name, value in message.items() if name not in ("role", "content")}
     return [shown, rest]
-
-
-def is_picture_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def load_processor(
