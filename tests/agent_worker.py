@@ -22,6 +22,7 @@ from easyrl.engines.sampling import SamplingSettings
 from easyrl.environments.host_pool import CallFailed, HostKilled
 from easyrl.model.files import tokenizer_of
 from easyrl.model.loading import load_policy
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call, Scored
 from easyrl.runtime.resolve import resolve
 from easyrl.types import Prompt
@@ -138,7 +139,7 @@ class Worker:
         endpoint = Endpoint(spec.episodes, choice)
         self.pool = Threads()
         self.episodes = AgentEpisodes(spec.episodes, self.pool, endpoint, max_open_groups=max_open)
-        self.episodes.bind(self.engine, tokenizer, rows)
+        self.episodes.bind(self.engine, PromptRenderer(spec.model, tokenizer), rows)
 
     def close(self):
         self.engine.close()

@@ -4,22 +4,34 @@ import base64
 import io
 import json
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
+from reward_pools import call as score
 from transformers import AutoProcessor
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, load_config
 from easyrl.data import pictures
 from easyrl.data.datasets import open_prompts, problem_ids
 from easyrl.data.pictures import PictureError, open_picture, read_picture, size_of
+from easyrl.environments.episodes import with_observation
+from easyrl.environments.single_turn import SingleTurns
 from easyrl.model.processor import load_processor
-from easyrl.rewards.worker import Call, arguments_of
+from easyrl.model.prompt_renderer import PromptRenderer
+from easyrl.rewards.worker import Call, arguments_of, with_pictures_open
+from easyrl.runtime.checks.prompts import (
+    describe_first_prompt,
+    describe_pictures,
+    find_too_long,
+    load_renderer,
+)
 from easyrl.runtime.resolve import resolve
-from easyrl.types import Picture
+from easyrl.types import GroupKey, Picture, Prompt
+from judges import judge_server
 from vision_processors import BACKEND_FREE, FAMILIES, NEEDS_TORCHVISION, processor_folder
 
 HAS_TORCHVISION = find_spec("torchvision") is not None
@@ -344,7 +356,7 @@ def test_rewards_get_the_column_as_pictures(tmp_path, files):
     assert stream.prompt(1).content == [{"role": "user", "content": "b"}]
     assert stream.prompt(1).pictures == ()
     call = Call("a", ["x", "y"], [[1], [2]], {"image": files[0], "images": [files[1]]})
-    arguments = arguments_of(call)
+    arguments = arguments_of(with_pictures_open(call))
     assert [image.size for image in arguments["image"]] == [SIZES[0]] * 2
     assert [image.size for (image,) in arguments["images"]] == [SIZES[1]] * 2
 
@@ -440,3 +452,106 @@ def test_mixtures_have_pictures_in_some_of_their_parts(tmp_path, files):
     prompts = [mixed.prompt(index) for index in range(4)]
     assert sorted(len(prompt.pictures) for prompt in prompts) == [0, 0, 1, 1]
     assert {prompt.columns["image"] for prompt in prompts} == {files[0], None}
+
+
+# -- prompts as the model gets them ----------------------------------------------------------------
+
+
+def vision_run(tmp_path, rows, family="qwen2_5_vl", **settings):
+    """Check a run on rows with pictures, by the processor of a model without weights."""
+    model = processor_folder(tmp_path / "model", family)
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    data = {"dataset": str(path), "shuffle": False, **settings}
+    config = Config(model={"path": str(model)}, data=data)
+    spec = resolve(config)
+    prompts = open_prompts(spec.data)
+    spec = spec.with_pictures(prompts.has_pictures)
+    examples = prompts.examples()
+    renderer = load_renderer(spec, examples)
+    sizes = prompts.picture_sizes()
+    skipped = find_too_long(spec, examples, {}, renderer, sizes)
+    about = describe_pictures(renderer, sizes)
+    about += describe_first_prompt(spec, prompts.prompt(0), {}, renderer)
+    return skipped, "\n".join(about)
+
+
+def test_the_start_says_what_pictures_cost(tmp_path, files):
+    rows = [
+        {"prompt": "12+3=", "images": ["0.png"]},
+        {"prompt": "7?", "images": []},
+        {"prompt": "<image> or <image>", "images": ["0.png", "1.png"]},
+    ]
+    skipped, about = vision_run(tmp_path, rows)
+    assert not skipped
+    assert "pictures: 0 to 2 pictures in a prompt, 4 to 35 tokens for each" in about
+    assert "<|vision_start|><|image_pad|>[x4]<|vision_end|>12+3=" in about
+
+
+def test_a_prompt_that_is_too_long_for_its_picture_is_named_with_the_setting(tmp_path, files):
+    rows = [{"prompt": "12+3=", "image": "0.png"}, {"prompt": "1+1=", "image": "1.png"}]
+    with pytest.raises(ConfigError, match=r"jsonl:2: .* 35.*data\.max_image_pixels"):
+        vision_run(tmp_path, rows, max_prompt_length=40)
+    skipped, _ = vision_run(tmp_path, rows, max_prompt_length=40, long_prompts="skip")
+    assert [location.rpartition(":")[2] for location in skipped] == ["2"]
+    assert vision_run(tmp_path, rows, max_prompt_length=40, max_image_pixels=3136)[0] == set()
+
+
+def test_a_text_model_with_pictures_names_models_that_understand_them(tmp_path, files):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png"})
+    spec = resolve(Config(data={"dataset": str(path)})).with_pictures(True)
+    with pytest.raises(ConfigError, match=r"model\.path.*'tiny'.*Qwen.*data\.image_column="):
+        load_renderer(spec, {})
+
+
+def test_a_placeholder_in_a_text_is_named_with_its_row(tmp_path, files):
+    rows = [{"prompt": "a", "image": "0.png"}, {"prompt": "<|image_pad|>", "image": None}]
+    with pytest.raises(ConfigError, match=r"jsonl:2: .*<\|image_pad\|>"):
+        vision_run(tmp_path, rows)
+
+
+def test_single_turns_give_the_engine_tokens_and_arrays(tmp_path, files):
+    model = processor_folder(tmp_path / "model", "qwen2_5_vl")
+    spec = resolve(Config(model={"path": str(model)})).with_pictures(True)
+    renderer = PromptRenderer.of(spec.model)
+    episodes = SingleTurns({})
+    requests = []
+    episodes.bind(SimpleNamespace(submit=requests.append), renderer, 8)
+    prompt = Prompt(0, CHAT, {}, pictures=tuple(files))
+    episodes.submit(GroupKey(0, 0, 0), prompt, 4)
+    episodes.submit(GroupKey(0, 0, 1), Prompt(1, [{"role": "user", "content": "2"}], {}), 4)
+    shown, text = requests
+    rendered = renderer.render(CHAT, files)
+    assert shown.prompt_ids == rendered.token_ids
+    assert shown.media.pictures == tuple(files)
+    assert shown.media.arrays.keys() == {"pixel_values", "image_grid_thw"}
+    assert text.media is None
+
+
+# -- what sees pictures beside the model -----------------------------------------------------------
+
+
+def test_a_judge_gets_the_pictures_that_its_template_names(tmp_path, files, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    template = tmp_path / "ask.txt"
+    template.write_text("See {image}: is '{completion}' right?")
+    seen = []
+
+    def answer(number, question):
+        seen.append(question)
+        return "Score: 7"
+
+    with judge_server(answer) as server:
+        words = [f"reward.judge.url={server.url}", f"reward.judge.template={template}"]
+        rewards = resolve(load_config(None, {"reward.functions": ["judge"]}, words)).rewards
+        scored = score(rewards, Prompt(0, CHAT, {"image": files[0]}), ["5"])
+    assert (scored.scores, scored.errors) == ([[0.7]], [])
+    first, picture, last = seen[0]
+    assert (first["text"], last["text"]) == ("See ", ": is '5' right?")
+    assert read_picture(picture["image_url"]["url"]) == files[0]
+
+
+def test_an_environment_sees_the_picture_and_may_not_write_a_placeholder(tmp_path, files):
+    content = [{"role": "user", "content": parts(None, "How wide?")}]
+    shown = with_observation(content, " It is 70 wide.")
+    assert shown[0]["content"] == parts(None, "How wide?", " It is 70 wide.")
+    assert content[0]["content"] == parts(None, "How wide?")

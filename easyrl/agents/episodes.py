@@ -44,6 +44,7 @@ from easyrl.environments.base import Episodes, GroupRecord, GroupTexts, mean, nu
 from easyrl.environments.host import Key
 from easyrl.environments.host_pool import FAILURES, CallFailed, HostKilled
 from easyrl.environments.pool import row_of
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Completion, Messages, Prompt
 
@@ -87,10 +88,10 @@ class AgentEpisodes(Episodes):
         self._reported: set[str] = set()  # notes on requests
         self._next_step = 0  # requests are served from this step of the engine on
 
-    def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
+    def bind(self, engine: Engine, renderer: PromptRenderer, num_rows: int) -> None:
         self._engine = engine
         self._num_rows = num_rows
-        self._history = History(self._spec, tokenizer, engine.end_tokens)
+        self._history = History(self._spec, renderer.tokenizer, engine.end_tokens)
         self.pool.loaded()
 
     @property

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from easyrl.config import INPUTS, Config, ConfigError, change_config
-from easyrl.data.pictures import read_picture
+from easyrl.data.pictures import data_address, read_picture
 from easyrl.data.tables import Table
 from easyrl.data.values import plain_rows, with_none
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
@@ -180,8 +180,7 @@ def _to_json(value: Any) -> Any:
     """Return JSON for a value of a row that is not of JSON: an array, or a picture or its file as a
     `data:` address. Raises TypeError or AttributeError for others."""
     if isinstance(value, bytes) or hasattr(value, "getpalette"):
-        picture = read_picture(value)
-        return f"data:image/png;base64,{base64.b64encode(picture.data).decode()}"
+        return data_address(read_picture(value))
     return value.tolist()
 
 

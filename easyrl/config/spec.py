@@ -12,7 +12,7 @@ settings: a field has its key's name and meaning unless a comment says something
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from easyrl.config import Config
@@ -46,6 +46,9 @@ class ModelSpec:
     attention: AttentionMode
     lora: LoraConfig
     chat_template: str | None  # instead of the tokenizer's own
+    max_image_pixels: int | None = None
+    has_pictures: bool = False
+    """Whether prompts show pictures: known once the data is open (`RunSpec.with_pictures`)."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -57,6 +60,7 @@ class ModelSpec:
             attention=model.attention,
             lora=model.lora,
             chat_template=config.data.chat_template,
+            max_image_pixels=config.data.max_image_pixels,
         )
 
 
@@ -307,6 +311,10 @@ class RunSpec:
     """Entries that may be functions or classes of the user's, by their keys, as
     {"reward.functions": ["mine.py:length"], "rollout.tools": []}."""
     trackers: tuple[str, ...]  # `output.log_to`
+
+    def with_pictures(self, has_pictures: bool) -> Self:
+        """Return the run with or without pictures in its prompts."""
+        return replace(self, model=replace(self.model, has_pictures=has_pictures))
 
     @property
     def for_rollout(self) -> RolloutSpec:

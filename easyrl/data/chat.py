@@ -4,7 +4,7 @@ import heapq
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import ConfigError, DataConfig
 from easyrl.types import Messages
@@ -51,8 +51,9 @@ def _read_message(message: Any, *, takes_pictures: bool) -> dict[str, Any]:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         content = ""
-    parts = None
+    parts: list[dict[str, Any]] | None = None
     if takes_pictures and _has_picture(content):
+        assert isinstance(content, list)
         parts = [_read_part(part) for part in content]
         content = ""  # pictures are no JSON
     texts = {
@@ -98,7 +99,10 @@ def _text(content: Any) -> str:
         text = content.get("text")
         if isinstance(text, str):
             return text
-    raise ValueError(f"expected text, got {content!r:.80}")
+    expected = "expected text"
+    if _is_image(content):
+        expected = "expected text, because pictures are for rows of data sets only"
+    raise ValueError(f"{expected}, got {content!r:.80}")
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -126,13 +130,20 @@ def render_prompt(
         else:
             ids = _encode_chat(content, tokenizer, template, variables or {})
     except Exception as error:  # a template is a program and may raise anything
-        text = str(error).strip() or type(error).__name__
-        reason = text.splitlines()[0]
-        source = "tokenizer (model.path) or chat template (data.chat_template)"
-        raise ConfigError(f"the {source} refuses it: {reason}") from error
+        raise refusal_of(error) from error
     if not ids:
         raise ConfigError(f"the prompt {content!r:.200} has no tokens")
     return ids
+
+
+def refusal_of(error: Exception) -> ConfigError:
+    """Return the error of a prompt that tokenizer, template or processor have refused."""
+    if isinstance(error, ConfigError):
+        return error
+    text = str(error).strip() or type(error).__name__
+    reason = text.splitlines()[0]
+    source = "tokenizer (model.path) or chat template (data.chat_template)"
+    return ConfigError(f"the {source} refuses it: {reason}")
 
 
 def _encode_chat(
@@ -198,16 +209,29 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     return decode
 
 
+class ShownPictures(NamedTuple):
+    """The pictures of prompts that are checked."""
+
+    num_tokens: Mapping[str, int]
+    """Tokens of a prompt's pictures by its location, as {"data.jsonl:3": 256}, 0 for none. A prompt
+    that is not here is not checked."""
+    length: Callable[[str, str | Messages, Mapping[str, Any]], int]
+    """Returns the number of tokens of a prompt, with its pictures, from its location, itself and
+    the variables of the chat template. Raises ConfigError if it cannot be rendered."""
+
+
 def check_prompts(
     examples: Mapping[str, str | Messages],
     tokenizer: Any,
     data: DataConfig,
     tools: Sequence[Mapping[str, Any]] = (),
+    shown: ShownPictures | None = None,
 ) -> set[str]:
     """Check prompts, and return the locations of those that are too long, which are skipped.
 
     `examples`: prompts by their location, such as `data.jsonl:3`. `tools`: descriptions that all
-    prompts have. Raises ConfigError for other unusable prompts.
+    prompts have. `shown`: the pictures of the prompts, if there are any. Raises ConfigError for
+    other unusable prompts.
     """
     is_chat = not isinstance(next(iter(examples.values())), str)
     template = getattr(tokenizer, "chat_template", None)
@@ -239,16 +263,24 @@ def check_prompts(
     longest_texts = heapq.nlargest(MAX_CHECKED, examples, lambda each: len(str(examples[each])))
     for location in longest_texts:
         try:
-            lengths[location] = len(render_prompt(examples[location], tokenizer, variables))
+            if shown is None:
+                lengths[location] = len(render_prompt(examples[location], tokenizer, variables))
+            elif location in shown.num_tokens:
+                lengths[location] = shown.length(location, examples[location], variables)
         except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from error
     too_long = {location for location, length in lengths.items() if length > limit}
     are_all = len(too_long) == len(examples)
     if are_all or (too_long and data.long_prompts == "stop"):
         longest = max(lengths, key=lambda location: lengths[location])
+        about_pictures = ""
+        smaller = ""
+        if shown is not None and shown.num_tokens[longest]:
+            about_pictures = f", of which its pictures are {shown.num_tokens[longest]}"
+            smaller = ", a smaller data.max_image_pixels"
         raise ConfigError(
             f"{longest}: expected at most {limit} tokens (data.max_prompt_length), got "
-            f"{lengths[longest]}; {len(too_long)} of {len(examples)} are too long. "
-            f"Use data.max_prompt_length={lengths[longest]}, or data.long_prompts=skip"
+            f"{lengths[longest]}{about_pictures}; {len(too_long)} of {len(examples)} are too long. "
+            f"Use data.max_prompt_length={lengths[longest]}{smaller}, or data.long_prompts=skip"
         )
     return too_long

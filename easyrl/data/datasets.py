@@ -26,7 +26,7 @@ from easyrl.config.algorithm import TEACHER_PROMPT_KEY
 from easyrl.config.hints import did_you_mean, similar_file
 from easyrl.config.spec import DataSpec
 from easyrl.data.hub import HubUnreachable, reach_hub
-from easyrl.data.picture_columns import PictureSource, find_column
+from easyrl.data.picture_columns import PictureSource, find_column, shows_pictures
 from easyrl.data.presets import PRESETS, TRAINED, named_preset, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
 from easyrl.data.tables import Table
@@ -71,7 +71,13 @@ def open_prompts(spec: DataSpec, *, is_trained: bool = True) -> PromptStream:
         dataset = _open(name, spec, number, is_trained=is_trained or is_mixture)
         opened[name] = _with_teacher(dataset, spec, number)
     stream = PromptStream(opened, data.weights or [1.0] * len(names))
-    stream.examples()  # raises ConfigError for a row without a prompt
+    examples = stream.examples()  # raises ConfigError for a row without a prompt
+    stream.has_pictures = any(map(shows_pictures, examples.values()))
+    if stream.has_pictures and spec.teacher_prompt is not None:
+        raise ConfigError(
+            f"{TEACHER_PROMPT_KEY}: expected null for prompts with pictures, which a prompt of the "
+            f"teacher's own cannot show, got {spec.teacher_prompt!r}"
+        )
     return stream
 
 

@@ -43,7 +43,7 @@ class PictureSource:
         """`folder`: that of the data file, to which paths are relative."""
         self.column = column
         self._folder = folder
-        self._shown = f"{KEY}: none" if column is None else f"column '{column}'"
+        self._shown = "content part" if column is None else f"column '{column}'"
 
     def place(self, messages: Messages, row: Any) -> Placed:
         """Give every picture of a row its place in the chat. Raises ValueError where the numbers of
@@ -138,6 +138,11 @@ def place(
     if not values:
         return Placed(messages, [])
     return Placed(_put_in_front(messages, len(values)), list(values))
+
+
+def shows_pictures(content: str | Messages) -> bool:
+    """Return whether a prompt has parts that stand for pictures."""
+    return not isinstance(content, str) and _count_parts(content) > 0
 
 
 def _count_parts(messages: Messages) -> int:

@@ -32,6 +32,8 @@ WEB_ADDRESS = re.compile(r"^(?!data:)[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 DATA_ADDRESS = re.compile(r"^data:image/[\w.+-]+;base64,(.*)$", re.IGNORECASE | re.DOTALL)
 FILE_NAME = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|p[bgp]m)$", re.IGNORECASE)
 NUM_SHOWN = 80  # characters of a value in an error
+THUMBNAIL_SIDE = 160  # pixels of the longer side
+THUMBNAIL_QUALITY = 80  # of 100, as JPEG
 WHITE = (255, 255, 255, 255)
 DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 """Pillow's modes of grey images with 16 bits, which its own conversion would cut off at 255."""
@@ -191,6 +193,32 @@ def _opened(picture: Picture) -> Iterator[Any]:
 
 def _too_large(got: str) -> str:
     return f"expected at most {MAX_PIXELS:,} pixels, got {got}; scale the picture down"
+
+
+def data_address(picture: Picture) -> str:
+    """Return the file as a `data:` address, as HTTP interfaces of models take it."""
+    with _opened(picture) as image:
+        file_type = image.get_format_mimetype() or "image/png"
+    return f"data:{file_type};base64,{base64.b64encode(picture.data).decode()}"
+
+
+def thumbnail(picture: Picture) -> bytes:
+    """Return the picture as a small JPEG file, to be shown to people. Raises PictureError."""
+    image = open_picture(picture)
+    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=THUMBNAIL_QUALITY)
+    return file.getvalue()
+
+
+def with_images(value: Any) -> Any:
+    """Return a column's value with RGB images of PIL in the places of pictures, as functions of
+    users get it."""
+    if isinstance(value, Picture):
+        return open_picture(value)
+    if isinstance(value, list) and any(isinstance(each, Picture) for each in value):
+        return [with_images(each) for each in value]
+    return value
 
 
 def require_pillow() -> None:

@@ -412,7 +412,7 @@ class DataSet:
     def _with_digests(self, row: Row) -> Row:
         """Return a row with digests of its pictures, wherever their files are."""
         column = self.form.pictures.column
-        if column not in row:
+        if column is None or column not in row:
             return row
         return {**row, column: self.form.pictures.as_pictures(row[column])}
 
@@ -433,6 +433,7 @@ class PromptStream:
         self._data = list(data.values())
         self._counts = _shares(weights)
         self._turns = _spread(self._counts)
+        self.has_pictures = False  # whether prompts show some: set by `datasets.open_prompts`
         self._columns: dict[str, None] = {}  # of all data sets: a set that keeps the order
         for each in self._data:
             blank = dict.fromkeys(each.columns)
@@ -510,7 +511,7 @@ class PromptStream:
     def picture_sizes(self) -> dict[str, list[PictureSize]]:
         """Return the sizes of the pictures of the prompts to check, by location. Raises ConfigError
         for a picture that cannot be opened."""
-        found = {}
+        found: dict[str, list[PictureSize]] = {}
         for each in self._data:
             found.update(each.picture_sizes())
         return found

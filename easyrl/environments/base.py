@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from easyrl.environments.host import Key
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call
 from easyrl.types import Completion, Messages, Prompt
 
@@ -46,7 +47,7 @@ class Episodes(ABC):
     """The groups of a rollout worker that are being generated and scored."""
 
     @abstractmethod
-    def bind(self, engine: "Engine", tokenizer: Any, num_rows: int) -> None:
+    def bind(self, engine: "Engine", renderer: PromptRenderer, num_rows: int) -> None:
         """Use this engine, which keeps `num_rows` sequences, once the user's code is loaded.
         Called once, before anything else: both are loaded at the same time. Raises ConfigError."""
 

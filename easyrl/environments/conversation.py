@@ -11,7 +11,7 @@ template whose suffixes depend on earlier turns is refused. What it would change
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -126,6 +126,11 @@ class Conversations:
             if each.thinking.begin in template:
                 return each.thinking
         return USUAL_THINKING
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """Variables of the chat template, with the descriptions of the tools."""
+        return self._variables
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""

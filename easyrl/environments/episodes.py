@@ -29,9 +29,10 @@ from easyrl.environments.host import Acted, Key
 from easyrl.environments.host_pool import FAILURES, HostLost
 from easyrl.environments.pool import EnvironmentPool, name_of, row_of
 from easyrl.environments.tool_calls.calls import UNKNOWN, Calls, ToolCall
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.worker import Call
-from easyrl.types import Completion, Messages, Prompt
+from easyrl.types import Completion, Messages, Prompt, PromptMedia
 
 EndReason = Literal["answer", "done", "max_turns", "length", "time", "error"]
 
@@ -62,6 +63,7 @@ class _Group:
     resets: list[Future[Any]]  # [] once the group is being generated
     started: float
     prompt_ids: list[int] = field(default_factory=list)  # of the first episode
+    media: PromptMedia | None = None  # its pictures; None before it begins
     waiting: dict[int, _Waiting] = field(default_factory=dict)  # by episode
     error: Exception | None = None  # its environments cannot be used any more
 
@@ -98,8 +100,10 @@ class EnvironmentEpisodes(Episodes):
         self._failed: list[FinishedGroup] = []  # at their start
         self._num_open = 0  # groups that are being generated
 
-    def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
+    def bind(self, engine: Engine, renderer: PromptRenderer, num_rows: int) -> None:
         self._engine = engine
+        self._renderer = renderer
+        tokenizer = renderer.tokenizer
         loaded = self.pool.loaded()
         self._interfaces = loaded.interfaces
         self._reward_functions = loaded.reward_functions
@@ -166,17 +170,22 @@ class EnvironmentEpisodes(Episodes):
             prompts = self._prompts_of(group, observations)
             num_common = common_length(prompts)
             self._check_lengths(prompts, num_common)
+            for ids in prompts:
+                self._check_no_picture(ids[num_common:], "an observation")
         except (*FAILURES, ValueError) as error:
             self._break(group, error)
             self._failed.append(self._failed_group(key, len(resets)))
             return
         common = prompts[0][:num_common]
         own = [ids[num_common:] for ids in prompts]  # tokens that not all prompts begin with
+        media = group.media if group.prompt.pictures else None
         for episode, tokens in zip(group.episodes, own, strict=True):
             episode.num_read = len(tokens)
         group.prompt_ids = prompts[0]
         first_tokens = own if any(own) else None
-        request = GroupRequest(key, common, len(prompts), has_turns=True, first_tokens=first_tokens)
+        request = GroupRequest(
+            key, common, len(prompts), has_turns=True, first_tokens=first_tokens, media=media
+        )
         self._engine.submit(request)
 
     def _prompts_of(self, group: _Group, observations: list[str | None]) -> list[list[int]]:
@@ -186,8 +195,11 @@ class EnvironmentEpisodes(Episodes):
         for episode, observation in zip(group.episodes, observations, strict=True):
             messages = with_observation(group.prompt.content, observation)
             episode.prompt = messages
-            ids = conversations.prompt_ids(messages)
-            prompts.append(ids)
+            rendered = self._renderer.render(
+                messages, group.prompt.pictures, conversations.variables
+            )
+            group.media = rendered.media  # the same for all episodes
+            prompts.append(rendered.token_ids)
         return prompts
 
     def _failed_group(self, key: Key, num_generations: int) -> FinishedGroup:
@@ -288,11 +300,25 @@ class EnvironmentEpisodes(Episodes):
         """Insert messages behind a turn, and let the model go on."""
         conversations = self._conversations[group.environment]
         suffix = conversations.suffix(messages, int(turn.token_ids[-1]))
+        try:
+            self._check_no_picture(suffix, "an environment's answer")
+        except ValueError as error:
+            self._break(group, error)
+            self._end(turn, episode, "error")
+            return
         if len(suffix) >= turn.num_left:
             self._end(turn, episode, "length")
         else:
             episode.num_read += len(suffix)
             self._engine.resume(turn, suffix)
+
+    def _check_no_picture(self, token_ids: Sequence[int], source: str) -> None:
+        """Raise ValueError for a token at which the model expects a picture."""
+        if not self._renderer.placeholder_ids.isdisjoint(token_ids):
+            raise ValueError(
+                f"expected {source} without the text that stands for a picture, which the model "
+                "would look for; environments cannot return pictures"
+            )
 
     def _end(self, turn: Turn, episode: _Episode, reason: EndReason) -> None:
         episode.ended_by = reason
@@ -373,8 +399,15 @@ def with_observation(content: str | Messages, observation: str | None) -> Messag
         messages.append({"role": "user", "content": observation})
     else:
         last = messages.pop()
-        messages.append({**last, "content": f"{last['content']}{observation}"})
+        messages.append({**last, "content": _extended(last["content"], observation)})
     return messages
+
+
+def _extended(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+    """Return a message's content with a text behind it."""
+    if isinstance(content, str):
+        return f"{content}{text}"
+    return [*content, {"type": "text", "text": text}]
 
 
 def common_length(sequences: Sequence[Sequence[int]]) -> int:

@@ -31,6 +31,7 @@ import numpy as np
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import EpisodeSpec
+from easyrl.data.pictures import with_images
 from easyrl.environments.loading import Environment, Interfaces, load_environments
 from easyrl.environments.tool_calls.calls import BadCall, Calls, ToolCall
 from easyrl.processes import maybe_sleep, set_name
@@ -164,7 +165,8 @@ class EnvironmentHost(Host):
             episode.random_states = RandomStates.of_seed(seed)
         if "seed" in inspect.signature(instance.reset).parameters:
             row = {"seed": seed, **row}
-        arguments = accepted_arguments(instance.reset, row)
+        shown = {name: with_images(value) for name, value in row.items()}
+        arguments = accepted_arguments(instance.reset, shown)
         observation = self._call(episode, instance.reset, **arguments)
         if not isinstance(observation, str | None):
             raise TypeError(f"reset: expected a string or None, got {observation!r:.80}")

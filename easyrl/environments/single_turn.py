@@ -5,10 +5,11 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from easyrl.data.chat import render_prompt, text_decoder
+from easyrl.data.chat import text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest
 from easyrl.environments.base import Episodes, GroupRecord, GroupTexts
 from easyrl.environments.host import Key
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.worker import Call
 from easyrl.types import Completion, Prompt
 
@@ -18,15 +19,17 @@ class SingleTurns(Episodes):
         self._chat_template_kwargs = chat_template_kwargs
         self._prompts: dict[Key, Prompt] = {}
 
-    def bind(self, engine: Engine, tokenizer: Any, num_rows: int) -> None:
+    def bind(self, engine: Engine, renderer: PromptRenderer, num_rows: int) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
-        self._decode: Callable[[list[int]], str] = text_decoder(tokenizer)
+        self._renderer = renderer
+        self._decode: Callable[[list[int]], str] = text_decoder(renderer.tokenizer)
 
     def submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         self._prompts[key] = prompt
-        ids = render_prompt(prompt.content, self._tokenizer, self._chat_template_kwargs)
-        self._engine.submit(GroupRequest(key, ids, num_generations))
+        variables = self._chat_template_kwargs
+        rendered = self._renderer.render(prompt.content, prompt.pictures, variables)
+        media = rendered.media if prompt.pictures else None
+        self._engine.submit(GroupRequest(key, rendered.token_ids, num_generations, media=media))
 
     def take(self, finished: list[FinishedGroup]) -> list[FinishedGroup]:
         return finished

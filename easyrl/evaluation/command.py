@@ -89,6 +89,8 @@ def check_evaluation(config: Config, base: str | None = None) -> Plan:
     with_base = replace(spec, model=replace(spec.model, path=source.base, lora=NO_LORA))
     model = measure_model(with_base.model)
     stream = open_prompts(spec.data, is_trained=False)
+    spec = spec.with_pictures(stream.has_pictures)
+    with_base = with_base.with_pictures(stream.has_pictures)
     problems = problems_of(stream, config.data)
     checks = Checks(Stage.EVALUATION)
     checks.add(

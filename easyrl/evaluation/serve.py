@@ -18,6 +18,7 @@ from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.export import find_model
 from easyrl.model.files import tokenizer_of
 from easyrl.model.loading import load_policy
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.observe.text import say
 from easyrl.runtime.placement import device_name, place_evaluation
 from easyrl.runtime.resolve import episodes_of, resolve
@@ -70,7 +71,7 @@ def serve(config: Config, port: int) -> None:
     engine = EmbeddedEngine(policy, sampling, num_rows=NUM_ROWS, tokenizer=tokenizer)
     no_agents: Any = SimpleNamespace(report=say, connections=(), poll=int, loaded=int)
     requests = _Requests(episodes, no_agents, endpoint, max_open_groups=0)
-    requests.bind(engine, tokenizer, NUM_ROWS)
+    requests.bind(engine, PromptRenderer(spec.model, tokenizer), NUM_ROWS)
     say(f"serving {spec.model.path}: OPENAI_BASE_URL={endpoint.url} OPENAI_API_KEY=any")
     while True:
         if engine.can_step:

@@ -30,9 +30,10 @@ import numpy as np
 
 from easyrl.config import ConfigError, JudgeConfig
 from easyrl.config.spec import RewardSpec
+from easyrl.data.pictures import data_address
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.data.values import is_missing
-from easyrl.types import Messages, Prompt, text_of
+from easyrl.types import Messages, Picture, Prompt, shown_content, text_of
 from easyrl.user_code import sources
 
 COUNTS = (
@@ -168,8 +169,38 @@ class JudgeError(RuntimeError):
         self.max_retries = 0 if is_lasting else MAX_RETRIES.get(count, MAX_RETRIES_OF_OTHERS)
 
 
+Question = tuple[str | Picture, ...]
+"""A question to the judge: its text, and the pictures that the template names, in their places."""
+
+
+def _joined(parts: Sequence[str | Picture]) -> Question:
+    """Return a question in which no two texts follow each other."""
+    joined: list[str | Picture] = []
+    for part in parts:
+        if joined and isinstance(part, str) and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return tuple(joined)
+
+
+def _as_content(question: Question) -> str | list[dict[str, Any]]:
+    """Return a question as the content of a message: a text, or parts where it has pictures."""
+    if all(isinstance(part, str) for part in question):
+        return "".join(str(part) for part in question)
+    content: list[dict[str, Any]] = []
+    for part in question:
+        if isinstance(part, Picture):
+            content.append({"type": "image_url", "image_url": {"url": data_address(part)}})
+        elif part:
+            content.append({"type": "text", "text": part})
+    return content
+
+
 class Judge:
     """A reward function. Its connections and files are opened at the first call."""
+
+    takes_picture_files = True  # as in the rows: it sends them on
 
     def __init__(self, settings: JudgeConfig) -> None:
         """Raises ConfigError where the key or the template is missing."""
@@ -231,11 +262,13 @@ class Judge:
 
     def questions(
         self, prompt: str | Messages, texts: Sequence[str], row: Mapping[str, Any]
-    ) -> list[str]:
+    ) -> list[Question]:
         """Write the questions about a group: one per completion, or one for all in the mode
         `listwise`. Raises ConfigError for a placeholder without a column."""
         if not isinstance(prompt, str):
-            lines = [f"{message['role']}: {message['content']}" for message in prompt]
+            lines = []
+            for message in prompt:
+                lines.append(f"{message['role']}: {shown_content(message['content'])}")
             prompt = "\n".join(lines)
         values = {**row, "prompt": prompt}
         if self._settings.mode == "listwise":
@@ -248,22 +281,29 @@ class Judge:
             questions.append(self._fill_template(values))
         return questions
 
-    def _fill_template(self, values: Mapping[str, Any]) -> str:
+    def _fill_template(self, values: Mapping[str, Any]) -> Question:
         """Replace the placeholders in one pass, so that braces in values and those of JSON stay."""
-
-        def text_of_placeholder(match: re.Match[str]) -> str:
-            name = match[1]
-            if name not in values:
+        question: list[str | Picture] = []
+        for number, text in enumerate(re.split(r"\{([^\W\d]\w*)\}", self._template)):
+            is_placeholder = number % 2 == 1
+            if not is_placeholder:
+                question.append(text)
+                continue
+            if text not in values:
                 known = ", ".join(f"{{{each}}}" for each in values)
                 raise ConfigError(
-                    f"reward.judge.template: expected columns of the data ({known}), got {{{name}}}"
+                    f"reward.judge.template: expected columns of the data ({known}), got {{{text}}}"
                 )
-            return "" if is_missing(values[name]) else str(values[name])
-
-        return re.sub(r"\{([^\W\d]\w*)\}", text_of_placeholder, self._template)
+            value = values[text]
+            pictures = value if isinstance(value, list) else [value]
+            if pictures and all(isinstance(each, Picture) for each in pictures):
+                question += pictures
+            elif not is_missing(value):
+                question.append(str(value))
+        return _joined(question)
 
     async def _ask(
-        self, question: str, num_scores: int, sample: int, counts: dict[str, float]
+        self, question: Question, num_scores: int, sample: int, counts: dict[str, float]
     ) -> list[float]:
         """Return the scores of the answer, from the cache or after retries. `sample`: the number of
         the answer to this question."""
@@ -298,12 +338,12 @@ class Judge:
             _write_cached(file, answer)
         return scores
 
-    def _body(self, question: str) -> str:
-        messages = [{"role": "user", "content": question}]
+    def _body(self, question: Question) -> str:
+        messages = [{"role": "user", "content": _as_content(question)}]
         body = {"model": self._settings.model, "messages": messages}
         return json.dumps(self._settings.options | body)
 
-    async def try_once(self, question: str) -> None:
+    async def try_once(self, question: Question) -> None:
         """Ask the question without a slot, since another run may hold all of them, and close the
         connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +356,7 @@ class Judge:
         finally:
             await self._client.aclose()
 
-    async def request(self, question: str, counts: dict[str, float]) -> Answer:
+    async def request(self, question: Question, counts: dict[str, float]) -> Answer:
         """Send the question once. Raises JudgeError where no answer comes."""
         import httpx2
 

@@ -27,13 +27,13 @@ from typing import Any, ClassVar, NamedTuple
 from easyrl import user_code
 from easyrl.config import ConfigError
 from easyrl.config.spec import RewardSpec
-from easyrl.data.pictures import open_picture
+from easyrl.data.pictures import with_images
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import allow_long_integers, die_with_parent, maybe_sleep, set_name
 from easyrl.rewards import loading
 from easyrl.rewards.builtin import BUILT_IN
 from easyrl.rewards.functions import RewardFunction
-from easyrl.types import Messages, Picture, Prompt
+from easyrl.types import Messages, Prompt
 from easyrl.user_code import user_traceback
 
 MAX_SCORE = 1e30
@@ -51,6 +51,8 @@ NEEDS_TEXT = (
 WRONG_FORM = (TypeError, AttributeError, LookupError)
 """Exceptions of a function that expects chat messages and gets text, or the reverse."""
 PROCESS_NAME = "easyrl-reward"
+TAKES_FILES = "takes_picture_files"
+"""Attribute of a built-in function that gets pictures as files, and not as images."""
 
 
 class TrainerState(NamedTuple):
@@ -325,12 +327,14 @@ def _log_nothing(name: str, value: Any) -> None:
 
 def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.run) -> list[Any]:
     """Return each function's result or exception. Each gets its own copy of the arguments."""
-    data = arguments_of(call)
+    with_files = arguments_of(call)
+    as_images = arguments_of(with_pictures_open(call))
     functions = [_loaded()[index] for index in call.functions]
     returned: list[Any] = []
     for function in functions:
         BoundedOutput.begin_call()
         try:
+            data = with_files if getattr(function, TAKES_FILES, False) else as_images
             arguments = copy.deepcopy(loading.accepted_arguments(function, data))
             arguments |= loading.accepted_arguments(function, services)
             returned.append(function(**arguments))
@@ -339,12 +343,18 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
     return list(run_async(_await_all(returned)))
 
 
+def with_pictures_open(call: Call) -> Call:
+    """Return a call in whose columns pictures are RGB images of PIL."""
+    columns = {name: with_images(value) for name, value in call.columns.items()}
+    return call._replace(columns=columns)
+
+
 def arguments_of(call: Call) -> dict[str, Any]:
     """Return the arguments for functions by name. Lists have an entry per completion."""
     num_completions = len(call.completions)
     data: dict[str, Any] = {}
     for name, value in call.columns.items():
-        data[name] = [_with_images(value)] * num_completions
+        data[name] = [value] * num_completions
     completions: list[Any] = list(call.completions)
     if not isinstance(call.prompt, str):
         for index, text in enumerate(completions):
@@ -355,15 +365,6 @@ def arguments_of(call: Call) -> dict[str, Any]:
     data["completion_ids"] = call.completion_ids
     data["trainer_state"] = call.trainer_state
     return data
-
-
-def _with_images(value: Any) -> Any:
-    """Return a column's value with RGB images of PIL in the places of pictures."""
-    if isinstance(value, Picture):
-        return open_picture(value)
-    if isinstance(value, list) and any(isinstance(each, Picture) for each in value):
-        return [_with_images(each) for each in value]
-    return value
 
 
 async def _await_all(returned: Iterable[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from easyrl.data.hub import HubUnreachable, describe_model
 from easyrl.data.streams import TEACHER_SUFFIX, PromptStream
 from easyrl.model.export import ModelSource
 from easyrl.model.files import ModelSize, fingerprint
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime.checks import Checks, Stage
 from easyrl.runtime.checks.devices import find_disk, never_run, written_by_run
@@ -29,9 +30,10 @@ from easyrl.runtime.checks.functions import find_interfaces, identify_code
 from easyrl.runtime.checks.prompts import (
     describe_data,
     describe_first_prompt,
+    describe_pictures,
     describe_rate,
     find_too_long,
-    load_prompt_tokenizer,
+    load_renderer,
     short_problems,
 )
 from easyrl.runtime.memory_estimate import estimate_memory, find_shortages, memory_table
@@ -62,7 +64,8 @@ class Preflight:
 
 def with_config(checked: Preflight, config: Config) -> Preflight:
     """Return the run with another config."""
-    return replace(checked, config=config, spec=resolve(config))
+    spec = resolve(config).with_pictures(checked.prompts.has_pictures)
+    return replace(checked, config=config, spec=spec)
 
 
 def check_run(
@@ -83,6 +86,7 @@ def check_run(
         written=written_by_run(spec.schedule, model, source, is_resumed=is_resumed),
     )
     prompts = datasets.open_prompts(spec.data)
+    spec = spec.with_pictures(prompts.has_pictures)
     example = prompts.prompt(0)
     interfaces, warnings = find_interfaces(spec.episodes, example)
     checks.warnings += warnings
@@ -93,8 +97,9 @@ def check_run(
 
     tokenizer_path = "" if source is None else source.tokenizer
     examples = prompts.examples()
-    tokenizer = load_prompt_tokenizer(spec, examples, tokenizer_path)
-    too_long = find_too_long(spec, examples, interfaces, tokenizer)
+    renderer = load_renderer(spec, examples, tokenizer_path)
+    sizes = prompts.picture_sizes() if prompts.has_pictures else {}
+    too_long = find_too_long(spec, examples, interfaces, renderer, sizes)
     skipped = {location.removesuffix(TEACHER_SUFFIX) for location in too_long}
     prompts = prompts.without(skipped)
     held_out = _find_held_out(config, spec, prompts)
@@ -105,11 +110,12 @@ def check_run(
     about_prompts = [
         describe_data(spec, prompts, len(problems)),
         describe_rate(spec.optimizer),
-        *describe_first_prompt(spec, prompts.prompt(0), interfaces, tokenizer),
+        *describe_pictures(renderer, sizes),
+        *describe_first_prompt(spec, prompts.prompt(0), interfaces, renderer),
     ]
 
     config = use_memory(config, placement, model.size)
-    spec = resolve(config)
+    spec = resolve(config).with_pictures(prompts.has_pictures)
     parts = estimate_memory(spec, placement, model.size)
     try:
         checks.add(parts=parts)
@@ -156,10 +162,17 @@ def _find_held_out(config: Config, spec: RunSpec, prompts: PromptStream) -> Held
     other = resolve(with_eval_data(config))
     try:
         stream = datasets.open_prompts(other.data, is_trained=False)
+        other = other.with_pictures(stream.has_pictures)
         problems = datasets.problems_of(stream, other.data.options)
     except ConfigError as error:
         text = str(error).replace("data.dataset (--dataset)", "eval.dataset")
         raise type(error)(text) from None
+    if other.model.has_pictures and not prompts.has_pictures:
+        raise ConfigError(
+            "eval.dataset: expected problems without pictures, as the prompts of data.dataset are "
+            "(the model is trained without its part for them), got some in "
+            f"'{other.data.options.shown}'"
+        )
     first = next(iter(problems.values()))
     warnings = try_rewards(spec.rewards, first)
     return HeldOut(problems, other, warnings, is_checked=False)
@@ -288,6 +301,7 @@ class _Planner:
         spec = self._spec
         try:
             prompts = datasets.open_prompts(spec.data)
+            spec = self._spec = spec.with_pictures(prompts.has_pictures)
             example = prompts.prompt(0)
             held_out = _find_held_out(self._config, spec, prompts)
         except HubUnreachable as error:
@@ -302,25 +316,25 @@ class _Planner:
         self.checks.warnings += held_out.warnings
         self.about_prompts = [describe_rate(spec.optimizer)]
         try:
-            tokenizer = self._load_tokenizer(example)
+            renderer = self._load_renderer(example)
         except ConfigError as error:
             self.about_prompts.append(f"first prompt: not shown: {error}")
             return
-        self.checks.add(tokenizer=tokenizer)
+        self.checks.add(renderer=renderer)
         self.about_prompts = [
             describe_data(spec, prompts, len(held_out.problems)),
             describe_rate(spec.optimizer),
-            *describe_first_prompt(spec, example, interfaces, tokenizer),
+            *describe_first_prompt(spec, example, interfaces, renderer),
         ]
 
-    def _load_tokenizer(self, example: Prompt) -> Any:
-        """Load the tokenizer for the first prompt. Raises ConfigError: the model need not be here,
-        and transformers makes an empty tokenizer for a folder without one."""
+    def _load_renderer(self, example: Prompt) -> PromptRenderer | None:
+        """Load what renders the first prompt. Raises ConfigError: the model need not be here, and
+        transformers makes an empty tokenizer for a folder without one."""
         first = {"": example.content}
-        tokenizer = load_prompt_tokenizer(self._spec, first, self._tokenizer_path)
-        if tokenizer is not None and len(tokenizer) < 2:
+        renderer = load_renderer(self._spec, first, self._tokenizer_path)
+        if renderer is not None and len(renderer.tokenizer) < 2:
             raise ConfigError("the model's folder has no tokenizer")
-        return tokenizer
+        return renderer
 
     def propose_changes(self) -> Mapping[str, Any] | None:
         """Return settings with which the run fits; empty if it does, or if none can be proposed."""

@@ -35,8 +35,8 @@ from easyrl.environments.episodes import EnvironmentEpisodes
 from easyrl.environments.pool import EnvironmentPool
 from easyrl.environments.single_turn import SingleTurns
 from easyrl.layout.row import group_tree
-from easyrl.model.files import tokenizer_of
 from easyrl.model.loading import load_policy
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
 from easyrl.rewards.worker import Call, Scored, TrainerState
@@ -51,6 +51,7 @@ from easyrl.types import (
     Prompt,
     RolloutGroup,
     no_tokens,
+    shown_content,
 )
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
@@ -119,11 +120,12 @@ class RolloutWorker:
         pin(settings.cores)  # after these processes have started: they may run on any core
         control.send(events.Starting("loading the model"))
         try:
-            self.tokenizer = tokenizer_of(self.spec.model)
+            self.renderer = PromptRenderer.of(self.spec.model)
+            self.tokenizer = self.renderer.tokenizer
             self.engine = self._make_engine()
             self.engine.report = report
             self.engine.use_cores = self.cores.use_available
-            self.episodes.bind(self.engine, self.tokenizer, self._num_rows)
+            self.episodes.bind(self.engine, self.renderer, self._num_rows)
         except BaseException:
             self._close_pools()
             raise
@@ -484,7 +486,7 @@ class RolloutWorker:
     ) -> list[events.Sample]:
         """Return the completions of a group as samples.jsonl keeps them, with all tokens of prompt
         and completion as texts. Where it keeps none: the first completion, without these."""
-        decode = self.tokenizer.decode
+        decode = self.renderer.decode
         shown = group.completions if is_kept else group.completions[:1]
         prompt = decode(group.prompt_ids) if is_kept else ""
         scores: dict[str, Sequence[float | None]] = {}
@@ -565,4 +567,7 @@ def _entry(columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
 def _as_text(content: str | Messages) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(f"{message['role']}: {message['content']}" for message in content)
+    lines = []
+    for message in content:
+        lines.append(f"{message['role']}: {shown_content(message['content'])}")
+    return "\n".join(lines)

@@ -47,7 +47,7 @@ FACTS = {
     "prompts": "PromptStream",
     "example": "first prompt, which functions are tried on; None: functions are only loaded",
     "interfaces": "Interfaces of the environments",
-    "tokenizer": "tokenizer of the prompts; None: every character is a token",
+    "renderer": "PromptRenderer of the prompts; None: every character is a token",
     "trained_datasets": "data sets of the run whose model is evaluated; empty: none is known",
     "saved_identity": "digests of model, data and functions that the resumed run was started with",
     "identity": "the same digests now",
@@ -90,7 +90,7 @@ CHECKS = (
     Check(functions.check_reward_functions, ("spec", "example"), EVERYWHERE),
     Check(functions.check_sources, ("spec", "prompts"), TRAINING),
     # A start and an evaluation look at every prompt, and may skip some (`prompts.find_too_long`).
-    Check(prompts.check_first_prompt, ("spec", "example", "interfaces", "tokenizer"), PLAN),
+    Check(prompts.check_first_prompt, ("spec", "example", "interfaces", "renderer"), PLAN),
     Check(prompts.warn_of_trained_rows, ("spec", "prompts", "trained_datasets"), EVALUATION),
 )
 """In the order in which they are made if all is known at once."""

@@ -4,18 +4,23 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from easyrl.config import ConfigError
 from easyrl.config.spec import OptimizerSpec, RunSpec
-from easyrl.data.chat import check_prompts, render_prompt
+from easyrl.data.chat import ShownPictures, check_prompts
 from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.pictures import PictureError, PictureSize, size_of
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.loading import Interfaces
 from easyrl.formatting import counted, printable, shorten
-from easyrl.model.files import load_eos_token_ids, model_config_of, tokenizer_of
+from easyrl.model.files import load_eos_token_ids, model_config_of
+from easyrl.model.processor import MAX_SIZES, Processor
+from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.types import Messages, Prompt
 
 Examples = Mapping[str, str | Messages]  # prompts by their locations, as "rows.jsonl:3"
+Sizes = Mapping[str, Sequence[PictureSize]]  # of the pictures of prompts, by location
 
 SHOWN_CHARACTERS = 1000  # of the first prompt
 
@@ -25,8 +30,9 @@ def short_problems(
 ) -> list[Prompt]:
     """Return the problems without those that are too long (`data.long_prompts=skip`)."""
     examples = {location: problem.content for location, problem in problems.items()}
-    tokenizer = load_prompt_tokenizer(spec, examples, tokenizer_path)
-    skipped = find_too_long(spec, examples, interfaces, tokenizer)
+    renderer = load_renderer(spec, examples, tokenizer_path)
+    sizes = sizes_of(problems) if spec.model.has_pictures else {}
+    skipped = find_too_long(spec, examples, interfaces, renderer, sizes)
     kept = []
     for location, problem in problems.items():
         if location not in skipped:
@@ -34,16 +40,32 @@ def short_problems(
     return kept
 
 
-def load_prompt_tokenizer(spec: RunSpec, examples: Examples, path: str = "") -> Any:
-    """Load the tokenizer of `path` (by default the model's). None: every character is a token, as
-    in the demo, which needs no transformers here."""
+def sizes_of(problems: Mapping[str, Prompt]) -> Sizes:
+    """Open the pictures of problems. Raises ConfigError for one that is no picture."""
+    sizes: dict[str, list[PictureSize]] = {}
+    for location, problem in problems.items():
+        try:
+            sizes[location] = [size_of(picture) for picture in problem.pictures]
+        except PictureError as error:
+            raise ConfigError(f"{location}: {error}") from None
+    return sizes
+
+
+def load_renderer(spec: RunSpec, examples: Examples, path: str = "") -> PromptRenderer | None:
+    """Load the tokenizer of `path` (by default the model's), and the processor for pictures. None:
+    every character is a token, as in the demo, which needs no transformers here."""
     path = path or spec.model.path
     data = spec.data.options
     is_demo = path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     has_template = data.chat_template or data.chat_template_kwargs
     if is_demo and not has_template and _are_short_texts(examples, data.max_prompt_length):
         return None
-    return tokenizer_of(spec.model, path)
+    if spec.model.has_pictures and spec.rewards.acts == "agent":
+        raise ConfigError(
+            "rollout.agent: expected data without pictures, because requests of agents cannot show "
+            "any, got a data set with pictures; data.image_column= (empty) leaves them out"
+        )
+    return PromptRenderer.of(spec.model, path)
 
 
 def _are_short_texts(examples: Examples, most: int) -> bool:
@@ -54,15 +76,50 @@ def _are_short_texts(examples: Examples, most: int) -> bool:
 
 
 def find_too_long(
-    spec: RunSpec, examples: Examples, interfaces: Interfaces, tokenizer: Any
+    spec: RunSpec,
+    examples: Examples,
+    interfaces: Interfaces,
+    renderer: PromptRenderer | None,
+    sizes: Sizes,
 ) -> Collection[str]:
     """Check prompts as tokens of the model, the model's class on the way, and conversations with
-    environments. Return the locations of the prompts to skip. Raises ConfigError."""
-    if tokenizer is None or spec.rewards.acts == "agent":  # it makes its own prompts
+    environments. Return the locations of the prompts to skip. `sizes`: those of their pictures, by
+    location. Raises ConfigError."""
+    if renderer is None or spec.rewards.acts == "agent":  # it makes its own prompts
         return ()
-    skipped = check_prompts(examples, tokenizer, spec.data.options, longest_tools(interfaces))
+    tokenizer = renderer.tokenizer
+    tools = longest_tools(interfaces)
+    shown = _measured(renderer, examples, sizes)
+    skipped = check_prompts(examples, tokenizer, spec.data.options, tools, shown)
     _check_conversations(spec, interfaces, tokenizer)
     return skipped
+
+
+def _measured(renderer: PromptRenderer, examples: Examples, sizes: Sizes) -> ShownPictures | None:
+    """Return the tokens that the pictures of prompts take. None: the run has no pictures."""
+    if renderer.processor is None:
+        return None
+    by_size = tokens_by_size(renderer.processor, sizes)
+    num_tokens = {}
+    for location in examples:
+        own = sizes.get(location, ())
+        if all(size in by_size for size in own):
+            num_tokens[location] = sum(by_size[size] for size in own)
+
+    def length(location: str, content: str | Messages, variables: Mapping[str, Any]) -> int:
+        return renderer.length(content, sizes.get(location, ()), variables)
+
+    return ShownPictures(num_tokens, length)
+
+
+def tokens_by_size(processor: Processor, sizes: Sizes) -> dict[PictureSize, int]:
+    """Return the tokens of pictures by their sizes; of MAX_SIZES sizes, those with the most
+    pixels."""
+    different = set[PictureSize]()
+    for of_prompt in sizes.values():
+        different.update(of_prompt)
+    ordered = sorted(different, key=lambda size: (size.height * size.width, size), reverse=True)
+    return {size: processor.num_tokens(size) for size in ordered[:MAX_SIZES]}
 
 
 def _check_conversations(spec: RunSpec, interfaces: Interfaces, tokenizer: Any) -> None:
@@ -75,18 +132,20 @@ def _check_conversations(spec: RunSpec, interfaces: Interfaces, tokenizer: Any) 
 
 
 def check_first_prompt(
-    spec: RunSpec, example: Prompt, interfaces: Interfaces, tokenizer: Any
+    spec: RunSpec, example: Prompt, interfaces: Interfaces, renderer: PromptRenderer | None
 ) -> None:
     """Raise ConfigError if the first prompt, or a conversation, cannot be made, or if the prompt is
     too long and may not be skipped."""
-    if tokenizer is None or spec.rewards.acts == "agent":
+    if renderer is None or spec.rewards.acts == "agent":
         return
     data = spec.data.options
     if data.long_prompts != "stop":  # others may be short enough, which a start finds out
         data = data.model_copy(update={"max_prompt_length": sys.maxsize})
-    first = {"first prompt (a start checks all)": example.content}
-    check_prompts(first, tokenizer, data, longest_tools(interfaces))
-    _check_conversations(spec, interfaces, tokenizer)
+    location = "first prompt (a start checks all)"
+    first = {location: example.content}
+    shown = _measured(renderer, first, sizes_of({location: example}))
+    check_prompts(first, renderer.tokenizer, data, longest_tools(interfaces), shown)
+    _check_conversations(spec, interfaces, renderer.tokenizer)
 
 
 def warn_of_trained_rows(
@@ -131,8 +190,28 @@ def describe_rate(optimizer: OptimizerSpec) -> str:
     return f"learning rate: {optimizer.learning_rate:g} ({schedule})"
 
 
+def describe_pictures(renderer: PromptRenderer | None, sizes: Sizes) -> list[str]:
+    """Say how many tokens the pictures of the prompts take; empty for a run without pictures."""
+    if renderer is None or renderer.processor is None:
+        return []
+    by_size = tokens_by_size(renderer.processor, sizes)
+    counts = [len(of_prompt) for of_prompt in sizes.values()]
+    tokens = by_size.values()
+    each = _range_of(tokens, "token")
+    return [f"pictures: {_range_of(counts, 'picture')} in a prompt, {each} for each"]
+
+
+def _range_of(counts: Collection[int], noun: str) -> str:
+    """Return `1 to 3 pictures`, or `1 picture` if all counts are equal."""
+    least = min(counts, default=0)
+    most = max(counts, default=0)
+    if least == most:
+        return counted(most, noun)
+    return f"{least} to {counted(most, noun)}"
+
+
 def describe_first_prompt(
-    spec: RunSpec, example: Prompt, interfaces: Interfaces, tokenizer: Any
+    spec: RunSpec, example: Prompt, interfaces: Interfaces, renderer: PromptRenderer | None
 ) -> list[str]:
     """Show the first prompt as the model sees it, with special tokens and tools; with a warning for
     tools that the template does not show. Empty for an agent, which writes its own prompts."""
@@ -140,15 +219,15 @@ def describe_first_prompt(
         return []
     content = example.content
     tools = longest_tools(interfaces)
-    if tokenizer is None:
+    if renderer is None:
         text = str(content)
         num_tokens = len(text)
     else:
         variables = dict(spec.data.options.chat_template_kwargs)
         if tools:
             variables["tools"] = tools
-        ids = render_prompt(content, tokenizer, variables)
-        text = tokenizer.decode(ids)
+        ids = renderer.render(content, example.pictures, variables).token_ids
+        text = renderer.decode(ids)
         num_tokens = len(ids)
     shown = printable(shorten(text, SHOWN_CHARACTERS), keep="\n")
     lines = [f"first prompt, {counted(num_tokens, 'token')}:"]
@@ -161,7 +240,7 @@ def describe_first_prompt(
     is_text = isinstance(content, str)
     if not isinstance(content, str) and content[-1]["role"] == "assistant":
         lines.append("note: prompts end with an assistant's message, which the model continues")
-    has_template = tokenizer is not None and tokenizer.chat_template
+    has_template = renderer is not None and renderer.tokenizer.chat_template
     if has_template and is_text and spec.data.options.chat is None:
         lines.append("warning: prompts are plain text; data.chat=true makes chats for this model")
     return lines
