@@ -232,6 +232,7 @@ class GroupScored(WorkerEvent):
     prompt: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # `Prompt.references`
     samples: Sequence[Sample] = ()  # all completions, for samples.jsonl
+    pictures: Sequence[bytes] = ()  # of the prompt, beside `samples`: small JPEG files
     shown: Sample | None = None  # one of them, for the live view
     checksum: int = 0  # of token ids and log-probabilities
     num_inserted_tokens: int = 0  # in all completions
@@ -249,6 +250,7 @@ class PromptEvaluated(WorkerEvent):
     prompt_index: int
     samples: Sequence[Sample]  # of a skipped one the rewards are NaN
     prompt: str | None = None
+    pictures: Sequence[bytes] = ()  # of the prompt: small JPEG files
     errors: Sequence[str] = ()
     logged: Mapping[str, float] = field(default_factory=dict)  # by reward functions
     checksum: int = 0  # of token ids and log-probabilities

@@ -14,14 +14,26 @@ from PIL import Image
 from reward_pools import call as score
 from transformers import AutoProcessor
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl import events
+from easyrl.config import Config, ConfigError, load_config, to_commented_yaml
 from easyrl.data import pictures
 from easyrl.data.datasets import open_prompts, problem_ids
-from easyrl.data.pictures import PictureError, open_picture, read_picture, size_of
+from easyrl.data.pictures import (
+    THUMBNAIL_SIDE,
+    PictureError,
+    open_picture,
+    read_picture,
+    size_of,
+    thumbnail,
+)
 from easyrl.environments.episodes import with_observation
 from easyrl.environments.single_turn import SingleTurns
 from easyrl.model.processor import load_processor
 from easyrl.model.prompt_renderer import PromptRenderer
+from easyrl.observe.history import read_histories
+from easyrl.observe.report import to_page
+from easyrl.observe.samples import picture_files, show_samples
+from easyrl.observe.trackers import Trackers
 from easyrl.rewards.worker import Call, arguments_of, with_pictures_open
 from easyrl.runtime.checks.prompts import (
     describe_first_prompt,
@@ -30,8 +42,10 @@ from easyrl.runtime.checks.prompts import (
     load_renderer,
 )
 from easyrl.runtime.resolve import resolve
+from easyrl.runtime.run_folder import RunFolder
 from easyrl.types import GroupKey, Picture, Prompt
 from judges import judge_server
+from run_events import METRICS
 from vision_processors import BACKEND_FREE, FAMILIES, NEEDS_TORCHVISION, processor_folder
 
 HAS_TORCHVISION = find_spec("torchvision") is not None
@@ -555,3 +569,75 @@ def test_an_environment_sees_the_picture_and_may_not_write_a_placeholder(tmp_pat
     shown = with_observation(content, " It is 70 wide.")
     assert shown[0]["content"] == parts(None, "How wide?", " It is 70 wide.")
     assert content[0]["content"] == parts(None, "How wide?")
+
+
+def shown_group(files, iteration=1):
+    """A group whose prompt shows pictures, as its worker reports it."""
+    sample = events.Sample("5<b>", 1.0, 0.0, {}, {"score": 1.0}, length=2)
+    return events.GroupScored(
+        iteration,
+        *(0, 0, [1.0], [], [2], 0, 0.0),
+        prompt="user: <image> how many?",
+        samples=[sample],
+        pictures=[thumbnail(file) for file in files],
+    )
+
+
+def test_thumbnails_are_small_and_what_they_show_is_turned_and_opaque(files):
+    wide = thumbnail(saved(drawn(1000, 500)))
+    assert Image.open(io.BytesIO(wide)).size == (THUMBNAIL_SIDE, THUMBNAIL_SIDE // 2)
+    assert len(wide) < 20_000
+    see_through = Image.open(io.BytesIO(thumbnail(saved(Image.new("LA", (4, 4), (0, 0))))))
+    assert see_through.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_samples_and_report_show_the_pictures(tmp_path, files, capsys):
+    folder = RunFolder(tmp_path / "run", to_commented_yaml(Config()))
+    for iteration in (1, 2):
+        report = shown_group(files, iteration)
+        folder.observe(events.FromWorker("rollout-0", 0.0, report))
+    folder.observe(events.IterationFinished(1.0, METRICS | {"iteration": 1}))
+    folder.close()
+    kept = sorted((folder.path / "pictures").iterdir())
+    assert sorted(file.read_bytes() for file in kept) == sorted(map(thumbnail, files))
+
+    show_samples(folder.path, None, None, None, 1)
+    printed = "".join(capsys.readouterr().out.split())
+    assert "2pictures:" in printed
+    for file in kept:
+        assert str(file) in printed
+
+    page = to_page(read_histories([folder.path]))
+    for file in kept:
+        address = base64.b64encode(file.read_bytes()).decode()
+        assert f'<img src="data:image/jpeg;base64,{address}"' in page
+    assert "5&lt;b&gt;" in page
+
+
+def test_files_outside_of_the_folder_are_not_shown(tmp_path):
+    names = ["../secret.jpg", "/etc/passwd", "pictures/../a.jpg", "pictures/0a.jpg"]
+    shown = picture_files(tmp_path, {"pictures": names})
+    assert shown == [tmp_path / "pictures" / "0a.jpg"]
+
+
+def test_trackers_get_the_pictures_of_an_iteration(tmp_path, files):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = load_config(None, {}, ["output.log_to=[tensorboard]"])
+    started = events.RunStarted(0.0, tmp_path, resolve(config), {}, {}, "")
+    tracker = Trackers()
+    for event in (
+        started,
+        events.FromWorker("rollout-0", 0.0, shown_group(files)),
+        events.IterationFinished(0.0, {"iteration": 1, "reward": 0.5}),
+        events.IterationFinished(0.0, {"iteration": 2, "reward": 0.5}),
+        events.RunEnded(0, ""),
+    ):
+        assert tracker(event) is None
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    for number, file in enumerate(files):
+        (image,) = found.Images(f"pictures/{number}")
+        assert image.step == 1
+        assert image.encoded_image_string == thumbnail(file)
+    assert [event.step for event in found.Scalars("reward")] == [1, 2]

@@ -54,7 +54,7 @@ from easyrl.runtime.metrics import no_program_warning
 from easyrl.runtime.placement import Placement, describe, place_evaluation
 from easyrl.runtime.resolve import resolve, with_eval_data, with_long_problems
 from easyrl.runtime.resume import with_absolute_paths
-from easyrl.runtime.run_folder import finite, folder_of, sample_values
+from easyrl.runtime.run_folder import finite, folder_of, keep_pictures, picture_names, sample_values
 from easyrl.types import Prompt
 
 NO_LORA = LoraConfig()  # an adapter is merged into the evaluated model
@@ -274,6 +274,7 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> _Work:
         with closing(answers_of_workers(plan, model, prompts, folder, view)) as answered:
             for seconds, answer in answered:
                 problem = remaining[answer.prompt_index]
+                keep_pictures(folder.path, answer.pictures)
                 folder.append(problem, _lines(plan, problem, answer))
                 num_tokens += sum(sample.length for sample in answer.samples)
                 if len(first_samples) < num_first:
@@ -327,6 +328,8 @@ def _lines(plan: Plan, problem: str, answer: events.PromptEvaluated) -> Lines:
             "prompt": answer.prompt,
             **sample_values(sample),
         }
+        if answer.pictures:
+            line["pictures"] = picture_names(answer.pictures)
         columns = {**references, **sample.columns}
         lines.append(finite(events.with_columns(line, columns)))
     return lines

@@ -1,5 +1,6 @@
 """The page of `easyrl report`: one HTML file with tables, figures and samples of runs."""
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from easyrl import __version__
 from easyrl.config import KEYS, Config, by_name
 from easyrl.observe import plots
 from easyrl.observe.history import History, worst_to_best
-from easyrl.observe.samples import Line, branches_of, columns_of
+from easyrl.observe.samples import Line, branches_of, columns_of, picture_files
 from easyrl.observe.text import safe, shown
 
 SIZE = 4.2, 2.4  # of a figure, in inches
@@ -20,6 +21,7 @@ NUM_SAMPLES = 10  # of each run
 MAX_TEXT = 3000  # characters of a prompt, a completion or a message
 MAX_VALUE = 200  # characters of another column
 MAX_MESSAGES = 30
+MAX_PICTURES = 8  # of a sample
 
 
 def to_page(runs: Sequence[History]) -> str:
@@ -37,7 +39,8 @@ def to_page(runs: Sequence[History]) -> str:
         title = f"Timeline of {run.name}"
         timelines.append(plots.to_svg(timeline, title, f"t{number}"))
         messages.append(list(run.messages.items())[-MAX_MESSAGES:])
-        samples.append([_sample(each) for each in worst_to_best(run, NUM_SAMPLES)])
+        chosen = worst_to_best(run, NUM_SAMPLES)
+        samples.append([_sample(run.folder, each) for each in chosen])
     return template.render(
         version=__version__,
         branches_of=branches_of,
@@ -112,9 +115,10 @@ class ShownSample(NamedTuple):
     reward: str  # and how many samples are equal, as in `0.5 ×3`
     columns: str
     line: Line
+    pictures: list[str]  # of its prompt, small, as `data:` addresses
 
 
-def _sample(sample: tuple[Line, int]) -> ShownSample:
+def _sample(folder: Path, sample: tuple[Line, int]) -> ShownSample:
     line, count = sample
     reward = shown(line["reward"], ".3g")
     if count > 1:
@@ -122,4 +126,9 @@ def _sample(sample: tuple[Line, int]) -> ShownSample:
     others = dict(line)
     del others["reward"]
     others.pop("prompt_index", None)
-    return ShownSample(reward, " · ".join(columns_of(others, MAX_VALUE)), line)
+    pictures = []
+    for file in picture_files(folder, line)[:MAX_PICTURES]:
+        if file.is_file():
+            content = base64.b64encode(file.read_bytes()).decode()
+            pictures.append(f"data:image/jpeg;base64,{content}")
+    return ShownSample(reward, " · ".join(columns_of(others, MAX_VALUE)), line, pictures)

@@ -10,20 +10,22 @@ from typing import Any
 
 from rich.text import Text
 
-from easyrl.formatting import ConfigError, printable, shorten
+from easyrl.formatting import ConfigError, counted, printable, shorten
 from easyrl.observe.run_files import GrowingFile
 from easyrl.observe.text import safe, say_rich
-from easyrl.runtime.run_folder import from_1
+from easyrl.runtime.run_folder import PICTURES, from_1
 
 SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]  # of samples.jsonl
+PICTURE_NAME = re.compile(rf"{PICTURES}/[0-9a-f]+\.jpg")
 ONLY_IF_SET = ("truncated", "inserted_tokens")
 """Columns that are not shown if they are false or 0."""
 LEFT_OUT = {
     "prompt",
     "completion",
+    "pictures",
     "entry",
     "problem",
     "rewards",
@@ -76,6 +78,9 @@ def show_samples(
         prompt, completion = line["raw"] if is_raw else (line["prompt"], line["completion"])
         if _prompt_of(line) != before:
             _print_text(prompt, style="dim")
+            about = about_pictures(folder, line)
+            if about:
+                _print_text(about, style="dim")
         _print_text(completion)
         for text in branches_of(line):
             _print_text(text, style="dim")
@@ -99,6 +104,24 @@ def _parse_iterations(text: str) -> range:
         if 1 <= oldest <= newest:
             return range(oldest, newest + 1)
     raise ConfigError(f"--iteration: expected a number from 1, or as 3-5, got '{text}'")
+
+
+def picture_files(folder: Path, line: Line) -> list[Path]:
+    """Return the files of the small pictures that belong to a sample's prompt."""
+    files = []
+    for name in line.get("pictures", ()):
+        if PICTURE_NAME.fullmatch(str(name)):  # anything may stand in a file that was copied here
+            files.append(folder / name)
+    return files
+
+
+def about_pictures(folder: Path, line: Line) -> str:
+    """Return a line with the pictures of a sample's prompt; empty without any."""
+    files = picture_files(folder, line)
+    if not files:
+        return ""
+    shown = ", ".join(map(str, files))
+    return f"{counted(len(files), 'picture')}: {shown}"
 
 
 def branches_of(line: Line) -> list[str]:

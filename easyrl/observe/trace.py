@@ -54,6 +54,7 @@ LARGE = {
     "rewards_by_function",
     "columns",
     "samples",
+    "pictures",
     "raw",
 }
 """Fields that are null in the file: they are large, or in other files."""

@@ -7,19 +7,24 @@ stops the run. To add a tracker, write a function that starts it and returns how
 and name it in TRACKERS and in `OutputConfig.log_to` (config/runtime.py).
 """
 
+import io
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from easyrl import events
 from easyrl.events import Event, Note
+from easyrl.formatting import shorten
 
 PROJECT = "easyrl"
 END_SECONDS = 10.0  # longest wait for trackers to send the rest when the run ends
+PICTURES = "pictures"  # name of the pictures of an iteration's prompts
+MAX_PICTURES = 8  # of an iteration
+MAX_CAPTION = 200  # characters of a completion
 Values = dict[str, float]
 
 
@@ -28,6 +33,20 @@ class Tracker(NamedTuple):
 
     log: Callable[..., Any]  # log(values, step=iteration)
     finish: Callable[[int], Any]  # finish(exit_code)
+    log_pictures: Callable[..., Any]  # log_pictures(pictures, step=iteration)
+
+
+class ShownPicture(NamedTuple):
+    """A picture of a prompt, with what the model has written about it."""
+
+    data: bytes  # a small JPEG file
+    caption: str
+
+    def open(self) -> Any:
+        """Return the image of PIL."""
+        from PIL import Image
+
+        return Image.open(io.BytesIO(self.data))
 
 
 class End(NamedTuple):
@@ -41,6 +60,7 @@ class Step(NamedTuple):
 
     values: Values
     iteration: int
+    pictures: Sequence[ShownPicture] = ()
 
 
 def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
@@ -58,6 +78,16 @@ def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
         writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         writer.flush()
 
+    def log_pictures(pictures: Sequence[ShownPicture], step: int) -> None:
+        summary = Summary()
+        for number, picture in enumerate(pictures):
+            width, height = picture.open().size
+            image = Summary.Image(
+                height=height, width=width, colorspace=3, encoded_image_string=picture.data
+            )
+            summary.value.add(tag=f"{PICTURES}/{number}", image=image)
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
     if run.num_iterations:  # TensorBoard drops what earlier files have from this step on
         writer.add_event(
             Event(
@@ -66,7 +96,7 @@ def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
                 session_log=SessionLog(status=SessionLog.START),
             )
         )
-    return Tracker(log, lambda exit_code: writer.close())
+    return Tracker(log, lambda exit_code: writer.close(), log_pictures)
 
 
 def wandb(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
@@ -84,7 +114,12 @@ def wandb(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
         settings=wandb.Settings(console="off", silent=True),
     )
     id_file.write_text(tracked.id)
-    return Tracker(tracked.log, lambda exit_code: tracked.finish(exit_code=exit_code))
+
+    def log_pictures(pictures: Sequence[ShownPicture], step: int) -> None:
+        images = [wandb.Image(picture.open(), caption=picture.caption) for picture in pictures]
+        tracked.log({PICTURES: images}, step=step)
+
+    return Tracker(tracked.log, lambda exit_code: tracked.finish(exit_code=exit_code), log_pictures)
 
 
 def trackio(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
@@ -95,7 +130,15 @@ def trackio(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
     tracked = trackio.init(
         project=PROJECT, name=run.folder.name, config=dict(config), embed=False, resume=resume
     )
-    return Tracker(tracked.log, lambda exit_code: tracked.finish())
+
+    def log_pictures(pictures: Sequence[ShownPicture], step: int) -> None:
+        images = {}
+        for number, picture in enumerate(pictures):
+            image = trackio.Image(picture.open(), caption=picture.caption)
+            images[f"{PICTURES}/{number}"] = image
+        tracked.log(images, step=step)
+
+    return Tracker(tracked.log, lambda exit_code: tracked.finish(), log_pictures)
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
@@ -110,6 +153,7 @@ class Trackers:
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, daemon=True)
         self._num_iterations = 0  # finished so far
+        self._pictures: list[ShownPicture] = []  # of the iteration under way
 
     def __call__(self, event: Event) -> Note | None:
         match event:
@@ -121,6 +165,8 @@ class Trackers:
                     except (Exception, SystemExit) as failure:
                         self._disable(name, repr(failure))
                 self._thread.start()
+            case events.FromWorker(_, _, events.GroupScored() as group) if self._trackers:
+                self._show(group)
             case events.Evaluated(accuracy=accuracy, standard_error=error):
                 # Others are part of their iteration's metrics, and steps must not decrease.
                 if event.num_iterations == self._num_iterations:
@@ -146,15 +192,24 @@ class Trackers:
         reasons = "; ".join(failures)
         return Note(f"warning: tracker disabled ({reasons}); metrics.jsonl has all metrics")
 
+    def _show(self, group: events.GroupScored) -> None:
+        """Keep the pictures of a group for its iteration, a few of them."""
+        for data in group.pictures:
+            if len(self._pictures) < MAX_PICTURES and group.samples:
+                sample = group.samples[0]
+                caption = f"reward {sample.reward:.3g}: {shorten(sample.completion, MAX_CAPTION)}"
+                self._pictures.append(ShownPicture(data, caption))
+
     def _log(self, iteration: int, values: Mapping[str, Any]) -> None:
-        """Queue the finite numbers among the values."""
+        """Queue the finite numbers among the values, and the pictures of the iteration."""
         numbers = {}
         for name, value in values.items():
             is_number = isinstance(value, (int, float))
             if is_number and math.isfinite(value):
                 numbers[name] = float(value)
         if numbers:
-            self._queue.put(Step(numbers, iteration))
+            self._queue.put(Step(numbers, iteration, self._pictures))
+            self._pictures = []
 
     def _send(self) -> None:
         """Send what is queued to all trackers, until the end: the thread's target."""
@@ -165,6 +220,8 @@ class Trackers:
                     if isinstance(queued, End):
                         tracker.finish(queued.exit_code)
                     else:
+                        if queued.pictures:
+                            tracker.log_pictures(queued.pictures, step=queued.iteration)
                         tracker.log(queued.values, step=queued.iteration)
                 except (Exception, SystemExit) as error:
                     self._disable(name, repr(error))

@@ -4,6 +4,7 @@ config.yaml          the resolved config                       (at the start)
 metrics.jsonl        one line per iteration, which counts from 1
 samples.jsonl        completions as text
 reward_errors.jsonl  reward calls that failed                  (only if there are any)
+pictures/            small pictures of the samples' prompts    (only if there are any)
 logs/                of the controller and of each worker
 summary.json         the result                                (at the end)
 """
@@ -11,6 +12,7 @@ summary.json         the result                                (at the end)
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -32,6 +34,8 @@ FULL_DISK_SECONDS = 2.0
 UNFINISHED_CONFIG = unfinished_name(Path("config.yaml")).name
 UNFINISHED_SUMMARY = unfinished_name(Path("summary.json")).name
 PRIVATE = 0o700  # mode of new run folders: prompts, completions and tracebacks concern nobody else
+PICTURES = "pictures"  # folder of small pictures
+ID_DIGITS = 16  # of a picture's file name
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
 
@@ -114,6 +118,7 @@ class RunFolder:
             case events.FromWorker(_, _, events.GroupScored(iteration, _, prompt) as group):
                 self._append_errors(iteration, prompt, group.errors)
                 if not group.is_rejected:
+                    self._keep_pictures(group.pictures)
                     for sample in group.samples:
                         self._append("samples.jsonl", sample_line(group, sample))
             case events.FromWorker(_, _, events.PromptEvaluated(_, prompt) as evaluated):
@@ -133,6 +138,15 @@ class RunFolder:
         for error in messages:
             line = {"iteration": iteration, "prompt_index": prompt, "error": error}
             self._append("reward_errors.jsonl", line)
+
+    def _keep_pictures(self, pictures: Sequence[bytes]) -> None:
+        try:
+            keep_pictures(self.path, pictures)
+        except OSError as error:
+            raise RunFolderLost(
+                f"the run folder '{self.path}' cannot be written any more: {error.strerror} "
+                f"({PICTURES}); make its disk writable or free space on it"
+            ) from error
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         if self._first == 0 and line["iteration"] is not None:
@@ -181,6 +195,21 @@ def write_whole(file: IO[bytes], content: bytes) -> None:
             time.sleep(0.05)
 
 
+def picture_names(pictures: Sequence[bytes]) -> list[str]:
+    """Return the files of small pictures, relative to their folder: a picture has one file, however
+    often it is shown."""
+    return [f"{PICTURES}/{hashlib.sha256(data).hexdigest()[:ID_DIGITS]}.jpg" for data in pictures]
+
+
+def keep_pictures(folder: Path, pictures: Sequence[bytes]) -> None:
+    """Write small pictures to a folder. Raises OSError."""
+    for name, data in zip(picture_names(pictures), pictures, strict=True):
+        file = folder / name
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+
+
 def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, Any]:
     line = {
         "iteration": group.iteration,
@@ -189,6 +218,8 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
         **sample_values(sample),
         "advantage": sample.advantage,
     }
+    if group.pictures:
+        line["pictures"] = picture_names(group.pictures)
     return events.with_columns(line, {**group.columns, **sample.columns})
 
 

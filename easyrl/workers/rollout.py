@@ -26,6 +26,7 @@ from easyrl.config import ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.config.spec import EngineSpec, RolloutSpec, TokenLimits
 from easyrl.data.chat import render_prompt
+from easyrl.data.pictures import thumbnail
 from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
@@ -387,6 +388,7 @@ class RolloutWorker:
             group.prompt.index,
             self._samples(group, scored, judged.rewards, no_advantages, is_kept=True),
             group.text,
+            pictures=_thumbnails(group.prompt),
             errors=scored.errors,
             logged=scored.metrics,
             checksum=checksum(group.completions),
@@ -430,6 +432,7 @@ class RolloutWorker:
             prompt=own.text,
             columns=own.prompt.references() if is_sample else {},
             samples=samples if is_sample else (),
+            pictures=_thumbnails(own.prompt) if is_sample else (),
             shown=samples[0],
             checksum=checksum(own.completions),
             num_inserted_tokens=sum(each.num_inserted for each in own.completions),
@@ -557,6 +560,11 @@ def checksum(completions: Sequence[Completion]) -> int:
     for array in arrays:
         value = zlib.crc32(array.tobytes(), value)
     return value
+
+
+def _thumbnails(prompt: Prompt) -> list[bytes]:
+    """Return the pictures of a prompt as small files, to be shown."""
+    return [thumbnail(picture) for picture in prompt.pictures]
 
 
 def _entry(columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
