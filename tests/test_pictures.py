@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from contextlib import closing
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -12,9 +13,12 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from reward_pools import call as score
+from reward_pools import rewards_of
 from transformers import AutoProcessor
 
 from easyrl import events
+from easyrl.agents.protocols.base import read_conversation
+from easyrl.api.inputs import Inputs
 from easyrl.config import Config, ConfigError, load_config, to_commented_yaml
 from easyrl.data import pictures
 from easyrl.data.datasets import open_prompts, problem_ids
@@ -26,7 +30,9 @@ from easyrl.data.pictures import (
     size_of,
     thumbnail,
 )
-from easyrl.environments.episodes import with_observation
+from easyrl.engines.base import Turn
+from easyrl.environments.episodes import EnvironmentEpisodes, with_observation
+from easyrl.environments.pool import EnvironmentPool
 from easyrl.environments.single_turn import SingleTurns
 from easyrl.model.processor import load_processor
 from easyrl.model.prompt_renderer import PromptRenderer
@@ -34,7 +40,7 @@ from easyrl.observe.history import read_histories
 from easyrl.observe.report import to_page
 from easyrl.observe.samples import picture_files, show_samples
 from easyrl.observe.trackers import Trackers
-from easyrl.rewards.worker import Call, arguments_of, with_pictures_open
+from easyrl.rewards.functions import RewardError
 from easyrl.runtime.checks.prompts import (
     describe_first_prompt,
     describe_pictures,
@@ -369,10 +375,16 @@ def test_rewards_get_the_column_as_pictures(tmp_path, files):
     assert [stream.prompt(index).columns["image"] for index in range(2)] == [files[0], None]
     assert stream.prompt(1).content == [{"role": "user", "content": "b"}]
     assert stream.prompt(1).pictures == ()
-    call = Call("a", ["x", "y"], [[1], [2]], {"image": files[0], "images": [files[1]]})
-    arguments = arguments_of(with_pictures_open(call))
-    assert [image.size for image in arguments["image"]] == [SIZES[0]] * 2
-    assert [image.size for (image,) in arguments["images"]] == [SIZES[1]] * 2
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "def wide(completions, image, images, prompts, **_):\n"
+        "    assert prompts[0][0]['content'][0] == {'type': 'image'}\n"
+        "    return [one.width + two.width for one, (two,) in zip(image, images)]\n"
+    )
+    rewards = rewards_of(f"{function}:wide")
+    columns = {"image": files[0], "images": [files[1]]}
+    scored = score(rewards, Prompt(0, CHAT, columns), ["x", "y"])
+    assert (scored.errors, scored.scores) == ([], [[200.0, 200.0]])
 
 
 def test_pictures_of_tables_stay_files(tmp_path, files):
@@ -641,3 +653,112 @@ def test_trackers_get_the_pictures_of_an_iteration(tmp_path, files):
         assert image.step == 1
         assert image.encoded_image_string == thumbnail(file)
     assert [event.step for event in found.Scalars("reward")] == [1, 2]
+
+
+# -- other ways in ---------------------------------------------------------------------------------
+
+
+def test_a_python_call_takes_images_bytes_and_tables(tmp_path, files):
+    image = open_picture(files[0])
+    features = Features({"prompt": Value("string"), "images": List(ImageFeature())})
+    table = Dataset.from_dict(
+        {"prompt": ["a"], "images": [[{"bytes": files[0].data, "path": None}]]}, features=features
+    )
+    given = (
+        [{"prompt": "a", "images": [image]}],
+        [{"prompt": "a", "image": {"bytes": files[0].data, "path": None}}],
+        table,
+    )
+    for rows in given:
+        settings = {"data.dataset": rows}
+        inputs = Inputs(settings)
+        config = Config(data={"dataset": settings["data.dataset"]})
+        with inputs.stored(config, tmp_path / "run") as stored:
+            prompt = open_prompts(resolve(stored).data).prompt(0)
+        (picture,) = prompt.pictures
+        assert np.array_equal(open_picture(picture), image)
+        assert prompt.content == [{"role": "user", "content": parts(None, "a")}]
+    assert picture == files[0]  # a table's files are not written again
+
+
+def test_requests_of_agents_show_no_pictures():
+    address = "data:image/png;base64,AAAA"
+    content = [{"type": "image_url", "image_url": {"url": address}}]
+    with pytest.raises(ValueError, match=r"message 0.*pictures are for rows"):
+        read_conversation([{"role": "user", "content": content}])
+
+
+def test_an_agent_gets_no_data_with_pictures(tmp_path, files):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png"})
+    config = Config(data={"dataset": str(path)}, rollout={"agent": "mine.py:solve"})
+    with pytest.raises(ConfigError, match=r"rollout\.agent.*data\.image_column="):
+        load_renderer(resolve(config).with_pictures(True), {})
+
+
+def test_a_teacher_has_no_prompt_of_its_own_beside_pictures(tmp_path, files):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png", "hint": "b"})
+    algorithm = {"teacher": "policy", "teacher_prompt": "hint"}
+    config = Config(data={"dataset": str(path)}, algorithm=algorithm)
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher_prompt"):
+        open_prompts(resolve(config).data)
+
+
+class TurnByTurn:
+    """An engine that takes groups, and suspends the turns that a test gives it."""
+
+    end_tokens = (1,)
+    can_step = False
+
+    def __init__(self):
+        self.requests = []
+        self.turns = []
+
+    def submit(self, request):
+        self.requests.append(request)
+
+    def take_turns(self):
+        taken = self.turns
+        self.turns = []
+        return taken
+
+
+GALLERY = """
+class Gallery:
+    def reset(self, image):
+        return f"{image.width} or {image.height}?"
+
+    def step(self, text):
+        return "<|image_pad|>", False
+"""
+
+
+def test_environments_show_the_picture_and_may_not_return_a_placeholder(tmp_path, files):
+    model = processor_folder(tmp_path / "model", "qwen2_5_vl")
+    game = tmp_path / "game.py"
+    game.write_text(GALLERY)
+    config = Config(
+        model={"path": str(model)},
+        rollout={"environment": f"{game}:Gallery", "num_generations": 2},
+        reward={"functions": ["exact_match"]},
+    )
+    spec = resolve(config).with_pictures(True)
+    renderer = PromptRenderer.of(spec.model)
+    engine = TurnByTurn()
+    pool = EnvironmentPool(spec.episodes, {})
+    with closing(EnvironmentEpisodes(spec.episodes, pool, max_open_groups=1)) as episodes:
+        episodes.bind(engine, renderer, 2)
+        key = GroupKey(0, 0, 0)
+        content = [{"role": "user", "content": parts(None)}]
+        prompt = Prompt(0, content, {"image": files[0]}, pictures=(files[0],))
+        episodes.submit(key, prompt, 2)
+        while not engine.requests:
+            episodes.advance()
+        (request,) = engine.requests
+        assert request.media.pictures == (files[0],)
+        assert request.media.arrays["image_grid_thw"].tolist() == [[1, 4, 4]]
+        assert "[x4]<|vision_end|>70 or 50?" in renderer.decode(request.prompt_ids)
+
+        engine.turns = [Turn(key, 0, np.array([5, 1], dtype=np.int32), 100)]
+        with pytest.raises(RewardError, match="cannot return pictures"):
+            for _ in range(10**6):
+                episodes.advance()

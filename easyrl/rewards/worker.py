@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -326,16 +327,20 @@ def _log_nothing(name: str, value: Any) -> None:
 
 
 def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.run) -> list[Any]:
-    """Return each function's result or exception. Each gets its own copy of the arguments."""
-    with_files = arguments_of(call)
-    as_images = arguments_of(with_pictures_open(call))
+    """Return each function's result or exception. Each gets its own copy of the arguments, with
+    images of PIL in the places of pictures."""
+    data = _arguments_of(call)
+    open_column = lru_cache(maxsize=None)(lambda name: with_images(call.columns[name]))
     functions = [_loaded()[index] for index in call.functions]
     returned: list[Any] = []
     for function in functions:
         BoundedOutput.begin_call()
         try:
-            data = with_files if getattr(function, TAKES_FILES, False) else as_images
-            arguments = copy.deepcopy(loading.accepted_arguments(function, data))
+            accepted = loading.accepted_arguments(function, data)
+            if not getattr(function, TAKES_FILES, False):
+                for name in accepted.keys() & call.columns.keys():
+                    accepted[name] = [open_column(name)] * len(call.completions)
+            arguments = copy.deepcopy(accepted)
             arguments |= loading.accepted_arguments(function, services)
             returned.append(function(**arguments))
         except BaseException as error:
@@ -343,13 +348,7 @@ def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.
     return list(run_async(_await_all(returned)))
 
 
-def with_pictures_open(call: Call) -> Call:
-    """Return a call in whose columns pictures are RGB images of PIL."""
-    columns = {name: with_images(value) for name, value in call.columns.items()}
-    return call._replace(columns=columns)
-
-
-def arguments_of(call: Call) -> dict[str, Any]:
+def _arguments_of(call: Call) -> dict[str, Any]:
     """Return the arguments for functions by name. Lists have an entry per completion."""
     num_completions = len(call.completions)
     data: dict[str, Any] = {}
