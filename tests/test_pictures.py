@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from contextlib import closing
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -41,7 +42,9 @@ from easyrl.observe.report import to_page
 from easyrl.observe.samples import picture_files, show_samples
 from easyrl.observe.trackers import Trackers
 from easyrl.rewards.functions import RewardError
+from easyrl.runtime.checks.engine import measure_model
 from easyrl.runtime.checks.prompts import (
+    check_pictures,
     describe_first_prompt,
     describe_pictures,
     find_too_long,
@@ -52,6 +55,7 @@ from easyrl.runtime.run_folder import RunFolder
 from easyrl.types import GroupKey, Picture, Prompt
 from judges import judge_server
 from run_events import METRICS
+from runs import easyrl
 from vision_processors import BACKEND_FREE, FAMILIES, NEEDS_TORCHVISION, processor_folder
 
 HAS_TORCHVISION = find_spec("torchvision") is not None
@@ -523,9 +527,16 @@ def test_a_prompt_that_is_too_long_for_its_picture_is_named_with_the_setting(tmp
 
 
 def test_a_text_model_with_pictures_names_models_that_understand_them(tmp_path, files):
-    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png"})
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png", "answer": "1"})
+    expected = r"model\.path.*'tiny'.*Qwen.*data\.image_column="
+    flags = ["--dataset", path, "--reward", "exact_match", "--output", tmp_path / "run"]
+    for options in (["--dry-run"], []):
+        done = easyrl("grpo", *flags, *options)
+        assert done.exit_code == 2
+        assert re.search(expected, done.output)
+    assert not (tmp_path / "run").exists()
     spec = resolve(Config(data={"dataset": str(path)})).with_pictures(True)
-    with pytest.raises(ConfigError, match=r"model\.path.*'tiny'.*Qwen.*data\.image_column="):
+    with pytest.raises(ConfigError, match=expected):
         load_renderer(spec, {})
 
 
@@ -691,8 +702,11 @@ def test_requests_of_agents_show_no_pictures():
 def test_an_agent_gets_no_data_with_pictures(tmp_path, files):
     path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "image": "0.png"})
     config = Config(data={"dataset": str(path)}, rollout={"agent": "mine.py:solve"})
+    spec = resolve(config)
+    model = measure_model(spec.model)
+    model.files.config["vision_config"] = {"patch_size": 14}
     with pytest.raises(ConfigError, match=r"rollout\.agent.*data\.image_column="):
-        load_renderer(resolve(config).with_pictures(True), {})
+        check_pictures(spec, open_prompts(spec.data), model)
 
 
 def test_a_teacher_has_no_prompt_of_its_own_beside_pictures(tmp_path, files):

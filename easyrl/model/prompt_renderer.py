@@ -117,9 +117,14 @@ def _load(model: ModelSpec, path: str) -> Processor:
         trust_remote_code=model.trust_remote_code,
     )
     if processor is None:
-        raise ConfigError(
-            f"{KEY}: expected a model that understands pictures, because prompts of the data have "
-            f"some, got the text model '{model.path}'; use one of {FAMILIES}, or train on the "
-            f"texts alone with {COLUMN_KEY}= (empty)"
-        )
+        raise sees_nothing(model.path)
     return processor
+
+
+def sees_nothing(path: str) -> ConfigError:
+    """Return the error of a run with pictures whose model is for text alone."""
+    return ConfigError(
+        f"{KEY}: expected a model that understands pictures, because prompts of the data have "
+        f"some, got the text model '{path}'; use one of {FAMILIES}, or train on the texts alone "
+        f"with {COLUMN_KEY}= (empty)"
+    )

@@ -88,6 +88,7 @@ CHECKS = (
     Check(functions.warn_of_biased_sampling, ("spec",), TRAINING),
     # data, and functions that are tried on it
     Check(functions.check_reward_functions, ("spec", "example"), EVERYWHERE),
+    Check(prompts.check_pictures, ("spec", "prompts", "model"), EVERYWHERE),
     Check(functions.check_sources, ("spec", "prompts"), TRAINING),
     # A start and an evaluation look at every prompt, and may skip some (`prompts.find_too_long`).
     Check(prompts.check_first_prompt, ("spec", "example", "interfaces", "renderer"), PLAN),

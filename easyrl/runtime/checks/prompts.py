@@ -16,7 +16,8 @@ from easyrl.environments.loading import Interfaces
 from easyrl.formatting import counted, printable, shorten
 from easyrl.model.files import load_eos_token_ids, model_config_of
 from easyrl.model.processor import MAX_SIZES, Processor
-from easyrl.model.prompt_renderer import PromptRenderer
+from easyrl.model.prompt_renderer import PromptRenderer, sees_nothing
+from easyrl.runtime.checks.engine import MeasuredModel
 from easyrl.types import Messages, Prompt
 
 Examples = Mapping[str, str | Messages]  # prompts by their locations, as "rows.jsonl:3"
@@ -40,6 +41,19 @@ def short_problems(
     return kept
 
 
+def check_pictures(spec: RunSpec, prompts: PromptStream, model: MeasuredModel) -> None:
+    """Raise ConfigError if prompts have pictures which the model, or an agent, cannot be shown."""
+    if not prompts.has_pictures:
+        return
+    if not model.files.config.get("vision_config"):
+        raise sees_nothing(spec.model.path)
+    if spec.rewards.acts == "agent":
+        raise ConfigError(
+            "rollout.agent: expected data without pictures, because requests of agents cannot show "
+            "any, got a data set with pictures; data.image_column= (empty) leaves them out"
+        )
+
+
 def sizes_of(problems: Mapping[str, Prompt]) -> Sizes:
     """Open the pictures of problems. Raises ConfigError for one that is no picture."""
     sizes: dict[str, list[PictureSize]] = {}
@@ -60,11 +74,6 @@ def load_renderer(spec: RunSpec, examples: Examples, path: str = "") -> PromptRe
     has_template = data.chat_template or data.chat_template_kwargs
     if is_demo and not has_template and _are_short_texts(examples, data.max_prompt_length):
         return None
-    if spec.model.has_pictures and spec.rewards.acts == "agent":
-        raise ConfigError(
-            "rollout.agent: expected data without pictures, because requests of agents cannot show "
-            "any, got a data set with pictures; data.image_column= (empty) leaves them out"
-        )
     return PromptRenderer.of(spec.model, path)
 
 
