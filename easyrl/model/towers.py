@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, download_small_files, model_folder
 from easyrl.model.kept_parts import PROCESSOR_FILES, KeptParts
+from easyrl.model.pictures import text_parts
 from easyrl.model.text_part import whole_class
 from easyrl.model.weight_files import read_headers, weight_files
 
@@ -151,8 +152,7 @@ def making(whole: type) -> Iterator[None]:
 def remove_towers(model: Any) -> None:
     """Put a `Tower` in place of each module that is neither decoder, head nor embedding, and has
     none of them inside."""
-    parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
-    _remove_others(model, {part for part in parts if part is not None})
+    _remove_others(model, set(text_parts(model)))
     left = {name for name, _ in named_tensors(model)}
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {
