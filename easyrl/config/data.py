@@ -66,6 +66,9 @@ class DataConfig(Section):
     on a mixture with rows of your own, none without `train.eval_every`."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Longest prompt in tokens; in `easyrl eval` by default the preset's."""
+    max_image_bytes: int = Field(default=4 * 2**20, ge=1)
+    """Largest size of the image files of a prompt, all together: in the ring buffer every slot has
+    room for so many bytes, if prompts have pictures."""
     long_prompts: Literal["stop", "skip"] = "stop"
     """Name a longer prompt and do not start (`stop`), or leave its row out (`skip`)."""
     chat_template: Annotated[str | None, AfterValidator(_read_template), COMPARED] = None

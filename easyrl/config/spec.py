@@ -19,7 +19,7 @@ from easyrl.config import Config
 from easyrl.config.algorithm import LOSS_TYPES, POLICY
 from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig
-from easyrl.config.model import AttentionMode, DType, LoraConfig
+from easyrl.config.model import AttentionMode, DType, LoraConfig, VisionMode
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import SamplingChoice, ToolFormat
 
@@ -46,9 +46,16 @@ class ModelSpec:
     attention: AttentionMode
     lora: LoraConfig
     chat_template: str | None  # instead of the tokenizer's own
+    vision: VisionMode | None = None  # None: prompts have no pictures
+    max_image_pixels: int | None = None
+
+    @property
+    def has_pictures(self) -> bool:
+        return self.vision is not None
 
     @classmethod
-    def of(cls, config: Config) -> Self:
+    def of(cls, config: Config, *, has_pictures: bool = False) -> Self:
+        """`has_pictures`: prompts have some, which only the data says."""
         model = config.model
         return cls(
             path=model.path,
@@ -57,6 +64,8 @@ class ModelSpec:
             attention=model.attention,
             lora=model.lora,
             chat_template=config.data.chat_template,
+            vision=model.vision if has_pictures else None,
+            max_image_pixels=config.data.max_image_pixels,
         )
 
 
@@ -268,6 +277,7 @@ class RolloutSpec:
     chat_template_kwargs: Mapping[str, Any]
     num_updates: int  # of the whole run
     num_samples_kept: int | None
+    max_image_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +331,7 @@ class RunSpec:
             chat_template_kwargs=self.data.options.chat_template_kwargs,
             num_updates=self.schedule.iterations * self.schedule.updates_per_iteration,
             num_samples_kept=self.schedule.num_samples_kept,
+            max_image_bytes=self.data.options.max_image_bytes,
         )
 
     @property

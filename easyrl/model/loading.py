@@ -15,6 +15,7 @@ import torch
 
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType
+from easyrl.config.spec import ModelSpec
 from easyrl.data.hub import KEY, loadable_model
 from easyrl.layout.tree import TokenTree
 from easyrl.model.exactness import (
@@ -32,6 +33,7 @@ from easyrl.model.mixers.attention import register_attention
 from easyrl.model.picture_check import choose_spans
 from easyrl.model.pictures import ArraysOf, SpanMode, Vision
 from easyrl.model.policy import Policy
+from easyrl.model.processor import load_processor
 from easyrl.model.text_part import picture_class
 from easyrl.model.towers import model_class
 
@@ -64,6 +66,34 @@ class PictureInput:
             spans=spans,
             placeholder_ids=self.placeholder_ids,
         )
+
+
+def picture_input(model: ModelSpec, teacher: str | None = None) -> PictureInput | None:
+    """Load the processor of a model, or of the model of a `teacher`, whose tower is frozen; None if
+    prompts have no pictures. Raises ConfigError."""
+    if not model.has_pictures:
+        return None
+    path = model.path if teacher is None else teacher
+    processor = load_processor(
+        path,
+        max_image_pixels=model.max_image_pixels,
+        trust_remote_code=model.trust_remote_code,
+    )
+    if processor is None:
+        raise _reads_no_pictures(path)
+    return PictureInput(
+        processor.arrays,
+        processor.placeholder_ids,
+        is_trained=model.vision == "trained" and teacher is None,
+        settings=f"of {model.max_image_pixels} pixels",
+    )
+
+
+def _reads_no_pictures(path: str) -> ConfigError:
+    return ConfigError(
+        f"{KEY}: expected a model that reads pictures, as the data has some, got '{path}', which "
+        "does not; use another model, or data.image_column= to leave pictures out"
+    )
 
 
 def load_policy(
@@ -154,10 +184,7 @@ def _load_model(
     if has_pictures:
         loaded_class = picture_class(config)
         if loaded_class is None:
-            raise ConfigError(
-                f"{KEY}: expected a model that reads pictures, as the data has some, got '{path}' "
-                f"of type '{config.model_type}'"
-            )
+            raise _reads_no_pictures(path)
     dtype_name: str | None = dtype
     if dtype_name is None:
         files = read_loaded_files(path, is_whole=False, trust_remote_code=trust_remote_code)

@@ -479,6 +479,7 @@ def ring_layout(spec: RunSpec, placement: Placement) -> RingLayout:
         num_groups=spec.schedule.prompts_per_iteration,
         max_teacher_prompt_length=limits.max_prompt_length if has_own_prompt else 0,
         nodes_per_completion=nodes_per_completion,
+        max_picture_bytes=spec.data.options.max_image_bytes if spec.model.has_pictures else 0,
     )
 
 

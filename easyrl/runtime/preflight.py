@@ -62,7 +62,8 @@ class Preflight:
 
 def with_config(checked: Preflight, config: Config) -> Preflight:
     """Return the run with another config."""
-    return replace(checked, config=config, spec=resolve(config))
+    has_pictures = checked.spec.model.has_pictures
+    return replace(checked, config=config, spec=resolve(config, has_pictures=has_pictures))
 
 
 def check_run(
