@@ -12,7 +12,7 @@ settings: a field has its key's name and meaning unless a comment says something
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from easyrl.config import Config
@@ -46,16 +46,17 @@ class ModelSpec:
     attention: AttentionMode
     lora: LoraConfig
     chat_template: str | None  # instead of the tokenizer's own
-    vision: VisionMode | None = None  # None: prompts have no pictures
     max_image_pixels: int | None = None
+    has_pictures: bool = False
+    """Whether prompts show pictures: known once the data is open (`RunSpec.with_pictures`)."""
+    vision: VisionMode = "frozen"  # without pictures it has no effect
 
     @property
-    def has_pictures(self) -> bool:
-        return self.vision is not None
+    def has_trained_tower(self) -> bool:
+        return self.has_pictures and self.vision == "trained"
 
     @classmethod
-    def of(cls, config: Config, *, has_pictures: bool = False) -> Self:
-        """`has_pictures`: prompts have some, which only the data says."""
+    def of(cls, config: Config) -> Self:
         model = config.model
         return cls(
             path=model.path,
@@ -64,8 +65,8 @@ class ModelSpec:
             attention=model.attention,
             lora=model.lora,
             chat_template=config.data.chat_template,
-            vision=model.vision if has_pictures else None,
             max_image_pixels=config.data.max_image_pixels,
+            vision=model.vision,
         )
 
 
@@ -317,6 +318,10 @@ class RunSpec:
     """Entries that may be functions or classes of the user's, by their keys, as
     {"reward.functions": ["mine.py:length"], "rollout.tools": []}."""
     trackers: tuple[str, ...]  # `output.log_to`
+
+    def with_pictures(self, has_pictures: bool) -> Self:
+        """Return the run with or without pictures in its prompts."""
+        return replace(self, model=replace(self.model, has_pictures=has_pictures))
 
     @property
     def for_rollout(self) -> RolloutSpec:

@@ -84,7 +84,7 @@ def picture_input(model: ModelSpec, teacher: str | None = None) -> PictureInput 
     return PictureInput(
         processor.arrays,
         processor.placeholder_ids,
-        is_trained=model.vision == "trained" and teacher is None,
+        is_trained=model.has_trained_tower and teacher is None,
         settings=f"of {model.max_image_pixels} pixels",
     )
 

@@ -8,6 +8,12 @@ are encoded alone, never together with those of other prompts: what the tower gi
 the prompt's pictures, whatever row it is in. So features of a frozen tower may be kept and used
 again, by the policy, the old policy and the reference, without any effect on the bits.
 
+A tower that is trained runs once for a group, even if several micro-batches share the group:
+
+    tower ─► features ─ ─ detached ─ ─► leaves ─► micro-batch 1 ─► loss, backward ─┐
+       ▲                                   └────► micro-batch 2 ─► loss, backward ─┤
+       └──── backward, once, when the next micro-batch is of other pictures ◄──────┘ gradients
+
 No family is named here. What the tower gets, and what positions depend on, are parameters of the
 model's own methods (transformers 5.24).
 
@@ -49,6 +55,27 @@ class Encoded(NamedTuple):
     grids: Mapping[str, Tensor]  # arguments of `get_rope_index`; empty: positions have one axis
 
 
+class _Open(NamedTuple):
+    """Features of a trained tower in the current update, while more micro-batches may use them."""
+
+    encoded: Encoded  # with the graph of the tower
+    leaves: Encoded  # the same values, which collect the gradients of the micro-batches
+
+    def send_back(self) -> None:
+        """Run the tower's backward pass with the gradients that have been collected."""
+        outputs = list[Tensor]()
+        gradients = list[Tensor]()
+        pairs = zip(
+            tensors_of(self.encoded.features), tensors_of(self.leaves.features), strict=True
+        )
+        for output, leaf in pairs:
+            if output.requires_grad and leaf.grad is not None:
+                outputs.append(output)
+                gradients.append(leaf.grad)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+
+
 class Vision:
     """The tower of a model, and how the model uses what it gives."""
 
@@ -76,6 +103,10 @@ class Vision:
         self._banned = placeholders_of(model.config) | set(placeholder_ids)
         self._kept: OrderedDict[tuple[str, ...], Encoded] = OrderedDict()  # oldest first
         self._num_kept_bytes = 0
+        self.sends_back = False
+        """Whether gradients of a trained tower are collected over micro-batches: then
+        `begin_batch` and `finish_batches` are called. Else every forward runs the tower."""
+        self._open: dict[tuple[str, ...], _Open] = {}
         for parameter in tower_parameters(model):
             parameter.requires_grad_(is_trained)
 
@@ -171,9 +202,16 @@ class Vision:
     def _encode(self, prompt: RowPictures) -> Encoded:
         """Return what the model needs of a prompt's pictures; of a frozen tower without gradient,
         and from what is kept if it can be."""
+        pictures = _digests(prompt)
         if self.is_trained:
-            return self._run_tower(prompt)
-        pictures = tuple(picture.digest for picture in prompt.pictures)
+            # Without gradient it runs for other weights: of the old policy, or the reference.
+            if not self.sends_back or not torch.is_grad_enabled():
+                return self._run_tower(prompt)
+            if pictures not in self._open:
+                encoded = self._run_tower(prompt)
+                leaves = encoded._replace(features=_detached(encoded.features))
+                self._open[pictures] = _Open(encoded, leaves)
+            return self._open[pictures].leaves
         kept = self._kept.get(pictures)
         if kept is not None:
             self._kept.move_to_end(pictures)
@@ -182,6 +220,20 @@ class Vision:
             encoded = self._run_tower(prompt)
         self._keep(pictures, encoded)
         return encoded
+
+    def begin_batch(self, pictures: Iterable[RowPictures]) -> None:
+        """Send the gradients of features back that the next micro-batch does not use."""
+        used = {_digests(prompt) for prompt in pictures}
+        for key in [key for key in self._open if key not in used]:
+            self._open.pop(key).send_back()
+
+    def finish_batches(self) -> None:
+        """Send all gradients back, before the optimizer's step."""
+        self.begin_batch(())
+
+    def drop_batches(self) -> None:
+        """Forget the micro-batches of an update that is not finished."""
+        self._open.clear()
 
     def _run_tower(self, prompt: RowPictures) -> Encoded:
         arrays = prompt.arrays
@@ -216,10 +268,29 @@ def tower_parameters(model: Any) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter not in of_text]
 
 
+def frozen_tower(model: Any) -> list[nn.Parameter]:
+    """Return the parameters of a model's towers, if these are not trained. (With adapters the text
+    model is frozen, too.)"""
+    return [parameter for parameter in tower_parameters(model) if not parameter.requires_grad]
+
+
 def text_parts(model: Any) -> list[nn.Module]:
     """Return the decoder, the head and the embedding of a model with a text model inside."""
     parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
     return [part for part in parts if part is not None]
+
+
+def _digests(prompt: RowPictures) -> tuple[str, ...]:
+    return tuple(picture.digest for picture in prompt.pictures)
+
+
+def _detached(value: Any) -> Any:
+    """Return a part of a tower's output, or the whole, as leaves of another graph."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_()
+    if isinstance(value, Mapping):
+        return type(value)(**{name: _detached(part) for name, part in value.items()})
+    return [_detached(part) for part in value]
 
 
 def without_tower_states(features: Any) -> Any:

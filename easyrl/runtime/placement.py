@@ -287,7 +287,12 @@ def _place(
         _check_exist("reward.model_device", of_rewards, kind, machine.count)
     is_planned = machine.assumed is not None
     engine = choose_engine(
-        spec.engine, spec.model.dtype, infer, accelerator=kind, is_planned=is_planned
+        spec.engine,
+        spec.model.dtype,
+        infer,
+        accelerator=kind,
+        is_planned=is_planned,
+        has_pictures=spec.model.has_pictures,
     )
 
     num_engines = infer.count // engine.tensor_parallel_size
@@ -440,15 +445,18 @@ def choose_engine(
     *,
     accelerator: str = "",
     is_planned: bool = False,
+    has_pictures: bool = False,
 ) -> EngineChoice:
     """Choose the engine for devices `infer`, in torch of the kind `accelerator` if not the CPU.
-    `is_planned`: vLLM need not be installed. Raises ConfigError for an engine that cannot run."""
+    `is_planned`: vLLM need not be installed; `has_pictures`: prompts have some. Raises ConfigError for an engine that cannot run."""
     wanted = spec.name
     size = spec.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator
     reason = unsupported_reason(kind, dtype)
     if is_planned and wanted == VLLM:
         reason = None
+    if has_pictures:
+        reason = "prompts have pictures, which EasyRL does not give to vLLM yet"
     if spec.is_deterministic and not (kind == "cpu" and size == 1):
         reason = "runtime.deterministic=true needs it, except on CPUs without tensor parallelism"
     if wanted == VLLM and reason is not None:

@@ -62,8 +62,7 @@ class Preflight:
 
 def with_config(checked: Preflight, config: Config) -> Preflight:
     """Return the run with another config."""
-    has_pictures = checked.spec.model.has_pictures
-    return replace(checked, config=config, spec=resolve(config, has_pictures=has_pictures))
+    return replace(checked, config=config, spec=resolve(config))
 
 
 def check_run(

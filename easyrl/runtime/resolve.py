@@ -32,12 +32,12 @@ from easyrl.data.presets import PRESETS, default_reward, eval_sampling
 from easyrl.rewards.loading import is_model
 
 
-def resolve(config: Config, *, has_pictures: bool = False) -> RunSpec:
+def resolve(config: Config) -> RunSpec:
     """Return the parts of a run. What only a check can find, as a data set without a reward, is
-    left to the checks. `has_pictures`: prompts have some, which only the data says."""
+    left to the checks."""
     rewards = _rewards(config)
     return RunSpec(
-        model=ModelSpec.of(config, has_pictures=has_pictures),
+        model=ModelSpec.of(config),
         data=_data(config),
         rewards=rewards,
         episodes=episodes_of(config, rewards) if config.rollout.has_environments else None,
