@@ -57,8 +57,13 @@ class DataConfig(Section):
     columns: Annotated[dict[str, str] | list[dict[str, str]], PROMPT_FORM] = Field(
         default_factory=dict
     )
-    """Columns renamed: {answer: solution} passes `solution` to the rewards as `answer`. A list has
-    names for each data set: [{}, {prompt: question}]."""
+    """Columns renamed: {answer: solution} passes `solution` to the rewards as `answer`. A part of
+    one is {answer: "answers.text[0]"}. A list has names for each data set:
+    [{}, {prompt: question}]."""
+    answer_from: Annotated[Literal["last_message"] | None, PROMPT_FORM] = None
+    """`last_message`: the last message of a conversation, the assistant's, is the answer. The
+    prompt ends before it, and rewards get its text as `answer`. Null: so for rows that have
+    `messages` or `conversations` and no prompt; else rewards get the rows' own `answer`."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch, seeded by `runtime.seed`."""
     num_held_out: int | None = Field(default=None, ge=0)

@@ -2,6 +2,7 @@
 
     row ─┬─► prompt_column, or prompt_template ─► system_prompt, chat ─► prompt
          └─► all columns but the prompt's, renamed by `columns` ─► rewards
+             (with `answer_from` also the last message of a conversation, as `answer`)
 
     DataSet         rows, epoch after epoch, each in an order of its own; or endless ones of a task
     PromptStream    one data set or several, each with its own share and its own epochs
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -26,9 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.config import ConfigError, DataConfig
+from easyrl.data import row_shapes
 from easyrl.data.chat import read_messages
 from easyrl.data.presets import Preset
-from easyrl.data.values import is_missing, with_none
+from easyrl.data.row_shapes import as_messages
+from easyrl.data.values import column_of, is_missing, value_at, with_none
 from easyrl.types import Messages, Prompt
 
 KEY = "data.dataset (--dataset)"
@@ -56,10 +60,21 @@ ANSWER_COLUMN = "answer"
 """Column that the built-in rewards compare completions with."""
 ENVIRONMENT_COLUMN = "environment"
 """Column that names the environment of a row, where a run has several."""
+ANSWER_FROM_KEY = "data.answer_from"
+
+
+class _Template(string.Formatter):
+    """Fills templates with columns, and with parts of columns as in {choices.text[0]}."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Row) -> tuple[Any, str]:
+        return value_at(kwargs, field_name), field_name
 
 
 class RowForm:
-    """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's."""
+    """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's.
+
+    Rows without a prompt may be recognised by their columns: `fitted_to`.
+    """
 
     def __init__(
         self,
@@ -72,6 +87,7 @@ class RowForm:
         """`environments`: names of the run's environments. Where there are any, every prompt is a
         chat, and a row needs no prompt. `number`: index of the data set in a mixture. `key`: the
         setting that errors name; by default the one that makes the prompt."""
+        has_preset = preset is not None
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         self.system_prompt = data.system_prompt
@@ -98,6 +114,30 @@ class RowForm:
             )
         self.prompt_columns = used if self.template else [self.prompt_column]
         self.may_lack_prompt = bool(environments) and not (self.template or data.prompt_column)
+        names_prompt = self.template is not None or data.prompt_column is not None
+        self._is_open = not (names_prompt or environments or key or has_preset)
+        """Whether the rows may show how prompts are made of them, as no setting does."""
+        self.takes_last_message = data.answer_from is not None
+        """Whether the last message of a conversation is the answer, and not part of the prompt."""
+        self.keeps_own_answer = False  # the rows have a column `answer` beside their conversation
+        self.instruction: row_shapes.Instruction | None = None
+        self.system_column: str | None = None
+        self.understood = ""  # what `fitted_to` has recognised, for the user
+        if self.takes_last_message:
+            self._check_answer_from()
+
+    def _check_answer_from(self) -> None:
+        """Raise ConfigError for other settings that say where prompt or answer is."""
+        if self.template is not None:
+            raise ConfigError(
+                f"{ANSWER_FROM_KEY}: expected null with data.prompt_template or a preset, because "
+                "the prompt is then no conversation whose last message could be the answer"
+            )
+        if ANSWER_COLUMN in self.new_names:
+            raise ConfigError(
+                f"{ANSWER_FROM_KEY}: expected null, because data.columns says what `answer` is: "
+                f"{self.new_names[ANSWER_COLUMN]}"
+            )
 
     def _columns_of_template(self) -> list[str]:
         """Return the columns that the template names. Raises ConfigError for a wrong brace."""
@@ -110,40 +150,123 @@ class RowForm:
             raise ConfigError(f"{self.key}: {error}; braces: {{{{ and }}}}") from None
         return names
 
+    def fitted_to(self, row: Row) -> RowForm:
+        """Return the form for rows whose first is `row`. Where no setting names the prompt and
+        there is no column `prompt`, a conversation or an instruction is recognised."""
+        fitted = copy(self)
+        if not self._is_open:
+            if self.takes_last_message:
+                fitted._use_conversation(self.prompt_column)
+            return fitted
+        named = {*row, *self.new_names}
+        if self.takes_last_message:
+            columns = (self.prompt_column, *row_shapes.CONVERSATION_COLUMNS)
+            conversation = row_shapes.conversation_in(row, columns)
+            if conversation is not None:
+                fitted._use_conversation(conversation)
+                fitted._use_system(row)
+            return fitted
+        if self.prompt_column in named:
+            return fitted
+        conversation = row_shapes.conversation_in(row)
+        if conversation is not None:
+            fitted.takes_last_message = row_shapes.ends_with_answer(row[conversation])
+            fitted.keeps_own_answer = ANSWER_COLUMN in named
+            fitted._use_conversation(conversation)
+            fitted._use_system(row)
+            return fitted
+        instruction = row_shapes.instruction_in(row)
+        if instruction is not None:
+            fitted._use_instruction(instruction, row)
+            fitted._use_system(row)
+        return fitted
+
+    def _use_conversation(self, column: str) -> None:
+        self.prompt_column = column
+        self.prompt_columns = [column]
+        prompt = f"the prompt is {column}"
+        if self.takes_last_message:
+            prompt += " without the last message"
+            if not self.keeps_own_answer:
+                prompt += ", which is the column answer (data.answer_from=last_message)"
+        self.understood = prompt
+
+    def _use_instruction(self, instruction: row_shapes.Instruction, row: Row) -> None:
+        self.instruction = instruction
+        self.prompt_columns = [instruction.instruction, instruction.context]
+        self.understood = f"the prompt is {instruction.instruction} and {instruction.context}"
+        if ANSWER_COLUMN not in {*row, *self.new_names}:
+            self.new_names = {**self.new_names, ANSWER_COLUMN: instruction.answer}
+            self.understood += f", {instruction.answer} is the column answer"
+
+    def _use_system(self, row: Row) -> None:
+        """Put the message of the rows' own column `system` first, unless the user has given one."""
+        name = row_shapes.SYSTEM_COLUMN
+        if self.system_prompt or not isinstance(row.get(name), str):
+            return
+        self.system_column = name
+        self.is_chat = True
+        self.prompt_columns = [*self.prompt_columns, name]
+        self.understood += f"; the system message is {name}"
+
     def named(self, row: Row) -> Row:
-        """Return the row, or a part of one, with the names of `data.columns` beside its own."""
+        """Return the row, or a part of one, with the names of `data.columns` beside its own, and
+        with the answer that is in its conversation. Raises ValueError for a conversation without
+        one. A part of a column that a row does not have is None."""
         named = dict(row)
         for new, old in self.new_names.items():
-            if old in row:
-                named[new] = row[old]
+            if column_of(old, row) in row:
+                with contextlib.suppress(LookupError):
+                    named[new] = None
+                    named[new] = value_at(row, old)
+        is_asked = self.takes_last_message and not self.keeps_own_answer
+        if is_asked and self.prompt_column in named:
+            named[ANSWER_COLUMN] = self._conversation(named)[-1]["content"]
         return named
 
-    def check_columns(self, given: Collection[str], dataset: str) -> None:
-        """Raise ConfigError for a column that the data lacks, and a new name that is reserved."""
+    def column_names(self, given: Collection[str]) -> list[str]:
+        """Return the names of the columns of `named` rows that have the columns `given`."""
+        names = dict.fromkeys(given)
+        for new, old in self.new_names.items():
+            if column_of(old, given) in given:
+                names[new] = None
+        if self.takes_last_message:
+            names[ANSWER_COLUMN] = None
+        return list(names)
+
+    def check_columns(self, first: Row, dataset: str) -> None:
+        """Raise ConfigError for a column or a part of one that the data's first row lacks, and a
+        new name that is reserved."""
         reserved = sorted(RESERVED_COLUMNS & self.new_names.keys())
         if reserved:
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
         for new, old in self.new_names.items():
-            if old not in given:
-                raise self._missing_column(f"data.columns.{new}", old, given, dataset)
-        known = self.named(dict.fromkeys(given))
+            self._check_column(f"data.columns.{new}", old, first, first, dataset)
+        known = self.column_names(first)
         needed = [] if self.may_lack_prompt else self.prompt_columns
         for name in needed:
-            if name not in known:
-                raise self._missing_column(self.key, name, given, dataset)
+            values = first if column_of(name, first) in first else dict.fromkeys(known)
+            self._check_column(self.key, name, values, first, dataset)
 
-    def _missing_column(
-        self, key: str, name: str, given: Collection[str], dataset: str
-    ) -> ConfigError:
-        if key == self.key and self.template is not None:
+    def _check_column(self, key: str, name: str, values: Row, first: Row, dataset: str) -> None:
+        """Raise ConfigError if there is no column `name`, or no such part, in `values`."""
+        is_template = key == self.key and self.template is not None
+        if column_of(name, values) in values:
+            try:
+                value_at(values, name)
+            except LookupError as error:
+                hint = "; write braces as {{ and }}" if is_template else ""
+                raise ConfigError(f"{key}: '{name}' of '{dataset}': {error}{hint}") from None
+            return
+        if is_template:
             hint = "write braces as {{ and }}"
         else:
-            hint = f"as in {key}={next(iter(given), 'COLUMN')}"
+            hint = f"as in {key}={row_shapes.likely_prompt(first)}"
         if self._is_mixed:
             hint += "; 'data.columns=[{}, …]' renames those of each data set"
-        names = ", ".join(given)
-        return ConfigError(
+        names = ", ".join(first)
+        raise ConfigError(
             f"{key}: expected a column of '{dataset}', which are {names}, got '{name}'; {hint}"
         )
 
@@ -156,26 +279,71 @@ class RowForm:
                 f"column '{ENVIRONMENT_COLUMN}': expected one of {names} (rollout.environment), "
                 f"got {environment!r}"
             )
+        system_prompt = self.system_prompt
+        if self.system_column is not None:
+            system_prompt = row[self.system_column]
         content = self._given_content(row)
         if isinstance(content, str) and content:
             if not self.is_chat:
                 return content
             content = [{"role": "user", "content": content}]
-        messages = read_messages(content, f"column '{self.prompt_column}' ({self.key})")
-        if self.system_prompt and messages[0]["role"] != "system":
-            return [{"role": "system", "content": self.system_prompt}, *messages]
+        messages = self._read(content)
+        if system_prompt and messages[0]["role"] != "system":
+            return [{"role": "system", "content": system_prompt}, *messages]
         return messages
 
     def _given_content(self, row: Row) -> Any:
         """Return the prompt column's value, or the filled template."""
         if self.may_lack_prompt and self.prompt_column not in row:
             return [{"role": "user", "content": ""}]
+        if self.takes_last_message:
+            return self._conversation(row)[:-1]
+        if self.instruction is not None:
+            return self._instruction_text(self.instruction, row)
         if self.template is None:
             return row[self.prompt_column]
         for name in self.prompt_columns:
-            if is_missing(row[name]):
+            try:
+                value = value_at(row, name)
+            except LookupError as error:
+                raise ValueError(f"{self.key}: column '{name}': {error}") from None
+            if is_missing(value):
                 raise ValueError(f"{self.key}: expected a value in column '{name}'")
-        return self.template.format_map(row)
+        return _Template().vformat(self.template, (), row)
+
+    def _read(self, content: Any) -> Messages:
+        """Return chat messages, also of ShareGPT's turns. Raises ValueError for another value."""
+        source = f"column '{self.prompt_column}' ({self.key})"
+        try:
+            messages = as_messages(content)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        return read_messages(messages, source)
+
+    def _conversation(self, row: Row) -> Messages:
+        """Return the messages of a row whose last one is the answer. Raises ValueError where it is
+        not an assistant's text, or the only message."""
+        messages = self._read(row[self.prompt_column])
+        where = f"column '{self.prompt_column}' ({ANSWER_FROM_KEY}=last_message)"
+        role = messages[-1]["role"]
+        if role not in row_shapes.ASSISTANT_ROLES:
+            raise ValueError(
+                f"{where}: expected the assistant's answer in the last message, got one of "
+                f"'{role}'; data.prompt_column={self.prompt_column} with "
+                f"{ANSWER_FROM_KEY}=null takes all messages as the prompt"
+            )
+        if not messages[-1]["content"].strip():
+            raise ValueError(f"{where}: expected a text in the last message, got none")
+        if len(messages) == 1:
+            raise ValueError(f"{where}: expected a message before the answer, got none")
+        return messages
+
+    def _instruction_text(self, names: row_shapes.Instruction, row: Row) -> str:
+        instruction = row[names.instruction]
+        if is_missing(instruction):
+            raise ValueError(f"{self.key}: expected a value in column '{names.instruction}'")
+        context = row[names.context]
+        return str(instruction) if is_missing(context) else f"{instruction}\n\n{context}"
 
     def reward_columns(self, row: Row) -> dict[str, Any]:
         """Return the columns of a row for rewards, without the prompt and without reserved and
@@ -220,7 +388,20 @@ class DataSet:
         if self.num_rows == 0:
             raise ConfigError(f"{KEY}: '{self.name}' has no rows")
         for form in self._forms().values():
-            form.check_columns(self.columns, self.name)
+            form.check_columns(self.first_row, self.name)
+
+    @classmethod
+    def of_rows(
+        cls,
+        name: str,
+        rows: Any,
+        form: RowForm,
+        seed: int | None,
+        locations: Sequence[str] | None = None,
+    ) -> DataSet:
+        """Make a data set of a user's rows, with the form that the first of them shows."""
+        fitted = form.fitted_to(rows[0]) if len(rows) else form
+        return cls(name, rows, fitted, seed, locations)
 
     def _forms(self) -> dict[str, RowForm]:
         """Return what makes prompts of a row, by the end of their locations."""
@@ -240,9 +421,13 @@ class DataSet:
         return self.num_rows if self.kept is None else len(self.kept)
 
     @property
+    def first_row(self) -> Row:
+        first: Row = self.rows(0) if callable(self.rows) else self.rows[0]
+        return first
+
+    @property
     def columns(self) -> list[str]:
-        first = self.rows(0) if callable(self.rows) else self.rows[0]
-        return list(first)  # all rows have the same
+        return list(self.first_row)  # all rows have the same
 
     def location(self, row: int) -> str:
         return self.locations[row] if self.locations else f"{self.name}, row {row}"
@@ -298,8 +483,12 @@ class DataSet:
         needed = {ENVIRONMENT_COLUMN}
         for form in self._forms().values():
             needed.update(form.prompt_columns)
-        in_rows = {self.form.new_names.get(name, name) for name in needed}
-        columns = in_rows.intersection(self.rows.column_names)
+        given = self.rows.column_names
+        columns = set()
+        for name in needed:
+            named = column_of(name, self.form.column_names(given))
+            columns.add(column_of(self.form.new_names.get(named, named), given))
+        columns.intersection_update(given)
         rows: list[Row] = self.rows.only([*columns])
         return rows
 
@@ -321,16 +510,36 @@ class DataSet:
         return replace(self, held_out=held_out, kept=kept)
 
     def warnings(self) -> list[str]:
-        """Return what may be wrong with the rows."""
-        column = self.form.new_names.get(ANSWER_COLUMN, ANSWER_COLUMN)
-        if column not in getattr(self.rows, "guessed_columns", ()):
-            return []
-        value = self.rows[0][column]
-        return [
-            f"warning: {KEY}: datasets has turned the texts of column '{column}' of '{self.name}' "
-            f"into times, which are now written as in {value!r}; if they were written otherwise, "
-            "no answer equals them: download the file and give its path"
-        ]
+        """Return what may be wrong with the rows, and what their form was recognised to be."""
+        found = []
+        if self.form.understood:
+            found.append(f"note: rows of '{self.name}': {self.form.understood}")
+        name = self.form.new_names.get(ANSWER_COLUMN, ANSWER_COLUMN)
+        column = column_of(name, self.columns)
+        if column in getattr(self.rows, "guessed_columns", ()):
+            found.append(
+                f"warning: {KEY}: datasets has turned the texts of column '{column}' of "
+                f"'{self.name}' into times, which are now written as in {self.rows[0][column]!r}; "
+                "if they were written otherwise, no answer equals them: download the file and give "
+                "its path"
+            )
+        if self._answer_is_conversation():
+            found.append(
+                f"warning: data.columns.answer: '{name}' is a conversation, and rewards get all of "
+                f"its messages as `answer`; data.answer_from=last_message gives them the text of "
+                "the last one, and takes it out of the prompt"
+            )
+        return found
+
+    def _answer_is_conversation(self) -> bool:
+        """Return whether the user's name for the answer is of a list of messages."""
+        name = self.form.new_names.get(ANSWER_COLUMN)
+        if name is None:
+            return False
+        try:
+            return row_shapes.is_conversation(value_at(self.first_row, name))
+        except LookupError:
+            return False
 
     def fingerprint(self) -> str | None:
         """Digest the number of rows and all columns, however they are stored. Of more than
@@ -366,9 +575,8 @@ class PromptStream:
         self._turns = _spread(self._counts)
         self._columns: dict[str, None] = {}  # of all data sets: a set that keeps the order
         for each in self._data:
-            blank = dict.fromkeys(each.columns)
-            row = each.form.named(blank)
-            for name in each.form.reward_columns(row):
+            blank = dict.fromkeys(each.form.column_names(each.columns))
+            for name in each.form.reward_columns(blank):
                 self._columns[name] = None
 
     @property
