@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from easyrl.data.values import column_of, is_missing, value_at
+from easyrl.types import Messages
 
 Row = Mapping[str, Any]
 CONVERSATION_COLUMNS = ("messages", "conversations")
@@ -53,6 +54,11 @@ REFERENCES = (
 """Usual names of what a completion is compared with, the most specific first."""
 
 
+HUMAN = "\n\nHuman:"
+ASSISTANT = "\n\nAssistant:"
+"""Beginnings of the turns of a conversation that is one text, as in HH-RLHF."""
+
+
 class Instruction(NamedTuple):
     """Columns of rows that have an instruction, what it is about, and the answer to it."""
 
@@ -80,8 +86,8 @@ def ends_with_answer(conversation: list[Any]) -> bool:
     last = conversation[-1]
     if not isinstance(last, dict):
         return False
-    role = last.get("role") or ROLES.get(str(last.get("from")).lower())
-    return role in ASSISTANT_ROLES
+    role = str(last.get("role") or last.get("from")).lower()
+    return ROLES.get(role) == "assistant"
 
 
 def conversation_in(row: Row, columns: Collection[str] = CONVERSATION_COLUMNS) -> str | None:
@@ -121,6 +127,19 @@ def as_messages(value: Any) -> Any:
                 "other turns, such as calls of tools, as messages with role and content"
             )
         messages.append({"role": role, "content": turn["value"]})
+    return messages
+
+
+def messages_of_transcript(text: str) -> Messages:
+    """Return the messages of a conversation that is one text, of turns after HUMAN and ASSISTANT.
+    Raises ValueError for another text."""
+    if not text.startswith(HUMAN):
+        expected = f"expected chat messages, or a text of turns that begins with {HUMAN!r}"
+        raise ValueError(f"{expected}, got {text!r:.80}")
+    messages = []
+    for part in text.replace(ASSISTANT, f"{HUMAN}{ASSISTANT}").split(HUMAN)[1:]:
+        role = "assistant" if part.startswith(ASSISTANT) else "user"
+        messages.append({"role": role, "content": part.removeprefix(ASSISTANT).strip()})
     return messages
 
 

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -63,11 +62,26 @@ ENVIRONMENT_COLUMN = "environment"
 ANSWER_FROM_KEY = "data.answer_from"
 
 
+OPTION_MARKS: Mapping[str, Sequence[Any]] = {
+    "letters": string.ascii_uppercase,
+    "numbers": range(1_000_000),
+}
+"""Format of a list in a template, as in {choices:letters} -> marks before its entries, a line each:
+letters, or numbers from 0."""
+
+
 class _Template(string.Formatter):
-    """Fills templates with columns, and with parts of columns as in {choices.text[0]}."""
+    """Fills templates with columns, with parts of columns as in {choices.text[0]}, and with options
+    to choose from as in {choices.text:letters}."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Row) -> tuple[Any, str]:
         return value_at(kwargs, field_name), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, list) and format_spec in OPTION_MARKS:
+            marked = zip(OPTION_MARKS[format_spec], value, strict=False)
+            return "\n".join(f"{mark}. {option}" for mark, option in marked)
+        return str(super().format_field(value, format_spec))
 
 
 class RowForm:
@@ -158,19 +172,19 @@ class RowForm:
             if self.takes_last_message:
                 fitted._use_conversation(self.prompt_column)
             return fitted
-        named = {*row, *self.new_names}
+        named = self._renamed(row)
         if self.takes_last_message:
             columns = (self.prompt_column, *row_shapes.CONVERSATION_COLUMNS)
-            conversation = row_shapes.conversation_in(row, columns)
+            conversation = row_shapes.conversation_in(named, columns)
             if conversation is not None:
                 fitted._use_conversation(conversation)
                 fitted._use_system(row)
             return fitted
         if self.prompt_column in named:
             return fitted
-        conversation = row_shapes.conversation_in(row)
+        conversation = row_shapes.conversation_in(named)
         if conversation is not None:
-            fitted.takes_last_message = row_shapes.ends_with_answer(row[conversation])
+            fitted.takes_last_message = row_shapes.ends_with_answer(named[conversation])
             fitted.keeps_own_answer = ANSWER_COLUMN in named
             fitted._use_conversation(conversation)
             fitted._use_system(row)
@@ -184,20 +198,21 @@ class RowForm:
     def _use_conversation(self, column: str) -> None:
         self.prompt_column = column
         self.prompt_columns = [column]
-        prompt = f"the prompt is {column}"
+        self.understood = f"the prompt is column '{column}'"
         if self.takes_last_message:
-            prompt += " without the last message"
+            self.understood += " without its last message"
             if not self.keeps_own_answer:
-                prompt += ", which is the column answer (data.answer_from=last_message)"
-        self.understood = prompt
+                self.understood += ", whose text is 'answer' (data.answer_from=last_message)"
 
     def _use_instruction(self, instruction: row_shapes.Instruction, row: Row) -> None:
         self.instruction = instruction
         self.prompt_columns = [instruction.instruction, instruction.context]
-        self.understood = f"the prompt is {instruction.instruction} and {instruction.context}"
+        self.understood = (
+            f"the prompt is columns '{instruction.instruction}' and '{instruction.context}'"
+        )
         if ANSWER_COLUMN not in {*row, *self.new_names}:
             self.new_names = {**self.new_names, ANSWER_COLUMN: instruction.answer}
-            self.understood += f", {instruction.answer} is the column answer"
+            self.understood += f", and '{instruction.answer}' is 'answer'"
 
     def _use_system(self, row: Row) -> None:
         """Put the message of the rows' own column `system` first, unless the user has given one."""
@@ -207,22 +222,29 @@ class RowForm:
         self.system_column = name
         self.is_chat = True
         self.prompt_columns = [*self.prompt_columns, name]
-        self.understood += f"; the system message is {name}"
+        self.understood += f"; the system message is column '{name}'"
 
     def named(self, row: Row) -> Row:
         """Return the row, or a part of one, with the names of `data.columns` beside its own, and
         with the answer that is in its conversation. Raises ValueError for a conversation without
-        one. A part of a column that a row does not have is None."""
-        named = dict(row)
-        for new, old in self.new_names.items():
-            if column_of(old, row) in row:
-                with contextlib.suppress(LookupError):
-                    named[new] = None
-                    named[new] = value_at(row, old)
+        one."""
+        named = self._renamed(row)
         is_asked = self.takes_last_message and not self.keeps_own_answer
         if is_asked and self.prompt_column in named:
             named[ANSWER_COLUMN] = self._conversation(named)[-1]["content"]
         return named
+
+    def _renamed(self, row: Row) -> dict[str, Any]:
+        """Return the row with the names of `data.columns`. A part that a row lacks is None."""
+        renamed = dict(row)
+        for new, old in self.new_names.items():
+            if column_of(old, row) not in row:
+                continue
+            try:
+                renamed[new] = value_at(row, old)
+            except LookupError:
+                renamed[new] = None
+        return renamed
 
     def column_names(self, given: Collection[str]) -> list[str]:
         """Return the names of the columns of `named` rows that have the columns `given`."""
@@ -323,8 +345,14 @@ class RowForm:
     def _conversation(self, row: Row) -> Messages:
         """Return the messages of a row whose last one is the answer. Raises ValueError where it is
         not an assistant's text, or the only message."""
-        messages = self._read(row[self.prompt_column])
         where = f"column '{self.prompt_column}' ({ANSWER_FROM_KEY}=last_message)"
+        given = row[self.prompt_column]
+        if isinstance(given, str):
+            try:
+                given = row_shapes.messages_of_transcript(given)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        messages = self._read(given)
         role = messages[-1]["role"]
         if role not in row_shapes.ASSISTANT_ROLES:
             raise ValueError(
