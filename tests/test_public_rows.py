@@ -103,6 +103,13 @@ def test_rows_made_for_fine_tuning_train(rows, words, tmp_path, chat_model):
 
 
 BAD = [
+    ([{"messages": SUM[:1]}, {"messages": SUM}], (), "data.prompt_column=messages takes all"),
+    ([{"prompt": "a", "x": "b"}], ("data.prompt_template={x:letters}",), "data.prompt_template: "),
+    (
+        [{"prompt": "a", "x": ["b"] * 27}],
+        ("data.prompt_template={x:letters}",),
+        "at most 26 options",
+    ),
     (
         [{"messages": SUM}, {"messages": SUM[:1]}],
         (),

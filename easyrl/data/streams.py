@@ -62,26 +62,24 @@ ENVIRONMENT_COLUMN = "environment"
 ANSWER_FROM_KEY = "data.answer_from"
 
 
-OPTION_MARKS: Mapping[str, Sequence[Any]] = {
-    "letters": string.ascii_uppercase,
-    "numbers": range(1_000_000),
-}
-"""Format of a list in a template, as in {choices:letters} -> marks before its entries, a line each:
-letters, or numbers from 0."""
-
-
 class _Template(string.Formatter):
     """Fills templates with columns, with parts of columns as in {choices.text[0]}, and with options
-    to choose from as in {choices.text:letters}."""
+    as in {choices.text:letters}: a line for each, after a letter or a number from 0."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Row) -> tuple[Any, str]:
         return value_at(kwargs, field_name), field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, list) and format_spec in OPTION_MARKS:
-            marked = zip(OPTION_MARKS[format_spec], value, strict=False)
-            return "\n".join(f"{mark}. {option}" for mark, option in marked)
-        return str(super().format_field(value, format_spec))
+        if format_spec not in ("letters", "numbers"):
+            return str(super().format_field(value, format_spec))
+        if not isinstance(value, list) or len(value) > len(string.ascii_uppercase):
+            most = len(string.ascii_uppercase)
+            raise ValueError(f"expected a list of at most {most} options, got {value!r:.80}")
+        lines = []
+        for number, option in enumerate(value):
+            mark = string.ascii_uppercase[number] if format_spec == "letters" else number
+            lines.append(f"{mark}. {option}")
+        return "\n".join(lines)
 
 
 class RowForm:
@@ -127,12 +125,13 @@ class RowForm:
                 "all prompts would be the same; {{ and }} are braces"
             )
         self.prompt_columns = used if self.template else [self.prompt_column]
-        self.may_lack_prompt = bool(environments) and not (self.template or data.prompt_column)
-        names_prompt = self.template is not None or data.prompt_column is not None
-        self._is_open = not (names_prompt or environments or key or has_preset)
-        """Whether the rows may show how prompts are made of them, as no setting does."""
         self.takes_last_message = data.answer_from is not None
         """Whether the last message of a conversation is the answer, and not part of the prompt."""
+        names_prompt = self.template is not None or data.prompt_column is not None
+        self.may_lack_prompt = bool(environments) and not (names_prompt or self.takes_last_message)
+        self._is_open = not (names_prompt or key or has_preset)
+        """Whether the rows may show how prompts are made of them, as no setting does."""
+        self._ends_with_user = False  # a row that ends with the assistant's message is refused
         self.keeps_own_answer = False  # the rows have a column `answer` beside their conversation
         self.instruction: row_shapes.Instruction | None = None
         self.system_column: str | None = None
@@ -173,6 +172,7 @@ class RowForm:
                 fitted._use_conversation(self.prompt_column)
             return fitted
         named = self._renamed(row)
+        needs_no_prompt = self.may_lack_prompt or self.prompt_column in named
         if self.takes_last_message:
             columns = (self.prompt_column, *row_shapes.CONVERSATION_COLUMNS)
             conversation = row_shapes.conversation_in(named, columns)
@@ -180,11 +180,12 @@ class RowForm:
                 fitted._use_conversation(conversation)
                 fitted._use_system(row)
             return fitted
-        if self.prompt_column in named:
+        if needs_no_prompt:
             return fitted
         conversation = row_shapes.conversation_in(named)
         if conversation is not None:
             fitted.takes_last_message = row_shapes.ends_with_answer(named[conversation])
+            fitted._ends_with_user = not fitted.takes_last_message
             fitted.keeps_own_answer = ANSWER_COLUMN in named
             fitted._use_conversation(conversation)
             fitted._use_system(row)
@@ -310,6 +311,12 @@ class RowForm:
                 return content
             content = [{"role": "user", "content": content}]
         messages = self._read(content)
+        if self._ends_with_user and row_shapes.ends_with_answer(messages):
+            raise ValueError(
+                f"column '{self.prompt_column}': expected a prompt as in the first row, got the "
+                f"assistant's answer at its end; data.prompt_column={self.prompt_column} takes all "
+                "messages as the prompt"
+            )
         if system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": system_prompt}, *messages]
         return messages
@@ -331,7 +338,10 @@ class RowForm:
                 raise ValueError(f"{self.key}: column '{name}': {error}") from None
             if is_missing(value):
                 raise ValueError(f"{self.key}: expected a value in column '{name}'")
-        return _Template().vformat(self.template, (), row)
+        try:
+            return _Template().vformat(self.template, (), row)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.key}: {error}") from None
 
     def _read(self, content: Any) -> Messages:
         """Return chat messages, also of ShareGPT's turns. Raises ValueError for another value."""
