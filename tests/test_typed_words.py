@@ -8,6 +8,8 @@ from runs import easyrl
 
 NOTHING = "nothing"
 TRL = {
+    "callbacks": "callbacks=[",
+    "early_stopping_patience": "stop_when",
     "generation_kwargs": "rollout.temperature",
     "stop_strings": "rollout.stop",
     "deepspeed": "train.offload",
