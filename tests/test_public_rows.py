@@ -179,6 +179,11 @@ def test_rows_that_cannot_be_read_are_named_with_the_setting(rows, words, named,
     [
         ({"prompt": "1+1=", "solution": "2"}, (), "data.columns={answer: solution}"),
         ({"prompt": "1+1=", "completion": "2"}, (), "data.columns={answer: completion}"),
+        (
+            {"prompt": "add", "test_list": ["assert add(1, 1) == 2"]},
+            ("reward.functions=[code]",),
+            "data.columns={tests: test_list}",
+        ),
         ({"prompt": "1+1=", "answers": {"text": ["2"]}}, (), '"answers.text"'),
         (
             {"prompt": "1+1=", "reward_model": {"ground_truth": 2}},

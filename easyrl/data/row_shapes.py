@@ -33,27 +33,28 @@ ASSISTANT_ROLES = ("assistant", "model")
 TURN_KEYS = {"from", "value"}
 PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "inputs", "text")
 """Usual names of columns with a prompt that is text, the most specific first."""
-REFERENCES = (
-    "ground_truth",
-    "reward_model.ground_truth",
-    "final_answer",
-    "solution",
-    "answer.aliases",
-    "answers.text",
-    "answers",
-    "answerKey",
-    "response",
-    "output",
-    "completion[-1].content",
-    "completion",
-    "target",
-    "label",
-    "chosen[-1].content",
-    "chosen",
-)
-"""Usual names of what a completion is compared with, the most specific first."""
-
-
+REFERENCES = {
+    "answer": (
+        "ground_truth",
+        "reward_model.ground_truth",
+        "final_answer",
+        "solution",
+        "answer.aliases",
+        "answers.text",
+        "answers",
+        "answerKey",
+        "response",
+        "output",
+        "completion[-1].content",
+        "completion",
+        "target",
+        "label",
+        "chosen[-1].content",
+        "chosen",
+    ),
+    "tests": ("input_output", "test_list", "test", "test_code", "test_cases"),
+}
+"""Column that rewards read -> usual names of it in public data sets, the most specific first."""
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 """Beginnings of the turns of a conversation that is one text, as in HH-RLHF."""
@@ -151,10 +152,10 @@ def likely_prompt(columns: Collection[str]) -> str:
     return next(iter(columns), "COLUMN")
 
 
-def likely_reference(row: Row) -> str | None:
-    """Return the column of a row, or the path in one, that is most likely to have what completions
-    are compared with; None if no usual name is there."""
-    for name in REFERENCES:
+def likely_reference(row: Row, wanted: str = "answer") -> str | None:
+    """Return the column of a row, or the path in one, that is most likely to be what rewards read
+    as the column `wanted`; None if no usual name is there."""
+    for name in REFERENCES.get(wanted, ()):
         if column_of(name, row) not in row:
             continue
         try:

@@ -15,6 +15,7 @@ from easyrl.config.reward import JudgeConfig
 from easyrl.config.spec import RewardSpec
 from easyrl.data.hub import is_hub_id
 from easyrl.data.row_shapes import (
+    REFERENCES,
     conversation_in,
     ends_with_answer,
     likely_reference,
@@ -83,18 +84,18 @@ def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
 
 
 def _advice(problem: str, example: Prompt) -> str:
-    """Return which setting gives a reward the column that it lacks."""
-    columns = example.columns
+    """Return which setting gives a reward the column that it lacks, which `problem` names."""
     content = example.content
-    lacks_answer = f"'{ANSWER_COLUMN}'" in problem
-    if not lacks_answer:
-        return "data.columns renames columns"
-    has_answer_in_prompt = isinstance(content, list) and ends_with_answer(content)
-    if has_answer_in_prompt or conversation_in(columns) is not None:
-        return "data.answer_from=last_message takes it from the end of a conversation"
-    reference = likely_reference(columns)
-    if reference is not None:
-        return f"'data.columns={{{ANSWER_COLUMN}: {quoted_name(reference)}}}' takes it from there"
+    for wanted in REFERENCES:
+        if f"'{wanted}'" not in problem:
+            continue
+        ends_with_it = isinstance(content, list) and ends_with_answer(content)
+        is_in_conversation = ends_with_it or conversation_in(example.columns) is not None
+        if wanted == ANSWER_COLUMN and is_in_conversation:
+            return "data.answer_from=last_message takes it from the end of a conversation"
+        name = likely_reference(example.columns, wanted)
+        if name is not None:
+            return f"'data.columns={{{wanted}: {quoted_name(name)}}}' takes it from there"
     return "data.columns renames columns"
 
 
