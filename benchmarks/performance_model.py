@@ -86,6 +86,7 @@ CARDS = {  # by the vendor's data sheets
     "4090": Card(24e9, 1008e9, 165e12),
     "A100": Card(80e9, 2039e9, 312e12),
     "H100": Card(80e9, 3350e9, 989e12),
+    "H200": Card(141e9, 4800e9, 989e12),
 }
 
 
@@ -325,8 +326,11 @@ def _card_of(device: str) -> Card | None:
 def main(files: Sequence[str]) -> None:
     if not files:
         print(*tables(), sep="\n")
-    for file in files:
-        print(*compare(Path(file)), sep="\n")
+    for file in map(Path, files):
+        if file.exists():
+            print(*compare(file), sep="\n")
+        else:
+            print(f"{file.stem}: not measured")
 
 
 if __name__ == "__main__":

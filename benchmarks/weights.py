@@ -20,7 +20,8 @@ import torch
 
 from benchmarks.measuring import peak_bytes
 from easyrl import devices
-from easyrl.bench.harness import QWEN3_06B, Row, take_turns
+from easyrl.bench.harness import Row, take_turns
+from easyrl.bench.loop import SIZES
 from easyrl.channels import BUCKET_BYTES
 from easyrl.config import ConfigError, load_config
 from easyrl.runtime import self_test_part
@@ -33,23 +34,28 @@ def run(
     infer_devices: str | None = None,
     train_devices: str | None = None,
     dtype: str = "float32",
+    model: str = "0.6B",
     *,
     repetitions: int = 5,
-    size: Mapping[str, Any] = QWEN3_06B,
+    size: Mapping[str, Any] | None = None,
 ) -> Iterator[Row]:
     """Yield one row: medians over the repetitions, which take turns. Raises ConfigError for several
-    train devices.
+    train devices. `model`: one of `loop.SIZES`, unless there is a `size`.
 
     On a device that sender and receiver share there are no broadcasts to compare with.
     `unsupported_reason` says why its memory could not be opened twice (None: it was).
     """
+    if model not in SIZES:
+        raise ConfigError(f"--model: expected one of {', '.join(SIZES)} for weights, got {model}")
     flags = {"devices.infer": infer_devices, "devices.train": train_devices, "model.dtype": dtype}
     spec = resolve(load_config(None, {**flags, "rollout.engine": "embedded"}, ()))
     placement = resolve_placement(spec)
     if placement.train.count > 1:
         raise ConfigError(f"devices.train: expected one device, got '{placement.train}'")
     with Supervisor() as supervisor:
-        call = self_test_part.start_members(supervisor, spec, placement, size, __name__)
+        call = self_test_part.start_members(
+            supervisor, spec, placement, size or SIZES[model], __name__
+        )
         prepared: list[Prepared] = call("prepare")
         if len(set(call("digest"))) > 1:
             raise RuntimeError("bench weights: an engine's weights differ from those sent")

@@ -3,7 +3,7 @@
 Plain data in NumPy arrays. Imports no torch.
 
 Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt,
-ΣR all completion tokens of a group, N nodes of its tree.
+ΣR all completion tokens of a group, N nodes of its tree; C pictures of a prompt, ΣB bytes of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
 
 Messages = list[dict[str, Any]]
 """A chat: `[{"role": "user", "content": "..."}]`. The content of a message with pictures is a list
@@ -125,6 +126,10 @@ def no_tokens() -> Int32:
     return np.zeros(0, dtype=np.int32)
 
 
+def no_bytes() -> Bytes:
+    return np.zeros(0, dtype=np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The tokens that follow one prompt, once: those that the model sampled and, in an episode,
@@ -181,6 +186,16 @@ class RolloutGroup:
     completions, each of one node or of several. A node continues the prompt or its own completion,
     or begins a context of its own."""
     teacher_prompt_ids: Int32 = field(default_factory=no_tokens)  # [P'], empty: `prompt_ids`
+    picture_bytes: Bytes = field(default_factory=no_bytes)  # [ΣB]
+    """The files of the prompt's pictures, one after the other."""
+    picture_lengths: Int32 = field(default_factory=no_tokens)  # [C] bytes of each of these files
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The prompt's pictures, with copies of their files."""
+        stops = np.cumsum(self.picture_lengths, dtype=np.int64)[:-1]
+        files = np.split(self.picture_bytes, stops) if len(self.picture_lengths) else []
+        return tuple(Picture(file.tobytes()) for file in files)
 
     @property
     def tree(self) -> TokenTree:
@@ -201,6 +216,18 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RowPictures:
+    """The pictures of one prompt of a packed row, and where the prompt stands in the row."""
+
+    pictures: tuple[Picture, ...]
+    start: int  # the prompt's first token
+    stop: int  # behind its last token
+    end: int  # behind the last token that continues it
+    arrays: Mapping[str, np.ndarray] | None = None
+    """As in `PromptMedia`. None: they are made of the files where they are needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The input of one forward and backward: rollouts packed into one row (`layout.row`).
     Shapes: T tokens of the row, K completion tokens in it, C completions."""
@@ -215,6 +242,7 @@ class MicroBatch:
     advantages: Float32  # [K], of the token's completion
     for_teacher: MicroBatch | None = None
     """The same completions behind the teacher's prompts; None: its prompts are the same."""
+    pictures: tuple[RowPictures, ...] = ()  # of the prompts that show some, in the row's order
 
     @property
     def num_completions(self) -> int:

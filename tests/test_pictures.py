@@ -776,3 +776,10 @@ def test_environments_show_the_picture_and_may_not_return_a_placeholder(tmp_path
         with pytest.raises(RewardError, match="cannot return pictures"):
             for _ in range(10**6):
                 episodes.advance()
+
+
+def test_files_that_are_too_large_for_the_ring_are_named(tmp_path, files):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "images": ["0.png", "1.png"]})
+    assert opened(path).picture_sizes()
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: .*data\.max_image_bytes"):
+        opened(path, max_image_bytes=len(files[0].data)).picture_sizes()

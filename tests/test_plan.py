@@ -1,17 +1,23 @@
 """`easyrl grpo --dry-run --assume`: planning for devices that this machine does not have."""
 
+import functools
 import json
 import shlex
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from easyrl import devices
 from easyrl.config import load_config
+from easyrl.runtime import memory_estimate
 from easyrl.runtime.resume import with_absolute_paths
 from mistakes import QWEN, QWEN3_5
 from runs import easyrl
 
 ROOT = Path(__file__).parent.parent
+SMALL_BATCHES = ("train.max_tokens_per_micro_batch=1024",)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,12 @@ def proposed(output):
     [
         # One device that both groups share; float32 weights alone fill more than half of it.
         ("24GiB", [], "train.offload=[optimizer]", False),
-        ("4x23.5gb", ["train.max_tokens_per_micro_batch=1024"], "--train-devices", False),
+        (
+            "4x23.5gb",
+            [*SMALL_BATCHES, "--infer-devices", "0-2", "--train-devices", "3"],
+            "--infer-devices 0 --train-devices 1-3",
+            False,
+        ),
         ("8x4090", ["--infer-devices", "0-3", "--train-devices", "4-7"], "", True),
     ],
 )
@@ -109,16 +120,92 @@ def test_a_plan_remarks_what_has_never_run_and_a_lopsided_split(assume, never_ru
     code, output = dry_run(*words)
     assert code == 0 and (f"so far: {never_run} (" in output) == bool(never_run)
     assert never_run or "so far" not in output
-    assert ("easyrl plan RUN --devices 8" in output) == ("8x" in assume)
+    assert "easyrl plan" not in output  # the default is not lopsided
     if "8x" in assume:
-        output = dry_run(*words, "--infer-devices", "0-5", "--train-devices", "6,7")[1]
-        assert "easyrl plan" not in output
+        output = dry_run(*words, "--infer-devices", "0-6", "--train-devices", "7")[1]
+        assert "easyrl plan RUN --devices 8" in output
 
 
 def test_where_nothing_fits_no_command_is_proposed(qwen):
     code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
     assert code == 2 and proposed(output) is None
-    assert "nothing that was tried fits" in output and "model.lora.rank" in output
+    assert "nothing that was tried fits" in output
+    assert "LoRA (model.lora.rank) does not fit either" in output
+
+
+QWEN3_8B = {
+    **QWEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+}
+LENGTHS = ("data.max_prompt_length=512", "rollout.max_completion_length=1024")
+
+
+@pytest.fixture(scope="module")
+def eight_billion(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3-8b")
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    return ("--model", str(folder), "model.dtype=bfloat16", *LENGTHS)
+
+
+def test_the_default_split_of_eight_devices_starts_with_any_model_that_they_hold(eight_billion):
+    code, output = dry_run("--assume", "8x80GiB", *eight_billion)
+    assert code == 0 and proposed(output) is None
+    # 123 GiB of weights, gradients and moments do not fit one trainer, nor two: five hold them.
+    assert output.startswith(
+        "# a run would start: at its peak, by estimate, 73.21 GiB of 80.00 GiB"
+    )
+    assert "# rollout-2: cuda:2\n# train-0: cuda:3\n" in output
+    code, output = dry_run("--assume", "8x80GiB", *eight_billion, "model.lora.rank=16")
+    assert code == 0 and "# rollout-5: cuda:5\n# train-0: cuda:6\n" in output  # a quarter trains
+    named = ("--infer-devices", "0-6", "--train-devices", "7")
+    assert dry_run("--assume", "8x80GiB", *eight_billion, *named)[0] == 2  # as it is named
+    # The sums of a deterministic run do not depend on the memory that is free.
+    words = ("runtime.deterministic=true", "rollout.engine=embedded")
+    code, output = dry_run("--assume", "8x80GiB", *eight_billion, *words)
+    assert "# train-0: cuda:6\n" in output and "its memory may not suffice" in output
+
+
+def test_the_verdict_stands_first_and_advises_only_what_fits(eight_billion):
+    code, output = dry_run("--assume", "24GiB", *eight_billion)
+    first, second, third, *_ = output.splitlines()
+    assert code == 2 and first.startswith("# a run would not start: this run needs")
+    assert "nothing that was tried fits" in second and "does not fit either" in second
+    assert third.startswith("# 2 such devices are enough") and "--assume 2x24GiB" in third
+    code, output = dry_run("--assume", "2x24GiB", *eight_billion)
+    assert dry_run("--assume", "2x24GiB", *proposed(output))[0] == 0
+    output = dry_run("--assume", "24GiB", *eight_billion, "model.lora.rank=16")[1]
+    assert "or LoRA" not in output and "does not fit either" not in output
+
+
+def test_lora_is_advised_where_it_alone_fits(eight_billion, monkeypatch):
+    """One device of 80 GiB holds all weights with the optimizer on the host, which is too small."""
+    monkeypatch.setattr(devices, "accelerator", lambda **_: ("cuda", 1))
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 80 * 2**30)
+    monkeypatch.setattr(devices, "memory_in_use", functools.cache(lambda *_: (0, "")))
+    monkeypatch.setattr(devices, "has_c_compiler", lambda: True)
+    monkeypatch.setattr(memory_estimate, "available_memory_bytes", lambda: 32 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**50))
+    code, output = dry_run(*eight_billion)
+    better = proposed(output)
+    assert code == 2 and "or LoRA (model.lora.rank), which fits" in output
+    assert "model.lora.rank=16" in better
+    code, output = dry_run(*better)
+    assert code == 0 and output.startswith("# a run would start: at its peak")
+
+
+def test_engines_that_span_devices_get_a_default_split(tmp_path):
+    words = ("rollout.engine=vllm", "rollout.tensor_parallel_size=4", "model.dtype=bfloat16")
+    code, output = dry_run("--assume", "8x80GiB", *words)
+    assert code == 0 and "# rollout-0: cuda:0,1,2,3\n# train-0: cuda:4\n" in output
 
 
 def test_a_plan_is_a_config_file(tmp_path):

@@ -38,6 +38,12 @@ SHORT_RUNS = {
     "eval*": "--no-live data.num_held_out=2 eval.max_completion_length=8",
     "watch*": "--no-live",
 }
+TRAINED = {
+    "grpo*": "--iterations 2 --no-live train.prompts_per_iteration=8 rollout.num_generations=8 "
+    "rollout.max_completion_length=200 data.num_held_out=2 data.max_prompt_length=128",
+}
+"""Runs of a few seconds in which a reward that can move is above 0 at least once."""
+NOT_TRAINED = re.compile(r"--assume|--resume|--help|RUN|configs/")
 REWARDS = """
 def score(prompts, completions, completion_ids, answer, **columns):
     return [float(right in text) for text, right in zip(completions, answer)]
@@ -82,6 +88,35 @@ def test_commands_of_a_page_run(page, commands, prepared, tmp_path):
         shutil.copy(prepared / name, tmp_path / name)
     for command in commands:
         run_block(command, tmp_path, prepared / "bin")
+
+
+EXAMPLES = [
+    (page, commands)
+    for page, commands in COMMANDS
+    if any("grpo" in each and not NOT_TRAINED.search(each) for each in commands)
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("page", "commands"),
+    EXAMPLES,
+    ids=lambda value: value.name if isinstance(value, Path) else "",
+)
+def test_an_example_that_trains_has_a_reward_that_moves(page, commands, prepared, tmp_path):
+    """A page must not teach a reward that is always 0. A dry run is run as it would train."""
+    tools = make_tools(tmp_path / "bin", TRAINED)
+    for name in ("data.jsonl", "my_rewards.py"):
+        shutil.copy(prepared / name, tmp_path / name)
+    for command in commands:
+        makes_files = "<<'END'" in command
+        if makes_files or ("grpo" in command and not NOT_TRAINED.search(command)):
+            run_block(command.replace(" --dry-run", ""), tmp_path, tools, timeout=600)
+    files = sorted(tmp_path.rglob("metrics.jsonl"))
+    assert files
+    for file in files:
+        rewards = [json.loads(line)["reward"] for line in file.open()]
+        assert max(rewards) > 0, file.with_name("config.yaml").read_text()
 
 
 def test_links_lead_somewhere_and_files_that_the_design_names_exist():

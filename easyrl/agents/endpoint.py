@@ -231,10 +231,13 @@ class Endpoint:
 def _write(received: _Received, answer: Answer) -> Response:
     """Write an answer in the protocol of its request."""
     protocol = received.protocol
-    if received.body.get("stream") and not received.request.counts_only:
-        events = "".join(protocol.stream(received.request, received.body, answer))
-        return Response(events, media_type="text/event-stream")
-    return JSONResponse(protocol.write(received.request, received.body, answer))
+    request = received.request
+    body = received.body
+    is_streamed = body.get("stream") and not request.counts_only
+    if is_streamed:
+        events = protocol.stream(request, body, answer)
+        return Response("".join(events), media_type="text/event-stream")
+    return JSONResponse(protocol.write(request, body, answer))
 
 
 def _listen(port: int) -> socket.socket:

@@ -8,6 +8,7 @@ keeps its tokens. What a client has really changed is a difference, which has a 
 import ast
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
@@ -21,6 +22,8 @@ Difference = Literal["text", "thinking", "calls", "not_sampled"]
 answered nothing in its place."""
 PLACEHOLDERS = ("[blank text]", "(empty)", "(no content)")
 """Texts that clients send for an empty answer."""
+FIRST_BRACKET = re.compile(r"[\[{].*", re.DOTALL)
+"""A text from its first bracket on, with which a list or an object begins."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """Schemas of the arguments of tools, by the tools' names."""
 
@@ -132,12 +135,14 @@ def _compare_calls_as_text(sent: str, visible: str, answer: Recorded) -> Resent:
     text = sent.strip()
     if not text.startswith(trimmed):
         return Resent("calls")
-    behind = text[len(trimmed) :]
-    start = min((place for place in map(behind.find, "[{") if place >= 0), default=len(behind))
-    calls = _calls_of({"tool_calls": _written_calls(behind[start:])})
+    written = FIRST_BRACKET.search(text[len(trimmed) :])
+    written_calls = [] if written is None else _written_calls(written.group())
+    calls = _calls_of({"tool_calls": written_calls})
     if not _have_same_calls(calls, answer.calls, answer.schemas):
         return Resent("calls")
-    return Resent(None, Likeness.IDS if _carry_ids(calls, answer.calls) else Likeness.SIMILAR)
+    if _carry_ids(calls, answer.calls):
+        return Resent(None, Likeness.IDS)
+    return Resent(None, Likeness.SIMILAR)
 
 
 def _written_calls(text: str) -> list[dict[str, Any]]:
@@ -147,8 +152,11 @@ def _written_calls(text: str) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             written = read(text)
             break
-    found = written if isinstance(written, list) else [written]
-    return [call if "function" in call else {"function": call} for call in found if _is_call(call)]
+    calls: list[dict[str, Any]] = []
+    for each in written if isinstance(written, list) else [written]:
+        if _is_call(each):
+            calls.append(each if "function" in each else {"function": each})
+    return calls
 
 
 def _is_call(value: Any) -> bool:
@@ -200,13 +208,16 @@ def _have_same_arguments(sent: Any, issued: Any, schema: Mapping[str, Any]) -> b
     """Whether arguments are the same but for the defaults that a client has added."""
     if not (isinstance(sent, Mapping) and isinstance(issued, Mapping)):
         return _are_equal(sent, issued)
-    properties = schema.get("properties") or {}
     for name, value in issued.items():
-        is_default_left_out = name not in sent and value is None
-        if not is_default_left_out and not (name in sent and _are_equal(sent[name], value)):
+        if name in sent:
+            if not _are_equal(sent[name], value):
+                return False
+        elif value is not None:  # None may be left out
             return False
+    properties = schema.get("properties") or {}
     for name in sent.keys() - issued.keys():
-        if sent[name] is not None and not _is_default(sent[name], properties.get(name)):
+        value = sent[name]
+        if value is not None and not _is_default(value, properties.get(name)):
             return False
     return True
 
@@ -221,11 +232,9 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        if one.keys() != other.keys():
-            return False
-        return all(_are_equal(one[name], other[name]) for name in one)
+        has_same_names = one.keys() == other.keys()
+        return has_same_names and all(_are_equal(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):
-        if len(one) != len(other):
-            return False
-        return all(_are_equal(a, b) for a, b in zip(one, other, strict=True))
+        has_same_length = len(one) == len(other)
+        return has_same_length and all(map(_are_equal, one, other))
     return bool(one == other)

@@ -25,6 +25,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from easyrl.bench import harness
 from easyrl.config import ConfigError, load_config
 from easyrl.devices import accelerator, visible_environment
+from easyrl.engines.vllm.platforms import vllm_version
 from easyrl.formatting import require
 from easyrl.processes import die_with_parent, num_cores
 from easyrl.runtime.placement import Placement, resolve_placement
@@ -165,12 +166,14 @@ def run(
     train_devices: str | None = None,
     *,
     rounds: int = 3,
+    iterations: int | None = None,
 ) -> Iterator[harness.Row]:
     """Yield a row per name in `rows`, which commas separate; by default, those of random models.
     Rates are medians over rounds. Raises ConfigError for unknown rows, for devices of two kinds or
     of Ray, and without TRL.
 
     `model`: the chat model of the rows `smollm2`; in other rows it replaces the random one.
+    `iterations`: measured in each round instead of the row's own number.
     """
     names = RANDOM if rows is None else [name.strip() for name in rows.split(",")]
     unknown = [name for name in names if name not in ROWS]
@@ -183,12 +186,13 @@ def run(
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     placement = _placement(flags)
     on_cpu = placement.train.kind == "cpu"
-    for extra in ("peer",) if on_cpu else ("peer", "vllm"):
-        require(extra, "bench peer")
+    require("peer", "bench peer")
     dtype = "float32" if on_cpu else "bfloat16"
     flags["model.dtype"] = dtype
     for name in names:
         work = ROWS[name]
+        if iterations is not None:
+            work = replace(work, iterations=iterations)
         settings = peer_settings(work, placement)
         used = ", ".join(f"{key} {value}" for key, value in settings.items())
         peer = f"TRL {metadata.version('trl')}, {used}"
@@ -256,9 +260,11 @@ def peer_settings(work: Work, placement: Placement) -> dict[str, Any]:
         return {"micro-batch": work.micro_batch}
     used = sorted({*placement.infer.indices, *placement.train.indices})
     completions_per_device = work.num_completions // len(used)
+    # vLLM generates for EasyRL, too, where it is installed.
+    generation = {"vllm": "colocate"} if vllm_version() else {"generation": "transformers"}
     return {
         "devices": used,
-        "vllm": "colocate",
+        **generation,
         "micro-batch": math.gcd(work.micro_batch, completions_per_device),
     }
 
@@ -284,8 +290,9 @@ def run_trl(
     program = [sys.executable, "-m"]
     if used is not None:
         environment |= visible_environment(accelerator()[0], used)
-        config["use_vllm"] = True
-        config["vllm_mode"] = settings["vllm"]
+        if "vllm" in settings:
+            config["use_vllm"] = True
+            config["vllm_mode"] = settings["vllm"]
         program += ["accelerate.commands.launch", f"--num_processes={num_processes}", "-m"]
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         asked = Path(folder, "asked")

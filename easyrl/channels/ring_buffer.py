@@ -26,6 +26,9 @@ Before the trainer frees the slot of a group that it has accepted, it writes the
 a group that moves from the one to the other meanwhile is not missed. A group that is in neither has
 to be generated again.
 
+A prompt's pictures cross as the files that the data has: the trainer's processor makes the model's
+arrays again, which are the same, and ten to a hundred times larger.
+
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
 
@@ -81,6 +84,8 @@ ARRAYS = (
     GroupArray("node_lengths", np.int32, "num_nodes"),
     GroupArray("node_parents", np.int32, "num_nodes"),
     GroupArray("teacher_prompt_ids", np.int32, "num_teacher_prompt_tokens"),
+    GroupArray("picture_bytes", np.uint8, "num_picture_bytes"),
+    GroupArray("picture_lengths", np.int32, "num_pictures"),
 )
 DIMENSIONS = tuple(dict.fromkeys(array.dimension for array in ARRAYS))  # each once, in order
 FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
@@ -117,6 +122,7 @@ class RingLayout:
     num_groups: int  # of an iteration: group indices are 0 … num_groups − 1
     nodes_per_completion: int = 1  # of the group's tree, on average over its completions
     max_teacher_prompt_length: int = 0  # in tokens
+    max_picture_bytes: int = 0  # of all files of a prompt's pictures; 0: prompts have none
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -127,6 +133,9 @@ class RingLayout:
             "num_completion_tokens": self.num_generations * self.max_completion_length,
             "num_nodes": 1 + self.num_generations * self.nodes_per_completion,  # 1: the prompt
             "num_teacher_prompt_tokens": self.max_teacher_prompt_length,
+            "num_picture_bytes": self.max_picture_bytes,
+            # A picture has one token at least.
+            "num_pictures": self.max_prompt_length if self.max_picture_bytes else 0,
         }
 
     def arrays(self) -> Iterator[SharedArray]:
@@ -217,8 +226,9 @@ class RingBuffer:
                 f"and its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
                 f"rollout.ring_slots ({layout.num_slots}), "
                 f"rollout.num_generations ({layout.num_generations}), "
-                f"rollout.max_completion_length ({layout.max_completion_length}) or "
-                f"data.max_prompt_length ({layout.max_prompt_length})"
+                f"rollout.max_completion_length ({layout.max_completion_length}), "
+                f"data.max_prompt_length ({layout.max_prompt_length}) or, with pictures, "
+                f"data.max_image_bytes ({layout.max_picture_bytes})"
             )
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.taken[:] = NEVER

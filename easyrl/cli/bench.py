@@ -35,13 +35,23 @@ def bench(
     train_devices: TrainDevices = None,
     model: Annotated[
         str | None,
-        Option(help="`loop`: 0.6B, 1.7B or small; `peer`: a folder or a hub id. Default: random."),
+        Option(
+            help="`loop`, `weights`: 0.6B, 1.7B or small; `peer`: a folder or a hub id. "
+            "Default: random."
+        ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, Option(help="Data type of `loop`, `weights`.")
     ] = None,
     rows: Annotated[
         str | None, Option(metavar="ROW,ROW", help="Rows of `peer`; default: all.")
+    ] = None,
+    rounds: Annotated[
+        int | None, Option(min=1, help="Turns of both trainers in `peer`; default: 3.")
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        Option(min=1, help="Measured iterations of each run of `loop` (default: 3), `peer`."),
     ] = None,
     json: Annotated[
         Path | None, Option(metavar="FILE", help="Also write the results here.")
@@ -56,6 +66,8 @@ def bench(
         "model": model,
         "dtype": dtype,
         "rows": rows,
+        "rounds": rounds,
+        "iterations": iterations,
     }
     options = {name: value for name, value in given.items() if value}
     suites = SUITES if (ROOT / "benchmarks" / "ring.py").exists() else SHIPPED

@@ -57,8 +57,13 @@ class DataConfig(Section):
     columns: Annotated[dict[str, str] | list[dict[str, str]], PROMPT_FORM] = Field(
         default_factory=dict
     )
-    """Columns renamed: {answer: solution} passes `solution` to the rewards as `answer`. A list has
-    names for each data set: [{}, {prompt: question}]."""
+    """Columns renamed: {answer: solution} passes `solution` to the rewards as `answer`. A part of
+    one is {answer: "answers.text[0]"}. A list has names for each data set:
+    [{}, {prompt: question}]."""
+    answer_from: Annotated[Literal["last_message"] | None, PROMPT_FORM] = None
+    """`last_message`: the last message of a conversation, the assistant's, is the answer. The
+    prompt ends before it, and rewards get its text as `answer`. Null: so for rows that have
+    `messages` or `conversations` and no prompt; else rewards get the rows' own `answer`."""
     image_column: Annotated[str | None, PROMPT_FORM] = None
     """Column with the pictures of the prompts: image files, their paths, or lists of these. Null:
     `images` or `image`, if its values are pictures. Empty (`data.image_column=`): none."""
@@ -72,6 +77,9 @@ class DataConfig(Section):
     on a mixture with rows of your own, none without `train.eval_every`."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Longest prompt in tokens; in `easyrl eval` by default the preset's."""
+    max_image_bytes: int = Field(default=4 * 2**20, ge=1)
+    """Largest size of the image files of a prompt, all together: in the ring buffer every slot has
+    room for so many bytes, if prompts have pictures."""
     long_prompts: Literal["stop", "skip"] = "stop"
     """Name a longer prompt and do not start (`stop`), or leave its row out (`skip`)."""
     chat_template: Annotated[str | None, AfterValidator(_read_template), COMPARED] = None

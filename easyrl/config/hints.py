@@ -14,13 +14,19 @@ INSTEAD = {
     ("algorithm.loss_type", "drgrpo"): "algorithm.loss_type=dr_grpo",
     ("algorithm.scale_rewards", "false"): "algorithm.scale_rewards=none",
     ("model.lora.target_modules", "all-linear"): "model.lora.target_modules=null",
+    ("report_to", "tensorboard"): "output.log_to=[tensorboard]",
+    ("report_to", "wandb"): "output.log_to=[wandb]",
+    ("report_to", "trackio"): "output.log_to=[trackio]",
+    ("report_to", "none"): "output.log_to=[]",
+    ("save_strategy", "no"): "train.keep_checkpoints=0",
+    ("save_strategy", "best"): "train.eval_every=5",
 }
-"""(key, value that it does not take) -> the word that does what is meant."""
+"""(key or another tool's name, value that it does not take) -> the word that does what is meant."""
 
 
 @cache
 def names_of_others() -> dict[str, str]:
-    """Return what the settings of TRL and verl are called here, by the last parts of their names:
+    """Return what the settings of other trainers are called here, by the last parts of their names:
     {"lr": "train.learning_rate", …}. docs/trl_and_verl.md has the table."""
     table = Path(__file__).with_name("trl_and_verl.md").read_text()
     found: dict[str, str] = {}

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from easyrl.config.section import COMPARED, EACH_ONCE, MAY_CHANGE, NAMES_FILES, Section
 
 AttentionMode = Literal["auto", "without_flex", "shared_prompt", "repeated"]
+VisionMode = Literal["frozen", "trained"]
 SHORT = {"bf16": "bfloat16", "fp32": "float32"}
 DType = Annotated[
     Literal["float32", "bfloat16"], BeforeValidator(lambda text: SHORT.get(str(text), text))
@@ -48,4 +49,8 @@ class ModelConfig(Section):
     """Train a group's prompt once for all completions (`shared_prompt`) or once for each
     (`repeated`), with the same result. `auto`: shared where the model's layers support it.
     `without_flex`: as `auto`, but FlexAttention is not used, which is slower on NVIDIA GPUs."""
+    vision: VisionMode = "frozen"
+    """What becomes of the tower of a model that reads pictures, if prompts have some. `frozen`: it
+    stays as it is, and encodes a picture once for all models and groups that show it. `trained`: it
+    is trained too, and encodes once for each group."""
     lora: LoraConfig = LoraConfig()

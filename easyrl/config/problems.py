@@ -46,6 +46,9 @@ def _unknown(name: str, value: Any) -> str:
     while isinstance(value, dict) and len(value) == 1:  # name the key in an unknown section
         ((key, value),) = value.items()
         name += f".{key}"
+    instead = INSTEAD.get((name.rpartition(".")[2], str(value).lower()))
+    if instead is not None:
+        return f"{name}: unknown setting; in EasyRL: {instead}"
     return f"{name}: unknown setting; {key_hint(name)}"
 
 
@@ -67,7 +70,7 @@ def key_hint(name: str, suffix: str = "") -> str:
         return f"did you mean {meant}?"
     return (
         "`easyrl config` prints every key, `easyrl config --search WORD` finds some; "
-        "docs/trl_and_verl.md has the names that TRL and verl use"
+        "docs/trl_and_verl.md has the names that other trainers use"
     )
 
 

@@ -19,7 +19,7 @@ from easyrl.config import Config
 from easyrl.config.algorithm import LOSS_TYPES, POLICY
 from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig
-from easyrl.config.model import AttentionMode, DType, LoraConfig
+from easyrl.config.model import AttentionMode, DType, LoraConfig, VisionMode
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import SamplingChoice, ToolFormat
 
@@ -49,6 +49,11 @@ class ModelSpec:
     max_image_pixels: int | None = None
     has_pictures: bool = False
     """Whether prompts show pictures: known once the data is open (`RunSpec.with_pictures`)."""
+    vision: VisionMode = "frozen"  # without pictures it has no effect
+
+    @property
+    def has_trained_tower(self) -> bool:
+        return self.has_pictures and self.vision == "trained"
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -61,6 +66,7 @@ class ModelSpec:
             lora=model.lora,
             chat_template=config.data.chat_template,
             max_image_pixels=config.data.max_image_pixels,
+            vision=model.vision,
         )
 
 
@@ -272,6 +278,7 @@ class RolloutSpec:
     chat_template_kwargs: Mapping[str, Any]
     num_updates: int  # of the whole run
     num_samples_kept: int | None
+    max_image_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +336,7 @@ class RunSpec:
             chat_template_kwargs=self.data.options.chat_template_kwargs,
             num_updates=self.schedule.iterations * self.schedule.updates_per_iteration,
             num_samples_kept=self.schedule.num_samples_kept,
+            max_image_bytes=self.data.options.max_image_bytes,
         )
 
     @property

@@ -91,6 +91,7 @@ def _with_teacher(dataset: DataSet, spec: DataSpec, number: int) -> DataSet:
         "prompt_template": given if is_template else None,
         "prompt_column": None if is_template else given,
         "chat": dataset.form.is_chat,
+        "answer_from": None,
     }
     data = spec.options.model_copy(update=own)
     form = RowForm(data, None, number=number, key=TEACHER_PROMPT_KEY)
@@ -146,15 +147,15 @@ def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
     saved = _saved_folder(path)
     if saved is not None:
         table = _load(name, lambda datasets: datasets.load_from_disk(str(saved)))
-        return DataSet(name, table, form, seed)
+        return DataSet.of_rows(name, table, form, seed)
     if path.is_dir() or FILE.search(name):
         files = _files_of(path)
         is_parquet = files[0].suffix.lower() == ".parquet"
         if is_parquet:
-            return DataSet(name, _open_parquet(name, files), form, seed)
+            return DataSet.of_rows(name, _open_parquet(name, files), form, seed)
         return _read_files(name, files, form, seed)
     if re.fullmatch(HUB_ID, name) and not path.exists():
-        return DataSet(name, open_hub(name), form, seed)
+        return DataSet.of_rows(name, open_hub(name), form, seed)
     hint = did_you_mean(name, PRESETS)
     raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{hint}")
 
@@ -188,7 +189,7 @@ def _read_files(name: str, files: Iterable[Path], form: RowForm, seed: int | Non
             rows.append(row)
             columns |= dict.fromkeys(row)
     whole_rows = [columns | row for row in rows]
-    return DataSet(name, whole_rows, form, seed, locations)
+    return DataSet.of_rows(name, whole_rows, form, seed, locations)
 
 
 def _files_of(path: Path) -> list[Path]:

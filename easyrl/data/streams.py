@@ -3,6 +3,7 @@
     row ─┬─► prompt_column, or prompt_template ─► system_prompt, chat ─► prompt
          ├─► image_column ─► pictures, with their places in the prompt (`picture_columns`)
          └─► all columns but the prompt's, renamed by `columns` ─► rewards
+             (with `answer_from` also the last message of a conversation, as `answer`)
 
     DataSet         rows, epoch after epoch, each in an order of its own; or endless ones of a task
     PromptStream    one data set or several, each with its own share and its own epochs
@@ -27,11 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.config import ConfigError, DataConfig
+from easyrl.data import row_shapes
 from easyrl.data.chat import read_messages
 from easyrl.data.picture_columns import PictureSource
 from easyrl.data.pictures import PictureError, PictureSize, open_picture, size_of
 from easyrl.data.presets import Preset
-from easyrl.data.values import is_missing, with_none
+from easyrl.data.row_shapes import as_messages
+from easyrl.data.values import column_of, is_missing, value_at, with_none
 from easyrl.types import Messages, Picture, Prompt
 
 KEY = "data.dataset (--dataset)"
@@ -62,10 +65,34 @@ ANSWER_COLUMN = "answer"
 """Column that the built-in rewards compare completions with."""
 ENVIRONMENT_COLUMN = "environment"
 """Column that names the environment of a row, where a run has several."""
+ANSWER_FROM_KEY = "data.answer_from"
+
+
+class _Template(string.Formatter):
+    """Fills templates with columns, with parts of columns as in {choices.text[0]}, and with options
+    as in {choices.text:letters}: a line for each, after a letter or a number from 0."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Row) -> tuple[Any, str]:
+        return value_at(kwargs, field_name), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec not in ("letters", "numbers"):
+            return str(super().format_field(value, format_spec))
+        if not isinstance(value, list) or len(value) > len(string.ascii_uppercase):
+            most = len(string.ascii_uppercase)
+            raise ValueError(f"expected a list of at most {most} options, got {value!r:.80}")
+        lines = []
+        for number, option in enumerate(value):
+            mark = string.ascii_uppercase[number] if format_spec == "letters" else number
+            lines.append(f"{mark}. {option}")
+        return "\n".join(lines)
 
 
 class RowForm:
-    """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's."""
+    """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's.
+
+    Rows without a prompt may be recognised by their columns: `fitted_to`.
+    """
 
     def __init__(
         self,
@@ -78,11 +105,13 @@ class RowForm:
         """`environments`: names of the run's environments. Where there are any, every prompt is a
         chat, and a row needs no prompt. `number`: index of the data set in a mixture. `key`: the
         setting that errors name; by default the one that makes the prompt."""
+        has_preset = preset is not None
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         self.system_prompt = data.system_prompt
         self._is_mixed = len(data.datasets) > 1
         columns = data.columns
+        self.max_image_bytes = data.max_image_bytes
         self.pictures = PictureSource()  # without a column, unless `use_pictures` names one
         self.new_names = columns[number] if isinstance(columns, list) else columns
         """Name for the rewards -> name in the rows, as in {"answer": "solution"}."""
@@ -104,7 +133,32 @@ class RowForm:
                 "all prompts would be the same; {{ and }} are braces"
             )
         self.prompt_columns = used if self.template else [self.prompt_column]
-        self.may_lack_prompt = bool(environments) and not (self.template or data.prompt_column)
+        self.takes_last_message = data.answer_from is not None
+        """Whether the last message of a conversation is the answer, and not part of the prompt."""
+        names_prompt = self.template is not None or data.prompt_column is not None
+        self.may_lack_prompt = bool(environments) and not (names_prompt or self.takes_last_message)
+        self._is_open = not (names_prompt or key or has_preset)
+        """Whether the rows may show how prompts are made of them, as no setting does."""
+        self._ends_with_user = False  # a row that ends with the assistant's message is refused
+        self.keeps_own_answer = False  # the rows have a column `answer` beside their conversation
+        self.instruction: row_shapes.Instruction | None = None
+        self.system_column: str | None = None
+        self.understood = ""  # what `fitted_to` has recognised, for the user
+        if self.takes_last_message:
+            self._check_answer_from()
+
+    def _check_answer_from(self) -> None:
+        """Raise ConfigError for other settings that say where prompt or answer is."""
+        if self.template is not None:
+            raise ConfigError(
+                f"{ANSWER_FROM_KEY}: expected null with data.prompt_template or a preset, because "
+                "the prompt is then no conversation whose last message could be the answer"
+            )
+        if ANSWER_COLUMN in self.new_names:
+            raise ConfigError(
+                f"{ANSWER_FROM_KEY}: expected null, because data.columns says what `answer` is: "
+                f"{self.new_names[ANSWER_COLUMN]}"
+            )
 
     def use_pictures(self, source: PictureSource) -> None:
         """Take the prompts' pictures from a column. Every prompt is then a chat."""
@@ -122,40 +176,133 @@ class RowForm:
             raise ConfigError(f"{self.key}: {error}; braces: {{{{ and }}}}") from None
         return names
 
+    def fitted_to(self, row: Row) -> RowForm:
+        """Return the form for rows whose first is `row`. Where no setting names the prompt and
+        there is no column `prompt`, a conversation or an instruction is recognised."""
+        fitted = copy(self)
+        if not self._is_open:
+            if self.takes_last_message:
+                fitted._use_conversation(self.prompt_column)
+            return fitted
+        named = self._renamed(row)
+        needs_no_prompt = self.may_lack_prompt or self.prompt_column in named
+        if self.takes_last_message:
+            columns = (self.prompt_column, *row_shapes.CONVERSATION_COLUMNS)
+            conversation = row_shapes.conversation_in(named, columns)
+            if conversation is not None:
+                fitted._use_conversation(conversation)
+                fitted._use_system(row)
+            return fitted
+        if needs_no_prompt:
+            return fitted
+        conversation = row_shapes.conversation_in(named)
+        if conversation is not None:
+            fitted.takes_last_message = row_shapes.ends_with_answer(named[conversation])
+            fitted._ends_with_user = not fitted.takes_last_message
+            fitted.keeps_own_answer = ANSWER_COLUMN in named
+            fitted._use_conversation(conversation)
+            fitted._use_system(row)
+            return fitted
+        instruction = row_shapes.instruction_in(row)
+        if instruction is not None:
+            fitted._use_instruction(instruction, row)
+            fitted._use_system(row)
+        return fitted
+
+    def _use_conversation(self, column: str) -> None:
+        self.prompt_column = column
+        self.prompt_columns = [column]
+        self.understood = f"the prompt is column '{column}'"
+        if self.takes_last_message:
+            self.understood += " without its last message"
+            if not self.keeps_own_answer:
+                self.understood += ", whose text is 'answer' (data.answer_from=last_message)"
+
+    def _use_instruction(self, instruction: row_shapes.Instruction, row: Row) -> None:
+        self.instruction = instruction
+        self.prompt_columns = [instruction.instruction, instruction.context]
+        self.understood = (
+            f"the prompt is columns '{instruction.instruction}' and '{instruction.context}'"
+        )
+        if ANSWER_COLUMN not in {*row, *self.new_names}:
+            self.new_names = {**self.new_names, ANSWER_COLUMN: instruction.answer}
+            self.understood += f", and '{instruction.answer}' is 'answer'"
+
+    def _use_system(self, row: Row) -> None:
+        """Put the message of the rows' own column `system` first, unless the user has given one."""
+        name = row_shapes.SYSTEM_COLUMN
+        if self.system_prompt or not isinstance(row.get(name), str):
+            return
+        self.system_column = name
+        self.is_chat = True
+        self.prompt_columns = [*self.prompt_columns, name]
+        self.understood += f"; the system message is column '{name}'"
+
     def named(self, row: Row) -> Row:
-        """Return the row, or a part of one, with the names of `data.columns` beside its own."""
-        named = dict(row)
-        for new, old in self.new_names.items():
-            if old in row:
-                named[new] = row[old]
+        """Return the row, or a part of one, with the names of `data.columns` beside its own, and
+        with the answer that is in its conversation. Raises ValueError for a conversation without
+        one."""
+        named = self._renamed(row)
+        is_asked = self.takes_last_message and not self.keeps_own_answer
+        if is_asked and self.prompt_column in named:
+            named[ANSWER_COLUMN] = self._conversation(named)[-1]["content"]
         return named
 
-    def check_columns(self, given: Collection[str], dataset: str) -> None:
-        """Raise ConfigError for a column that the data lacks, and a new name that is reserved."""
+    def _renamed(self, row: Row) -> dict[str, Any]:
+        """Return the row with the names of `data.columns`. A part that a row lacks is None."""
+        renamed = dict(row)
+        for new, old in self.new_names.items():
+            if column_of(old, row) not in row:
+                continue
+            try:
+                renamed[new] = value_at(row, old)
+            except LookupError:
+                renamed[new] = None
+        return renamed
+
+    def column_names(self, given: Collection[str]) -> list[str]:
+        """Return the names of the columns of `named` rows that have the columns `given`."""
+        names = dict.fromkeys(given)
+        for new, old in self.new_names.items():
+            if column_of(old, given) in given:
+                names[new] = None
+        if self.takes_last_message:
+            names[ANSWER_COLUMN] = None
+        return list(names)
+
+    def check_columns(self, first: Row, dataset: str) -> None:
+        """Raise ConfigError for a column or a part of one that the data's first row lacks, and a
+        new name that is reserved."""
         reserved = sorted(RESERVED_COLUMNS & self.new_names.keys())
         if reserved:
             expected = "expected names that no other argument of a reward function has"
             raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
         for new, old in self.new_names.items():
-            if old not in given:
-                raise self._missing_column(f"data.columns.{new}", old, given, dataset)
-        known = self.named(dict.fromkeys(given))
+            self._check_column(f"data.columns.{new}", old, first, first, dataset)
+        known = self.column_names(first)
         needed = [] if self.may_lack_prompt else self.prompt_columns
         for name in needed:
-            if name not in known:
-                raise self._missing_column(self.key, name, given, dataset)
+            values = first if column_of(name, first) in first else dict.fromkeys(known)
+            self._check_column(self.key, name, values, first, dataset)
 
-    def _missing_column(
-        self, key: str, name: str, given: Collection[str], dataset: str
-    ) -> ConfigError:
-        if key == self.key and self.template is not None:
+    def _check_column(self, key: str, name: str, values: Row, first: Row, dataset: str) -> None:
+        """Raise ConfigError if there is no column `name`, or no such part, in `values`."""
+        is_template = key == self.key and self.template is not None
+        if column_of(name, values) in values:
+            try:
+                value_at(values, name)
+            except LookupError as error:
+                hint = "; write braces as {{ and }}" if is_template else ""
+                raise ConfigError(f"{key}: '{name}' of '{dataset}': {error}{hint}") from None
+            return
+        if is_template:
             hint = "write braces as {{ and }}"
         else:
-            hint = f"as in {key}={next(iter(given), 'COLUMN')}"
+            hint = f"as in {key}={row_shapes.likely_prompt(first)}"
         if self._is_mixed:
             hint += "; 'data.columns=[{}, …]' renames those of each data set"
-        names = ", ".join(given)
-        return ConfigError(
+        names = ", ".join(first)
+        raise ConfigError(
             f"{key}: expected a column of '{dataset}', which are {names}, got '{name}'; {hint}"
         )
 
@@ -182,27 +329,88 @@ class RowForm:
                 f"column '{ENVIRONMENT_COLUMN}': expected one of {names} (rollout.environment), "
                 f"got {environment!r}"
             )
+        system_prompt = self.system_prompt
+        if self.system_column is not None:
+            system_prompt = row[self.system_column]
         content = self._given_content(row)
         if isinstance(content, str) and content:
             if not self.is_chat:
                 return content
             content = [{"role": "user", "content": content}]
-        source = f"column '{self.prompt_column}' ({self.key})"
-        messages = read_messages(content, source, takes_pictures=True)
-        if self.system_prompt and messages[0]["role"] != "system":
-            return [{"role": "system", "content": self.system_prompt}, *messages]
+        messages = self._read(content)
+        if self._ends_with_user and row_shapes.ends_with_answer(messages):
+            raise ValueError(
+                f"column '{self.prompt_column}': expected a prompt as in the first row, got the "
+                f"assistant's answer at its end; data.prompt_column={self.prompt_column} takes all "
+                "messages as the prompt"
+            )
+        if system_prompt and messages[0]["role"] != "system":
+            return [{"role": "system", "content": system_prompt}, *messages]
         return messages
 
     def _given_content(self, row: Row) -> Any:
         """Return the prompt column's value, or the filled template."""
         if self.may_lack_prompt and self.prompt_column not in row:
             return [{"role": "user", "content": ""}]
+        if self.takes_last_message:
+            return self._conversation(row)[:-1]
+        if self.instruction is not None:
+            return self._instruction_text(self.instruction, row)
         if self.template is None:
             return row[self.prompt_column]
         for name in self.prompt_columns:
-            if is_missing(row[name]):
+            try:
+                value = value_at(row, name)
+            except LookupError as error:
+                raise ValueError(f"{self.key}: column '{name}': {error}") from None
+            if is_missing(value):
                 raise ValueError(f"{self.key}: expected a value in column '{name}'")
-        return self.template.format_map(row)
+        try:
+            return _Template().vformat(self.template, (), row)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.key}: {error}") from None
+
+    def _read(self, content: Any) -> Messages:
+        """Return chat messages, also of ShareGPT's turns. Raises ValueError for another value."""
+        source = f"column '{self.prompt_column}' ({self.key})"
+        try:
+            messages = as_messages(content)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        return read_messages(messages, source, takes_pictures=True)
+
+    def _conversation(self, row: Row) -> Messages:
+        """Return the messages of a row whose last one is the answer. Raises ValueError where it is
+        not an assistant's text, or the only message."""
+        where = f"column '{self.prompt_column}' ({ANSWER_FROM_KEY}=last_message)"
+        given = row[self.prompt_column]
+        if isinstance(given, str):
+            try:
+                given = row_shapes.messages_of_transcript(given)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        messages = self._read(given)
+        role = messages[-1]["role"]
+        if role not in row_shapes.ASSISTANT_ROLES:
+            raise ValueError(
+                f"{where}: expected the assistant's answer in the last message, got one of "
+                f"'{role}'; data.prompt_column={self.prompt_column} with "
+                f"{ANSWER_FROM_KEY}=null takes all messages as the prompt"
+            )
+        if not isinstance(messages[-1]["content"], str):
+            raise ValueError(f"{where}: expected a text in the last message, got a picture")
+        if not messages[-1]["content"].strip():
+            raise ValueError(f"{where}: expected a text in the last message, got none")
+        if len(messages) == 1:
+            raise ValueError(f"{where}: expected a message before the answer, got none")
+        return messages
+
+    def _instruction_text(self, names: row_shapes.Instruction, row: Row) -> str:
+        instruction = row[names.instruction]
+        if is_missing(instruction):
+            raise ValueError(f"{self.key}: expected a value in column '{names.instruction}'")
+        context = row[names.context]
+        return str(instruction) if is_missing(context) else f"{instruction}\n\n{context}"
 
     def reward_columns(self, row: Row) -> dict[str, Any]:
         """Return the columns of a row for rewards, without the prompt and without reserved and
@@ -211,7 +419,7 @@ class RowForm:
         left_out = {self.prompt_column, *RESERVED_COLUMNS, *replaced}
         columns = with_none({name: value for name, value in row.items() if name not in left_out})
         with_pictures = self.pictures.column
-        if with_pictures in columns:
+        if with_pictures is not None and with_pictures in columns:
             columns[with_pictures] = self.pictures.as_pictures(columns[with_pictures])
         return columns
 
@@ -253,7 +461,20 @@ class DataSet:
         if self.num_rows == 0:
             raise ConfigError(f"{KEY}: '{self.name}' has no rows")
         for form in self._forms().values():
-            form.check_columns(self.columns, self.name)
+            form.check_columns(self.first_row, self.name)
+
+    @classmethod
+    def of_rows(
+        cls,
+        name: str,
+        rows: Any,
+        form: RowForm,
+        seed: int | None,
+        locations: Sequence[str] | None = None,
+    ) -> DataSet:
+        """Make a data set of a user's rows, with the form that the first of them shows."""
+        fitted = form.fitted_to(rows[0]) if len(rows) else form
+        return cls(name, rows, fitted, seed, locations)
 
     def _forms(self) -> dict[str, RowForm]:
         """Return what makes prompts of a row, by the end of their locations."""
@@ -273,9 +494,13 @@ class DataSet:
         return self.num_rows if self.kept is None else len(self.kept)
 
     @property
+    def first_row(self) -> Row:
+        first: Row = self.rows(0) if callable(self.rows) else self.rows[0]
+        return first
+
+    @property
     def columns(self) -> list[str]:
-        first = self.rows(0) if callable(self.rows) else self.rows[0]
-        return list(first)  # all rows have the same
+        return list(self.first_row)  # all rows have the same
 
     def location(self, row: int) -> str:
         return self.locations[row] if self.locations else f"{self.name}, row {row}"
@@ -337,11 +562,14 @@ class DataSet:
         needed = {ENVIRONMENT_COLUMN}
         for form in self._forms().values():
             needed.update(form.prompt_columns)
-        with_pictures = self.form.pictures.column
-        if with_pictures is not None:
-            needed.add(with_pictures)
-        in_rows = {self.form.new_names.get(name, name) for name in needed}
-        columns = in_rows.intersection(self.rows.column_names)
+        given = self.rows.column_names
+        columns = set()
+        for name in needed:
+            named = column_of(name, self.form.column_names(given))
+            columns.add(column_of(self.form.new_names.get(named, named), given))
+        if self.form.pictures.column is not None:
+            columns.add(self.form.pictures.column)
+        columns.intersection_update(given)
         rows: Iterable[Row] = self.rows.only([*columns])
         return rows
 
@@ -353,14 +581,21 @@ class DataSet:
         for number, row in enumerate(self._example_rows()):
             location = self.location(number)
             sizes = []
+            num_bytes = 0
             try:
                 for picture in self.form.pictures_of(self.form.named(row)):
+                    num_bytes += len(picture.data)
                     if num_decoded < MAX_DECODED:
                         open_picture(picture)
                         num_decoded += 1
                     sizes.append(size_of(picture))
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{location}: {error}") from None
+            if num_bytes > self.form.max_image_bytes:
+                raise ConfigError(
+                    f"{location}: expected image files of at most {self.form.max_image_bytes} "
+                    f"bytes in a prompt (data.max_image_bytes), got {num_bytes}"
+                )
             yield location, sizes
         if self.held_out is not None:
             yield from self.held_out.picture_sizes()
@@ -383,16 +618,36 @@ class DataSet:
         return replace(self, held_out=held_out, kept=kept)
 
     def warnings(self) -> list[str]:
-        """Return what may be wrong with the rows."""
-        column = self.form.new_names.get(ANSWER_COLUMN, ANSWER_COLUMN)
-        if column not in getattr(self.rows, "guessed_columns", ()):
-            return []
-        value = self.rows[0][column]
-        return [
-            f"warning: {KEY}: datasets has turned the texts of column '{column}' of '{self.name}' "
-            f"into times, which are now written as in {value!r}; if they were written otherwise, "
-            "no answer equals them: download the file and give its path"
-        ]
+        """Return what may be wrong with the rows, and what their form was recognised to be."""
+        found = []
+        if self.form.understood:
+            found.append(f"note: rows of '{self.name}': {self.form.understood}")
+        name = self.form.new_names.get(ANSWER_COLUMN, ANSWER_COLUMN)
+        column = column_of(name, self.columns)
+        if column in getattr(self.rows, "guessed_columns", ()):
+            found.append(
+                f"warning: {KEY}: datasets has turned the texts of column '{column}' of "
+                f"'{self.name}' into times, which are now written as in {self.rows[0][column]!r}; "
+                "if they were written otherwise, no answer equals them: download the file and give "
+                "its path"
+            )
+        if self._answer_is_conversation():
+            found.append(
+                f"warning: data.columns.answer: '{name}' is a conversation, and rewards get all of "
+                f"its messages as `answer`; data.answer_from=last_message gives them the text of "
+                "the last one, and takes it out of the prompt"
+            )
+        return found
+
+    def _answer_is_conversation(self) -> bool:
+        """Return whether the user's name for the answer is of a list of messages."""
+        name = self.form.new_names.get(ANSWER_COLUMN)
+        if name is None:
+            return False
+        try:
+            return row_shapes.is_conversation(value_at(self.first_row, name))
+        except LookupError:
+            return False
 
     def fingerprint(self) -> str | None:
         """Digest the number of rows and all columns, however they are stored. Of more than
@@ -436,9 +691,8 @@ class PromptStream:
         self.has_pictures = False  # whether prompts show some: set by `datasets.open_prompts`
         self._columns: dict[str, None] = {}  # of all data sets: a set that keeps the order
         for each in self._data:
-            blank = dict.fromkeys(each.columns)
-            row = each.form.named(blank)
-            for name in each.form.reward_columns(row):
+            blank = dict.fromkeys(each.form.column_names(each.columns))
+            for name in each.form.reward_columns(blank):
                 self._columns[name] = None
 
     @property

@@ -6,7 +6,7 @@ in its own way, and has its own types for numbers and dates. Rewards see one for
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -17,6 +17,56 @@ PANDAS_MISSING = ("NAType", "NaTType")
 """Types of pandas' missing values. They are compared by name: pandas need not be installed."""
 PYTHON_FLOAT = re.compile(r"-?\d+(?:\.0|(?:\.\d+)?e[-+]\d+)")
 """`18.0` and `1e-05`: numbers as Python, and pandas in a CSV file, write them."""
+
+PATH = re.compile(r"\.([^.\[\]]+)|\[(-?\d+)\]")
+"""A step into a column's value: a key, as in `.text`, or an index, as in `[0]`."""
+
+
+def column_of(name: str, columns: Collection[str]) -> str:
+    """Return the column that a name is of: itself, or of a path such as `answers.text[0]` the
+    column in which it begins, `answers`."""
+    if name in columns:
+        return name
+    return re.split(r"[.\[]", name, maxsplit=1)[0]
+
+
+def value_at(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column, or the part of it that a path such as `answers.text[0]` names.
+
+    None where the row has no value on the way. Raises LookupError, which says what is there, where
+    a value has no such part.
+    """
+    column = column_of(name, row)
+    if column not in row:
+        raise LookupError(f"expected a column, which are {', '.join(row)}, got '{column}'")
+    steps = name.removeprefix(column)
+    if not re.fullmatch(f"({PATH.pattern})*", steps):
+        raise LookupError(f"expected a path as in {column}.KEY or {column}[0], got '{name}'")
+    value = row[column]
+    shown = column
+    for step in PATH.finditer(steps):
+        if is_missing(value):
+            return None
+        value = _part(value, step, shown)
+        shown += step[0]
+    return value
+
+
+def _part(value: Any, step: re.Match[str], shown: str) -> Any:
+    """Return the part of a value that one step of a path names. `shown`: the path before it."""
+    key, index = step.groups()
+    if key is not None:
+        if not isinstance(value, Mapping):
+            raise LookupError(f"expected a mapping in {shown}, got {value!r:.80}")
+        if key not in value:
+            raise LookupError(f"expected one of {', '.join(value)} in {shown}, got '{key}'")
+        return value[key]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise LookupError(f"expected a list in {shown}, got {value!r:.80}")
+    try:
+        return value[int(index)]
+    except IndexError:
+        raise LookupError(f"{shown} has {len(value)} entries, got index {index}") from None
 
 
 def is_missing(value: Any) -> bool:

@@ -12,6 +12,9 @@ A row holds the tokens of one sequence behind its nodes. Active rows come first,
 the others; then suspended ones. Finished rows are reused in the same step. When a suspended row is
 resumed, one step computes all tokens that were inserted.
 
+The pictures of a prompt are encoded when it is computed, once for the group. In some models the
+positions behind it are then others than its number of tokens says: a row has this `shift`.
+
 Requests are served first come, first served. What a step computes depends on the requests and the
 sampled tokens alone, never on a clock (docs/design.md, Invariants).
 
@@ -19,7 +22,7 @@ Shapes: S rows, n of them active, V tokens of the vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -34,12 +37,22 @@ from easyrl.engines.cache.attention import StepLayout, length_class
 from easyrl.engines.cache.cache import MAX_LEVELS, NodeCache, StoredRow
 from easyrl.engines.cache.nodes import Family, Node
 from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
+from easyrl.engines.fused_delta_rule import fuse_steps
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.layout.tree import Ints
 from easyrl.model.inputs import ModelInputs
+from easyrl.model.mixers.interface import Spans
 from easyrl.model.policy import Policy
-from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
+from easyrl.types import (
+    Completion,
+    Float32,
+    Float64,
+    Int32,
+    PromptMedia,
+    RowPictures,
+    WeightPiece,
+)
 
 # States of a row. Rows with a higher state stand before the others.
 ENDED = -1
@@ -59,6 +72,8 @@ class _Sequence:
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
+    shift: int = 0
+    """What is added to a token's place in the sequence, behind a prompt with pictures."""
     row_start: int = 0
     """Position of the token in the first cell of its row: the one behind `node`."""
     first_token: int = 0  # sampled when the prompt was computed
@@ -89,6 +104,8 @@ class EmbeddedEngine(PolicyEngine):
         super().__init__(policy, sampling, tokenizer)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[[ModelInputs], Tensor] = self._decoder or policy.forward
+        if policy.has_states:
+            fuse_steps(policy)
         self._ready: deque[_Sequence] = deque()
         # The first `num_active` rows are in flight; those behind, up to `num_held`, are suspended.
         self.num_active = 0
@@ -110,7 +127,7 @@ class EmbeddedEngine(PolicyEngine):
         # `position` and `cell` are those of the newest token; `slots` are those of the nodes that
         # the row continues; `count` and `turn_start` are completion tokens so far and before the
         # current turn.
-        integers = ("position", "cell", "count", "limit", "turn_start", "state")
+        integers = ("position", "shift", "cell", "count", "limit", "turn_start", "state")
         per_token = {"uniforms": "f8", "tokens": "i4", "logprobs": "f4", "is_sampled": "?"}
         fields: list[Any] = [(name, "i8") for name in integers]
         fields.append(("slots", "i8", MAX_LEVELS))
@@ -310,7 +327,11 @@ class EmbeddedEngine(PolicyEngine):
         new_nodes = [node for node in self.cache.tree.nodes if not node.is_stored]
         for node in new_nodes:
             self.num_prompt_tokens += len(node) - node.num_stored
-        logits = self._forward(fed, new_nodes)
+        pictured = dict[Node, PromptMedia]()
+        for request, node in opened:
+            if request.media is not None:
+                pictured[node] = request.media
+        logits = self._forward(fed, new_nodes, pictured)
         self.num_steps += 1
         self.num_active += len(fed)
         starting = self._sequences_of(opened)
@@ -343,6 +364,10 @@ class EmbeddedEngine(PolicyEngine):
     def _sequences_of(self, opened: Sequence[_Opened]) -> list[_Sequence]:
         sequences = []
         for request, node in opened:
+            shift = 0
+            if request.media is not None:
+                assert self.policy.vision is not None
+                shift = self.policy.vision.position_delta(request.prompt_ids, request.media.arrays)
             for index, limit in enumerate(request.limits(self.sampling)):
                 key = (*request.key, index)
                 sequence = _Sequence(
@@ -351,6 +376,7 @@ class EmbeddedEngine(PolicyEngine):
                     sample_index=index,
                     limit=limit,
                     uniforms=uniform_stream(self.sampling.seed, key, limit),
+                    shift=shift,
                     max_turn_tokens=request.max_turn_tokens,
                 )
                 if request.first_tokens:
@@ -384,10 +410,17 @@ class EmbeddedEngine(PolicyEngine):
         wanted = torch.tensor(indices, dtype=torch.int64, device=logits.device)
         return logits.index_select(0, wanted)
 
-    def _forward(self, fed: list[Int32], new_nodes: list[Node]) -> Tensor:
-        """Store the tokens of new nodes. Return the logits of every active row, of the rows behind
-        them that are resumed (`fed`: the tokens of each), and of the last token of every new node
-        that ends a prompt: [n + len(fed) + number of prompts, V]."""
+    def _forward(
+        self,
+        fed: list[Int32],
+        new_nodes: list[Node],
+        pictured: Mapping[Node, PromptMedia],
+    ) -> Tensor:
+        """Store the tokens of new nodes, of which some are prompts with pictures.
+
+        Return the logits of every active row, of the rows behind them that are resumed (`fed`: the
+        tokens of each), and of the last token of every new node that ends a prompt:
+        [n + len(fed) + number of prompts, V]."""
         n = self.num_active
         device = self.policy.device
         active = self._rows[:n]
@@ -396,17 +429,24 @@ class EmbeddedEngine(PolicyEngine):
         continuing = [node for node in new_nodes if node not in prompts]
         parts = _Tokens()
         newest = active["tokens"][np.arange(n), active["count"] - 1]
-        logits_at = parts.add(newest, active["position"]).tolist()
-        for tokens, position in zip(fed, resumed["position"].tolist(), strict=True):
+        logits_at = parts.add(newest, active["position"] + active["shift"]).tolist()
+        of_resumed = (resumed["position"] + resumed["shift"]).tolist()
+        for tokens, position in zip(fed, of_resumed, strict=True):
             positions = np.arange(1 - len(tokens), 1) + position
             numbers = parts.add(tokens, positions)
             logits_at.append(numbers[-1])
         last_of = dict[Node, int]()
+        pictures = list[RowPictures]()
         for node in (*continuing, *prompts):
             first = node.start + node.num_stored
             positions = np.arange(first, node.stop)
             numbers = parts.add(node.ids[first:], positions)
             last_of[node] = numbers[-1]
+            if node in pictured:
+                media = pictured[node]
+                start = int(numbers[0])
+                stop = start + len(numbers)
+                pictures.append(RowPictures(media.pictures, start, stop, stop, media.arrays))
         logits_at += [last_of[node] for node in new_nodes if node.is_prompt]
         if not parts.number:
             return torch.zeros(0, self.policy.vocabulary_size, device=device)
@@ -417,6 +457,7 @@ class EmbeddedEngine(PolicyEngine):
             [len(tokens) for tokens in fed],
             continuing=continuing,
             prompts=prompts,
+            spans=self._spans_of(parts.ids(), pictures),
             device=device,
         )
         for node in new_nodes:
@@ -426,8 +467,16 @@ class EmbeddedEngine(PolicyEngine):
             parts.positions().to(device),
             layout,
             torch.tensor(logits_at, dtype=torch.int64, device=device),
+            tuple(pictures),
         )
+        if pictures:
+            return self.policy.forward(inputs)
         return self._run_model(inputs)
+
+    def _spans_of(self, ids: Tensor, pictures: Sequence[RowPictures]) -> Spans | None:
+        if self.policy.vision is None:
+            return None
+        return self.policy.vision.spans_of(ids.numpy(), pictures)
 
     def _advance(self, tokens: Int32, logprobs: Float32) -> None:
         """Append a sampled token to every active row: 2 x [n]."""
@@ -563,6 +612,7 @@ class EmbeddedEngine(PolicyEngine):
         self._sequences[row] = sequence
         state = self._rows[row]
         state["position"] = len(sequence.request.prompt_ids) - 1 + count
+        state["shift"] = sequence.shift
         state["cell"] = state["position"] - sequence.row_start
         state["slots"] = self.cache.slots_of(sequence.node)
         state["count"] = count

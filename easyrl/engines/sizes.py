@@ -60,7 +60,7 @@ class EngineLoad:
 def weights_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
     """Return what the weights of any engine need."""
     dtype_bytes = DTYPE_BYTES[load.dtype]
-    weights = dtype_bytes * model.num_weights
+    weights = dtype_bytes * (model.num_weights + model.num_frozen_weights)
     needs = [MemoryNeed("weights", weights, WEIGHTS_KEYS, is_certain=True)]
     if model.num_trained is not None:  # LoRA: adapters are added to a copy
         bare = dtype_bytes * model.layer_weights

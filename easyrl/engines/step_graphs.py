@@ -192,7 +192,7 @@ class StepGraphs:
             inputs_of_levels.append(inputs)
         inputs_of_rows = _RowInputs(
             tokens=_with_copies(tokens, num_rows),
-            positions=_with_copies(rows["position"], num_rows),
+            positions=_with_copies(rows["position"] + rows["shift"], num_rows),
             uniforms=_with_copies(uniforms.view(np.int64), num_rows),
             sources=_with_copies(np.arange(n), num_rows),
             cells=_with_copies(rows["cell"], num_rows),

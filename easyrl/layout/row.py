@@ -21,7 +21,17 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from easyrl.layout.tree import NONE, Arrangement, Ints, TokenTree
-from easyrl.types import Bool, Completion, Float32, Int32, MicroBatch, RolloutGroup, no_tokens
+from easyrl.types import (
+    Bool,
+    Completion,
+    Float32,
+    Int32,
+    MicroBatch,
+    Picture,
+    RolloutGroup,
+    RowPictures,
+    no_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Rollout:
     the first of the completion; tokens 4 and 5 continue it, and so do 6 and 7."""
     teacher_prompt_ids: Int32 = field(default_factory=no_tokens)
     """The prompt [P'] that the teacher reads. Empty: it reads the same one."""
+    pictures: tuple[Picture, ...] = ()  # of the prompt
 
     def num_tokens_behind(self, previous: Self | None, *, shares_prompts: bool = True) -> int:
         """Return how many tokens this rollout adds to a row that ends with `previous`."""
@@ -113,6 +124,7 @@ def split_group(
     """
     mask = group.trained_mask(mask_truncated=mask_truncated)
     rollouts = list[Rollout]()
+    pictures = group.pictures
     for where, advantage, predecessors in zip(
         group.completion_slices(),
         group.advantages,
@@ -131,6 +143,7 @@ def split_group(
             advantage=float(advantage),
             predecessors=predecessors,
             teacher_prompt_ids=group.teacher_prompt_ids,
+            pictures=pictures,
         )
         rollouts.append(rollout)
     return rollouts
@@ -189,6 +202,7 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
     trees = list[TokenTree]()
     ids = list[Int32]()
     logits_at = list[Ints]()
+    pictures = list[RowPictures]()
     start = 0  # of the next tree in the row
     laid_out_together = _sharing_a_prompt(rollouts) if shares_prompts else _each_alone(rollouts)
     for sharing in laid_out_together:
@@ -199,7 +213,11 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         trees.append(row.tree)
         ids.append(tokens[row.tokens])
         logits_at.append(start + at)
-        start += len(row.tokens)
+        end = start + len(row.tokens)
+        if sharing[0].pictures:
+            stop = start + len(sharing[0].prompt_ids)
+            pictures.append(RowPictures(sharing[0].pictures, start, stop, end))
+        start = end
 
     for_teacher = None
     if len(rollouts[0].teacher_prompt_ids):
@@ -219,6 +237,7 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         loss_mask=np.concatenate([rollout.loss_mask for rollout in rollouts]),
         advantages=np.repeat(advantages, lengths),
         for_teacher=for_teacher,
+        pictures=tuple(pictures),
     )
 
 

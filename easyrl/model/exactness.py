@@ -1,11 +1,12 @@
 """Decide, when a model is loaded, whether its layers run packed rows exactly.
 
     config: kinds of layers ─► class ─► each layer's attention arguments ─► logits, compared
+                                                 with pictures: a row with one, too ─┘
 
 The last step is decisive: a packed row of a small group and a small tree through EasyRL's mixers
 must give what each of its sequences gives alone through transformers' eager attention. A model that
 cannot share prompts runs as padded batches (`inputs.real_tokens`); only a non-causal model is
-refused.
+refused, and with pictures one that cannot run packed rows.
 
 Shapes: T tokens of the packed row, V tokens of the vocabulary.
 """
@@ -33,6 +34,7 @@ from easyrl.model.mixers.interface import UnsupportedLayer
 from easyrl.model.mixers.kinds import checked_tree, connect
 from easyrl.model.mixers.recording import RecordingLayout
 from easyrl.model.policy import decoder_layers
+from easyrl.model.towers import Tower
 
 NUM_DRAWS = 3  # rows of random tokens; one must agree, since rounding may change a token's experts
 CHECKED_WORDS = 512
@@ -41,11 +43,12 @@ CHECKED_CODE = ("layout", "model")  # packages of EasyRL on which the outcome de
 SORTS_BY_EXPERTS = "transformers/integrations/moe.py"
 
 
-def checked_once(path: str, check: Callable[[], Any]) -> Any:
+def checked_once(path: str, check: Callable[[], Any], kind: str = "") -> Any:
     """Return the outcome of `check` on the model of `path`, in JSON's types. It is run once for the
-    same files, code and libraries; other processes wait meanwhile. An error is not kept."""
+    same files, code and libraries, and for each `kind` of check; other processes wait meanwhile. An
+    error is not kept."""
     try:
-        file = _outcome_file(path).open("a+")
+        file = _outcome_file(path, kind).open("a+")
     except OSError:  # there is no place for it
         return check()
     with file:
@@ -60,12 +63,13 @@ def checked_once(path: str, check: Callable[[], Any]) -> Any:
         return outcome
 
 
-def _outcome_file(path: str) -> Path:
+def _outcome_file(path: str, kind: str) -> Path:
     """Return where the outcome for a model is kept, in a folder that exists. Raises OSError."""
     import transformers
 
     versions = f"{torch.__version__} {transformers.__version__} {recurrent.kernel_libraries()}"
-    digest = hashlib.sha256(f"{fingerprint(loadable_model(path))} {versions}".encode())
+    checked = f"{fingerprint(loadable_model(path))} {versions}{kind}"
+    digest = hashlib.sha256(checked.encode())
     package = Path(__file__).parents[1]
     for name in CHECKED_CODE:
         for source in sorted((package / name).rglob("*.py")):
@@ -77,9 +81,10 @@ def _outcome_file(path: str) -> Path:
 
 
 @contextmanager
-def in_float32(model: nn.Module) -> Iterator[None]:
+def in_float32(model: nn.Module, *, may_cut_vocabulary: bool = True) -> Iterator[None]:
     """Run the model in float32 although its weights may be narrower: those of a decoder layer are
-    float32 only while it runs. A wide vocabulary has CHECKED_WORDS random words meanwhile."""
+    float32 only while it runs. A wide vocabulary has CHECKED_WORDS random words meanwhile, unless
+    tokens with a meaning are needed."""
     kept = {weight: weight.data for weight in model.parameters()}
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     padding_indices = [embedding.padding_idx for embedding in embeddings]
@@ -99,7 +104,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     words = torch.randperm(vocabulary_size, generator=generator)[:CHECKED_WORDS]
     for weight in kept.keys() - in_blocks:
         is_by_word = len(weight) == vocabulary_size  # an embedding, or the head
-        if is_by_word and weight.dtype != torch.float32:
+        if is_by_word and may_cut_vocabulary and weight.dtype != torch.float32:
             weight.data = weight.data[words]
         weight.data = weight.data.float()
     for embedding in embeddings:
@@ -123,16 +128,16 @@ def choose_attention(model: Any) -> str | None:
     if reason is None:
         reason = _best_of_draws(_difference, model)
     if reason is None:
-        model.set_attn_implementation(ATTENTION_NAME)
+        set_attention(model, ATTENTION_NAME)
         return None
-    model.set_attn_implementation(own_attention(model))
+    set_attention(model, own_attention(model))
     return reason + _kernels_of(model)
 
 
 def own_attention(model: Any) -> str:
     """Return the name of transformers' attention for a model that runs without a layout: the one
     that it has, or `eager` if that gives other results."""
-    name: str = model.config._attn_implementation
+    name = attention_of(model)
     if _uses_interface(model) and _best_of_draws(_gap_to_eager, model) is not None:
         return "eager"
     return name
@@ -196,7 +201,7 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
 def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
     half = len(tokens) // 2
     with_later_tokens = _logits(model, tokens)[:half]
-    if _agree(with_later_tokens, _logits(model, tokens[:half])):
+    if agree(with_later_tokens, _logits(model, tokens[:half])):
         return None
     return "the logits of a token depend on later tokens, so it is no causal language model"
 
@@ -204,23 +209,23 @@ def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
 def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
     """Compare with eager attention: kernels may ignore arguments (transformers 5.17: softcap)."""
     own = _logits(model, tokens)
-    with _attending(model, "eager"):
+    with attending(model, "eager"):
         eager = _logits(model, tokens)
-    return None if _agree(own, eager) else "its kernel gives other results"
+    return None if agree(own, eager) else "its kernel gives other results"
 
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
     tree = checked_tree(model)
     sequences = [tree.tokens_of(tree.path(leaf)) for leaf in tree.leaves]
-    with _attending(model, "eager"):
+    with attending(model, "eager"):
         alone = [_logits(model, tokens[sequence]) for sequence in sequences]
     positions = torch.from_numpy(tree.positions)[None].to(tokens.device)
     layout = RecordingLayout(tree, tokens.device)
     numbering = _NumberingFinder(tree.num_tokens)
     current = connect(model)
     try:
-        with _attending(model, ATTENTION_NAME), current.use(layout), numbering:
+        with attending(model, ATTENTION_NAME), current.use(layout), numbering:
             packed = _logits(model, tokens, position_ids=positions)
     except UnsupportedLayer as layer:
         return str(layer)
@@ -230,7 +235,7 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     if reason is not None:
         return reason
     for sequence, expected in zip(sequences, alone, strict=True):
-        if not _agree(packed[sequence], expected):
+        if not agree(packed[sequence], expected):
             return "a packed row gives other results than its sequences alone"
     return None
 
@@ -250,7 +255,7 @@ def _logits(model: Any, tokens: Tensor, **arguments: Any) -> Tensor:
     return logits
 
 
-def _agree(got: Tensor, expected: Tensor) -> bool:
+def agree(got: Tensor, expected: Tensor) -> bool:
     """Compare to half of the dtype's digits."""
     got = got.nan_to_num()
     expected = expected.nan_to_num()
@@ -259,15 +264,41 @@ def _agree(got: Tensor, expected: Tensor) -> bool:
     return float((got - expected).abs().max()) <= tolerance
 
 
+def attention_of(model: Any) -> str:
+    """Return transformers' name of the attention of a model, or of the text model inside."""
+    config = model.config
+    if _text_key(model) is not None:
+        config = config.get_text_config()
+    name: str = config._attn_implementation
+    return name
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Let a model use the attention that transformers calls `name`; its towers keep their own."""
+    key = _text_key(model)
+    model.set_attn_implementation(name if key is None else {key: name})
+
+
+def _text_key(model: Any) -> str | None:
+    """Return the key, in the configuration of a model with towers, of the text model's."""
+    if any(isinstance(module, Tower) for module in model.modules()):
+        return None  # there is nothing but the text model
+    text_config = model.config.get_text_config()
+    for key in model.config.sub_configs:
+        if getattr(model.config, key) is text_config:
+            return str(key)
+    return None
+
+
 @contextmanager
-def _attending(model: Any, name: str) -> Iterator[None]:
+def attending(model: Any, name: str) -> Iterator[None]:
     """Use the attention function that transformers calls `name`."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    before = attention_of(model)
+    set_attention(model, name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
 
 
 class _NumberingFinder(TorchFunctionMode):

@@ -204,6 +204,7 @@ class ModelSize:
     stored_dtype: str = "float32"
     is_in_vllm: bool = True  # under the same names
     state_elements: int = 0  # of a sequence's states, in all layers that have one
+    num_frozen_weights: int = 0  # of a tower that is loaded and not trained, beside `num_weights`
 
     @property
     def outer_weights(self) -> int:  # elements outside of the layers

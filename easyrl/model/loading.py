@@ -2,29 +2,39 @@
 
 files ──transformers──► model ──► complete? ──► packed rows exact? causal? head? ──► Policy
                                                 └──── once per machine and model ────┘
+
+Of a model with a text model inside, only this is loaded (`towers`), unless prompts have pictures.
 """
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType
-from easyrl.data.hub import loadable_model
+from easyrl.config.spec import ModelSpec
+from easyrl.data.hub import KEY, loadable_model
 from easyrl.layout.tree import TokenTree
 from easyrl.model.exactness import (
+    attention_of,
     check_causal,
     checked_once,
     choose_attention,
     in_float32,
+    set_attention,
 )
 from easyrl.model.files import load_model_config, read_loaded_files
 from easyrl.model.inputs import ModelInputs
 from easyrl.model.mixers import recurrent
 from easyrl.model.mixers.attention import register_attention
+from easyrl.model.picture_check import choose_spans
+from easyrl.model.pictures import ArraysOf, SpanMode, Vision
 from easyrl.model.policy import Policy
+from easyrl.model.processor import load_processor
+from easyrl.model.text_part import picture_class
 from easyrl.model.towers import model_class
 
 MOST_CHECKED_TOKENS = 4  # of the check of the head
@@ -36,6 +46,54 @@ class _Checked(NamedTuple):
 
     no_packing_reason: str | None
     attention: str  # transformers' name of the attention function that the model uses
+    spans: SpanMode = "none"  # with pictures: in which layers they are seen in both directions
+
+
+@dataclass(frozen=True, slots=True)
+class PictureInput:
+    """How a model gets pictures."""
+
+    arrays_of: ArraysOf  # of the checkpoint's processor
+    placeholder_ids: frozenset[int]  # tokens that the processor puts in the place of pictures
+    is_trained: bool = False  # whether the tower is trained
+    settings: str = ""  # of the processor: models are checked once for each of them
+
+    def vision_of(self, model: Any, spans: SpanMode) -> Vision:
+        return Vision(
+            model,
+            self.arrays_of,
+            is_trained=self.is_trained,
+            spans=spans,
+            placeholder_ids=self.placeholder_ids,
+        )
+
+
+def picture_input(model: ModelSpec, teacher: str | None = None) -> PictureInput | None:
+    """Load the processor of a model, or of the model of a `teacher`, whose tower is frozen; None if
+    prompts have no pictures. Raises ConfigError."""
+    if not model.has_pictures:
+        return None
+    path = model.path if teacher is None else teacher
+    processor = load_processor(
+        path,
+        max_image_pixels=model.max_image_pixels,
+        trust_remote_code=model.trust_remote_code,
+    )
+    if processor is None:
+        raise _reads_no_pictures(path)
+    return PictureInput(
+        processor.arrays,
+        processor.placeholder_ids,
+        is_trained=model.has_trained_tower and teacher is None,
+        settings=f"of {model.max_image_pixels} pixels",
+    )
+
+
+def _reads_no_pictures(path: str) -> ConfigError:
+    return ConfigError(
+        f"{KEY}: expected a model that reads pictures, as the data has some, got '{path}', which "
+        "does not; use another model, or data.image_column= to leave pictures out"
+    )
 
 
 def load_policy(
@@ -45,38 +103,60 @@ def load_policy(
     trust_remote_code: bool = False,
     attention: AttentionMode = "auto",
     dtype: DType | None = "float32",
+    pictures: PictureInput | None = None,
 ) -> Policy:
     """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they are
-    stored, for `TrainRanks.shard`. Raises ConfigError if weights are missing, if it is no causal
-    language model, or if `attention` asks for prompts that cannot be shared exactly."""
+    stored, for `TrainRanks.shard`. With `pictures` it has its tower. Raises ConfigError if weights
+    are missing, if it is no causal language model, if it cannot read pictures, or if `attention`
+    asks for prompts that cannot be shared exactly."""
     register_attention()
-    model = _load_model(path, dtype, trust_remote_code=trust_remote_code)
+    has_pictures = pictures is not None
+    model = _load_model(path, dtype, trust_remote_code=trust_remote_code, has_pictures=has_pictures)
     if torch.device(device).type == "cpu":
         recurrent.shorten_chunks(model)
     if trust_remote_code:  # a model's own code is not part of its fingerprint
-        checked = _check(model, path)
+        checked = _check(model, path, pictures)
     else:
-        checked = _Checked(*checked_once(path, lambda: _check(model, path)))
+        kind = "" if pictures is None else f" with pictures {pictures.settings}"
+        checked = _Checked(*checked_once(path, lambda: _check(model, path, pictures), kind))
     reason = checked.no_packing_reason
     if reason is not None and attention == "shared_prompt":
         raise ConfigError(
             "model.attention: expected auto or repeated, because prompts cannot be "
             f"shared exactly: {reason} ({path}); got shared_prompt"
         )
-    if checked.attention != model.config._attn_implementation:
-        model.set_attn_implementation(checked.attention)
+    if checked.attention != attention_of(model):
+        set_attention(model, checked.attention)
     model.to(device)
-    return Policy(model, torch.device(device), no_packing_reason=reason, attention=attention)
+    vision = None if pictures is None else pictures.vision_of(model, checked.spans)
+    return Policy(
+        model,
+        torch.device(device),
+        no_packing_reason=reason,
+        attention=attention,
+        vision=vision,
+    )
 
 
-def _check(model: Any, path: str) -> _Checked:
+def _check(model: Any, path: str, pictures: PictureInput | None) -> _Checked:
     """Choose the model's attention, and check the rest of it. Raises ConfigError."""
     with in_float32(model):
         reason = choose_attention(model)
-        if reason is not None:
-            check_causal(model, path)
-        check_head(Policy(model, model.device, no_packing_reason=reason), path)
-        return _Checked(reason, model.config._attn_implementation)
+        if pictures is None:
+            if reason is not None:
+                check_causal(model, path)
+            check_head(Policy(model, model.device, no_packing_reason=reason), path)
+            return _Checked(reason, attention_of(model))
+    if reason is not None:
+        raise ConfigError(
+            f"{KEY}: expected a model whose layers run packed rows exactly, as prompts with "
+            f"pictures need, got '{path}': {reason}"
+        )
+    with in_float32(model, may_cut_vocabulary=False):
+        spans = choose_spans(model, pictures.vision_of, pictures.arrays_of, path)
+        vision = pictures.vision_of(model, spans)
+        check_head(Policy(model, model.device, vision=vision), path)
+        return _Checked(None, attention_of(model), spans)
 
 
 @torch.no_grad()
@@ -96,13 +176,20 @@ def check_head(policy: Policy, path: str) -> None:
     )
 
 
-def _load_model(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
+def _load_model(
+    path: str, dtype: DType | None, *, trust_remote_code: bool, has_pictures: bool
+) -> Any:
     config = load_model_config(path, trust_remote_code=trust_remote_code)
+    loaded_class = model_class(config, trust_remote_code=trust_remote_code)
+    if has_pictures:
+        loaded_class = picture_class(config)
+        if loaded_class is None:
+            raise _reads_no_pictures(path)
     dtype_name: str | None = dtype
     if dtype_name is None:
         files = read_loaded_files(path, is_whole=False, trust_remote_code=trust_remote_code)
         dtype_name = files.stored_dtype
-    loaded: Any = model_class(config, trust_remote_code=trust_remote_code).from_pretrained(
+    loaded: Any = loaded_class.from_pretrained(
         loadable_model(path),
         config=config,
         dtype=getattr(torch, dtype_name),
@@ -116,7 +203,9 @@ def _load_model(path: str, dtype: DType | None, *, trust_remote_code: bool) -> A
         buffer_dtypes = {buffer.dtype for buffer in model.buffers()}
         if buffer_dtypes & HALF_PRECISION:
             # A constant of the model (Gemma's scale of embeddings) was rounded.
-            return _load_model(path, "float32", trust_remote_code=trust_remote_code)
+            return _load_model(
+                path, "float32", trust_remote_code=trust_remote_code, has_pictures=has_pictures
+            )
     for weight in model.parameters():  # transformers keeps some weights in float32
         weight.data = weight.data.to(getattr(torch, dtype_name))
     return model

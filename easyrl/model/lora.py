@@ -33,6 +33,7 @@ from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.formatting import require
+from easyrl.model.pictures import frozen_tower, tower_parameters
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
@@ -323,13 +324,17 @@ def _kind(name: str) -> str:
 
 
 def _linear_layers(model: Any) -> dict[str, nn.Module]:
-    """Return the linear layers except the head by their names, in the model's order."""
+    """Return the linear layers except the head, and those of a frozen tower, by their names, in the
+    model's order."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
+    frozen = set(frozen_tower(model))
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and _is_plain(module):
+        if not isinstance(module, (nn.Linear, Conv1D)) or module is head:
+            continue
+        if module.weight not in frozen and _is_plain(module):
             found[name] = module
     return found
 
@@ -359,10 +364,15 @@ def _not_adapted(model: Any) -> dict[str, _NotAdapted]:
     num_uses: Counter[int] = Counter()  # by id of the parameter
     for module in model.modules():
         num_uses.update(id(parameter) for parameter in module.parameters(recurse=False))
+    of_tower = set(tower_parameters(model))
     found: dict[str, _NotAdapted] = {}
     for name, module in linear.items():
-        if _kind(name) in reason_of_kind:
-            found[name] = reason_of_kind[_kind(name)]
+        reason = reason_of_kind.get(_kind(name))
+        # A text does not show which layers of a tower are called.
+        if reason is _NOT_CALLED and module.weight in of_tower:
+            reason = None
+        if reason is not None:
+            found[name] = reason
         elif num_uses[id(module.weight)] > 1:
             found[name] = _SHARED
     return found

@@ -26,6 +26,7 @@ from easyrl.model.lora import Adapter, Merger
 from easyrl.model.mixers.interface import CurrentLayout, Layout
 from easyrl.model.mixers.kinds import connect, exclude_from_compiling, has_states
 from easyrl.model.mixers.packed_row import AttentionKernels, PackedRow
+from easyrl.model.pictures import Vision
 from easyrl.model.sharding import whole
 from easyrl.types import MicroBatch, Weight, WeightPiece
 
@@ -46,6 +47,7 @@ class Policy:
         *,
         no_packing_reason: str | None = None,
         attention: AttentionMode = "auto",
+        vision: Vision | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -56,11 +58,14 @@ class Policy:
         self.has_states = has_states(model)
         """Whether layers keep a state of fixed size, instead of something for each token."""
         self.kernels = AttentionKernels(may_use_flex=attention != "without_flex")
+        self.vision = vision
+        """The tower of pictures; None: the model gets text alone."""
         self.adapter: Adapter | None = None
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
         self._current_layout = connect(model)
         self._merger = Merger(model)
-        self._layers = _without_head(model)
+        # Of a model that gets pictures, all that is not its head.
+        self._layers = _without_head(model) if vision is None else model.base_model
         self._layers_output: Any = None  # class of the layers' output, once they have run
 
     @property
@@ -105,7 +110,17 @@ class Policy:
         """Move a micro-batch's row to the device, for logits that predict its completion tokens."""
         ids = torch.from_numpy(batch.input_ids).to(self.device)
         logits_at = torch.from_numpy(batch.logits_at).to(self.device)
-        return ModelInputs.of_row(ids, batch.tree, logits_at, self.kernels)
+        spans = None
+        if self.vision is not None:
+            spans = self.vision.spans_of(batch.input_ids, batch.pictures)
+        return ModelInputs.of_row(
+            ids,
+            batch.tree,
+            logits_at,
+            self.kernels,
+            pictures=batch.pictures,
+            spans=spans,
+        )
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Return logits [K, V] of the tokens `inputs.logits_at` of the packed row."""
@@ -142,20 +157,29 @@ class Policy:
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
         finally:
             del self._layers.forward
-        return logits
+        return self.ban(logits)
+
+    def ban(self, logits: Tensor) -> Tensor:
+        """Give tokens that are never sampled no probability, in place: logits [..., V]."""
+        return logits if self.vision is None else self.vision.ban(logits)
 
     def logits_by_own_forward(self, inputs: ModelInputs) -> Tensor:
         """Return logits [T, V] of the whole row by the model's own forward, layers and head."""
         call = self._call(inputs)
         with self._current_layout.use(self._layout_of(inputs)):
             logits: Tensor = self.model(**call.arguments, use_cache=False).logits[call.row]
-        return logits
+        return self.ban(logits)
 
     def _layout_of(self, inputs: ModelInputs) -> Layout | None:
         """Return the layout for the model's layers; None: they run its sequences one by one."""
         return inputs.layout if self.no_packing_reason is None else None
 
     def _call(self, inputs: ModelInputs) -> _Call:
+        if inputs.pictures:
+            assert self.vision is not None, "the model is loaded without its tower"
+            assert self.no_packing_reason is None, "checked when the model was loaded"
+            arguments = self.vision.arguments(inputs.ids, inputs.positions, inputs.pictures)
+            return _Call(arguments, row=0)
         if self.no_packing_reason is None:
             arguments = {"input_ids": inputs.ids[None], "position_ids": inputs.positions[None]}
             return _Call(arguments, row=0)
@@ -224,8 +248,13 @@ def _without_head(model: Any) -> Any:
     return getattr(model, "model", model)  # Llama 4 returns itself
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the list that holds most weights."""
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """Return the decoder layers of a model, which may have a larger tower beside them."""
+    return _largest_list(model.get_decoder()) or _largest_list(model)
+
+
+def _largest_list(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the list that holds most weights; none if there is no list."""
     largest = list[nn.Module]()
     most_weights = 0
     for module in model.modules():

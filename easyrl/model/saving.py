@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from easyrl.model.kept_parts import KeptParts
+from easyrl.model.pictures import frozen_tower
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import whole
 
@@ -25,9 +26,14 @@ def save_policy(
     too."""
     model = policy.model
     rounded_to = None if dtype is None else getattr(torch, dtype)
+    left_out = set[Tensor]()
+    if kept is not None:  # it has the frozen tower as the source has it
+        left_out.update(frozen_tower(model))
     state: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
-    for weight in policy.exported(model.state_dict(keep_vars=True).items()):
+    named = model.state_dict(keep_vars=True).items()
+    written = [(name, tensor) for name, tensor in named if tensor not in left_out]
+    for weight in policy.exported(written):
         parameter = id(weight.reference)
         if parameter not in gathered:
             values = whole(weight.materialize())

@@ -43,6 +43,18 @@ def whole_class(config: Any, *, trust_remote_code: bool = False) -> Any:
     return None
 
 
+def picture_class(config: Any) -> Any:
+    """Return transformers' class of a model that reads pictures and writes text, with its tower;
+    None: models of this configuration read no pictures."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    whole = whole_class(config)
+    is_known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    has_encoder = whole is not None and hasattr(whole, "get_image_features")
+    has_placeholder = getattr(config, "image_token_id", None) is not None
+    return whole if is_known and has_encoder and has_placeholder else None
+
+
 def unsupported_type_reason(config: Any) -> str | None:
     """Return a clause why models of this type cannot be trained, as far as its configuration says;
     None: they can."""

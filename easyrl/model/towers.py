@@ -8,6 +8,8 @@
 A tower (of pictures, of sound) is a module that the logits of a text do not need. It is neither
 built nor loaded nor trained: what a run writes has its weights as the source has them
 (`kept_parts`). The class says which of its modules is the decoder.
+
+With pictures the model is loaded whole (`loading`). A frozen tower is kept all the same.
 """
 
 import re
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY, download_small_files, model_folder
 from easyrl.model.kept_parts import PROCESSOR_FILES, KeptParts
-from easyrl.model.text_part import whole_class
+from easyrl.model.pictures import frozen_tower, text_parts
+from easyrl.model.text_part import picture_class, whole_class
 from easyrl.model.weight_files import read_headers, weight_files
 
 
@@ -59,14 +62,18 @@ def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
     return AutoModelForCausalLM if whole is None else without_towers(whole)
 
 
-def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """Make the model of a configuration, as it is loaded, on torch's `meta` device, where it takes
+def meta_model(
+    config: Any, *, trust_remote_code: bool = False, has_trained_tower: bool = False
+) -> Any:
+    """Make the model of a configuration, as it is trained, on torch's `meta` device, where it takes
     no memory. Raises ConfigError."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     whole = whole_class(config, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
+        if has_trained_tower and whole is not None:
+            return whole._from_config(config)
         if whole is None:
             return auto.from_config(config, trust_remote_code=trust_remote_code)
         return without_towers(whole)._from_config(config)
@@ -151,8 +158,7 @@ def making(whole: type) -> Iterator[None]:
 def remove_towers(model: Any) -> None:
     """Put a `Tower` in place of each module that is neither decoder, head nor embedding, and has
     none of them inside."""
-    parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
-    _remove_others(model, {part for part in parts if part is not None})
+    _remove_others(model, set(text_parts(model)))
     left = {name for name, _ in named_tensors(model)}
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {
@@ -180,15 +186,19 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def find_kept_parts(path: str, model: Any) -> KeptParts | None:
-    """Open what a run keeps of the folder of `path`, from which `model` was loaded just now; None:
-    all of it is loaded."""
+    """Open what a run keeps of the folder of `path`, from which `model` was loaded just now: what
+    is not loaded, and a frozen tower; None: all of it is loaded and trained."""
     folder = model_folder(path)
     headers = read_headers(folder, is_whole=False)
     names_in_class = _names_in_class(model, headers)
-    loaded = model.state_dict().keys()
-    kept = {name for name, found in names_in_class.items() if loaded.isdisjoint(found)}
+    frozen = set(frozen_tower(model))
+    trained = {
+        name for name, weight in model.state_dict(keep_vars=True).items() if weight not in frozen
+    }
+    kept = {name for name, found in names_in_class.items() if trained.isdisjoint(found)}
     has_towers = any(isinstance(module, Tower) for module in model.modules())
-    if not kept and not has_towers:
+    has_processor = has_towers or picture_class(model.config) is not None
+    if not kept and not has_processor:
         return None
     download_small_files(path, PROCESSOR_FILES)  # the hub's clients have loaded the others
     return KeptParts(folder, weight_files(folder), kept)

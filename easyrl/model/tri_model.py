@@ -73,6 +73,9 @@ class TriModel:
             offload = "optimizer" in kept_on_host
             ranks.shard(self._forward, policy.blocks, dtype=dtype, offload=offload)
             policy.device = ranks.device
+        elif policy.vision is not None:
+            # A sharded tower's weights are only there while the module runs.
+            policy.vision.sends_back = policy.vision.is_trained
         self.old: OtherWeights | None = None
         """The policy before the iteration's first update; None: there is one update."""
         if spec.batches.updates_per_iteration > 1:
@@ -87,6 +90,8 @@ class TriModel:
     def logprobs(self, batch: MicroBatch, *, policy_is_old: bool) -> TokenScores:
         """Score a micro-batch's completion tokens at the sampling temperature. `policy_is_old`: the
         policy has made no step in this iteration."""
+        if self.policy.vision is not None:
+            self.policy.vision.begin_batch(batch.pictures)
         inputs = self.policy.inputs_of(batch)
         targets = self._targets_of(batch)
         ref_logprobs = None
@@ -142,11 +147,14 @@ class TriModel:
             self._ranks.drop_gathered()
 
     def finish_gradients(self, empty: MicroBatch) -> None:
-        """Sum the gradients over the ranks where that is done once per update.
+        """Complete the gradients of an update: of a trained tower, and their sums over the ranks
+        where these are computed once per update.
 
         FSDP sums them in the backward pass of a micro-batch. Which one is the last is not known
         when it runs, so the sum is left to the backward pass of `empty`, which adds nothing.
         """
+        if self.policy.vision is not None:
+            self.policy.vision.finish_batches()
         if not self._ranks.keeps_gathered:
             return
         root: Any = self._forward

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from easyrl.events import JUDGE_REPLIES
 from easyrl.formatting import ConfigError, counted, printable, shorten
 from easyrl.observe.run_files import GrowingFile
 from easyrl.observe.text import safe, say_rich
@@ -33,6 +34,7 @@ LEFT_OUT = {
     "raw",
     "messages",
     "column/messages",
+    JUDGE_REPLIES,
 }
 """Columns that are shown in another way, or are too long."""
 
@@ -82,7 +84,7 @@ def show_samples(
             if about:
                 _print_text(about, style="dim")
         _print_text(completion)
-        for text in branches_of(line):
+        for text in (*replies_of(line), *branches_of(line)):
             _print_text(text, style="dim")
         before = _prompt_of(line)
     if before is None:
@@ -122,6 +124,14 @@ def about_pictures(folder: Path, line: Line) -> str:
         return ""
     shown = ", ".join(map(str, files))
     return f"{counted(len(files), 'picture')}: {shown}"
+
+
+def replies_of(line: Line) -> list[str]:
+    """Return what the judge wrote about the sample, each reply behind its score."""
+    texts = []
+    for judged in line.get(JUDGE_REPLIES) or ():
+        texts.append(f"judge {judged['score']:.3g}: {judged['reply']}")
+    return texts
 
 
 def branches_of(line: Line) -> list[str]:

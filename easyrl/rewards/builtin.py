@@ -7,6 +7,8 @@ from typing import Literal
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import RewardSpec
+from easyrl.data.row_shapes import is_conversation, is_nested, likely_reference
+from easyrl.data.streams import ANSWER_COLUMN
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction
@@ -62,8 +64,28 @@ def _agent(rewards: RewardSpec) -> RewardFunction:
     return functions.agent
 
 
+def _check_answer(reward: str, rewards: RewardSpec, example: Prompt) -> None:
+    """Check that the answer of the first row is no mapping and no list of messages."""
+    answer = example.columns.get(ANSWER_COLUMN)
+    if not is_nested(answer):
+        return
+    if is_conversation(answer):
+        advice = "data.answer_from=last_message takes the text of the last message"
+    else:
+        advice = f"'data.columns={{{ANSWER_COLUMN}: \"{ANSWER_COLUMN}.KEY\"}}' takes a part of it"
+        likely = likely_reference({ANSWER_COLUMN: answer})
+        if likely is not None:
+            advice = advice.replace(f"{ANSWER_COLUMN}.KEY", likely)
+    raise ConfigError(
+        f"{KEY}: '{reward}': expected a text, a number or a list of these in the column "
+        f"{ANSWER_COLUMN}, got {answer!r:.80}; {advice}"
+    )
+
+
 def _check_number(reward: str, column: str, rewards: RewardSpec, example: Prompt) -> None:
     """Check that the first row has a number in a column."""
+    if column == ANSWER_COLUMN:
+        _check_answer(reward, rewards, example)
     numbers = math.reference_numbers(example.columns.get(column))
     if any(isinstance(number, str) for number in numbers):
         raise ConfigError(
@@ -75,9 +97,13 @@ def _check_number(reward: str, column: str, rewards: RewardSpec, example: Prompt
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "none": BuiltIn(lambda rewards: functions.none),
-    "exact_match": BuiltIn(lambda rewards: functions.exact_match),
+    "exact_match": BuiltIn(
+        lambda rewards: functions.exact_match,
+        check=partial(_check_answer, "exact_match"),
+    ),
     "math": BuiltIn(
         lambda rewards: math.math,
+        check=partial(_check_answer, "math"),
         extra="math",
         preload="math_verify",
         call="per_completion",

@@ -14,7 +14,14 @@ from easyrl.config.hints import did_you_mean
 from easyrl.config.reward import JudgeConfig
 from easyrl.config.spec import RewardSpec
 from easyrl.data.hub import is_hub_id
-from easyrl.data.streams import RESERVED_COLUMNS
+from easyrl.data.row_shapes import (
+    REFERENCES,
+    conversation_in,
+    ends_with_answer,
+    likely_reference,
+    quoted_name,
+)
+from easyrl.data.streams import ANSWER_COLUMN, RESERVED_COLUMNS
 from easyrl.formatting import require
 from easyrl.rewards import builtin
 from easyrl.rewards.builtin import BUILT_IN
@@ -72,8 +79,24 @@ def check_rewards(rewards: RewardSpec, example: Prompt, specs: Sequence[str] | N
 def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
     return ConfigError(
         f"{KEY}: '{spec}': {problem}; the data has: {', '.join(example.columns) or 'none'} "
-        "(data.columns renames columns)"
+        f"({_advice(problem, example)})"
     )
+
+
+def _advice(problem: str, example: Prompt) -> str:
+    """Return which setting gives a reward the column that it lacks, which `problem` names."""
+    content = example.content
+    for wanted in REFERENCES:
+        if f"'{wanted}'" not in problem:
+            continue
+        ends_with_it = isinstance(content, list) and ends_with_answer(content)
+        is_in_conversation = ends_with_it or conversation_in(example.columns) is not None
+        if wanted == ANSWER_COLUMN and is_in_conversation:
+            return "data.answer_from=last_message takes it from the end of a conversation"
+        name = likely_reference(example.columns, wanted)
+        if name is not None:
+            return f"'data.columns={{{wanted}: {quoted_name(name)}}}' takes it from there"
+    return "data.columns renames columns"
 
 
 def load_reward(spec: str, rewards: RewardSpec) -> RewardFunction:

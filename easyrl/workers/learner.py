@@ -96,6 +96,8 @@ class Learner:
     def begin_iteration(self, iteration: int) -> None:
         """Keep the current policy as the old policy of this iteration's updates."""
         self._iteration = iteration
+        if self.policy.vision is not None:
+            self.policy.vision.drop_batches()
         if self.tri_model.old is not None:
             self.tri_model.old.copy_from_policy()
         self._sums = {"tokens": self._zero()}

@@ -36,7 +36,7 @@ from easyrl.environments.episodes import EnvironmentEpisodes
 from easyrl.environments.pool import EnvironmentPool
 from easyrl.environments.single_turn import SingleTurns
 from easyrl.layout.row import group_tree
-from easyrl.model.loading import load_policy
+from easyrl.model.loading import load_policy, picture_input
 from easyrl.model.prompt_renderer import PromptRenderer
 from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
@@ -49,6 +49,7 @@ from easyrl.types import (
     IndexedPrompt,
     Int32,
     Messages,
+    Picture,
     Prompt,
     RolloutGroup,
     no_tokens,
@@ -72,6 +73,7 @@ class _Group:
     known_checksum: int | None  # of the group as a dead worker reported it; None: none did
     # Set once the group is generated and is being scored:
     prompt_ids: Sequence[int] = ()
+    pictures: tuple[Picture, ...] = ()  # as the engine got them
     completions: Sequence[Completion] = ()  # [G]
     text: str = ""  # of the prompt, with the first episode's observation
     texts: Sequence[str] = ()  # of its completions; of episodes, the conversations
@@ -179,6 +181,7 @@ class RolloutWorker:
             self.settings.device,
             trust_remote_code=model.trust_remote_code,
             dtype=model.dtype,
+            pictures=picture_input(model),
         )
         policy.stop_at(self.tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
@@ -351,6 +354,8 @@ class RolloutWorker:
             self._drop_known(key, group, completions)
             return
         group.prompt_ids = request.prompt_ids
+        if request.media is not None:
+            group.pictures = request.media.pictures
         group.completions = completions
         group.text = _as_text(texts.prompt)
         group.texts = [_as_text(answer) for answer in texts.answers]
@@ -452,6 +457,7 @@ class RolloutWorker:
         scored = rewards if options.has_rewards else np.zeros_like(rewards)
         tree = group_tree(len(own.prompt_ids), completions)
         lengths = [len(each.token_ids) for each in completions]
+        files = self._image_files(own)
         return RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
@@ -468,7 +474,21 @@ class RolloutWorker:
             truncated=np.array([each.finish_reason == "length" for each in completions]),
             node_lengths=tree.lengths.astype(np.int32),
             node_parents=tree.parents.astype(np.int32),
+            picture_bytes=np.frombuffer(b"".join(files), dtype=np.uint8),
+            picture_lengths=np.array([len(file) for file in files], dtype=np.int32),
         )
+
+    def _image_files(self, own: _Group) -> list[bytes]:
+        """Return the files of a prompt's pictures. Raises ConfigError if a slot has no room for
+        them."""
+        files = [picture.data for picture in own.pictures]
+        num_bytes = sum(map(len, files))
+        if num_bytes > self.spec.max_image_bytes:
+            raise ConfigError(
+                f"data.max_image_bytes: expected prompts with image files of at most "
+                f"{self.spec.max_image_bytes} bytes, got {num_bytes} in prompt {own.prompt.index}"
+            )
+        return files
 
     def _teacher_prompt_ids(self, prompt: Prompt) -> Int32:
         """Return the tokens of the teacher's own prompt; none if it has none. Raises ConfigError

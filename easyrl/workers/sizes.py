@@ -74,6 +74,9 @@ def _policy_needs(
     offloaded = set[str]() if is_on_cpu else {*spec.optimizer.offload}
     on_host = "optimizer" in offloaded
     keys = "model.lora.rank, train.offload"
+    is_sharded = num_ranks > 1 or dtype != "float32" or on_host
+    tower_dtype = dtype if is_sharded else "float32"
+    weights += DTYPE_BYTES[tower_dtype] * model.num_frozen_weights // num_ranks
     needs = [
         _certain("weights", weights, WEIGHTS_KEYS, is_on_host=on_host),
         _certain("gradients", trained, keys, is_on_host=on_host),
@@ -92,7 +95,6 @@ def _policy_needs(
         key = "train.keep_checkpoints=0"
         needs.append(_certain("checkpoint's copy", num_bytes, key, is_on_host=True))
 
-    is_sharded = num_ranks > 1 or dtype != "float32" or on_host
     if is_sharded:
         drops_layers = spec.optimizer.reshard is not False
         gathered = gathered_bytes(model, dtype, drops_layers=drops_layers)

@@ -35,7 +35,7 @@ from easyrl.config.spec import TrainSpec
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
 from easyrl.model.kept_parts import KeptParts
-from easyrl.model.loading import load_policy
+from easyrl.model.loading import PictureInput, load_policy, picture_input
 from easyrl.model.policy import Policy
 from easyrl.model.saving import save_policy
 from easyrl.model.sharding import TrainRanks, gathered
@@ -126,7 +126,9 @@ class TrainWorker:
         model = self.spec.model
         self.control.send(events.Starting("loading the model"))
         is_sharded = self.ranks.mesh is not None
-        policy = self._load_policy(model.path, None if is_sharded else "float32")
+        policy = self._load_policy(
+            model.path, None if is_sharded else "float32", picture_input(model)
+        )
         if self.is_first_rank:
             self._kept_parts = find_kept_parts(model.path, policy.model)
         if policy.no_packing_reason is not None:
@@ -136,7 +138,9 @@ class TrainWorker:
         teacher = None
         if self.spec.teacher is not None and self.spec.teacher.path is not None:
             self.control.send(events.Starting("loading the teacher"))
-            teacher = self._load_policy(self.spec.teacher.path, model.dtype)
+            teacher = self._load_policy(
+                self.spec.teacher.path, model.dtype, picture_input(model, self.spec.teacher.path)
+            )
             policy.shares_prompts = policy.shares_prompts and teacher.shares_prompts
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.spec.seed)
@@ -150,13 +154,14 @@ class TrainWorker:
             learner.restore(Path(settings.checkpoint), settings.policy_version)
         return learner
 
-    def _load_policy(self, path: str, dtype: DType | None) -> Policy:
+    def _load_policy(self, path: str, dtype: DType | None, pictures: PictureInput | None) -> Policy:
         policy = load_policy(
             path,
             self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
             trust_remote_code=self.spec.model.trust_remote_code,
             attention=self.spec.model.attention,
             dtype=dtype,
+            pictures=pictures,
         )
         policy.kernels.report = lambda text: self._report(events.Note(text))
         return policy

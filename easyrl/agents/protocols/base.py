@@ -221,13 +221,17 @@ def _parts_of_schema(name: str, schema: dict[str, Any]) -> list[tuple[str, Any]]
     parts: list[tuple[str, Any]] = []
     for part in ("properties", "$defs", "definitions"):
         named = check_mapping(f"{name}: {part}", schema.get(part))
-        parts += [(f"{part}.{key}", inner) for key, inner in named.items()]
+        for key, inner in named.items():
+            parts.append((f"{part}.{key}", inner))
     for part in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        parts += [(part, inner) for inner in check_list(f"{name}: {part}", schema.get(part))]
+        for inner in check_list(f"{name}: {part}", schema.get(part)):
+            parts.append((part, inner))
     for part in ("items", "additionalProperties"):
         given = schema.get(part)
         inner_schemas = given if isinstance(given, list) else [given]
-        parts += [(part, inner) for inner in inner_schemas if inner is not None]
+        for inner in inner_schemas:
+            if inner is not None:
+                parts.append((part, inner))
     return parts
 
 
@@ -236,12 +240,13 @@ JSON_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string
 
 def _check_calls(name: str, message: dict[str, Any]) -> None:
     """Raise ValueError for calls of another form than OpenAI's, and for ids that are no texts."""
-    for call in check_list(f"{name}: tool_calls", message.get("tool_calls")):
-        function = check_mapping(f"{name}: tool_calls", call).get("function")
-        called = check_mapping(f"{name}: tool_calls: function", function).get("name")
+    place = f"{name}: tool_calls"
+    for call in check_list(place, message.get("tool_calls")):
+        function = check_mapping(place, call).get("function")
+        called = check_mapping(f"{place}: function", function).get("name")
         if not isinstance(called, str):
-            raise ValueError(f"{name}: tool_calls: expected functions with names, got {call!r:.80}")
-        _check_id(f"{name}: tool_calls: id", call.get("id"))
+            raise ValueError(f"{place}: expected functions with names, got {call!r:.80}")
+        _check_id(f"{place}: id", call.get("id"))
     _check_id(f"{name}: tool_call_id", message.get("tool_call_id"))
 
 

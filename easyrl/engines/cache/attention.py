@@ -32,7 +32,7 @@ from easyrl.engines.cache.nodes import Node
 from easyrl.engines.cache.states import StepStates, runs_of_step
 from easyrl.engines.cache.stores import Cells, Span
 from easyrl.layout.tree import NONE, Ints, TokenTree
-from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.interface import LayerSettings, Spans
 from easyrl.model.mixers.recurrent import RunLayer
 from easyrl.model.mixers.sdpa import HIDDEN, Block, SdpaAttention, attend_block, group_sinks
 
@@ -57,19 +57,17 @@ class StepLayout:
         *,
         continuing: Sequence[Node],
         prompts: Sequence[Node],
+        spans: Spans | None = None,
         device: torch.device,
     ) -> None:
         """`rows` [n]: the state of the active rows (fields position, cell and slots: of the nodes
         that it continues, from the root on, then NONE), those of the highest length class first;
         `resumed` [m]: the state of the rows behind the active ones that have `num_new` [m] tokens
-        to process; `continuing`, `prompts`: nodes whose tokens are to be stored."""
+        to process; `continuing`, `prompts`: nodes whose tokens are to be stored; `spans`: of the
+        step's tokens, all in its prompts."""
         self._cache = cache
         self._num_attended = 0  # layers with attention that have run
         self._prompts = prompts
-        self._packed: SdpaAttention | None = None
-        if prompts:
-            tree = TokenTree.of_sequences([len(node) for node in prompts])
-            self._packed = SdpaAttention(tree, device)
         parts = list[NewTokens]()
         if len(rows):
             parts.append(_tokens_of_active(cache, rows, device))
@@ -84,6 +82,11 @@ class StepLayout:
             first = self._first_of_prompts
             self._first_of_prompts = first + part.number
             self._parts.append((part, slice(first, self._first_of_prompts)))
+        self._packed: SdpaAttention | None = None
+        if prompts:
+            tree = TokenTree.of_sequences([len(node) for node in prompts])
+            of_prompts = None if spans is None else spans.behind(self._first_of_prompts)
+            self._packed = SdpaAttention(tree, device, of_prompts)
         self._states: StepStates | None = None
         if cache.states is not None:
             runs = runs_of_step(len(rows), num_new, continuing, prompts)

@@ -28,6 +28,20 @@ class LayerSettings:
     softcap: float | None  # scores become softcap * tanh(score / softcap)
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Runs of a row's tokens that see each other in both directions, as those of a picture do in
+    some models."""
+
+    places: tuple[tuple[int, int], ...]  # each one's first token, and the one behind its last
+    only_sliding: bool  # whether only layers with a sliding window compute them so
+
+    def behind(self, first: int) -> "Spans":
+        """Return the spans with their places counted from token `first` on."""
+        places = tuple((start - first, stop - first) for start, stop in self.places)
+        return Spans(places, self.only_sliding)
+
+
 class Layout(Protocol):
     """How the tokens of one forward see each other."""
 

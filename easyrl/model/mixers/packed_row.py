@@ -12,7 +12,7 @@ from torch import Tensor
 
 from easyrl import devices
 from easyrl.layout.tree import TokenTree
-from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.interface import LayerSettings, Spans
 from easyrl.model.mixers.recurrent import RunLayer, TreeScan
 from easyrl.model.mixers.sdpa import SdpaAttention
 
@@ -84,10 +84,13 @@ class PackedRow:
         tree: TokenTree,
         device: torch.device | str = "cpu",
         kernels: AttentionKernels | None = None,
+        spans: Spans | None = None,
     ) -> None:
         """`tree`: of the row's tokens, in depth-first order. `kernels`: of the model that runs the
-        row, so that what was tried for its earlier rows is known."""
+        row, so that what was tried for its earlier rows is known. A row with `spans` is computed
+        without FlexAttention."""
         self.tree = tree
+        self.spans = spans
         self._device = torch.device(device)
         self._kernels = kernels or AttentionKernels()
 
@@ -99,7 +102,8 @@ class PackedRow:
         settings: LayerSettings,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if self._kernels.use_flex(query, key, settings, has_sinks=sinks is not None):
+        has_sinks = sinks is not None
+        if self.spans is None and self._kernels.use_flex(query, key, settings, has_sinks=has_sinks):
             return self._flex.attend(query, key, value, settings, sinks)
         return self._sdpa.attend(query, key, value, settings, sinks)
 
@@ -112,7 +116,7 @@ class PackedRow:
 
     @cached_property
     def _sdpa(self) -> SdpaAttention:
-        return SdpaAttention(self.tree, self._device)
+        return SdpaAttention(self.tree, self._device, self.spans)
 
     @cached_property
     def _flex(self) -> "FlexAttention":

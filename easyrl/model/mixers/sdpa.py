@@ -5,6 +5,7 @@ order, so that the tokens below a node stand right behind it. There are two kind
 
     own      every node (a prompt or a completion) to itself, causally
     shared   all tokens below a node together to that node, whose keys are not copied
+    span     the tokens of a picture to those of its tokens that stand behind them (`Spans`)
 
 For a group `[P | R1 | R2 | ... | RG]` these are 1 + G own blocks and one shared block. The cost
 follows the distinct tokens and the lengths of the paths to them.
@@ -34,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from easyrl import devices
 from easyrl.layout.tree import Ints, TokenTree
 from easyrl.model.mixers.buckets import Bucket, make_buckets, padded_length
-from easyrl.model.mixers.interface import LayerSettings
+from easyrl.model.mixers.interface import LayerSettings, Spans
 
 HIDDEN = -1e30  # added to hidden scores; finite, as a query may have no visible key in a block
 
@@ -73,8 +74,8 @@ class _OwnBlock(NamedTuple):
     block: Block
 
 
-class _SharedBlock(NamedTuple):
-    """The attention of all tokens below a node to the node."""
+class _OtherBlock(NamedTuple):
+    """The attention of all tokens below a node to the node, or of tokens to later ones."""
 
     queries: slice  # tokens of the row that attend
     keys: slice  # tokens of the row that they attend to
@@ -106,8 +107,9 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> _Rows:
 class SdpaAttention:
     """The attention of one packed row, whose tree is in depth-first order."""
 
-    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+    def __init__(self, tree: TokenTree, device: torch.device, spans: Spans | None = None) -> None:
         self._tree = tree
+        self._spans = spans
         self._buckets = make_buckets(tree, device)
         self._biases: dict[tuple[bytes, bytes, int], Tensor] = {}  # see `_bias`
 
@@ -138,9 +140,9 @@ class SdpaAttention:
     ) -> Tensor:
         """Compute `attend` without gradient for a row of whole sequences, in which no node has
         children. The fused kernels that are used here store no scores, but they support neither
-        soft-capping nor sinks."""
+        soft-capping nor sinks, and spans are blocks of their own."""
         assert not self._tree.has_children.any()
-        if settings.softcap is not None or sinks is not None:
+        if settings.softcap is not None or sinks is not None or self._spans is not None:
             return self.attend(query, key, value, settings, sinks)
         rows = _grouped(query.contiguous(), key.contiguous(), value.contiguous())
         output = rows.query.new_empty((*rows.query.shape[:-1], value.shape[-1]))
@@ -173,7 +175,35 @@ class SdpaAttention:
             )
             yield _OwnBlock(bucket, block)
 
-    def shared_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_SharedBlock]:
+    def other_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_OtherBlock]:
+        """Yield the blocks that are merged with the own ones, in their order."""
+        yield from self._shared_blocks(rows, settings)
+        if self._spans is None:
+            return
+        if settings.sliding_window is None and self._spans.only_sliding:
+            return
+        for start, stop in self._spans.places:
+            if stop - start > 1:
+                yield self._span_block(rows, start, stop)
+
+    def _span_block(self, rows: _Rows, start: int, stop: int) -> _OtherBlock:
+        """Return the block of a span's tokens with those behind them. (A window hides only what
+        stands before a token.)"""
+        queries = slice(start, stop - 1)
+        keys = slice(start + 1, stop)
+        num_tokens = stop - start - 1
+        # The query and the key at an equal place in the block are neighbours in the row.
+        bias = rows.query.new_full((num_tokens, num_tokens), HIDDEN).tril(-1)
+        block = _block(
+            rows.query[queries][None],
+            rows.key[keys][None],
+            rows.value[keys][None],
+            is_causal=False,
+            bias=bias,
+        )
+        return _OtherBlock(queries, keys, block)
+
+    def _shared_blocks(self, rows: _Rows, settings: LayerSettings) -> Iterator[_OtherBlock]:
         """Yield a block for each node that others continue: of all tokens below it with its own."""
         window = settings.sliding_window
         tree = self._tree
@@ -205,7 +235,7 @@ class SdpaAttention:
                 is_causal=False,
                 bias=bias,
             )
-            yield _SharedBlock(below, keys, block)
+            yield _OtherBlock(below, keys, block)
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
         """Extend a node's keys to a padded length; return the bias [1, S] that hides the rest."""
@@ -255,7 +285,7 @@ class _Attention(torch.autograd.Function):
             own = attend_block(block, settings)
             bucket.put(output, own.output)
             bucket.put(logsumexp, own.logsumexp)
-        for queries, _, block in layout.shared_blocks(rows, settings):
+        for queries, _, block in layout.other_blocks(rows, settings):
             shared = attend_block(block, settings)
             merge(
                 output[queries],
@@ -291,7 +321,7 @@ class _Attention(torch.autograd.Function):
             bucket.put(of_query, parts.query)
             bucket.put(of_key, parts.key.sum(1, keepdim=True))
             bucket.put(of_value, parts.value.sum(1, keepdim=True))
-        for queries, keys, block in layout.shared_blocks(rows, settings):
+        for queries, keys, block in layout.other_blocks(rows, settings):
             parts = attend_block_backward(
                 block,
                 settings,

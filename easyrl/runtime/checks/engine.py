@@ -1,11 +1,13 @@
 """The model, measured without its weights, and whether the engine can serve it."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from easyrl.config import ConfigError
 from easyrl.config.spec import ModelSpec, RunSpec
 from easyrl.data.hub import describe_model
 from easyrl.model.files import (
+    NOTHING_KEPT,
     KeptSize,
     ModelFiles,
     ModelSize,
@@ -37,6 +39,9 @@ def measure_model(spec: ModelSpec, *, is_whole: bool = True) -> MeasuredModel:
     if the model has no layers for it."""
     trusts = spec.trust_remote_code
     files = read_loaded_files(spec.path, is_whole=is_whole, trust_remote_code=trusts)
+    if spec.has_trained_tower and files.num_weights is not None:
+        num_with_tower = files.num_weights + files.kept.num_weights
+        files = replace(files, num_weights=num_with_tower, kept=NOTHING_KEPT)
     model_config = files.config
     num_weights = files.num_weights
     num_trained = None
@@ -45,7 +50,9 @@ def measure_model(spec: ModelSpec, *, is_whole: bool = True) -> MeasuredModel:
         from easyrl.model.towers import meta_model
 
         full_config = load_model_config(spec.path, trust_remote_code=trusts)
-        model = meta_model(full_config, trust_remote_code=trusts)
+        model = meta_model(
+            full_config, trust_remote_code=trusts, has_trained_tower=spec.has_trained_tower
+        )
         if num_weights is None:
             num_weights = sum(weight.numel() for weight in model.parameters())
             model_config = full_config.to_dict()
@@ -55,6 +62,8 @@ def measure_model(spec: ModelSpec, *, is_whole: bool = True) -> MeasuredModel:
             num_trained = check_lora(spec.lora, spec.path, model)
             about_lora = describe_lora(spec.lora, spec.path, model)
     size = model_size(model_config, num_weights, num_trained)
+    if size is not None and spec.has_pictures and not spec.has_trained_tower:
+        size = replace(size, num_frozen_weights=files.kept.num_weights)
     return MeasuredModel(files, num_trained, size, about_lora)
 
 
@@ -63,7 +72,7 @@ def describe_weights(model: MeasuredModel, spec: ModelSpec) -> str:
     text = describe_model(spec.path)
     total = model.files.num_weights
     trained = model.num_trained
-    kept = _describe_kept(model.files.kept)
+    kept = _describe_kept(model.files.kept, has_pictures=spec.has_pictures)
     if trained is None:
         return text if total is None else f"{text}, {total:,} weights, all trained{kept}"
     share = ""
@@ -75,11 +84,13 @@ def describe_weights(model: MeasuredModel, spec: ModelSpec) -> str:
     return f"{text}; {about}{kept}\n{model.about_lora}"
 
 
-def _describe_kept(kept: KeptSize) -> str:
-    """Say what of a model's files is not loaded, to append."""
+def _describe_kept(kept: KeptSize, *, has_pictures: bool) -> str:
+    """Say what of a model's files is not trained, to append."""
     if not kept.num_weights:
         return ""
     modules = ", ".join(kept.modules)
+    if has_pictures:
+        return f"; {kept.num_weights:,} others ({modules}) are frozen (model.vision)"
     return f"; {kept.num_weights:,} others ({modules}) are not loaded, and kept as they are"
 
 

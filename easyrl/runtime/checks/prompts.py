@@ -24,6 +24,11 @@ Examples = Mapping[str, str | Messages]  # prompts by their locations, as "rows.
 Sizes = Mapping[str, Sequence[PictureSize]]  # of the pictures of prompts, by location
 
 SHOWN_CHARACTERS = 1000  # of the first prompt
+ENDS_WITH_ANSWER = (
+    "warning: prompts end with an assistant's message, which the model continues; if it is the "
+    "reference answer, the model sees it: data.answer_from=last_message takes it out of the prompt "
+    "and passes it to the rewards as `answer`"
+)
 
 
 def short_problems(
@@ -248,7 +253,7 @@ def describe_first_prompt(
         lines.append(f"warning: the chat template does not show the tools {', '.join(hidden)}")
     is_text = isinstance(content, str)
     if not isinstance(content, str) and content[-1]["role"] == "assistant":
-        lines.append("note: prompts end with an assistant's message, which the model continues")
+        lines.append(ENDS_WITH_ANSWER)
     has_template = renderer is not None and renderer.tokenizer.chat_template
     if has_template and is_text and spec.data.options.chat is None:
         lines.append("warning: prompts are plain text; data.chat=true makes chats for this model")

@@ -1,0 +1,349 @@
+"""The pictures of packed rows: each encoded once, and put at its placeholders by the model's code.
+
+    files ──processor──► arrays ──the model's tower──► features ──┐
+    token ids, grids ──the model's `get_rope_index`──► positions ─┴─► arguments of its own forward
+
+A prompt stands in the row once, so its pictures are encoded once for all of its completions. They
+are encoded alone, never together with those of other prompts: what the tower gives is a function of
+the prompt's pictures, whatever row it is in. So features of a frozen tower may be kept and used
+again, by the policy, the old policy and the reference, without any effect on the bits.
+
+A tower that is trained runs once for a group, even if several micro-batches share the group:
+
+    tower ─► features ─ ─ detached ─ ─► leaves ─► micro-batch 1 ─► loss, backward ─┐
+       ▲                                   └────► micro-batch 2 ─► loss, backward ─┤
+       └──── backward, once, when the next micro-batch is of other pictures ◄──────┘ gradients
+
+No family is named here. What the tower gets, and what positions depend on, are parameters of the
+model's own methods (transformers 5.24).
+
+Shapes: T tokens of the row, P of a prompt, V tokens of the vocabulary; A axes of positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from easyrl.model.mixers.interface import Spans
+from easyrl.types import Picture, RowPictures
+
+SpanMode = Literal["none", "sliding", "all"]
+"""In which layers a picture's tokens see each other in both directions."""
+ArraysOf = Callable[[Sequence[Picture]], Mapping[str, np.ndarray]]
+"""A processor's arrays for the pictures of one prompt, by the names of the model's arguments."""
+
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+"""Names in configurations of the tokens that stand for something else than text."""
+TOWER_STATES = ("last_hidden_state", "hidden_states", "attentions")
+"""Parts of a tower's output that the model's forward does not read."""
+MAX_KEPT_BYTES = 2**28
+"""Most memory for the features of a frozen tower that are kept. 256 MiB hold a million tokens of a
+model of width 64, or 30,000 of one of width 2,048 in float32."""
+
+
+class Encoded(NamedTuple):
+    """What the model needs of the pictures of one prompt."""
+
+    features: Any  # the tower's output, as transformers' class, without its inner states
+    grids: Mapping[str, Tensor]  # arguments of `get_rope_index`; empty: positions have one axis
+
+
+class _Open(NamedTuple):
+    """Features of a trained tower in the current update, while more micro-batches may use them."""
+
+    encoded: Encoded  # with the graph of the tower
+    leaves: Encoded  # the same values, which collect the gradients of the micro-batches
+
+    def send_back(self) -> None:
+        """Run the tower's backward pass with the gradients that have been collected."""
+        outputs = list[Tensor]()
+        gradients = list[Tensor]()
+        pairs = zip(
+            tensors_of(self.encoded.features), tensors_of(self.leaves.features), strict=True
+        )
+        for output, leaf in pairs:
+            if output.requires_grad and leaf.grad is not None:
+                outputs.append(output)
+                gradients.append(leaf.grad)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+
+
+class Vision:
+    """The tower of a model, and how the model uses what it gives."""
+
+    def __init__(
+        self,
+        model: Any,
+        arrays_of: ArraysOf,
+        *,
+        is_trained: bool,
+        spans: SpanMode = "none",
+        placeholder_ids: Collection[int] = (),
+    ) -> None:
+        """Freeze the tower unless it `is_trained`. `placeholder_ids`: those of the processor."""
+        self.is_trained = is_trained
+        self.num_encoded = 0  # prompts that the tower has run for
+        self._model = model
+        self._base = model.base_model  # the model without its head
+        self._arrays_of = arrays_of
+        self._spans = spans
+        self._placeholder = int(model.config.image_token_id)
+        self._encoder_arguments = _parameters(self._base.get_image_features)
+        self._position_arguments = set[str]()
+        if hasattr(self._base, "get_rope_index"):
+            self._position_arguments = _parameters(self._base.get_rope_index)
+        self._banned = placeholders_of(model.config) | set(placeholder_ids)
+        self._kept: OrderedDict[tuple[str, ...], Encoded] = OrderedDict()  # oldest first
+        self._num_kept_bytes = 0
+        self.sends_back = False
+        """Whether gradients of a trained tower are collected over micro-batches: then
+        `begin_batch` and `finish_batches` are called. Else every forward runs the tower."""
+        self._open: dict[tuple[str, ...], _Open] = {}
+        for parameter in tower_parameters(model):
+            parameter.requires_grad_(is_trained)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether the positions of a picture's tokens have several axes."""
+        return bool(self._position_arguments)
+
+    # -- what the model's forward gets -------------------------------------------------------------
+
+    def arguments(
+        self, ids: Tensor, positions: Tensor, pictures: Sequence[RowPictures]
+    ) -> dict[str, Any]:
+        """Return the model's arguments for a row with pictures: ids and positions [T], both those
+        of the text alone."""
+        every = [self._encode(prompt) for prompt in pictures]
+        features = join_features([encoded.features for encoded in every])
+        if self.has_axes:
+            rows = self._with_axes(ids, positions, pictures, every)  # [A, T]
+            position_ids = rows[:, None]
+        else:
+            position_ids = positions[None]
+        return {
+            "input_ids": ids[None],
+            "position_ids": position_ids,
+            "mm_encoder_outputs": {"image": features},
+        }
+
+    def _with_axes(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        pictures: Sequence[RowPictures],
+        every: Sequence[Encoded],
+    ) -> Tensor:
+        """Return the positions [A, T] of a row. Behind a prompt they continue its largest one."""
+        rows = positions[None]
+        for prompt, encoded in zip(pictures, every, strict=True):
+            own = self._prompt_positions(ids[prompt.start : prompt.stop], encoded.grids)
+            if len(rows) != len(own):
+                rows = rows.repeat(len(own), 1)
+            rows[:, prompt.start : prompt.stop] = own
+            rows[:, prompt.stop : prompt.end] += _delta(own)
+        return rows
+
+    def position_delta(self, ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> int:
+        """Return what is added to the positions of the tokens behind a prompt with pictures."""
+        if not self.has_axes:
+            return 0
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        grids = {}
+        for name, array in arrays.items():
+            if name in self._position_arguments:
+                grids[name] = torch.from_numpy(array)
+        return _delta(self._prompt_positions(tokens, grids))
+
+    def _prompt_positions(self, ids: Tensor, grids: Mapping[str, Tensor]) -> Tensor:
+        """Return the positions [A, P] of a prompt's tokens [P]."""
+        kinds = (ids == self._placeholder).int()
+        found = self._base.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)
+        positions: Tensor = found[0][:, 0]
+        return positions
+
+    def spans_of(self, ids: np.ndarray, pictures: Iterable[RowPictures]) -> Spans | None:
+        """Return the runs of a row's tokens [T] that see each other in both directions."""
+        if self._spans == "none":
+            return None
+        places = list[tuple[int, int]]()
+        for prompt in pictures:
+            is_placeholder = ids[prompt.start : prompt.stop] == self._placeholder
+            edges = np.diff(is_placeholder.astype(np.int8), prepend=0, append=0)
+            starts = prompt.start + np.flatnonzero(edges == 1)
+            stops = prompt.start + np.flatnonzero(edges == -1)
+            places += zip(starts.tolist(), stops.tolist(), strict=True)
+        if not places:
+            return None
+        return Spans(tuple(places), only_sliding=self._spans == "sliding")
+
+    def ban(self, logits: Tensor) -> Tensor:
+        """Give the placeholders in logits [..., V] no probability, in place: one that is sampled
+        would stand for a picture that is not there."""
+        for token in sorted(self._banned):
+            if token < logits.shape[-1]:
+                logits[..., token] = -torch.inf
+        return logits
+
+    def features_of(self, prompt: RowPictures) -> Any:
+        """Return what the tower gives for a prompt's pictures."""
+        return self._encode(prompt).features
+
+    # -- the tower ---------------------------------------------------------------------------------
+
+    def _encode(self, prompt: RowPictures) -> Encoded:
+        """Return what the model needs of a prompt's pictures; of a frozen tower without gradient,
+        and from what is kept if it can be."""
+        pictures = _digests(prompt)
+        if self.is_trained:
+            # Without gradient it runs for other weights: of the old policy, or the reference.
+            if not self.sends_back or not torch.is_grad_enabled():
+                return self._run_tower(prompt)
+            if pictures not in self._open:
+                encoded = self._run_tower(prompt)
+                leaves = encoded._replace(features=_detached(encoded.features))
+                self._open[pictures] = _Open(encoded, leaves)
+            return self._open[pictures].leaves
+        kept = self._kept.get(pictures)
+        if kept is not None:
+            self._kept.move_to_end(pictures)
+            return kept
+        with torch.no_grad():
+            encoded = self._run_tower(prompt)
+        self._keep(pictures, encoded)
+        return encoded
+
+    def begin_batch(self, pictures: Iterable[RowPictures]) -> None:
+        """Send the gradients of features back that the next micro-batch does not use."""
+        used = {_digests(prompt) for prompt in pictures}
+        for key in [key for key in self._open if key not in used]:
+            self._open.pop(key).send_back()
+
+    def finish_batches(self) -> None:
+        """Send all gradients back, before the optimizer's step."""
+        self.begin_batch(())
+
+    def drop_batches(self) -> None:
+        """Forget the micro-batches of an update that is not finished."""
+        self._open.clear()
+
+    def _run_tower(self, prompt: RowPictures) -> Encoded:
+        arrays = prompt.arrays
+        if arrays is None:
+            arrays = self._arrays_of(prompt.pictures)
+        device = self._model.device
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        self.num_encoded += 1
+        features = self._base.get_image_features(
+            **_chosen(tensors, self._encoder_arguments), return_dict=True
+        )
+        return Encoded(
+            without_tower_states(features),
+            grids=_chosen(tensors, self._position_arguments),
+        )
+
+    def _keep(self, pictures: tuple[str, ...], encoded: Encoded) -> None:
+        """Keep features, and drop those that were not used for longest beyond MAX_KEPT_BYTES."""
+        self._kept[pictures] = encoded
+        self._num_kept_bytes += _num_bytes(encoded)
+        while self._num_kept_bytes > MAX_KEPT_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            self._num_kept_bytes -= _num_bytes(dropped)
+
+
+def tower_parameters(model: Any) -> list[nn.Parameter]:
+    """Return the parameters that the logits of a text do not need: those of towers, and of what
+    brings their output to the width of the text model."""
+    of_text = set[nn.Parameter]()
+    for part in text_parts(model):
+        of_text.update(part.parameters())
+    return [parameter for parameter in model.parameters() if parameter not in of_text]
+
+
+def frozen_tower(model: Any) -> list[nn.Parameter]:
+    """Return the parameters of a model's towers, if these are not trained. (With adapters the text
+    model is frozen, too.)"""
+    return [parameter for parameter in tower_parameters(model) if not parameter.requires_grad]
+
+
+def text_parts(model: Any) -> list[nn.Module]:
+    """Return the decoder, the head and the embedding of a model with a text model inside."""
+    parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
+    return [part for part in parts if part is not None]
+
+
+def _digests(prompt: RowPictures) -> tuple[str, ...]:
+    return tuple(picture.digest for picture in prompt.pictures)
+
+
+def _detached(value: Any) -> Any:
+    """Return a part of a tower's output, or the whole, as leaves of another graph."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_()
+    if isinstance(value, Mapping):
+        return type(value)(**{name: _detached(part) for name, part in value.items()})
+    return [_detached(part) for part in value]
+
+
+def without_tower_states(features: Any) -> Any:
+    """Return a tower's output without the states of its own layers, which take memory."""
+    needed = {name: value for name, value in features.items() if name not in TOWER_STATES}
+    return type(features)(**needed)
+
+
+def join_features(every: Sequence[Any]) -> Any:
+    """Join the outputs of a tower for several prompts, as if it had run for all their pictures."""
+    first = every[0]
+    joined = {name: _joined([each[name] for each in every]) for name in first}
+    return type(first)(**joined)
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Join the same part of several outputs: tensors of pictures' tokens, sequences with a tensor
+    for each picture, or sequences of these with one for each layer of the tower."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(values))
+    if isinstance(first[0], Tensor):
+        return [tensor for value in values for tensor in value]
+    return [_joined(of_layer) for of_layer in zip(*values, strict=True)]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a part of a tower's output, or of the whole."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def _delta(positions: Tensor) -> int:
+    """Return what is added to the positions of the tokens behind a prompt with these [A, P]."""
+    return int(positions.max()) + 1 - positions.shape[1]
+
+
+def _num_bytes(encoded: Encoded) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(encoded.features))
+
+
+def placeholders_of(config: Any) -> set[int]:
+    """Return the ids of a configuration's placeholders."""
+    ids = [getattr(config, name, None) for name in PLACEHOLDERS]
+    return {int(token) for token in ids if token is not None}
+
+
+def _parameters(method: Callable[..., Any]) -> set[str]:
+    """Return the names of a method's parameters."""
+    return set(inspect.signature(method).parameters)
+
+
+def _chosen(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name in names}

@@ -1,0 +1,135 @@
+"""The embedded engine with pictures: each group's is encoded once, and sampled as trained."""
+
+import numpy as np
+import pytest
+import torch
+
+from easyrl.engines.base import GroupRequest
+from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.sampling import SamplingSettings
+from easyrl.layout.row import Rollout, pack
+from easyrl.model.loading import load_policy
+from easyrl.model.logprobs import token_logprobs
+from easyrl.types import PromptMedia
+from picture_models import (
+    FAMILIES,
+    PLACEHOLDER,
+    arrays_for,
+    num_placeholders,
+    picture,
+    picture_folder,
+    picture_input,
+)
+
+TOLERANCE = 1e-4
+TEMPERATURE = 0.7
+NUM_GENERATIONS = 3
+
+
+def requests_for(family, shown=((0,), (1, 2), (), (3,))):
+    """A request for a prompt with each of these tuples of pictures, by their numbers."""
+    random = np.random.default_rng(5)
+    requests = []
+    for index, numbers in enumerate(shown):
+        pictures = tuple(picture(number) for number in numbers)
+        ids = random.integers(3, 88, 3).tolist()
+        for each in pictures:
+            ids += [PLACEHOLDER] * num_placeholders(family, each)
+            ids += random.integers(3, 88, 4).tolist()
+        media = None
+        if pictures:
+            media = PromptMedia(pictures, arrays_for(family)(pictures))
+        requests.append(GroupRequest((0, 0, index), ids, NUM_GENERATIONS, media=media))
+    return requests
+
+
+def make_engine(policy, num_rows=4):
+    sampling = SamplingSettings(
+        max_prompt_length=100, max_completion_length=20, temperature=TEMPERATURE
+    )
+    return EmbeddedEngine(policy, sampling, num_rows=num_rows)
+
+
+def generate(engine, requests):
+    finished = []
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        finished += engine.step()
+    return finished
+
+
+def rollouts_of(finished):
+    rollouts = []
+    for request, completions in finished:
+        for completion in completions:
+            rollout = Rollout(
+                prompt_index=request.key[-1],
+                prompt_ids=np.array(request.prompt_ids, np.int32),
+                completion_ids=completion.token_ids,
+                rollout_logprobs=completion.logprobs,
+                loss_mask=completion.is_sampled,
+                advantage=1.0,
+                pictures=request.media.pictures if request.media else (),
+            )
+            rollouts.append(rollout)
+    return rollouts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_samples_as_the_trainer_computes(tmp_path, family):
+    folder = picture_folder(tmp_path, family)
+    policy = load_policy(folder, pictures=picture_input(family))
+    engine = make_engine(policy)
+    before = policy.vision.num_encoded
+    finished = generate(engine, requests_for(family))
+    assert policy.vision.num_encoded - before == 3, "a prompt's pictures are encoded once"
+    # The row of the trainer, which makes the arrays again.
+    trainer = load_policy(folder, pictures=picture_input(family))
+    batch = pack(rollouts_of(finished))
+    with torch.no_grad():
+        logits = trainer.forward(trainer.inputs_of(batch))
+    expected = token_logprobs(logits, torch.from_numpy(batch.targets), TEMPERATURE).logprobs
+    got = torch.from_numpy(batch.rollout_logprobs)
+    assert len(got) > 50 and PLACEHOLDER not in batch.targets
+    assert float((got - expected).abs().max()) <= TOLERANCE
+    # Known pictures of a frozen tower are not encoded again, and give the same bits.
+    counted = policy.vision.num_encoded
+    again = generate(engine, requests_for(family))
+    assert policy.vision.num_encoded == counted
+    for one, other in zip(rollouts_of(finished), rollouts_of(again), strict=True):
+        assert np.array_equal(one.completion_ids, other.completion_ids)
+        assert one.rollout_logprobs.tobytes() == other.rollout_logprobs.tobytes()
+
+
+def test_placeholders_are_never_sampled(tmp_path):
+    """Not even where the model gives them nearly all of the probability."""
+    folder = picture_folder(tmp_path, "qwen2_5_vl")
+    policy = load_policy(folder, pictures=picture_input("qwen2_5_vl"))
+    requests = requests_for("qwen2_5_vl")
+    with torch.no_grad():
+        head = policy.model.get_output_embeddings().weight
+        head[PLACEHOLDER] = 50 * head[5]
+        head[91] = -50 * head[5]
+    finished = generate(make_engine(policy), requests)
+    sampled = np.concatenate([rollout.completion_ids for rollout in rollouts_of(finished)])
+    assert not np.isin(sampled, [PLACEHOLDER, 91]).any()
+    batch = pack(rollouts_of(finished))
+    expected = token_logprobs(
+        policy.forward(policy.inputs_of(batch)), torch.from_numpy(batch.targets), TEMPERATURE
+    ).logprobs
+    gap = torch.from_numpy(batch.rollout_logprobs) - expected.detach()
+    assert float(gap.abs().max()) <= TOLERANCE
+
+
+def test_fused_decoder_serves_rows_behind_pictures(tmp_path):
+    folder = picture_folder(tmp_path, "qwen3_vl")
+    policy = load_policy(folder, pictures=picture_input("qwen3_vl"))
+    engine = make_engine(policy)
+    assert engine._decoder is not None
+    finished = generate(engine, requests_for("qwen3_vl"))
+    engine = make_engine(policy)
+    engine._run_model = policy.forward
+    for one, other in zip(finished, generate(engine, requests_for("qwen3_vl")), strict=True):
+        for own, plain in zip(one[1], other[1], strict=True):
+            assert np.array_equal(own.token_ids, plain.token_ids)
