@@ -313,6 +313,42 @@ def test_text_model_of_a_multimodal_model_is_updated_without_its_tower(tmp_path)
         trained.engine.close()
 
 
+@pytest.mark.long
+def test_short_convolutions_and_the_attention_between_them_are_exact(tmp_path):
+    """vLLM's CPU kernel of RoPE is wrong for attention that is written as LFM2's is."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    config = AutoConfig.for_model(
+        "lfm2",
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,  # of 32 numbers: the smallest that vLLM's attention has on CPUs
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv"],
+        block_auto_adjust_ff_dim=False,
+        conv_dim=128,  # vLLM reads these two, which are in LFM2's own config.json
+        block_dim=128,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0.0, 0.15)  # large enough for a wrong position to show
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    trained = Trained(str(folder), tmp_path)
+    try:
+        trained.check()
+        trained.change()
+        trained.check()
+    finally:
+        trained.engine.close()
+
+
 def test_unsupported_model_is_refused(tmp_path):
     from easyrl.engines.vllm.engine import VllmEngine
 

@@ -178,7 +178,7 @@ class VllmEngine(Engine):
                 weight_transfer_config={"backend": BACKEND},
                 disable_log_stats=True,
                 **tower_arguments,
-                **device_arguments(kind, max_tokens),
+                **device_arguments(kind, max_tokens, has_states=has_states),
             )
             self._engine = self._call(_make_engine(arguments))
         except Exception as error:

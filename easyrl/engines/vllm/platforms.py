@@ -99,16 +99,23 @@ def can_cache_prefixes(kind: str, *, has_states: bool) -> bool:
     return kind != "cpu" or not has_states
 
 
-def device_arguments(kind: str, max_tokens: int) -> dict[str, Any]:
-    """Return arguments of vLLM's `AsyncEngineArgs` for sequences of up to `max_tokens` tokens."""
+def device_arguments(kind: str, max_tokens: int, *, has_states: bool) -> dict[str, Any]:
+    """Return arguments of vLLM's `AsyncEngineArgs` for sequences of up to `max_tokens` tokens.
+    `has_states`: the model has layers with a state."""
     if kind == "cpu":
-        return {
+        arguments: dict[str, Any] = {
             "enforce_eager": True,
             # A seeded request whose prompt is cut into chunks crashes vLLM on CPUs.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, max_tokens),
             "block_size": BLOCK_TOKENS,
         }
+        if has_states:
+            # LFM2 passes its heads to RoPE as a dimension of their own. The CPU kernel then rotates
+            # wrong elements (findings/vllm_cpu_rope_of_separate_heads.sh); torch's operations do
+            # not.
+            arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        return arguments
     if kind == devices.ASCEND:
         # Weights in Ascend's own memory layout cannot be updated. Core binding would stop the
         # machine's interrupt balancing, and the trainer runs there too.
