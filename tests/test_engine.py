@@ -28,6 +28,7 @@ from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import StopStrings, uniform_stream
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
+from easyrl.model.mixers.recurrent import find_layers
 from easyrl.model.policy import Policy
 from tiny_models import (
     EXPERTS,
@@ -262,6 +263,32 @@ def test_fused_operations_serve_llamas_kind_where_the_first_weights_hide_nothing
     policy.model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *a: 2 * a[2])
     engine.load_weights(pieces_of(policy.weights()))  # each new set is checked
     assert not is_fused(engine)
+
+
+def test_fused_steps_serve_qwens_gated_delta_rule_where_the_first_weights_hide_nothing():
+    def is_fused(policy):
+        make_engine("qwen3_5_text", policy)
+        return [layer.forward.step is not None for layer in find_layers(policy.model)]
+
+    policies = {name: make_policy(name) for name in HYBRIDS}
+    served = {name for name, policy in policies.items() if all(is_fused(policy))}
+    assert served == {"qwen3_5_text"}
+
+    of_other_dtype = make_policy("qwen3_5_text")
+    of_other_dtype.model.double()
+    assert not any(is_fused(of_other_dtype))
+
+    policy = make_policy("qwen3_5_text")
+    first, second = find_layers(policy.model)
+    own_forward = first.forward.own_forward
+    first.forward.own_forward = lambda **inputs: 1.0001 * own_forward(**inputs)
+    assert is_fused(policy) == [False, True]
+    first.forward.own_forward = own_forward
+    assert is_fused(policy) == [True, True]
+    second.in_proj_z.weight.data.zero_()
+    assert is_fused(policy) == [True, False]
+    first.other_norm = torch.nn.LayerNorm(8)
+    assert is_fused(policy) == [False, False]
 
 
 @pytest.mark.parametrize("end_tokens", [[EOS, 3, 4], []])

@@ -34,6 +34,7 @@ from easyrl.engines.cache.attention import StepLayout, length_class
 from easyrl.engines.cache.cache import MAX_LEVELS, NodeCache, StoredRow
 from easyrl.engines.cache.nodes import Family, Node
 from easyrl.engines.fused_decoder import RECHECKED_TOKENS, fused_decoder
+from easyrl.engines.fused_delta_rule import fuse_steps
 from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, StepGraphs
 from easyrl.layout.tree import Ints
@@ -89,6 +90,8 @@ class EmbeddedEngine(PolicyEngine):
         super().__init__(policy, sampling, tokenizer)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model: Callable[[ModelInputs], Tensor] = self._decoder or policy.forward
+        if policy.has_states:
+            fuse_steps(policy)
         self._ready: deque[_Sequence] = deque()
         # The first `num_active` rows are in flight; those behind, up to `num_held`, are suspended.
         self.num_active = 0

@@ -139,6 +139,9 @@ class RecurrentMixer:
 
     def __init__(self, module: nn.Module, current: CurrentLayout) -> None:
         self.own_forward = module.forward
+        self.step: RunLayer | None = None
+        """Computes one token behind a state, which it may write in place, instead of the layer's
+        own code (`engines.fused_delta_rule`)."""
         self._current = current
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -151,6 +154,13 @@ class RecurrentMixer:
         return layout.scan(self._run, row).unsqueeze(0)
 
     def _run(self, hidden: Tensor, state: MixerState) -> Tensor:
+        is_step = hidden.shape[1] == 1 and state.tensors
+        if self.step is not None and is_step and torch.is_inference_mode_enabled():
+            return self.step(hidden, state)
+        return self.run(hidden, state)
+
+    def run(self, hidden: Tensor, state: MixerState) -> Tensor:
+        """Run the layer's own code (`RunLayer`)."""
         output: Tensor = self.own_forward(
             hidden_states=hidden, attention_mask=None, **{CACHE_ARGUMENT: state}
         )
