@@ -5,9 +5,10 @@
 The unit of packing is one rollout: a group larger than the budget is split, and its prompt is
 repeated in each part. An agent's episode is one rollout, whose tokens are a tree. Prompts of a row
 that begin alike share their beginning (`prefixes`), as do contexts that agents begin anew; prompts
-with pictures do not, because the same placeholders may stand for other pictures. Where prompts are not shared (`model.attention`), the row consists of whole sequences, one for each leaf
-of an episode; the first that contains a token trains it. Which rollouts share a micro-batch is a
-function of their order, lengths and tokens alone (docs/design.md, Invariants).
+with pictures do not, because the same placeholders may stand for other pictures. Where prompts are
+not shared (`model.attention`), the row consists of whole sequences, one for each leaf of an
+episode; the first that contains a token trains it. Which rollouts share a micro-batch is a function
+of their order, lengths and tokens alone (docs/design.md, Invariants).
 
 Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
 R of a completion.
