@@ -28,7 +28,7 @@ from easyrl.layout.tree import TokenTree
 from easyrl.model.mixers.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.runtime.resolve import resolve
-from easyrl.types import MicroBatch
+from easyrl.types import MicroBatch, Picture
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import GroupReader, Origin, UpdateEnd, micro_steps
 from own_workers import (
@@ -524,6 +524,48 @@ def check_that_every_token_is_trained_once(
             prompts = {advantages: num_prompt[advantages] for advantages in batch.advantages}
             assert num_tokens <= len(batch.targets) + sum(prompts.values())
     assert +found == +expected
+
+
+def rollout_of(index, prompt, *files):
+    prompt = np.array(prompt, np.int32)
+    logprobs, mask = np.zeros(2, np.float32), np.ones(2, np.bool_)
+    pictures = tuple(Picture(file) for file in files)
+    return row_module.Rollout(index, prompt, prompt[:2], logprobs, mask, 1.0, pictures=pictures)
+
+
+def test_prompts_share_enough_tokens_that_are_enough_of_their_group_or_none():
+    common = [*range(3, 23)]
+    for num_common, is_shared in ((15, False), (16, True)):
+        prompts = [[*common[:num_common], 30, 31], [*common[:num_common], 40]]
+        batch = pack([rollout_of(index, prompt) for index, prompt in enumerate(prompts)])
+        num_saved = sum(map(len, prompts)) + 4 - batch.tree.num_tokens
+        assert num_saved == (num_common if is_shared else 0)
+    long_group = [
+        dataclasses.replace(rollout_of(n, [*common, n]), num_group_tokens=500) for n in (30, 31)
+    ]
+    assert pack(long_group).tree.num_tokens == 2 * (21 + 2)
+
+
+def test_prompts_with_pictures_share_nothing_and_stay_together_where_others_move():
+    prompt = [*range(3, 23)]
+    rollouts = [
+        rollout_of(0, prompt),
+        rollout_of(1, prompt, b"one"),
+        rollout_of(2, prompt, b"other"),
+        rollout_of(3, [*prompt, 40]),
+    ]
+    batch = pack(rollouts)
+    assert batch.tree.num_tokens == 3 * (20 + 2) + 1 + 2
+    row = row_module.OpenRow()
+    for rollout in rollouts:
+        row.add(rollout)
+    assert row.num_tokens == batch.tree.num_tokens
+    for pictures in batch.pictures:
+        assert batch.input_ids[pictures.start : pictures.stop].tolist() == prompt
+        assert batch.tree.positions[pictures.start] == 0
+        assert batch.tree.positions[pictures.end - 1] == 21
+    assert [batch.pictures[n].pictures for n in (0, 1)] == [rollouts[n].pictures for n in (1, 2)]
+    assert batch.pictures[0].start == 20 + 2 + 1 + 2  # the last group stands before it
 
 
 @pytest.mark.parametrize("shares_prompts", [True, False])
