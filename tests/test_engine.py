@@ -851,8 +851,8 @@ def many_sizes(monkeypatch):
     + [("qwen3", changes, 5) for changes in SETTINGS[1:]],
 )
 def test_replayed_steps_give_the_samples_of_plain_ones(name, changes, copied_tokens, monkeypatch):
-    share_short_beginnings(monkeypatch, copied_tokens)
-    submitted = requests([*draw_prompts(6), *draw_prompts_that_begin_alike()], 3)
+    monkeypatch.setattr(node_cache, "COPIED_TOKENS", copied_tokens)
+    submitted = requests(draw_prompts(12), 3)
     expected = run(make_engine(name, num_rows=8, **changes), submitted)
     recorded_graphs.install(monkeypatch)
     engine = make_engine(name, num_rows=8, **changes)
@@ -862,6 +862,20 @@ def test_replayed_steps_give_the_samples_of_plain_ones(name, changes, copied_tok
         for a, b in zip(got[key], completions, strict=True):
             np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
     assert engine.graphs.num_replays > engine.num_steps / 4
+
+
+@pytest.mark.usefixtures("many_sizes")
+@pytest.mark.parametrize("copied_tokens", ALIKE.values())
+def test_replayed_steps_behind_shared_beginnings_give_the_samples_of_plain_ones(
+    copied_tokens, monkeypatch
+):
+    share_short_beginnings(monkeypatch, copied_tokens)
+    submitted = requests(draw_prompts_that_begin_alike(), 3)
+    expected = run(make_engine(num_rows=8), submitted)
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(num_rows=8)
+    assert tokens_of(run(engine, submitted)) == tokens_of(expected)
+    assert engine.graphs.num_replays >= 3
 
 
 @pytest.mark.usefixtures("many_sizes")
