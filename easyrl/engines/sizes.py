@@ -5,7 +5,14 @@ The sizes are the largest ones: prompts and completions have the greatest length
 
 from dataclasses import dataclass, replace
 
-from easyrl.engines import MAX_PREFILL_TOKENS, SLOT_STEP, padded, row_cells, started_sequences
+from easyrl.engines import (
+    MAX_PREFILL_TOKENS,
+    MAX_PREFIXES,
+    SLOT_STEP,
+    padded,
+    row_cells,
+    started_sequences,
+)
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
 from easyrl.processes import MemoryNeed
 
@@ -106,9 +113,10 @@ def num_nodes(load: EngineLoad) -> int:
     """Return how many nodes the embedded engine's cache has room for."""
     # In training, the last completions of as many groups again may be in flight.
     num_prompts = min(load.num_started, 2 * load.num_prompts_started)
+    num_nodes = num_prompts + MAX_PREFIXES
     if load.has_graphs:
-        num_prompts = padded(num_prompts, SLOT_STEP)
-    return num_prompts
+        num_nodes = padded(num_nodes, SLOT_STEP)
+    return num_nodes
 
 
 def logits_bytes(model: ModelSize, load: EngineLoad) -> int:
