@@ -100,6 +100,8 @@ def test_the_tower_runs_once_per_group_however_it_is_split(tmp_path, family, vis
     of_split = train(split, batches)
     assert split.policy.vision.num_encoded - counted == NUM_GROUPS
     assert largest_gradient_gap(of_split, whole) <= 1e-4
+    recomputed = learner_for(folder, family, vision, "train.activation_checkpointing=true")
+    assert largest_gradient_gap(train(recomputed, [rollouts]), whole) <= 1e-5
     in_tower = {
         name
         for name, parameter in learner.policy.model.named_parameters()
