@@ -18,7 +18,7 @@ from vision_processors import processor_folder
 
 NUM_ROWS = 6
 SETTINGS = (
-    *("--no-live", "runtime.deterministic=true", "data.num_held_out=2"),
+    *("--no-live", "runtime.deterministic=true", "data.num_held_out=0"),
     *("train.prompts_per_iteration=4", "rollout.num_generations=3", "data.chat=true"),
     *("rollout.max_completion_length=8", "data.max_prompt_length=64"),
     *("train.learning_rate=0.01", "train.max_tokens_per_micro_batch=100", "--iterations", "3"),
