@@ -13,6 +13,7 @@ from easyrl.engines import (
     row_cells,
     started_sequences,
 )
+from easyrl.model import FEATURES_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelSize
 from easyrl.processes import MemoryNeed
 
@@ -69,6 +70,8 @@ def weights_needs(model: ModelSize, load: EngineLoad) -> list[MemoryNeed]:
     dtype_bytes = DTYPE_BYTES[load.dtype]
     weights = dtype_bytes * (model.num_weights + model.num_frozen_weights)
     needs = [MemoryNeed("weights", weights, WEIGHTS_KEYS, is_certain=True)]
+    if model.num_frozen_weights:
+        needs.append(MemoryNeed("features of pictures", FEATURES_BYTES))
     if model.num_trained is not None:  # LoRA: adapters are added to a copy
         bare = dtype_bytes * model.layer_weights
         key = "model.lora.target_modules"

@@ -99,6 +99,9 @@ def check_run(
     )
     prompts = datasets.open_prompts(spec.data)
     spec = spec.with_pictures(prompts.has_pictures)
+    if prompts.has_pictures:
+        model = measure_model(spec.model)  # with its tower
+        checks.add(spec=spec)
     example = prompts.prompt(0)
     interfaces, warnings = find_interfaces(spec.episodes, example)
     checks.warnings += warnings
@@ -333,7 +336,8 @@ class _Planner:
         spec = self._spec
         try:
             prompts = datasets.open_prompts(spec.data)
-            spec = self._spec = spec.with_pictures(prompts.has_pictures)
+            if prompts.has_pictures:
+                spec = self._use_pictures()
             example = prompts.prompt(0)
             held_out = _find_held_out(self._config, spec, prompts)
         except HubUnreachable as error:
@@ -358,6 +362,21 @@ class _Planner:
             describe_rate(spec.optimizer),
             *describe_first_prompt(spec, example, interfaces, renderer),
         ]
+
+    def _use_pictures(self) -> RunSpec:
+        """Plan with the model's tower. Return the run."""
+        self._spec = self._spec.with_pictures(True)
+        model = measure_model(self._spec.model, is_whole=False)
+        self._size = model.size
+        self.about_model = describe_weights(model, self._spec.model)
+        placement = resolve_placement(self._spec, self._placement.assumed)
+        self._placement = placement
+        parts = estimate_memory(self._spec, placement, model.size)
+        if parts:
+            self.about_memory = [memory_table(parts)]
+        self._is_tight = bool(find_shortages(parts))
+        self.checks.add(spec=self._spec, placement=placement, model=model, parts=parts)
+        return self._spec
 
     def _load_renderer(self, example: Prompt) -> PromptRenderer | None:
         """Load what renders the first prompt. Raises ConfigError: the model need not be here, and
