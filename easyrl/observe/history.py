@@ -28,12 +28,14 @@ from easyrl.runtime.resolve import resolve
 from easyrl.runtime.resume import SavedState
 from easyrl.runtime.run_folder import from_1, is_locked
 from easyrl.runtime.supervisor import SIGNALLED
+from easyrl.runtime.verdict import nothing_learned
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 ACCURACY = "eval/accuracy"
 ERROR = "eval/standard_error"
 REWARD = "eval/reward"
+PROBLEMS = "eval/problems"
 OVERLAP = "overlap"
 SAMPLED_ITERATIONS = 10
 """Samples are from this many of the newest iterations that have any."""
@@ -97,6 +99,12 @@ class History:
     def results(self) -> dict[str, str]:
         """Return the results by name, as at the end of a run. Of a run that goes on: what is known
         so far."""
+        summary = self.summarize()
+        return dict(result_rows(summary, self.spec, self.devices)) if summary else {}
+
+    def summarize(self) -> Mapping[str, Any]:
+        """Return what `summary.json` says. Of a run that goes on or was killed: what is known so
+        far; empty before the first iteration."""
         lines = [line for number, line in self.lines.items() if number and "reward" in line]
         if not lines:
             return {}
@@ -114,7 +122,11 @@ class History:
             summary[f"accuracy_{when}"] = line.get(ACCURACY)
             summary[f"error_{when}"] = line.get(ERROR)
             summary[f"held_out_reward_{when}"] = line.get(REWARD)
-        return dict(result_rows(summary | dict(self.summary), self.spec, self.devices))
+            if PROBLEMS in line:
+                summary["held_out_problems"] = line[PROBLEMS]
+        verdict = nothing_learned(lines, self.spec)
+        summary["nothing_learned"] = None if verdict is None else verdict._asdict()
+        return {**summary, **self.summary}
 
     def _apply(self, event: Event) -> None:
         is_resumed = self.state.run is not None
@@ -133,6 +145,7 @@ class History:
                     ACCURACY: event.accuracy,
                     ERROR: event.standard_error,
                     REWARD: event.reward,
+                    PROBLEMS: event.num_prompts,
                 }
             case events.IterationStarted(time, iteration):
                 self.starts[iteration] = time

@@ -25,6 +25,7 @@ from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.state import problems_in
 from easyrl.observe.text import safe, say, say_once, say_rich, shown
 from easyrl.runtime.metrics import LAST_ITERATIONS
+from easyrl.runtime.verdict import accuracy_change
 
 LOW_OVERLAP = 0.5
 """Below this overlap the table says what raises it."""
@@ -172,8 +173,19 @@ def print_end(exit_code: int, message: str) -> None:
         say(f"easyrl: {safe(message)}", sys.stderr)
 
 
+def verdict_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return why a run has learned nothing, the usual causes and what to look at; empty if it has
+    learned something. `summary`: as `summary.json`."""
+    nothing = summary.get("nothing_learned")  # older versions lack it
+    if not nothing:
+        return []
+    causes = [f"  {number}. {cause}" for number, cause in enumerate(nothing["causes"], 1)]
+    return [f"nothing was learned: {nothing['reason']}", "usual causes:", *causes]
+
+
 def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableType:
-    """Return what a finished run reached, at what speed, and the next commands."""
+    """Return what a finished run reached, at what speed, and the next commands. Of a run that has
+    learned nothing that stands first, and where to look."""
     table = Table(
         Column(style="dim", no_wrap=True),
         Column(overflow="fold"),
@@ -187,13 +199,19 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
     table.add_row("run folder", Text(str(run.folder)))
     folder = quote(str(run.folder))
     schedule = run.spec.schedule
+    verdict = verdict_lines(summary)
     commands = [f"easyrl samples {folder}"]
     if find_spec(EXTRAS["report"]) is not None:
         commands.append(f"easyrl report {folder}")
-    if schedule.keep_checkpoints:
+    if schedule.keep_checkpoints and not verdict:  # more iterations would not help
         commands.append(f"easyrl grpo --resume {folder} --iterations {2 * schedule.iterations}")
     lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]
-    return Group(Text("finished", "bold green"), table, Text("next commands", "dim"), *lines)
+    heading = [Text("finished", "bold green")]
+    if verdict:
+        first, *causes = verdict
+        heading = [Text(f"finished, but {first}", "bold yellow")]
+        heading += [Text(cause) for cause in causes]
+    return Group(*heading, table, Text("next commands", "dim"), *lines)
 
 
 def result_rows(
@@ -234,8 +252,16 @@ def _accuracy_rows(summary: Mapping[str, Any], sampling: SamplingChoice) -> Iter
         rewards.append(reward)
         if mean_reward(accuracy, reward):
             is_graded = True
-    change = " → ".join(values)
-    yield "held-out accuracy", f"{change} ({training_sampling(sampling)})"
+    text = " → ".join(values)
+    change = accuracy_change(summary)
+    if change is not None and change.is_clear is False:
+        text += ", no clear change"
+    about = training_sampling(sampling)
+    num_problems = summary.get("held_out_problems")  # older versions lack it
+    if num_problems:
+        problems = counted(num_problems, "problem")
+        about = f"{problems}, {about}"
+    yield "held-out accuracy", f"{text} ({about})"
     if is_graded:
         yield "  mean reward", _change(rewards)
     best = summary.get("accuracy_best")

@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,15 @@ from easyrl.observe.state import main_kind
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# As in matplotlib, and the same characters for the legend of a page.
+MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖"}
+LINES = ("-", "--", "-.", ":")
+# Curves of several runs lie on each other where their values are equal: the first is the widest,
+# so that it is seen on both sides of the next ones.
+WIDEST = 4.5
+THINNEST = 1.4
+LARGEST_MARKER = 10.0
+SMALLEST_MARKER = 4.0
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -70,7 +78,7 @@ NUM_SLICES = 600
 """Number of slices of time in which the timeline is drawn."""
 ITERATIONS_SHOWN = 3
 """The timeline shows this many iterations, the newest."""
-MAX_MARKED = 30  # a curve of fewer points has a mark at each
+MAX_MARKED = 12  # about so many points of a curve have a marker
 
 
 def titles_of(runs: Sequence[History]) -> dict[str, str]:
@@ -101,7 +109,7 @@ def draw_curves(
     all_axes = figure.subplots(len(keys), sharex=True, squeeze=False)[:, 0]
     for axes, key in zip(all_axes, keys, strict=True):
         axes.set_title(titles[key])
-        for run, colour in zip(runs, cycle(COLOURS), strict=False):
+        for number, run in enumerate(runs):
             values = run.series(key)
             if not values:
                 continue
@@ -112,10 +120,10 @@ def draw_curves(
                 list(values),
                 list(values.values()),
                 errors,
-                color=colour,
                 label=run.name,
                 capsize=2,
-                marker="." if len(values) < MAX_MARKED else "",
+                markevery=max(1, round(len(values) / MAX_MARKED)),
+                **_look(number, len(runs)),
             )
         if key in SHARES:
             bottom, top = axes.get_ylim()
@@ -126,6 +134,22 @@ def draw_curves(
     all_axes[-1].set_xlabel("iteration")
     all_axes[-1].locator_params("x", nbins=6, integer=True, min_n_ticks=1)
     return figure
+
+
+def _look(number: int, num_runs: int) -> dict[str, Any]:
+    """Return how the curves of a run are drawn, as keywords of matplotlib. Each run has its own
+    colour, marker and kind of line, and is drawn thinner than the run before."""
+    share = number / max(1, num_runs - 1)  # 0 of the first run, 1 of the last
+    if num_runs == 1:
+        share = 1.0
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": LINES[number % len(LINES)],
+        "linewidth": WIDEST + share * (THINNEST - WIDEST),
+        "elinewidth": THINNEST,
+        "marker": list(MARKERS)[number % len(MARKERS)],
+        "markersize": LARGEST_MARKER + share * (SMALLEST_MARKER - LARGEST_MARKER),
+    }
 
 
 @rc_context({**STYLE, "axes.grid": False})

@@ -12,14 +12,23 @@ from easyrl import __version__
 from easyrl.config import KEYS, Config, by_name
 from easyrl.observe import plots
 from easyrl.observe.history import History, worst_to_best
+from easyrl.observe.lines import verdict_lines, with_error
 from easyrl.observe.samples import Line, branches_of, columns_of
 from easyrl.observe.text import safe, shown
+from easyrl.runtime.verdict import Change, sentence
 
 SIZE = 4.2, 2.4  # of a figure, in inches
 NUM_SAMPLES = 10  # of each run
 MAX_TEXT = 3000  # characters of a prompt, a completion or a message
 MAX_VALUE = 200  # characters of another column
 MAX_MESSAGES = 30
+MAX_DIFFERENT = 8  # differing settings in the overview; the table of settings has all
+DETAILS = ("trained", "tokens/s", "overlap", "balance", "updates", "judge", "  cut off",
+           "engine and trainer", "weights")  # fmt: skip
+"""Results that stand behind the figures."""
+MEASURES = ("data", "eval", "reward")
+"""Sections of settings that decide what a run's accuracy and reward mean."""
+OUTPUT = "output.dir"
 
 
 def to_page(runs: Sequence[History]) -> str:
@@ -38,14 +47,23 @@ def to_page(runs: Sequence[History]) -> str:
         timelines.append(plots.to_svg(timeline, title, f"t{number}"))
         messages.append(list(run.messages.items())[-MAX_MESSAGES:])
         samples.append([_sample(each) for each in worst_to_best(run, NUM_SAMPLES)])
+    summaries = [run.summarize() for run in runs]
+    best = _find_best(runs, summaries)
+    results = [run.results() for run in runs]
+    settings = _settings([run.settings for run in runs])
     return template.render(
         version=__version__,
         branches_of=branches_of,
         runs=runs,
         colours=plots.COLOURS * len(runs),
-        overview=_overview(runs),
+        markers=list(plots.MARKERS.values()) * len(runs),
+        sentences=[sentence(summary) for summary in summaries],
+        verdicts=[verdict_lines(summary) for summary in summaries],
+        best=best,
+        overview=_overview(runs, results, settings),
+        details=_details(runs, results),
         figures=_figures(runs),
-        settings=_settings([run.settings for run in runs]),
+        settings=settings,
         timelines=timelines,
         messages=messages,
         samples=samples,
@@ -63,26 +81,87 @@ def _figures(runs: Sequence[History]) -> dict[str, Markup]:
     return figures
 
 
-def _overview(runs: Sequence[History]) -> dict[str, list[str]]:
-    """Return the runs' values of each row of the first table."""
-    facts = [_facts(run) for run in runs]
+class Best(NamedTuple):
+    """The best of several runs."""
+
+    number: int | None  # place among the runs; None: they cannot be compared
+    text: str  # "lr_3e-4, held-out accuracy 0.72 ± 0.06", and whether that is clear
+
+
+def _find_best(runs: Sequence[History], summaries: Sequence[Mapping[str, Any]]) -> Best | None:
+    """Return the run with the highest held-out accuracy, or without any the highest reward at its
+    end; None of a single run, or without a result of each."""
+    if len(runs) < 2:
+        return None
+    measure = "held-out accuracy"
+    values = [summary.get("accuracy_after") for summary in summaries]
+    errors = [summary.get("error_after") for summary in summaries]
+    if None in values:
+        measure = "reward of the last iterations"
+        values = [summary.get("reward_last") for summary in summaries]
+        errors = [None] * len(runs)
+    if None in values:
+        return None
+    different = [key for key in KEYS if key.split(".")[0] in MEASURES and _differs(runs, key)]
+    if different:
+        keys = ", ".join(different[:3])
+        return Best(None, f"none is named, since {keys} differ: the runs measure different things")
+    order = sorted(range(len(runs)), key=lambda number: values[number] or 0.0, reverse=True)
+    first, second = order[:2]
+    text = f"{runs[first].name}, {measure} {with_error(values[first], errors[first])}"
+    other = f"{runs[second].name} ({with_error(values[second], errors[second])})"
+    if values[first] == values[second]:
+        return Best(None, f"none: {runs[first].name} and {other} have the same {measure}")
+    change = Change(values[second] or 0.0, values[first] or 0.0, errors[second], errors[first])
+    text += f"; the next is {other}"
+    if change.is_clear is False:
+        text += ": too few problems or iterations to tell them apart"
+    return Best(first, text)
+
+
+def _differs(runs: Sequence[History], key: str) -> bool:
+    return any(run.settings[key] != runs[0].settings[key] for run in runs)
+
+
+def _overview(
+    runs: Sequence[History], results: Sequence[Mapping[str, str]], settings: Sequence["Setting"]
+) -> dict[str, list[str]]:
+    """Return the runs' values of each row of the first table: settings that differ between the
+    runs, then what was reached."""
+    rows = {}
+    different = [setting for setting in settings if len(set(setting.values)) > 1]
+    for setting in different[:MAX_DIFFERENT]:
+        rows[setting.key] = setting.values
+    if len(different) > MAX_DIFFERENT:
+        num_more = len(different) - MAX_DIFFERENT
+        rows[f"{num_more} more settings"] = ["see below"] * len(runs)
+    rows["model"] = [run.spec.model.path for run in runs]
+    rows["data"] = [run.spec.data.options.shown for run in runs]
+    rows["run"] = [run.status for run in runs]
+    return rows | _table(results, is_detail=False)
+
+
+def _details(
+    runs: Sequence[History], results: Sequence[Mapping[str, str]]
+) -> dict[str, list[str]]:
+    """Return the rows of the table behind the figures: devices, speed, checksums."""
+    rows = {"folder": [safe(str(run.folder)) for run in runs], "devices": []}
+    for run in runs:
+        devices = [f"{name}: {device}" for name, device in run.devices.items()]
+        rows["devices"].append(", ".join(devices) or "unknown")
+    return rows | _table(results, is_detail=True)
+
+
+def _table(results: Sequence[Mapping[str, str]], *, is_detail: bool) -> dict[str, list[str]]:
+    """Return the results of the runs by their names, either those in `DETAILS` or the others."""
     names: dict[str, None] = {}  # a set that keeps the order
-    for of_run in facts:
+    for of_run in results:
         names |= dict.fromkeys(of_run)
     rows = {}
     for name in names:
-        rows[name] = [of_run.get(name, "") for of_run in facts]
+        if (name in DETAILS) == is_detail:
+            rows[name] = [of_run.get(name, "") for of_run in results]
     return rows
-
-
-def _facts(run: History) -> dict[str, str]:
-    devices = [f"{name}: {device}" for name, device in run.devices.items()]
-    return {
-        "model": run.spec.model.path,
-        "data": run.spec.data.options.shown,
-        "devices": ", ".join(devices) or "unknown",
-        **run.results(),
-    }
 
 
 class Setting(NamedTuple):
@@ -99,7 +178,7 @@ def _settings(runs: Sequence[Mapping[str, Any]]) -> list[Setting]:
     for key in KEYS:
         default = _to_json(defaults[key])
         values = [_to_json(settings[key]) for settings in runs]
-        if set(values) != {default} and key != "output.dir":
+        if set(values) != {default} and key != OUTPUT:
             rows.append(Setting(key, default, values))
     return rows
 

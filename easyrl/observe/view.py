@@ -33,7 +33,7 @@ from easyrl import events
 from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Event, SpanKind
 from easyrl.formatting import counted, printable, shorten
-from easyrl.observe.lines import end_table, function_of, print_end
+from easyrl.observe.lines import end_table, function_of, print_end, verdict_lines
 from easyrl.observe.state import PROBLEMS, RunState, WorkerState, main_kind, problems_in
 from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
@@ -267,6 +267,8 @@ def _progress(state: RunState, run: events.RunStarted, now: float) -> Renderable
         how = "finished" if is_finished else "ended"
         text = f"{how} after {done}/{total} iterations"
         style = "bold green" if is_finished else "bold red"
+        if is_finished and state.summary is not None and verdict_lines(state.summary):
+            style = "bold yellow"
     elif state.evaluation is not None:
         done = state.num_answered
         total = state.evaluation.num_prompts

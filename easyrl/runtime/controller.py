@@ -62,6 +62,7 @@ from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
 from easyrl.runtime.supervisor import Interrupted, Supervisor
+from easyrl.runtime.verdict import nothing_learned
 
 # Numbers of the evaluations: the one before the first iteration, the one after the last, and
 # AFTER + n after iteration n (from 1) in between.
@@ -144,6 +145,7 @@ class Controller:
             self.state = replace(
                 self.state,
                 accuracy_before=before["eval/accuracy"],
+                error_before=before["eval/standard_error"],
                 held_out_reward_before=before["eval/reward"],
             )
         for iteration in range(self.state.num_iterations, self.spec.schedule.iterations):
@@ -166,9 +168,13 @@ class Controller:
         )
         for name, value in self._judged.items():
             summary[name] = summary.get(name, 0) + value
+        verdict = nothing_learned(self._lines, self.spec)
         return {
             **summary,
+            "nothing_learned": None if verdict is None else verdict._asdict(),
             "accuracy_after": self._after.get("eval/accuracy"),
+            "error_after": self._after.get("eval/standard_error"),
+            "held_out_problems": self._after.get("eval/problems"),
             "held_out_reward_after": self._after.get("eval/reward"),
             "wall_seconds": self._wall_seconds,
             "weights_sha256": weights_sha256,
@@ -336,6 +342,7 @@ class Controller:
             reward=measured["eval/reward"],
         )
         self.notify(evaluated)
+        measured["eval/problems"] = num_problems
         return measured
 
     def _evaluate_iteration(self) -> dict[str, float]:

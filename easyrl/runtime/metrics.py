@@ -220,6 +220,7 @@ def summarize(
         "rewards": rewards,
         "tokens_per_second_per_device": tokens_per_second / num_devices,
         "accuracy_before": state.accuracy_before,
+        "error_before": state.error_before,
         "held_out_reward_before": state.held_out_reward_before,
         "accuracy_best": best.get("eval/accuracy"),
         "iterations_best": best.get("iteration"),

@@ -59,6 +59,7 @@ class SavedState:
     """Fingerprints of the model, the data and the held-out problems (`preflight.check_run`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
+    error_before: float | None = None  # standard error of that accuracy
     held_out_reward_before: float | None = None
     wall_seconds: float = 0.0  # time of the commands so far
     file_sizes: Mapping[str, int] = field(default_factory=dict)
