@@ -106,11 +106,14 @@ def test_plain_lines(folder, capsys):
     check_golden("plain_lines", capsys.readouterr().out)
 
 
+NOTHING = {"reason": "all rewards were 0.000, so …", "causes": ["one", "another", "a third"]}
 ENDS = {
     "no accuracy": (CPUS, {"accuracy_after": None, "groups_not_replaced": 7}),
     "two functions": (CPUS, {"rewards": {"one": [2.0, 3.0], "other": [None, 0.5]}}),
     "graded": (CPUS, {"held_out_reward_before": 0.5, "held_out_reward_after": 0.75}),
     "no gradient": (CPUS, {"sampling_logp_difference_max": None}),
+    "nothing learned": (CPUS, {"nothing_learned": NOTHING}),
+    "no clear change": (CPUS, {"error_before": 0.05, "error_after": 0.06, "held_out_problems": 64}),
     "tools": (CPUS, {"inserted_tokens": 23456}),
     "low overlap": (CPUS, {"overlap": 0.2}),
     "more GPUs for inference": (GPUS, {"infer_seconds": 47.0, "train_seconds": 20.0}),

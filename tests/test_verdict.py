@@ -30,8 +30,8 @@ DROPPED = {**TRAINED, "grad_norm": None, "num_updates_not_finite": 1}
         ([TRAINED], None),
         ([EQUAL, TRAINED], None),
         ([EQUAL, DROPPED, TRAINED], None),
-        ([EQUAL, EQUAL], "all rewards were 0.250: no group had a gradient, and the weights"),
-        ([EQUAL, {**EQUAL, "reward": 1.0}], "in each group all rewards were equal: no group"),
+        ([EQUAL, EQUAL], "all rewards were 0.250, so no group had a gradient and the weights"),
+        ([EQUAL, {**EQUAL, "reward": 1.0}], "in each group all rewards were equal, so no group"),
         ([{**EQUAL, "reward": None, "frac_reward_zero_std": None}], "no group has got a reward"),
         # The KL term has trained, the rewards have not.
         ([{**EQUAL, "grad_norm": 0.1}], "no group had a gradient from its rewards"),
@@ -84,7 +84,7 @@ def test_a_run_whose_rewards_are_equal_says_that_it_has_learned_nothing(tmp_path
     words = ("--output", str(folder), "--iterations", "3", *SMALL)
     out = succeed(*words, "--reward", f"{rewards}:nothing", "data.num_held_out=4")
     summary = summary_of(folder)
-    assert summary["nothing_learned"]["reason"].startswith("all rewards were 0.000: no group had")
+    assert summary["nothing_learned"]["reason"].startswith("all rewards were 0.000, so no group")
     assert summary["weights_sha256"] == load_policy(resolve_model("tiny")).weights_sha256()
     assert summary["held_out_problems"] == 4
     end = out[out.index("finished") :]

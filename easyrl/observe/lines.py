@@ -35,6 +35,8 @@ IMBALANCE = 0.25
 """If the busy shares of the two sides differ by more than this, both are shown."""
 SAME_REWARD = 1e-5
 """A mean reward that differs less from the accuracy is equal to it: rewards are sums in float32."""
+ROWS_OF_SPEED = ("tokens/s", "overlap", "balance")
+"""Results that are left out where nothing was learned: the reason is more important."""
 Row = tuple[str, str]  # name and value, of a table
 
 
@@ -179,7 +181,7 @@ def verdict_lines(summary: Mapping[str, Any]) -> list[str]:
     nothing = summary.get("nothing_learned")  # older versions lack it
     if not nothing:
         return []
-    causes = [f"  {number}. {cause}" for number, cause in enumerate(nothing["causes"], 1)]
+    causes = [f"{number}. {cause}" for number, cause in enumerate(nothing["causes"], 1)]
     return [f"nothing was learned: {nothing['reason']}", "usual causes:", *causes]
 
 
@@ -194,12 +196,13 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )
+    verdict = verdict_lines(summary)
     for name, value in result_rows(summary, run.spec, run.devices):
-        table.add_row(name, value)
+        if not (verdict and name in ROWS_OF_SPEED):
+            table.add_row(name, value)
     table.add_row("run folder", Text(str(run.folder)))
     folder = quote(str(run.folder))
     schedule = run.spec.schedule
-    verdict = verdict_lines(summary)
     commands = [f"easyrl samples {folder}"]
     if find_spec(EXTRAS["report"]) is not None:
         commands.append(f"easyrl report {folder}")
@@ -210,7 +213,7 @@ def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableT
     if verdict:
         first, *causes = verdict
         heading = [Text(f"finished, but {first}", "bold yellow")]
-        heading += [Text(cause) for cause in causes]
+        heading += [Text(line) for line in causes]
     return Group(*heading, table, Text("next commands", "dim"), *lines)
 
 

@@ -137,7 +137,6 @@ def _overview(
         rows[f"{num_more} more settings"] = ["see below"] * len(runs)
     rows["model"] = [run.spec.model.path for run in runs]
     rows["data"] = [run.spec.data.options.shown for run in runs]
-    rows["run"] = [run.status for run in runs]
     return rows | _table(results, is_detail=False)
 
 

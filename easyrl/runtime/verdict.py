@@ -12,8 +12,8 @@ from easyrl.runtime.metrics import values_of
 CLEAR_ERRORS = 2.0
 """A difference is clear from this many of its standard errors on: 5 of 100 by chance."""
 CAUSES_OF_EQUAL_REWARDS = (
-    "the reward does not find the answer: its form, or the data's column (data.columns)",
-    "the problems are too hard or too easy for the model, so that all completions score alike",
+    "the reward does not find the answer: its form, or the column (data.columns)",
+    "the problems are too hard or too easy: all completions score alike",
     "the completions are alike (rollout.temperature), or are cut off before the answer "
     "(rollout.max_completion_length)",
 )
@@ -32,7 +32,7 @@ CAUSES_OF_UNCHANGED_WEIGHTS = (
 class NothingLearned(NamedTuple):
     """Why a run has not changed its model, or not by its rewards."""
 
-    reason: str  # "all rewards were 0.000"
+    reason: str  # "all rewards were 0.000, the weights are unchanged"
     causes: Sequence[str]  # the usual ones, the most frequent first
 
 
@@ -46,10 +46,10 @@ def nothing_learned(lines: Sequence[Mapping[str, Any]], spec: RunSpec) -> Nothin
     if _all_rewards_equal(lines):
         reason = _describe_equal_rewards(lines)
         if is_unchanged:
-            reason += ": no group had a gradient, and the weights are unchanged"
+            reason += ", so no group had a gradient and the weights are unchanged"
             return NothingLearned(reason, CAUSES_OF_EQUAL_REWARDS)
         if spec.teacher is None:  # another term of the loss has trained
-            reason += ": no group had a gradient from its rewards"
+            reason += ", so no group had a gradient from its rewards"
             return NothingLearned(reason, CAUSES_OF_EQUAL_REWARDS)
     if not is_unchanged:
         return None
