@@ -46,7 +46,7 @@ with only its `config.json`:
 One GPU for both: `--assume 80GiB --infer-devices 0 --train-devices 0`.
 
 Below are groups of 8 completions of 1,024 tokens and prompts of 512, in bfloat16. A
-single device does both; of several the last one trains, unless more train devices are named.
+single device does both; of several a quarter trains, or more where the model needs them.
 **fits**: as it is. Otherwise the settings that the command proposes to change, with values: smaller
 micro-batches, fewer groups in flight, activation checkpointing, offloading to the host's memory
 (slower), more train devices, a larger or smaller share of the device

@@ -53,8 +53,7 @@ def answers(config, *, is_evaluated=True):
         texts.append(str(refused.value))
     plan = make_plan(config)
     assert not plan.would_start
-    _, _, text = plan.text.rpartition("a run would not start: ")
-    return [*texts, text]
+    return [*texts, plan.verdict.removeprefix("a run would not start: ")]
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_an_evaluation_needs_the_disk_only_if_its_model_is_to_be_made(tmp_path):
     with pytest.raises(ConfigError, match=r"^output\.dir \(--output\): the model takes 0\.00 GiB"):
         check_evaluation(config)
     config = load_config(words=[f"output.dir={tmp_path}/next", f"model.path={tmp_path}/run"])
-    assert "output.dir" in make_plan(config).text
+    assert "output.dir" in make_plan(config).verdict
 
 
 @pytest.fixture
@@ -120,9 +119,9 @@ def test_the_plan_of_a_run_that_resumes_by_itself_checks_its_settings(tmp_path):
     words = ["runtime.resume=auto", f"output.dir={tmp_path}/run"]
     assert make_plan(load_config(words=words)).would_start
     plan = make_plan(load_config(words=[*words, "algorithm.beta=0.1"]))
-    assert not plan.would_start and "algorithm.beta" in plan.text
+    assert not plan.would_start and "algorithm.beta" in plan.verdict
     plan = make_plan(load_config(words=[words[0], f"output.dir={tmp_path}/taken"]))
-    assert not plan.would_start and "--output" in plan.text
+    assert not plan.would_start and "--output" in plan.verdict
 
 
 def test_an_existing_folder_may_be_another_disk_than_its_parent(tmp_path, monkeypatch):

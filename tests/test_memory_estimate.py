@@ -289,7 +289,10 @@ def test_part_of_a_device_that_cannot_suffice_is_refused(fraction, words, refuse
 
 def dry_run(*words):
     config = load_config(words=["devices.infer=cpu", "devices.train=cpu", *words])
-    lines = make_plan(config).text.partition("\n\n")[2].splitlines()
+    plan = make_plan(config)
+    lines = plan.text.partition("\n\n")[2].splitlines()
+    if not plan.would_start:
+        lines = [plan.verdict, *lines]
     return [line for line in lines if "prompt" not in line and not line.startswith("  12")]
 
 

@@ -109,16 +109,86 @@ def test_a_plan_remarks_what_has_never_run_and_a_lopsided_split(assume, never_ru
     code, output = dry_run(*words)
     assert code == 0 and (f"so far: {never_run} (" in output) == bool(never_run)
     assert never_run or "so far" not in output
-    assert ("easyrl plan RUN --devices 8" in output) == ("8x" in assume)
+    assert "easyrl plan" not in output  # the default is not lopsided
     if "8x" in assume:
-        output = dry_run(*words, "--infer-devices", "0-5", "--train-devices", "6,7")[1]
-        assert "easyrl plan" not in output
+        output = dry_run(*words, "--infer-devices", "0-6", "--train-devices", "7")[1]
+        assert "easyrl plan RUN --devices 8" in output
 
 
 def test_where_nothing_fits_no_command_is_proposed(qwen):
     code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
     assert code == 2 and proposed(output) is None
-    assert "nothing that was tried fits" in output and "model.lora.rank" in output
+    assert "nothing that was tried fits" in output
+    assert "LoRA (model.lora.rank) does not fit either" in output
+
+
+QWEN3_8B = {
+    **QWEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+}
+LENGTHS = ("data.max_prompt_length=512", "rollout.max_completion_length=1024")
+
+
+@pytest.fixture(scope="module")
+def eight_billion(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3-8b")
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    return ("--model", str(folder), "model.dtype=bfloat16", *LENGTHS)
+
+
+def test_the_default_split_of_eight_devices_starts_with_any_model_that_they_hold(eight_billion):
+    code, output = dry_run("--assume", "8x80GiB", *eight_billion)
+    assert code == 0 and proposed(output) is None
+    # 123 GiB of weights, gradients and moments do not fit one trainer, nor two: five hold them.
+    assert output.startswith("# a run would start: at its peak, by estimate, 73.21 GiB of 80.00 GiB")
+    assert "# rollout-2: cuda:2\n# train-0: cuda:3\n" in output
+    code, output = dry_run("--assume", "8x80GiB", *eight_billion, "model.lora.rank=16")
+    assert code == 0 and "# rollout-5: cuda:5\n# train-0: cuda:6\n" in output  # a quarter trains
+    named = ("--infer-devices", "0-6", "--train-devices", "7")
+    assert dry_run("--assume", "8x80GiB", *eight_billion, *named)[0] == 2  # as it is named
+    # The sums of a deterministic run do not depend on the memory that is free.
+    words = ("runtime.deterministic=true", "rollout.engine=embedded")
+    code, output = dry_run("--assume", "8x80GiB", *eight_billion, *words)
+    assert code == 2 and "# train-0: cuda:6\n" in output
+
+
+def test_the_verdict_stands_first_and_advises_only_what_fits(eight_billion):
+    code, output = dry_run("--assume", "24GiB", *eight_billion)
+    first, second, third, *_ = output.splitlines()
+    assert code == 2 and first.startswith("# a run would not start: this run needs")
+    assert "nothing that was tried fits" in second and "does not fit either" in second
+    assert third.startswith("# 2 such devices are enough") and "--assume 2x24GiB" in third
+    code, output = dry_run("--assume", "2x24GiB", *eight_billion)
+    assert dry_run("--assume", "2x24GiB", *proposed(output))[0] == 0
+    output = dry_run("--assume", "24GiB", *eight_billion, "model.lora.rank=16")[1]
+    assert "or LoRA" not in output and "does not fit either" not in output
+
+
+def test_lora_is_advised_where_it_alone_fits(tmp_path):
+    """A larger model of few layers: the moments of all weights fill the device."""
+    wide = {**QWEN3_8B, "num_hidden_layers": 18}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    words = ("model.dtype=bfloat16", *LENGTHS, "train.offload=[]")
+    code, output = dry_run("--assume", "48GiB", "--model", str(tmp_path), *words)
+    print(output[:3000])
+    better = proposed(output)
+    assert code == 2 and "model.lora.rank=16" in better
+    assert dry_run("--assume", "48GiB", *better)[0] == 0
+
+
+def test_engines_that_span_devices_get_a_default_split(tmp_path):
+    words = ("rollout.engine=vllm", "rollout.tensor_parallel_size=4", "model.dtype=bfloat16")
+    code, output = dry_run("--assume", "8x80GiB", *words)
+    assert code == 0 and "# rollout-0: cuda:0,1,2,3\n# train-0: cuda:4\n" in output
 
 
 def test_a_plan_is_a_config_file(tmp_path):

@@ -5,7 +5,15 @@ from statistics import median
 
 import pytest
 
-from easyrl.bench.plan import Measured, Split, flags_of, measure, predict_splits
+from easyrl.bench.plan import (
+    Measured,
+    Split,
+    find_ties,
+    flags_of,
+    measure,
+    predict_splits,
+    verdict,
+)
 from easyrl.config import ConfigError, load_config
 from easyrl.runtime.resolve import resolve
 from runs import easyrl, lines_of
@@ -43,7 +51,20 @@ def test_every_split_of_a_finished_run_and_the_best_one(finished_run):
         assert split.tokens_per_second > 0
         assert re.search(rf"{split.engines} +{split.trainers} .*%", result.output)
     best = flags_of(run, max(splits, key=lambda split: split.tokens_per_second))
-    assert f"fastest: {best}, " in result.output and "cpu" in best  # as measured
+    assert result.output.startswith(f"fastest: {best}, ") and "cpu" in best  # as measured
+
+
+def test_splits_that_a_run_cannot_tell_apart_are_a_tie():
+    clear = predict_splits(run_of(), 3)
+    assert [(split.engines, split.trainers) for split in find_ties(clear)] == [(2, 1)]
+    assert verdict(run_of(), clear).count("\n") == 0
+    # With 4 prompts more than 4 engines do not help, so that 4 or 5 of them are as fast.
+    small = run_of("train.prompts_per_iteration=4")
+    splits = predict_splits(small, 8)
+    assert [split.engines for split in find_ties(splits)] == [4, 5, 6]
+    text = verdict(small, splits)
+    assert text.startswith("fastest: --infer-devices cpu:4 --train-devices cpu:4, 229 tokens/s\n")
+    assert "(4+4, 5+3, 6+2)" in text and "too small" in text and "(now 4)" in text
 
 
 @pytest.mark.parametrize(

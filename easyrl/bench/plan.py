@@ -15,6 +15,8 @@ from easyrl.config.spec import RunSpec
 from easyrl.observe.history import History, read_history
 
 PREFIX = "perf/"  # of the metrics of speed
+TIE = 0.05
+"""Predictions that differ by less are not told apart: iterations of a run differ by as much."""
 
 
 class Measured(NamedTuple):
@@ -119,6 +121,28 @@ def _predict(run: Measured, engines: int, trainers: int) -> Split:
         tokens_per_second=run.num_tokens / seconds,
         infer_idle=1 - generating * num_busy / engines / seconds,
         train_idle=1 - training / seconds,
+    )
+
+
+def find_ties(splits: Sequence[Split]) -> list[Split]:
+    """Return the splits that are about as fast as the fastest, with it."""
+    fastest = max(split.tokens_per_second for split in splits)
+    return [split for split in splits if split.tokens_per_second >= (1 - TIE) * fastest]
+
+
+def verdict(run: Measured, splits: Sequence[Split]) -> str:
+    """Name the fastest split, and those that the run cannot tell from it."""
+    best = max(splits, key=lambda split: split.tokens_per_second)
+    text = f"fastest: {flags_of(run, best)}, {best.tokens_per_second:,.0f} tokens/s"
+    ties = find_ties(splits)
+    if len(ties) == 1:
+        return text
+    names = ", ".join(f"{split.engines}+{split.trainers}" for split in ties)
+    prompts = run.spec.schedule.prompts_per_iteration
+    return (
+        f"{text}\nbut {len(ties)} splits are within {TIE:.0%} of each other ({names}): the run was "
+        "too small to tell which is the fastest. Measure one with more "
+        f"train.prompts_per_iteration (now {prompts}) or longer completions"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -102,23 +103,32 @@ def grpo(
 def _print_plan(
     plan: Plan, given: Config, file: Path | None, *, is_resumed: bool, full: bool
 ) -> None:
-    """Print a config file with the plan in comments. `given`: the config that is from `file`."""
+    """Print the verdict, then a config file with the plan in comments. `given`: the config that is
+    from `file`."""
     from easyrl.config import change_config, load_config, to_arguments, to_commented_yaml
     from easyrl.runtime.resume import with_absolute_paths
 
     resolved = with_absolute_paths(given, is_resumed=is_resumed)
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
-    common.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
-    lines = plan.text.splitlines()
-    if plan.changes and not is_resumed:
+    first = plan.verdict.splitlines()
+    changes = plan.changes
+    if changes is None:
+        changes = plan.lora_changes
+        first.append(f"nothing that was tried fits: {plan.advice[0]}")
+    elif changes and not is_resumed:
+        first.append("a command that fits, by the same estimate:")
+    if changes and not is_resumed:
         start = ["--config", str(file)] if file else []
-        words = to_arguments(change_config(given, plan.changes), load_config(file))
-        command = shlex.join(["easyrl", "grpo", *start, *words])
-        lines += ["", "a command that fits, by the same estimate:", command]
-    elif plan.changes is None:
-        others = "more or larger devices, a smaller model or shorter sequences"
-        others += ", or LoRA (model.lora.rank)" if given.model.lora.rank is None else ""
-        lines += ["", f"nothing that was tried fits: use {others}"]
-    for line in lines:  # comments: the whole output is a config file
+        words = to_arguments(change_config(given, changes), load_config(file))
+        first.append(shlex.join(["easyrl", "grpo", *start, *words]))
+    first += plan.advice[1:]
+    _echo_comments([*first, ""])
+    common.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
+    _echo_comments(plan.text.splitlines())
+
+
+def _echo_comments(lines: Iterable[str]) -> None:
+    """Print lines of a plan as comments, since the whole output is a config file."""
+    for line in lines:
         common.echo(f"# {line}".rstrip())

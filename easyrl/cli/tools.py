@@ -177,13 +177,11 @@ def plan(
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
 ) -> None:
     """Predict the speed of every split of N devices, from the busy times of a run."""
-    from easyrl.bench.plan import flags_of, measure, predict_splits, to_text
+    from easyrl.bench.plan import measure, predict_splits, to_text, verdict
 
     run = measure(folder)
     splits = predict_splits(run, devices)
-    best = max(splits, key=lambda split: split.tokens_per_second)
-    fastest = f"fastest: {flags_of(run, best)}, {best.tokens_per_second:,.0f} tokens/s"
-    echo(f"{to_text(run, splits)}\n{fastest}")
+    echo(f"{verdict(run, splits)}\n\n{to_text(run, splits)}")
 
 
 @command

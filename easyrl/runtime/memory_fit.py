@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from easyrl import devices
-from easyrl.config import Config, change_config
+from easyrl.config import Config, ConfigError, change_config
 from easyrl.config.devices import range_words
 from easyrl.config.rollout import VLLM
 from easyrl.config.spec import RunSpec
@@ -32,6 +32,28 @@ def fits(spec: RunSpec, placement: Placement, size: ModelSize) -> bool:
         if needed_bytes > HEADROOM * memory.num_bytes:
             return False
     return True
+
+
+def choose_split(config: Config, placement: Placement, size: ModelSize | None) -> Placement:
+    """Return the placement with more train devices where the default has too few for the model:
+    with the fewest that fit. Devices that are named stay, as do those of a deterministic run, whose
+    sums do not depend on memory."""
+    is_default = config.devices.infer is None and config.devices.train is None
+    has_choice = placement.train.kind != "cpu" and not placement.is_ray
+    if size is None or not (is_default and has_choice) or config.runtime.deterministic:
+        return placement
+    if placement.shares_device:
+        return placement
+    spec = resolve(config)
+    count = placement.infer.count + placement.train.count
+    for num_train in range(placement.train.count, count):
+        try:
+            split = resolve_placement(spec, placement.assumed, num_train)
+        except ConfigError:  # engines that span devices, or too few groups for the trainers
+            continue
+        if fits(spec, split, size):
+            return split
+    return placement
 
 
 def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:
@@ -108,8 +130,10 @@ def _without(changes: Changes, key: str) -> Changes:
 def _is_enough(config: Config, placement: Placement, size: ModelSize, changes: Changes) -> bool:
     """Return whether the run fits with these changes, also of devices and engine."""
     try:
-        changed = resolve(change_config(config, changes))
-        return fits(changed, resolve_placement(changed, placement.assumed), size)
+        changed = change_config(config, changes)
+        spec = resolve(changed)
+        split = choose_split(changed, resolve_placement(spec, placement.assumed), size)
+        return fits(spec, split, size)
     except ValueError:  # these do not go together
         return False
 

@@ -18,6 +18,7 @@ from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
 
 ROWS_OF_EVALUATION = 128  # sequences in flight per engine in an evaluation
+TRAINING_SHARE = 0.25  # of several accelerators, by default
 EFFICIENT_GROUPS = 16  # groups in flight with which an engine is efficient
 NO_DEVICES = DeviceSet("cpu", ())  # nothing trains
 NO_ACCELERATORS = DeviceSet("accelerator", ())
@@ -144,17 +145,25 @@ class DeviceSets(NamedTuple):
         return [each for each in self if each is not None]
 
 
-def resolve_placement(spec: RunSpec, assumed: devices.AssumedDevices | None = None) -> Placement:
+def resolve_placement(
+    spec: RunSpec,
+    assumed: devices.AssumedDevices | None = None,
+    num_train: int | None = None,
+) -> Placement:
     """Choose devices, threads, cores and engine. `assumed`: the accelerators to plan for, instead
-    of this machine's or a Ray cluster's. Raises ConfigError for missing devices."""
+    of this machine's or a Ray cluster's. `num_train`: how many of several accelerators train where
+    the config names no devices; None: the default. Raises ConfigError for missing devices."""
     sets = DeviceSets(*spec.devices.sets)
     of_rewards = _reward_device(spec)
     machine = _find_machine(spec, sets, of_rewards) if assumed is None else _assume(sets, assumed)
     if machine.cluster:
         sets = _on_cluster(sets)
     kept = [each for each in (of_rewards, sets.spare) if each is not None]
-    infer = sets.infer or _default("infer", machine.count, sets.train, kept)
-    train = sets.train or _default("train", machine.count, infer, kept)
+    if sets.infer is None and sets.train is None and machine.count > 1:
+        infer, train = _default_split(spec, machine.count, kept, num_train)
+    else:
+        infer = sets.infer or _default("infer", machine.count, sets.train, kept)
+        train = sets.train or _default("train", machine.count, infer, kept)
     check_disjoint(infer, train)
     most_train = spec.batches.groups_per_update
     if train.count > most_train:
@@ -537,6 +546,42 @@ def max_concurrent_groups(
         return per_engine
     part = per_engine // (2 if borrows else 4)
     return max(min(per_engine, EFFICIENT_GROUPS), part)
+
+
+class _Split(NamedTuple):
+    infer: DeviceSet
+    train: DeviceSet
+
+
+def _default_split(
+    spec: RunSpec, count: int, kept: Sequence[DeviceSet], num_train: int | None
+) -> _Split:
+    """Return the split of several accelerators where no devices are named: the last ones train."""
+    free = set(range(count))
+    for each in kept:
+        free -= set(each.indices)
+    if not free:  # devices have to be shared
+        free = set(range(count))
+    numbers = sorted(free)
+    if len(numbers) == 1:
+        shared = DeviceSet("accelerator", tuple(numbers))
+        return _Split(shared, shared)
+    num_infer = len(numbers) - (num_train or _default_trainers(spec, len(numbers)))
+    return _Split(
+        infer=DeviceSet("accelerator", tuple(numbers[:num_infer])),
+        train=DeviceSet("accelerator", tuple(numbers[num_infer:])),
+    )
+
+
+def _default_trainers(spec: RunSpec, count: int) -> int:
+    """Return how many of `count` accelerators train: a quarter, at most one for each group of an
+    update, and so many that engines can span the others (`rollout.tensor_parallel_size`)."""
+    most = spec.batches.groups_per_update
+    least = min(max(1, int(TRAINING_SHARE * count)), most)
+    for num_train in range(least, min(most, count - 1) + 1):
+        if (count - num_train) % spec.engine.tensor_parallel_size == 0:
+            return num_train
+    return least
 
 
 def _default(key: str, count: int, other: DeviceSet | None, kept: Sequence[DeviceSet]) -> DeviceSet:

@@ -7,6 +7,7 @@ weights are loaded.
 What is found on the way are the facts of `runtime.checks`, which has the list of checks.
 """
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,13 +35,25 @@ from easyrl.runtime.checks.prompts import (
     load_prompt_tokenizer,
     short_problems,
 )
-from easyrl.runtime.memory_estimate import estimate_memory, find_shortages, memory_table
-from easyrl.runtime.memory_fit import propose_changes, use_memory
+from easyrl.runtime.memory_estimate import (
+    Part,
+    bytes_by_memory,
+    estimate_memory,
+    find_shortages,
+    in_gib,
+    memory_table,
+)
+from easyrl.runtime.memory_fit import Changes, choose_split, propose_changes, use_memory
 from easyrl.runtime.placement import Placement, describe, resolve_placement
 from easyrl.runtime.resolve import resolve, with_eval_data
 from easyrl.runtime.resume import Resume, resumes_by_itself, start_from, with_absolute_paths
 from easyrl.runtime.run_folder import folder_of
 from easyrl.types import Prompt
+
+
+LORA_KEY = "model.lora.rank"
+LORA_RANK = 16  # which a plan tries where training all weights does not fit
+NUM_DEVICES = (2, 4, 8)  # which a plan tries where nothing fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ def check_run(
     checks.add(example=example, interfaces=interfaces, prompts=prompts)
 
     placement = resolve_placement(spec)  # imports torch where it must look for accelerators
+    placement = choose_split(config, placement, model.size)
     checks.add(placement=placement, has_compiler=devices.has_c_compiler())
 
     tokenizer_path = "" if source is None else source.tokenizer
@@ -206,9 +220,12 @@ def _identity(
 class Plan(NamedTuple):
     """Description of a run that is not started: its devices, memory and data."""
 
+    verdict: str  # whether it would start, and how full the memory would be
     text: str
     would_start: bool
-    changes: Mapping[str, Any] | None  # with which everything fits; None: nothing that was tried
+    changes: Changes | None  # with which everything fits; None: nothing that was tried
+    advice: Sequence[str] = ()  # where nothing fits: LoRA if that does, or more devices
+    lora_changes: Changes | None = None  # as `changes`, with LoRA instead of all weights
 
 
 def make_plan(
@@ -218,16 +235,29 @@ def make_plan(
     no weights are read. Raises ConfigError for devices that are missing."""
     placement = resolve_placement(resolve(config), assumed)
     planner = _Planner(config, placement)
-    refusal = []
+    refusal = ""
     try:
         planner.plan_model(is_resumed=is_resumed)
         planner.plan_data()
     except ConfigError as error:
-        refusal = [f"a run would not start: {error}"]
+        refusal = f"a run would not start: {error}"
+    placement = planner.placement
     lines = [planner.about_model, *planner.about_source, describe(placement)]
     lines += [*never_run(placement), "", *planner.about_memory, *planner.checks.warnings]
-    lines += [*planner.about_prompts, *refusal]
-    return Plan("\n".join(lines), not refusal, planner.propose_changes())
+    lines += planner.about_prompts
+    text = "\n".join(lines)
+    changes = planner.propose_changes()
+    plan = Plan(refusal or planner.describe_start(), text, not refusal, changes)
+    if changes is not None:
+        return plan
+    lora_changes, about_lora = planner.try_lora()
+    advice = [about_lora, *planner.try_more_devices()]
+    return plan._replace(advice=advice, lora_changes=lora_changes)
+
+
+class LoraTrial(NamedTuple):
+    changes: Changes | None  # with LoRA, so that the run fits; None: it does not, or is unknown
+    text: str
 
 
 class _Planner:
@@ -241,7 +271,8 @@ class _Planner:
         self.about_prompts: list[str] = []
         self._config = config
         self._spec = resolve(config)
-        self._placement = placement
+        self.placement = placement
+        self._parts: Sequence[Part] = ()
         self._size: ModelSize | None = None
         self._is_tight = False  # by estimate, a memory does not suffice
         self._tokenizer_path = ""
@@ -266,16 +297,18 @@ class _Planner:
             about = source.describe(has_new_adapter=spec.model.lora.rank is not None)
             self.about_source = [about] if about else []
 
-        self._config = use_memory(config, self._placement, model.size)
+        self.placement = choose_split(config, self.placement, model.size)
+        self._config = use_memory(config, self.placement, model.size)
         self._spec = resolve(self._config)
-        parts = estimate_memory(self._spec, self._placement, model.size)
+        parts = estimate_memory(self._spec, self.placement, model.size)
+        self._parts = parts
         self.about_memory = ["memory: unknown, as the model's config.json gives no sizes"]
         if parts:
             self.about_memory = [memory_table(parts)]
-        self.checks.add(placement=self._placement, model=model)
+        self.checks.add(placement=self.placement, model=model)
         self._is_tight = bool(find_shortages(parts))
         self.checks.add(parts=parts)
-        if self._placement.assumed is None:  # of other machines these are not known
+        if self.placement.assumed is None:  # of other machines these are not known
             written = written_by_run(spec.schedule, model, source, is_resumed=is_resumed)
             has_compiler = devices.has_c_compiler()
             self.checks.add(disk=find_disk(folder), written=written, has_compiler=has_compiler)
@@ -324,6 +357,59 @@ class _Planner:
 
     def propose_changes(self) -> Mapping[str, Any] | None:
         """Return settings with which the run fits; empty if it does, or if none can be proposed."""
-        if self._size is None or not self._is_tight or self._placement.accelerator == "cpu":
+        if self._size is None or not self._is_tight or self.placement.accelerator == "cpu":
             return {}
-        return propose_changes(self._config, self._placement, self._size)
+        return propose_changes(self._config, self.placement, self._size)
+
+    def describe_start(self) -> str:
+        """Say that the run would start, and how full the fullest memory would be."""
+        shares = {}
+        for memory, needed_bytes in bytes_by_memory(self._parts).items():
+            if memory.num_bytes < math.inf:
+                shares[memory] = needed_bytes / memory.num_bytes
+        if not shares:
+            return "a run would start; whether its memory suffices is unknown"
+        fullest = max(shares, key=lambda memory: shares[memory])
+        taken = in_gib(shares[fullest] * fullest.num_bytes)
+        about = f"{taken} of {in_gib(fullest.num_bytes)} on {fullest.name}"
+        if self._is_tight:
+            return f"a run would start, but its memory may not suffice: at its peak {about}"
+        return f"a run would start: at its peak, by estimate, {about}"
+
+    def try_lora(self) -> "LoraTrial":
+        """Find out whether the run fits with LoRA instead of all weights, and describe that."""
+        others = "use more or larger devices, a smaller model, shorter sequences"
+        if self._config.model.lora.rank is not None:
+            return LoraTrial(None, others)
+        config = change_config(self._config, {LORA_KEY: LORA_RANK})
+        try:
+            size = measure_model(resolve(config).model, is_whole=False).size
+        except ConfigError as error:
+            return LoraTrial(None, f"{others}; LoRA was not tried: {error}")
+        assert size is not None
+        changes = propose_changes(config, self.placement, size)
+        if changes is None:
+            return LoraTrial(None, f"{others}; LoRA ({LORA_KEY}) does not fit either")
+        about = f"{others}, or LoRA ({LORA_KEY}), which fits by the same estimate:"
+        return LoraTrial({LORA_KEY: LORA_RANK, **changes}, about)
+
+    def try_more_devices(self) -> Sequence[str]:
+        """Name the smallest number of the assumed devices on which the run fits, if any does."""
+        assumed = self.placement.assumed
+        if assumed is None or self._size is None:
+            return ()
+        no_devices = {"devices.infer": None, "devices.train": None}
+        config = change_config(self._config, no_devices)
+        for count in NUM_DEVICES:
+            if count <= assumed.count:
+                continue
+            more = replace(assumed, count=count)
+            try:
+                placement = resolve_placement(resolve(config), more)
+            except ConfigError:
+                continue
+            if propose_changes(config, placement, self._size) is not None:
+                devices_text = f"{count}x{assumed.num_bytes / 2**30:g}GiB"
+                about = f"{count} such devices are enough, by the same estimate"
+                return [f"{about}: --assume {devices_text} names the settings"]
+        return ()

@@ -73,7 +73,7 @@ CHECKS = (
     Check(devices.check_disk, ("disk", "written"), EVERYWHERE),
     Check(devices.warn_of_float32, ("spec", "placement"), TRAINING),
     Check(devices.warn_of_unused_gpus, ("spec", "placement"), TRAINING),
-    Check(devices.warn_of_lopsided_split, ("spec", "placement"), TRAINING),
+    Check(devices.warn_of_lopsided_split, ("placement",), TRAINING),
     Check(devices.warn_of_slow_copies, ("placement",), TRAINING),
     # the folder
     Check(folders.check_new, ("folder", "is_resumed"), TRAINING),

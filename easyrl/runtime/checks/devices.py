@@ -18,8 +18,7 @@ from easyrl.runtime.memory_estimate import GIB
 from easyrl.runtime.placement import Placement
 
 LOPSIDED = 6
-"""A split is lopsided if one side has at least this many times the other's devices. 7 engines
-beside 1 trainer, the default on 8 devices, are."""
+"""A split is lopsided if one side has at least this many times the other's devices."""
 COPIES_PER_CHECKPOINT = 3  # weights and AdamW's two moments, all in float32
 
 
@@ -120,15 +119,14 @@ def warn_of_unused_gpus(spec: RunSpec, placement: Placement) -> Sequence[str]:
     return [f"warning: the CPU is used, since torch cannot use the GPUs: {reason}"]
 
 
-def warn_of_lopsided_split(spec: RunSpec, placement: Placement) -> Sequence[str]:
+def warn_of_lopsided_split(placement: Placement) -> Sequence[str]:
     num_infer = placement.infer.count
     num_train = placement.train.count
     if max(num_infer, num_train) < LOPSIDED * min(num_infer, num_train):
         return ()
-    default = " by default" if spec.devices.infer is spec.devices.train is None else ""
     return [
         f"warning: {counted(num_infer, 'device')} for generation and {num_train} for "
-        f"training{default} is lopsided; to find the fastest split: a short run, then easyrl plan "
+        f"training is lopsided; to find the fastest split: a short run, then easyrl plan "
         f"RUN --devices {num_infer + num_train}"
     ]
 
