@@ -187,6 +187,9 @@ class Sample(Message):
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
 """Names that a reward function's `log_extra` cannot use."""
+JUDGE_REPLIES = "judge_replies"
+"""Column of what the judge wrote about a completion: a list of {"score": 0.7, "reply": "…"}, one of
+each answer (`reward.judge.samples`). Scores are from 0 to 1."""
 EPISODE_KEYS = ("messages", "ended_by", "branches", "branch_reasons")
 """What an episode adds to a line of samples.jsonl."""
 SAMPLE_VALUES = (

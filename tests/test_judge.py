@@ -45,10 +45,11 @@ def scored(rewards, texts, **columns):
 def asked(rewards, texts):
     """As `scored`, but in this process."""
     counts = {}
+    logs = {"log_metric": counts.__setitem__, "log_extra": lambda *_: None}
     reward = judge.Judge(rewards.options.judge)
     prompts = [prompt_of().content] * len(texts)
     try:
-        scores = asyncio.run(reward(prompts, texts, log_metric=counts.__setitem__))
+        scores = asyncio.run(reward(prompts, texts, **logs))
     except judge.JudgeError as error:
         return [0.0] * len(texts), [str(error)], counts
     return scores, [], counts
@@ -87,6 +88,23 @@ def test_templates_fields_lists_and_samples(tmp_path):
         assert scored(rewards, ["a", "b", "c"])[0] == [1.0, 0.5, 0.0] and len(server.questions) == 1
         assert "Answer 2:\nb" in server.questions[0]
         assert "expected 2" in scored(rewards, ["a", "b"])[1][0]
+
+
+def test_replies_are_kept_behind_their_scores_without_thinking_and_key():
+    answers = ["<think>Hm. Score: 1</think>\nGood.\nScore: 8", f"With {KEY}: Score: 4"]
+    with judge_server(lambda number, _: answers[number]) as server:
+        words = ("reward.judge.key_variable=JUDGE_KEY", "reward.judge.samples=2")
+        result = call(rewards_of(server, *words), prompt_of(), ["a", "a"])  # asked once
+    assert result.scores == [[pytest.approx(0.6)] * 2]
+    first, second = result.columns["judge_replies"]
+    assert first == second and {reply["score"] for reply in first} == {0.8, 0.4}
+    texts = {reply["score"]: reply["reply"] for reply in first}
+    assert texts == {0.8: "Good.\nScore: 8", 0.4: "With ***: Score: 4"}
+    with judge_server(lambda *_: "A is best.\nScore: 10\nScore: 5") as server:
+        rewards = rewards_of(server, "reward.judge.mode=listwise")
+        (first,), (second,) = call(rewards, prompt_of(), ["a", "b"]).columns["judge_replies"]
+    assert (first["score"], second["score"]) == (1.0, 0.5)
+    assert first["reply"] == second["reply"] == "A is best.\nScore: 10\nScore: 5"
 
 
 def test_failures_are_repeated_and_counted():
@@ -406,7 +424,13 @@ def test_a_run_with_a_bad_judge_ends_counts_all_and_a_second_one_asks_nothing(tm
     assert 0 < line["judge_calls"] <= first["judge_calls"]
     asked = first["judge_calls"] - first["judge_retries"]
     assert second["judge_cache_hits"] == first["judge_cache_hits"] + asked
+    for sample in lines_of(tmp_path / "a" / "samples.jsonl"):
+        (judged,) = sample["judge_replies"]
+        assert judged["score"] == sample["rewards"]["judge"] and "Score: " in judged["reply"]
+    shown_samples = easyrl("samples", tmp_path / "a").output
+    assert "\njudge 0." in shown_samples and "I think so.\nScore: " in shown_samples
     assert easyrl("report", tmp_path / "a").exit_code == 0
+    assert "I think so." in (tmp_path / "a" / "report.html").read_text()
     calls = f"{num_calls - 1} calls"
     assert calls in shown and calls in (tmp_path / "a" / "report.html").read_text()
     for file in tmp_path.rglob("*"):

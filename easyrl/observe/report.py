@@ -13,7 +13,7 @@ from easyrl.config import KEYS, Config, by_name
 from easyrl.observe import plots
 from easyrl.observe.history import History, worst_to_best
 from easyrl.observe.lines import verdict_lines, with_error
-from easyrl.observe.samples import Line, branches_of, columns_of
+from easyrl.observe.samples import Line, branches_of, columns_of, replies_of
 from easyrl.observe.text import safe, shown
 from easyrl.runtime.verdict import Change, sentence
 
@@ -54,6 +54,7 @@ def to_page(runs: Sequence[History]) -> str:
     return template.render(
         version=__version__,
         branches_of=branches_of,
+        replies_of=replies_of,
         runs=runs,
         colours=plots.COLOURS * len(runs),
         markers=list(plots.MARKERS.values()) * len(runs),

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from easyrl.events import JUDGE_REPLIES
 from easyrl.formatting import ConfigError, printable, shorten
 from easyrl.observe.run_files import GrowingFile
 from easyrl.observe.text import safe, say_rich
@@ -31,6 +32,7 @@ LEFT_OUT = {
     "raw",
     "messages",
     "column/messages",
+    JUDGE_REPLIES,
 }
 """Columns that are shown in another way, or are too long."""
 
@@ -77,7 +79,7 @@ def show_samples(
         if _prompt_of(line) != before:
             _print_text(prompt, style="dim")
         _print_text(completion)
-        for text in branches_of(line):
+        for text in (*replies_of(line), *branches_of(line)):
             _print_text(text, style="dim")
         before = _prompt_of(line)
     if before is None:
@@ -99,6 +101,14 @@ def _parse_iterations(text: str) -> range:
         if 1 <= oldest <= newest:
             return range(oldest, newest + 1)
     raise ConfigError(f"--iteration: expected a number from 1, or as 3-5, got '{text}'")
+
+
+def replies_of(line: Line) -> list[str]:
+    """Return what the judge wrote about the sample, each reply behind its score."""
+    texts = []
+    for judged in line.get(JUDGE_REPLIES) or ():
+        texts.append(f"judge {judged['score']:.3g}: {judged['reply']}")
+    return texts
 
 
 def branches_of(line: Line) -> list[str]:

@@ -32,6 +32,8 @@ from easyrl.config import ConfigError, JudgeConfig
 from easyrl.config.spec import RewardSpec
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.data.values import is_missing
+from easyrl.events import JUDGE_REPLIES
+from easyrl.formatting import shorten
 from easyrl.types import Messages, Prompt, text_of
 from easyrl.user_code import sources
 
@@ -59,6 +61,7 @@ QUESTIONS = {
 }
 MAX_RETRIES = {"": 0, "judge_cut_off": 3, "judge_unreadable": 3}  # by `JudgeError.count`
 MAX_RETRIES_OF_OTHERS = 7
+MAX_REPLY = 2000  # characters of an answer in samples.jsonl
 BACKOFF_SECONDS = 0.5  # before the first retry, then doubled
 MAX_BACKOFF_SECONDS = 60.0
 CONNECT_SECONDS = 4.0
@@ -150,6 +153,11 @@ class Answer(NamedTuple):
     """The text is empty, but the server sent thinking apart from it."""
 
 
+class Verdict(NamedTuple):
+    scores: list[float]  # from 0 to 1
+    reply: str  # the answer without its thinking
+
+
 class JudgeError(RuntimeError):
     """A question has no score. `count` says why; empty: asking again does not help, nor does it if
     the error `is_lasting`."""
@@ -199,9 +207,11 @@ class Judge:
         prompts: Sequence[str | Messages],
         completions: Sequence[str | Messages],
         log_metric: Callable[[str, float], None],
+        log_extra: Callable[[str, Sequence[Any]], None],
         **columns: Sequence[Any],
     ) -> list[float]:
-        """Score the completions of a prompt from 0 to 1. One missing answer fails the call."""
+        """Score the completions of a prompt from 0 to 1, and log what the judge wrote. One missing
+        answer fails the call."""
         row = {}
         for name, values in columns.items():
             if name not in RESERVED_COLUMNS:
@@ -221,13 +231,25 @@ class Judge:
         for name in COUNTS:
             log_metric(name, counts[name])
         _raise_first_error(answers)
-        table = np.array(answers, dtype=np.float64)
-        means = table.reshape(len(different), num_samples, num_scores).mean(axis=1).tolist()
-        scores_by_question = dict(zip(different, means, strict=True))
+        verdicts_by_question: dict[str, list[Verdict]] = {}
+        for number, question in enumerate(different):
+            first = number * num_samples
+            verdicts_by_question[question] = answers[first : first + num_samples]
         scores: list[float] = []
+        replies = []
         for question in questions:
-            scores += scores_by_question[question]
+            verdicts = verdicts_by_question[question]
+            table = np.array([verdict.scores for verdict in verdicts])  # [samples, scores]
+            scores += table.mean(axis=0).tolist()
+            for place in range(num_scores):
+                replies.append([self._reply_of(verdict, place) for verdict in verdicts])
+        log_extra(JUDGE_REPLIES, replies)
         return scores
+
+    def _reply_of(self, verdict: Verdict, place: int) -> dict[str, Any]:
+        """Return a score with the reply that it stands in, for samples.jsonl."""
+        text = verdict.reply.replace(self._key, "***") if self._key else verdict.reply
+        return {"score": verdict.scores[place], "reply": shorten(text, MAX_REPLY)}
 
     def questions(
         self, prompt: str | Messages, texts: Sequence[str], row: Mapping[str, Any]
@@ -264,24 +286,24 @@ class Judge:
 
     async def _ask(
         self, question: str, num_scores: int, sample: int, counts: dict[str, float]
-    ) -> list[float]:
-        """Return the scores of the answer, from the cache or after retries. `sample`: the number of
-        the answer to this question."""
+    ) -> Verdict:
+        """Return the verdict, from the cache or after retries. `sample`: the number of the answer
+        to this question."""
         all_sent = json.dumps([self._url, self._body(question), sample])
         digest = hashlib.sha256(all_sent.encode()).hexdigest()
         file = self._folder / digest[:2] / digest
         cached = _read_cached(file)
         if cached is not None:
             with contextlib.suppress(JudgeError):  # cached when another rule read the scores
-                scores = self._verdict(cached, num_scores)
+                verdict = self._verdict(cached, num_scores)
                 counts["judge_cache_hits"] += 1
-                return scores
+                return verdict
         num_failed: Counter[str] = Counter()  # by reason
         while True:
             try:
                 async with self._slot():
                     answer = await self.request(question, counts)
-                scores = self._verdict(answer, num_scores)
+                verdict = self._verdict(answer, num_scores)
                 break
             except JudgeError as error:
                 num_failed[error.count] += 1
@@ -296,7 +318,7 @@ class Judge:
                 await asyncio.sleep(min(delay, MAX_BACKOFF_SECONDS))
         with contextlib.suppress(OSError):  # a full disk costs the cache, not the run
             _write_cached(file, answer)
-        return scores
+        return verdict
 
     def _body(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]
@@ -362,7 +384,7 @@ class Judge:
             about = f" (reward.judge.key_variable: {self._settings.key_variable})"
         raise self._error(f"{status}{about} {response.text}")
 
-    def _verdict(self, answer: Answer, num_scores: int) -> list[float]:
+    def _verdict(self, answer: Answer, num_scores: int) -> Verdict:
         """Read the scores of an answer that its server has finished. Without a `finish_reason` the
         text alone decides. Raises JudgeError."""
         reason = answer.finish_reason
@@ -380,7 +402,7 @@ class Judge:
             raise self._no_verdict(f"{thinks}; {self._raise_limit()}")
         return self._read(answer.text, num_scores)
 
-    def _read(self, answer: str, num_scores: int) -> list[float]:
+    def _read(self, answer: str, num_scores: int) -> Verdict:
         """Read the scores outside the thinking, from 0 to 1. Raises JudgeError."""
         text = _after_thinking(answer)
         if text is None:
@@ -399,7 +421,7 @@ class Judge:
             expected = f"expected {num_scores} of {low:g} to {high:g} by reward.judge.{rule}"
             problem = f"{expected}, got {found} in the answer {answer!r}"
             raise self._error(problem, "judge_unreadable")
-        return scores
+        return Verdict(scores, text.strip())
 
     def _scale(self, found: Any) -> list[float] | None:
         """Map what was found from the range of scores to 0 … 1; None where it has anything else."""
