@@ -131,6 +131,7 @@ $(VENV)/docs-installed: pyproject.toml constraints.txt | $(BIN)/python
 
 docs: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: python3 -m http.server -d build/site"
 
 $(VENV)/release-installed: pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[release]'

@@ -12,6 +12,7 @@ from mistakes import QWEN, QWEN3_5
 from runs import easyrl
 
 ROOT = Path(__file__).parent.parent
+SMALL_BATCHES = ("train.max_tokens_per_micro_batch=1024",)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,12 @@ def proposed(output):
     [
         # One device that both groups share; float32 weights alone fill more than half of it.
         ("24GiB", [], "train.offload=[optimizer]", False),
-        ("4x23.5gb", ["train.max_tokens_per_micro_batch=1024"], "--train-devices", False),
+        (
+            "4x23.5gb",
+            [*SMALL_BATCHES, "--infer-devices", "0-2", "--train-devices", "3"],
+            "--infer-devices 0 --train-devices 1-3",
+            False,
+        ),
         ("8x4090", ["--infer-devices", "0-3", "--train-devices", "4-7"], "", True),
     ],
 )
@@ -149,7 +155,9 @@ def test_the_default_split_of_eight_devices_starts_with_any_model_that_they_hold
     code, output = dry_run("--assume", "8x80GiB", *eight_billion)
     assert code == 0 and proposed(output) is None
     # 123 GiB of weights, gradients and moments do not fit one trainer, nor two: five hold them.
-    assert output.startswith("# a run would start: at its peak, by estimate, 73.21 GiB of 80.00 GiB")
+    assert output.startswith(
+        "# a run would start: at its peak, by estimate, 73.21 GiB of 80.00 GiB"
+    )
     assert "# rollout-2: cuda:2\n# train-0: cuda:3\n" in output
     code, output = dry_run("--assume", "8x80GiB", *eight_billion, "model.lora.rank=16")
     assert code == 0 and "# rollout-5: cuda:5\n# train-0: cuda:6\n" in output  # a quarter trains

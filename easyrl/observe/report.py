@@ -141,9 +141,7 @@ def _overview(
     return rows | _table(results, is_detail=False)
 
 
-def _details(
-    runs: Sequence[History], results: Sequence[Mapping[str, str]]
-) -> dict[str, list[str]]:
+def _details(runs: Sequence[History], results: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the rows of the table behind the figures: devices, speed, checksums."""
     rows = {"folder": [safe(str(run.folder)) for run in runs], "devices": []}
     for run in runs:

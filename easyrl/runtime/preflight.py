@@ -50,7 +50,6 @@ from easyrl.runtime.resume import Resume, resumes_by_itself, start_from, with_ab
 from easyrl.runtime.run_folder import folder_of
 from easyrl.types import Prompt
 
-
 LORA_KEY = "model.lora.rank"
 LORA_RANK = 16  # which a plan tries where training all weights does not fit
 NUM_DEVICES = (2, 4, 8)  # which a plan tries where nothing fits
