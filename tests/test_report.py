@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from easyrl.observe import plots
 from easyrl.observe.history import read_histories
 from run_events import METRICS
 from runs import easyrl, lines_of, summary_of, write_rows
@@ -104,3 +105,54 @@ def test_page_needs_nothing_but_itself(run, tmp_path):
     used = re.findall(r'(?:url\(#|href="#)([^)"]+)', page)
     assert len(ids) == len(set(ids)) and set(used) <= set(ids)
     assert page.count("<svg") >= 14 and "Timeline of second run" in page
+
+
+def measured(iteration, accuracy, error=0.02, **more):
+    evaluated = {"eval/accuracy": accuracy, "eval/standard_error": error, "eval/problems": 64}
+    return line(iteration, **evaluated, **more)
+
+
+def best_of(*runs):
+    found = re.search(r"Best run: (.*?) Overview", text_of(page_of(*runs)))
+    return found[1] if found else None
+
+
+def test_the_best_of_several_runs_is_named_only_where_they_can_be_told_apart(tmp_path):
+    rates = {"low": 0.3, "high": 0.7, "close": 0.68}
+    runs = {}
+    for number, (name, accuracy) in enumerate(rates.items(), 1):
+        lines = [measured(1, 0.2), measured(2, accuracy)]
+        config = f"train: {{learning_rate: {number}e-3}}"
+        runs[name] = make_run(tmp_path / name, lines, config)
+    expected = "high, held-out accuracy 0.700 ± 0.020; the next is low (0.300 ± 0.020)"
+    assert best_of(runs["low"], runs["high"]) == expected
+    close = best_of(*runs.values())
+    assert close.startswith("high, ") and "too few problems or iterations to tell" in close
+    page = page_of(*runs.values())
+    assert page.count("★ best") == 2  # in the overview, and in the table behind the figures
+    # The setting in which they differ stands before the results; what is equal stands once.
+    overview = text_of(page).partition("Overview")[2].partition("Curves")[0]
+    assert overview.index("train.learning_rate 0.001 0.002 0.003") < overview.index("held-out")
+    assert overview.count("arithmetic") == 1
+    again = make_run(tmp_path / "again", [measured(1, 0.2), measured(2, 0.7)])
+    assert best_of(runs["high"], again).startswith("none: high and again (0.700 ± 0.020) have the")
+    other = make_run(tmp_path / "other", [measured(1, 0.9)], "data: {dataset: countdown}")
+    assert best_of(runs["high"], other).startswith("none is named, since data.dataset")
+    no_accuracy = make_run(tmp_path / "plain", [line(1, reward=0.9), line(2, reward=0.9)])
+    by_reward = best_of(runs["high"], no_accuracy)
+    assert by_reward.startswith("plain, reward of the last iterations 0.900; the next is high")
+    assert best_of(runs["high"]) is None
+
+
+def test_equal_curves_are_told_apart_by_their_markers_lines_and_widths(tmp_path):
+    lines = [line(number, reward=0.1 * number) for number in range(1, 40)]
+    runs = [make_run(tmp_path / name, lines) for name in "abc"]
+    figure = plots.draw_curves(read_histories(runs), {"reward": "Reward"}, (4, 2))
+    curves = [drawn for drawn, *_ in figure.axes[0].containers]
+    for kind in ("marker", "linestyle", "color", "linewidth", "markersize"):
+        values = [getattr(curve, f"get_{kind}")() for curve in curves]
+        assert len(set(values)) == 3, kind
+        if kind in ("linewidth", "markersize"):
+            assert values == sorted(values, reverse=True)  # a later run hides no earlier one
+    legend = re.findall(r"<b style=\"color: [^>]*>(\S) [abc]</b>", page_of(*runs))
+    assert set(legend) == {"●", "■", "▲"}
