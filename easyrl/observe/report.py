@@ -85,7 +85,7 @@ def _figures(runs: Sequence[History]) -> dict[str, Markup]:
 class Best(NamedTuple):
     """The best of several runs."""
 
-    number: int | None  # place among the runs; None: they cannot be compared
+    number: int | None  # place among the runs; None: they cannot be told apart, or compared
     text: str  # "lr_3e-4, held-out accuracy 0.72 ± 0.06", and whether that is clear
 
 
@@ -116,7 +116,7 @@ def _find_best(runs: Sequence[History], summaries: Sequence[Mapping[str, Any]]) 
     change = Change(values[second] or 0.0, values[first] or 0.0, errors[second], errors[first])
     text += f"; the next is {other}"
     if change.is_clear is False:
-        text += ": too few problems or iterations to tell them apart"
+        return Best(None, f"{text}: too few problems or iterations to tell them apart")
     return Best(first, text)
 
 
@@ -153,7 +153,7 @@ def _details(runs: Sequence[History], results: Sequence[Mapping[str, str]]) -> d
 def _table(results: Sequence[Mapping[str, str]], *, is_detail: bool) -> dict[str, list[str]]:
     """Return the results of the runs by their names, either those in `DETAILS` or the others."""
     names: dict[str, None] = {}  # a set that keeps the order
-    for of_run in results:
+    for of_run in sorted(results, key=len, reverse=True):  # the longest has the usual order
         names |= dict.fromkeys(of_run)
     rows = {}
     for name in names:

@@ -375,7 +375,7 @@ class _Planner:
             return f"a run would start, but its memory may not suffice: at its peak {about}"
         return f"a run would start: at its peak, by estimate, {about}"
 
-    def try_lora(self) -> "LoraTrial":
+    def try_lora(self) -> LoraTrial:
         """Find out whether the run fits with LoRA instead of all weights, and describe that."""
         others = "use more or larger devices, a smaller model, shorter sequences"
         if self._config.model.lora.rank is not None:
