@@ -290,6 +290,7 @@ class _Planner:
         self._parts: Sequence[Part] = ()
         self._size: ModelSize | None = None
         self._is_tight = False  # by estimate, a memory does not suffice
+        self._has_checked_data = True  # unless its hub cannot be reached
         self._tokenizer_path = ""
 
     def plan_model(self, *, is_resumed: bool) -> None:
@@ -345,6 +346,7 @@ class _Planner:
             self.checks.warnings += warnings
             self.checks.add(example=None)
             self.checks.warnings.append(f"warning: not checked: {error}")
+            self._has_checked_data = False
             return
         interfaces, warnings = find_interfaces(spec.episodes, example)
         self.checks.warnings += warnings
@@ -399,22 +401,25 @@ class _Planner:
         for memory, needed_bytes in bytes_by_memory(self._parts).items():
             if memory.num_bytes < math.inf:
                 shares[memory] = needed_bytes / memory.num_bytes
+        starts = "a run would start"
+        if not self._has_checked_data:
+            starts += " if its data, which were not checked, can be loaded"
         if not shares:
-            return "a run would start; whether its memory suffices is unknown"
+            return f"{starts}; whether its memory suffices is unknown"
         fullest = max(shares, key=lambda memory: shares[memory])
         taken = in_gib(shares[fullest] * fullest.num_bytes)
         about = f"{taken} of {in_gib(fullest.num_bytes)} on {fullest.name}"
         if self._is_tight:
-            return f"a run would start, but its memory may not suffice: at its peak {about}"
-        return f"a run would start: at its peak, by estimate, {about}"
+            return f"{starts}, but its memory may not suffice: at its peak {about}"
+        return f"{starts}: at its peak, by estimate, {about}"
 
     def try_lora(self) -> LoraTrial:
         """Find out whether the run fits with LoRA instead of all weights, and describe that."""
         others = "use more or larger devices, a smaller model, shorter sequences"
         if self._config.model.lora.rank is not None:
             return LoraTrial(None, others)
-        config = change_config(self._config, {LORA_KEY: LORA_RANK})
         try:
+            config = change_config(self._config, {LORA_KEY: LORA_RANK})
             size = measure_model(resolve(config).model, is_whole=False).size
         except ConfigError as error:
             return LoraTrial(None, f"{others}; LoRA was not tried: {error}")
