@@ -170,7 +170,7 @@ def write_model_and_prompts(
 
 def _schema_of_tools(length: int) -> str:
     """Return the first characters of a JSON schema of many tools."""
-    tools = []
+    tools: list[str] = []
     num_characters = 0
     while num_characters < length:
         name = f"look_up_{len(tools)}"

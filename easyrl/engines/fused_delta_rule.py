@@ -137,7 +137,7 @@ class DeltaStep:
         layer = self._layer
         num_rows = len(x)
         key_size = layer.head_k_dim
-        query, key, value = channels.split(self._sizes, dim=-1)
+        query, key, value = torch.split(channels, self._sizes, dim=-1)
         both = torch.stack([query, key]).view(2, num_rows, -1, key_size)
         squares = both.square().sum(dim=-1, keepdim=True)
         both = both * torch.rsqrt(squares + EPS)

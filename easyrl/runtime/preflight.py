@@ -371,9 +371,10 @@ class _Planner:
         model = measure_model(self._spec.model, is_whole=False)
         self._size = model.size
         self.about_model = describe_weights(model, self._spec.model)
-        placement = resolve_placement(self._spec, self._placement.assumed)
-        self._placement = placement
+        placement = resolve_placement(self._spec, self.placement.assumed)
+        self.placement = placement
         parts = estimate_memory(self._spec, placement, model.size)
+        self._parts = parts
         if parts:
             self.about_memory = [memory_table(parts)]
         self._is_tight = bool(find_shortages(parts))
@@ -389,7 +390,7 @@ class _Planner:
             raise ConfigError("the model's folder has no tokenizer")
         return renderer
 
-    def propose_changes(self) -> Mapping[str, Any] | None:
+    def propose_changes(self) -> Changes | None:
         """Return settings with which the run fits; empty if it does, or if none can be proposed."""
         if self._size is None or not self._is_tight or self.placement.accelerator == "cpu":
             return {}
